@@ -1,0 +1,43 @@
+# make demo    train a small language model in float16
+# make test    lint, types, tests; TORCH=2.11.0 runs the tests on the other end, in an environment of its own
+# make bench   measure on this machine's CPU
+# make gpu     the CUDA tests and benchmarks, with the Python at hand: it installs nothing
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+VENV := .venv-$(TORCH)
+BIN := $(VENV)/bin
+CXX_FOUND := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
+SELECT := $(if $(CXX_FOUND),not cuda,not cuda and not inductor)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint bench gpu clean
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: lint
+	@$(if $(CXX_FOUND),,echo "No C++ compiler: leaving out the tests marked inductor (install g++ to run them).")
+	$(BIN)/python -m pytest -q -m "$(SELECT)" $(ARGS)
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/step.py $(ARGS)
+
+gpu:
+	$(PYTHON) -m pytest -q -m cuda tests/cuda $(ARGS)
+	$(PYTHON) benchmarks/step.py --device cuda $(if $(OUT),--out $(OUT),)
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --editable '.[demo,plot,test,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv-* demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

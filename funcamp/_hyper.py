@@ -1,0 +1,62 @@
+"""Hyperparameters that change while training: tensors of shape (), and schedules of the count of applied steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_dynamic(value: Any) -> bool:
+    """Whether a hyperparameter, or an item of a tuple, is a tensor or a schedule."""
+    if isinstance(value, (tuple, list)):
+        return any(is_dynamic(item) for item in value)
+    return isinstance(value, Tensor) or callable(value)
+
+
+def placeholder(value: Any, name: str, accepted: Mapping[str, inspect.Parameter]) -> Any:
+    """A number for the constructor, which reads it on the host to check it, where a tensor or a schedule will stand."""
+    default = accepted[name].default if name in accepted else None
+
+    def pick(item: Any, fallback: Any) -> Any:
+        if not is_dynamic(item):
+            return item
+        return fallback if isinstance(fallback, (int, float)) and not isinstance(fallback, bool) else 1e-3
+
+    if isinstance(value, (tuple, list)):
+        defaults = default if isinstance(default, (tuple, list)) and len(default) == len(value) else [None] * len(value)
+        return type(value)(pick(item, fallback) for item, fallback in zip(value, defaults))
+    return pick(value, default)
+
+
+def stand_in(value: Any, number: Any, device: str) -> Any:
+    """What a tensor or a schedule gives, for a probe on some device: a tensor of its placeholder's value."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(stand_in(item, part, device) for item, part in zip(value, number))
+    return torch.full((), number, device=device) if is_dynamic(value) else value
+
+
+def evaluate(name: str, value: Any, applied: Tensor, device: torch.device) -> Any:
+    """A hyperparameter after some applied steps: numbers and tensors as they are, schedules called.
+
+    Raises:
+        TypeError: a schedule returns neither a number nor a tensor.
+        ValueError: a tensor has a shape other than (), or lies on another type of device than the parameters.
+    """
+    if isinstance(value, (tuple, list)):
+        return type(value)([evaluate(name, item, applied, device) for item in value])
+    if callable(value):
+        value = value(applied)
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            raise ValueError(f"update: {name} must have shape (); got {tuple(value.shape)}")
+        if value.device.type != device.type:
+            raise ValueError(
+                f"update: {name} must be on the parameters' type of device, {device.type}; got {value.device}"
+            )
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"update: {name} must be a number or a tensor of shape (); got {value!r}")
+    return value

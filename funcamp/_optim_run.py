@@ -1,0 +1,148 @@
+"""Run one step of a torch.optim class on values: nothing the caller holds is written, nothing is read on the host.
+
+The class's own `step` runs, on clones, in an instance built for the purpose. Two things stand between it and purity:
+it may take a tensor for a number (`alpha=-lr`), which `_Pure` rewrites; and it asks torch.compiler.is_compiling whether
+it may keep its counters as tensors, which `_as_if_compiling` answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+#: In-place calls of torch.optim without a batching rule; tests/test_upstream.py tells when one can go.
+_UNBATCHED = ("addcdiv_", "addcmul_", "clamp_", "lerp_")
+
+#: State of one parameter under torch.optim's own names.
+LeafState = dict[str, Tensor]
+
+
+class _Pure(TorchFunctionMode):
+    """Runs the calls of torch.optim that are in the way of purity in an equal form.
+
+    Where alpha, value or fill_value is a tensor: torch's kernels take a number there, and would read the tensor. Where
+    an in-place call, or one with out=, has no batching rule but its functional twin has: vmap would loop or refuse.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if isinstance(kwargs.get("alpha"), Tensor) and name in ("add", "add_", "sub", "sub_"):
+            alpha = kwargs.pop("alpha")
+            return func(args[0], args[1] * alpha, *args[2:], **kwargs)
+        if isinstance(kwargs.get("value"), Tensor) and name in ("addcdiv", "addcdiv_", "addcmul", "addcmul_"):
+            value, (base, left, right) = kwargs.pop("value"), args
+            term = left * value / right if name.startswith("addcdiv") else left * value * right
+            return base.add_(term) if name.endswith("_") else torch.add(base, term, **kwargs)
+        if name == "full_like" and len(args) == 2 and isinstance(args[1], Tensor):
+            return torch.zeros_like(args[0], **kwargs) + args[1].to(args[0].dtype)
+        if name in _UNBATCHED and torch._C._functorch.is_batchedtensor(args[0]):
+            return args[0].copy_(getattr(torch.Tensor, name[:-1])(*args, **kwargs))
+        if isinstance(kwargs.get("out"), Tensor) and torch._C._functorch.is_batchedtensor(kwargs["out"]):
+            return kwargs.pop("out").copy_(func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _as_if_compiling() -> Iterator[None]:
+    # torch.optim keeps counters as tensors (`_get_value`) and takes capturable=True on a CPU only while compiling.
+    # torch 2.13 has torch.compiler._compile_session_context for this; 2.11 has the flag alone.
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+class Recorder(dict[str, Any]):
+    """The state of one parameter that remembers the first value each key was given: the state before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self.first:
+            self.first[key] = value.clone() if isinstance(value, Tensor) else value
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """As dict's, through `__setitem__`."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As dict's, through `__setitem__`."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+
+def as_tensor(value: Any, like: Tensor) -> Any:
+    """A Python number as a tensor of shape (), so that counters are state and no constant of a compiled graph."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return torch.full((), value, dtype=torch.int64 if isinstance(value, int) else torch.float32, device=like.device)
+    return value
+
+
+def first_values(recorded: Any, like: Tensor, starts_at_zero: bool) -> LeafState:
+    """The state before the first step, from what a `Recorder` saw in a step on a zero gradient."""
+    first = {name: as_tensor(value, like) for name, value in recorded.first.items()}
+    return {name: torch.zeros_like(value) for name, value in first.items()} if starts_at_zero else first
+
+
+def run_step(
+    cls: type[torch.optim.Optimizer],
+    arguments: dict[str, Any],
+    hyper: dict[str, Any],
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[LeafState] | None,
+    *,
+    writes_grads: bool = True,
+) -> tuple[list[Tensor], list[dict[str, Any]], torch.optim.Optimizer]:
+    """One step of `cls(params, **arguments)`, its group updated with `hyper`, from the states given.
+
+    Args:
+        cls: the optimizer's class.
+        arguments: Python values for its constructor.
+        hyper: what replaces entries of its parameter group: tensors, or numbers a schedule returned.
+        params: parameters, one or more.
+        grads: their gradients, same shapes; cast to the parameter's dtype.
+        states: their states; None to start from nothing and record the first value of each entry (`Recorder`).
+        writes_grads: whether the class writes into gradients, which are then cloned.
+
+    Returns:
+        New parameters, new states (`Recorder`s where states is None), and the instance that ran.
+    """
+    with torch.no_grad():
+        fresh = [param.detach().clone() for param in params]
+        for param, grad in zip(fresh, grads):
+            grad = grad.detach().to(param.dtype)
+            param.grad = grad.clone() if writes_grads else grad
+        optimizer = cls(fresh, **arguments)
+        optimizer.param_groups[0].update(hyper)
+        made = optimizer.state  # torch 2.11's Adagrad fills it in its constructor
+        optimizer.state = defaultdict(Recorder)
+        for index, param in enumerate(fresh):
+            if states is None:
+                optimizer.state[param].update(made.get(param, {}))
+            elif states[index]:
+                optimizer.state[param] = {name: value.clone() for name, value in states[index].items()}
+        step = cls.step
+        if getattr(step, "hooked", False):  # torch's wrapper for hooks and the profiler: neither has a place here
+            step = step.__wrapped__  # type: ignore[attr-defined]
+        with _as_if_compiling(), _Pure():
+            step(optimizer)
+    for param in fresh:
+        param.grad = None
+    return fresh, [optimizer.state[param] for param in fresh], optimizer

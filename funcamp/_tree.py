@@ -1,0 +1,105 @@
+"""Pytrees: the only file that touches torch.utils._pytree (torch has no public pytree module, 2.11 to 2.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from funcamp._types import Tree
+
+flatten = _pytree.tree_flatten
+unflatten = _pytree.tree_unflatten
+TreeSpec = _pytree.TreeSpec
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """The leaves of a tree from left to right, None included."""
+    return flatten(tree)[0]
+
+
+def path_of(tree: Tree, index: int) -> str:
+    """The path of the leaf at a position, as Python would index it; the empty string for a bare leaf."""
+    return _pytree.keystr(_pytree.tree_flatten_with_path(tree)[0][index][0])
+
+
+def describe(leaf: object) -> str:
+    """A leaf in an error message: dtype, shape and device of a tensor, the type of anything else."""
+    if isinstance(leaf, Tensor):
+        return f"a {leaf.dtype} tensor of shape {tuple(leaf.shape)} on {leaf.device}"
+    if torch.compiler.is_compiling():  # Dynamo may hold the value as a symbol, which no string can show.
+        return f"a {type(leaf).__name__}"
+    return f"{leaf!r} of type {type(leaf).__name__}"
+
+
+def tensors(call: str, name: str, tree: Tree) -> tuple[list[Tensor | None], TreeSpec]:
+    """Flatten a tree whose leaves must be tensors or None.
+
+    Raises:
+        TypeError: a leaf is something else; names the call, the argument, the leaf's path and the value.
+    """
+    flat, spec = flatten(tree)
+    for index, leaf in enumerate(flat):
+        if leaf is not None and not isinstance(leaf, Tensor):
+            raise TypeError(f"{call}: {name}{path_of(tree, index)} must be a tensor or None; got {describe(leaf)}")
+    return flat, spec
+
+
+def gradients(call: str, name: str, tree: Tree, device: torch.device) -> tuple[list[Tensor | None], TreeSpec]:
+    """Flatten a tree of floating-point or complex tensors that lie on one type of device.
+
+    Raises:
+        TypeError: a leaf is no tensor, is an integer or boolean tensor, or is neither strided nor sparse COO.
+        ValueError: a leaf lies on another type of device than the scaler state.
+    """
+    flat, spec = tensors(call, name, tree)
+    for index, leaf in enumerate(flat):
+        if leaf is None:
+            continue
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            raise TypeError(
+                f"{call}: {name}{path_of(tree, index)} must be floating point or complex; got {describe(leaf)}"
+            )
+        if leaf.layout not in (torch.strided, torch.sparse_coo):
+            raise TypeError(
+                f"{call}: {name}{path_of(tree, index)} must be strided or sparse COO; got layout {leaf.layout}"
+            )
+        check_device(call, name, tree, index, leaf, device)
+    return flat, spec
+
+
+def check_device(call: str, name: str, tree: Tree, index: int, leaf: Tensor, device: torch.device) -> None:
+    """Raise ValueError where a leaf lies on another type of device than the scaler state.
+
+    Moving the flag or the scale across would read one of them on the host.
+    """
+    if leaf.device.type != device.type:
+        raise ValueError(
+            f"{call}: {name}{path_of(tree, index)} must be on the scaler state's type of device, {device.type} "
+            f"(make the state with init(device=...)); got {describe(leaf)}"
+        )
+
+
+def same_structure(call: str, names: tuple[str, str], trees: tuple[Tree, Tree]) -> None:
+    """Raise ValueError where two trees differ in structure, naming the first path that differs."""
+    (flat_a, spec_a), (flat_b, spec_b) = flatten(trees[0]), flatten(trees[1])
+    if spec_a == spec_b:
+        return
+    for index in range(max(len(flat_a), len(flat_b))):
+        path_a = path_of(trees[0], index) if index < len(flat_a) else None
+        path_b = path_of(trees[1], index) if index < len(flat_b) else None
+        if path_a != path_b:
+            where = [f"no leaf here in {n}" if p is None else f"{n}{p}" for n, p in zip(names, (path_a, path_b))]
+            raise ValueError(
+                f"{call}: {names[0]} and {names[1]} must have one tree structure; "
+                f"they part at leaf {index}: {where[0]} against {where[1]}"
+            )
+    raise ValueError(f"{call}: {names[0]} and {names[1]} must have one tree structure; got {spec_a} against {spec_b}")
+
+
+def map_leaves(fn: Callable[[Tensor], Tensor], flat: list[Tensor | None], spec: TreeSpec) -> Tree:
+    """Rebuild a tree from its leaves under a function; None passes through."""
+    return unflatten([None if leaf is None else fn(leaf) for leaf in flat], spec)

@@ -88,9 +88,11 @@ class Recorder(dict[str, Any]):
 
 
 def as_tensor(value: Any, like: Tensor) -> Any:
-    """A Python number as a tensor of shape (), so that counters are state and no constant of a compiled graph."""
+    """A counter as a tensor of shape () beside its parameter: no constant of a compiled graph, no tensor on the host."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return torch.full((), value, dtype=torch.int64 if isinstance(value, int) else torch.float32, device=like.device)
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return value.to(like.device)
     return value
 
 

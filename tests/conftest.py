@@ -1,0 +1,79 @@
+"""What every test shares: a fixed seed, no compiled code from another test, and the transforms a function must survive."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import assert_same, clone
+
+Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def _compile(backend: str) -> Transform:
+    return lambda fn: torch.compile(fn, fullgraph=True, backend=backend)
+
+
+def _vmap(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under vmap, on a batch of three copies of its arguments; the three results must be one."""
+
+    def batched(*args: Any) -> Any:
+        stacked = torch.utils._pytree.tree_map(lambda leaf: torch.stack([leaf] * 3), args)
+        out = torch.func.vmap(fn)(*stacked)
+        rows = [torch.utils._pytree.tree_map(lambda leaf, row=row: leaf[row], out) for row in range(3)]
+        assert_same(rows[0], rows[1])
+        assert_same(rows[0], rows[2])
+        return rows[1]
+
+    return batched
+
+
+_TRANSFORMS: dict[str, Transform] = {
+    "eager": lambda fn: fn,
+    "compiled": _compile("aot_eager"),
+    "vmap": _vmap,
+    "compiled-vmap": lambda fn: _compile("aot_eager")(_vmap_once(fn)),
+    "inductor": _compile("inductor"),
+}
+
+
+def _vmap_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def batched(*args: Any) -> Any:
+        stacked = torch.utils._pytree.tree_map(lambda leaf: leaf[None], args)
+        return torch.utils._pytree.tree_map(lambda leaf: leaf[0], torch.func.vmap(fn)(*stacked))
+
+    return batched
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.inductor if name == "inductor" else ()) for name in _TRANSFORMS
+    ]
+)
+def transform(request: pytest.FixtureRequest) -> Transform:
+    """Wraps a function of pytrees of tensors in a transform, and checks that it leaves its arguments as they were."""
+
+    def wrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+        inner = _TRANSFORMS[request.param](fn)
+
+        def checked(*args: Any) -> Any:
+            before = clone(args)
+            out = inner(*args)
+            assert_same(args, before)
+            return out
+
+        return checked
+
+    return wrap

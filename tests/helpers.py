@@ -1,0 +1,62 @@
+"""Comparisons and small models that several tests use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+
+def clone(tree: Any) -> Any:
+    """A pytree with its tensors cloned."""
+    return _pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), tree)
+
+
+def to(tree: Any, device: str) -> Any:
+    """A pytree with its tensors moved."""
+    return _pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), tree)
+
+
+def bits(leaf: Tensor) -> Tensor:
+    """A tensor as integers, so that NaN equals NaN and -0.0 differs from 0.0."""
+    if leaf.layout == torch.sparse_coo:
+        leaf = leaf.coalesce()
+        return torch.cat([leaf.indices().flatten(), bits(leaf.values()).flatten()])
+    if leaf.is_complex():
+        leaf = torch.view_as_real(leaf)
+    if not leaf.is_floating_point():
+        return leaf
+    return leaf.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[leaf.dtype.itemsize])
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal structure, dtypes, shapes and bits."""
+    flat_a, spec_a = _pytree.tree_flatten(actual)
+    flat_e, spec_e = _pytree.tree_flatten(expected)
+    assert spec_a == spec_e
+    for index, (a, e) in enumerate(zip(flat_a, flat_e)):
+        if not isinstance(a, Tensor):
+            assert a == e
+            continue
+        assert (a.dtype, a.shape, a.layout) == (e.dtype, e.shape, e.layout), f"leaf {index}: {a} against {e}"
+        assert torch.equal(bits(a), bits(e)), f"leaf {index}: {a} against {e}"
+
+
+def difference(actual: Any, expected: Any) -> float:
+    """The largest absolute difference of a leaf over the largest absolute value of that leaf."""
+    flat_a, flat_e = _pytree.tree_leaves(actual), _pytree.tree_leaves(expected)
+    assert len(flat_a) == len(flat_e)
+    worst = 0.0
+    for a, e in zip(flat_a, flat_e):
+        if a is not None and a.numel():
+            top = max(e.detach().abs().max().item(), 1e-30)
+            worst = max(worst, (a.detach() - e.detach()).abs().max().item() / top)
+    return worst
+
+
+def assert_close(actual: Any, expected: Any, relative: float) -> None:
+    """Every leaf within a fraction of its largest value; the message has the number measured."""
+    measured = difference(actual, expected)
+    assert measured <= relative, f"differs by {measured:.3g} relative, more than {relative:.3g}"

@@ -1,0 +1,234 @@
+"""`stateless(cls)` follows `cls` of torch.optim, in place and eager, over whole trajectories.
+
+Tolerance: 1e-6 of a leaf's largest value where nothing is said. `capturable=True` takes the bias corrections in float32
+where torch's CPU default takes them in Python floats; the classes in EXACT have no such term and must be bit-equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcamp import OptState, skip_step, stateless
+from tests.helpers import assert_close, assert_same, clone
+from tests.oracle import state_of
+
+optim = torch.optim
+CASES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (optim.SGD, {"lr": 0.1}),
+    "SGD-momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "SGD-nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "SGD-dampening": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True}),
+    "Adam": (optim.Adam, {}),
+    "Adam-amsgrad": (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    "AdamW": (optim.AdamW, {"betas": (0.8, 0.95)}),
+    "NAdam": (optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "RAdam": (optim.RAdam, {}),
+    "Adamax": (optim.Adamax, {}),
+    "Adagrad": (optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.3}),
+    "Adadelta": (optim.Adadelta, {}),
+    "RMSprop": (optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "ASGD": (optim.ASGD, {"t0": 3, "lambd": 0.01}),
+    "Rprop": (optim.Rprop, {}),
+    "Muon": (optim.Muon, {"lr": 0.02}),
+}
+EXACT = {
+    "SGD", "SGD-momentum", "SGD-nesterov", "SGD-dampening", "Adagrad", "Adadelta", "RMSprop", "Rprop", "Muon",
+}  # fmt: skip
+STEPS = 12
+
+
+def example() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    params = {"a": torch.randn(4, 3), "b": [torch.randn(3, 5)]}
+    return params, [{"a": torch.randn(4, 3), "b": [torch.randn(3, 5)]} for _ in range(STEPS)]
+
+
+def reference(cls: type[optim.Optimizer], arguments: dict[str, Any], lrs: list[float] | None = None) -> list[Any]:
+    """The parameters after each step of the class itself."""
+    params, grads = example()
+    leaves = [params["a"].clone().requires_grad_(), params["b"][0].clone().requires_grad_()]
+    optimizer = cls(leaves, **arguments)
+    trajectory = []
+    for step, grad in enumerate(grads):
+        leaves[0].grad, leaves[1].grad = grad["a"].clone(), grad["b"][0].clone()
+        if lrs is not None:
+            optimizer.param_groups[0]["lr"] = lrs[step]
+        optimizer.step()
+        trajectory.append(clone({"a": leaves[0], "b": [leaves[1]]}))
+    return trajectory
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", CASES)
+def test_update_follows_torch(name: str, compiled: bool) -> None:
+    cls, arguments = CASES[name]
+    expected = reference(cls, arguments)
+    torch.manual_seed(0)
+    params, grads = example()
+    torch.manual_seed(0)
+    optimizer = stateless(cls, **arguments)
+    opt_state = optimizer.init(params)
+    update = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager") if compiled else optimizer.update
+    for step, grad in enumerate(grads):
+        before = clone((params, grad, opt_state))
+        new_params, new_state = update(params, grad, opt_state)
+        assert_same((params, grad, opt_state), before)
+        assert torch.utils._pytree.tree_structure(new_state) == torch.utils._pytree.tree_structure(opt_state)
+        params, opt_state = new_params, new_state
+        if name in EXACT:
+            assert_same(params, expected[step])
+        else:
+            assert_close(params, expected[step], 1e-6)
+    assert opt_state.applied == STEPS
+
+
+@pytest.fixture(autouse=True)
+def _same_data(_fresh: None) -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("kind", ["schedule", "tensor"])
+@pytest.mark.parametrize("name", ["SGD-momentum", "AdamW", "NAdam", "RAdam", "Adagrad", "ASGD", "Rprop", "Muon"])
+def test_learning_rate_as_value_follows_torch(name: str, kind: str) -> None:
+    cls, arguments = CASES[name]
+    moves = kind == "schedule" and name != "Rprop"  # Rprop reads lr once, for its first step sizes
+    lrs = [0.01 * (1 + step if moves else 1) for step in range(STEPS)]
+    expected = reference(cls, {**arguments, "lr": lrs[0]}, lrs)
+    torch.manual_seed(0)
+    params, grads = example()
+    lr = (lambda applied: 0.01 * (1 + applied if moves else 1 + 0 * applied)) if kind == "schedule" else torch.tensor(0.01)
+    optimizer = stateless(cls, **{**arguments, "lr": lr})
+    opt_state = optimizer.init(params)
+    for step, grad in enumerate(grads):
+        params, opt_state = optimizer.update(params, grad, opt_state)
+        # Steps of up to 0.12 carry the float32 bias corrections (NAdam, RAdam) and, in Muon, lr times a bfloat16
+        # direction that torch scales in Python floats. The next test has the exact oracle.
+        assert_close(params, expected[step], 2e-5 if name in ("NAdam", "RAdam", "Muon") else 1e-6)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "RAdam", "Adamax", "Muon"])
+def test_tensor_learning_rate_is_bit_equal_to_torchs_own_capturable_step(name: str) -> None:
+    cls, arguments = CASES[name]
+    arguments = {**arguments, "lr": torch.tensor(0.01)}
+    own = {} if name == "Muon" else {"capturable": True, "foreach": False}
+    params, grads = example()
+    leaves = [params["a"].clone().requires_grad_(), params["b"][0].clone().requires_grad_()]
+    eager = cls(leaves, **arguments, **own)
+    compiled = torch.compile(eager.step, backend="aot_eager")  # capturable=True asks for a GPU outside the compiler
+    optimizer = stateless(cls, **arguments)
+    opt_state = optimizer.init(params)
+    for grad in grads:
+        leaves[0].grad, leaves[1].grad = grad["a"].clone(), grad["b"][0].clone()
+        compiled()
+        params, opt_state = optimizer.update(params, grad, opt_state)
+        assert_same(params, {"a": leaves[0].detach(), "b": [leaves[1].detach()]})
+
+
+def test_schedule_inside_a_tuple_of_betas_follows_torch() -> None:
+    expected = reference(optim.AdamW, {"betas": (0.8, 0.95)})
+    torch.manual_seed(0)
+    params, grads = example()
+    optimizer = stateless(optim.AdamW, betas=(lambda applied: 0.8 + 0.0 * applied, 0.95))
+    opt_state = optimizer.init(params)
+    for step, grad in enumerate(grads):
+        params, opt_state = optimizer.update(params, grad, opt_state)
+        assert_close(params, expected[step], 2e-6)  # beta ** step is float32 on both sides of a tensor beta
+
+
+def test_schedule_counts_applied_steps_only() -> None:
+    seen: list[int] = []
+
+    def schedule(applied: Tensor) -> Tensor:
+        seen.append(int(applied))
+        return 0.1 / (1 + applied)
+
+    optimizer = stateless(optim.SGD, lr=schedule)
+    params, grad = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+    opt_state = optimizer.init(params)
+    seen.clear()
+    for found_inf in (0.0, 1.0, 1.0, 0.0, 0.0):
+        new = optimizer.update(params, grad, opt_state)
+        params, opt_state = skip_step(state_of(8.0, found_inf=found_inf), new=new, old=(params, opt_state))
+    assert seen == [0, 1, 1, 1, 2]
+    assert opt_state.applied == 3
+    torch.testing.assert_close(params["w"], torch.full((2,), -(0.1 + 0.05 + 0.1 / 3)))
+
+
+def test_tensor_hyperparameter_is_an_input_of_the_compiled_graph() -> None:
+    lr = torch.tensor(0.5)
+    optimizer = stateless(optim.SGD, lr=lr)
+    update = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager")
+    params, grad = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+    opt_state = optimizer.init(params)
+    assert update(params, grad, opt_state)[0]["w"].item() == -0.5
+    lr.fill_(0.25)
+    assert update(params, grad, opt_state)[0]["w"].item() == -0.25
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vmap_of_an_ensemble_equals_each_member(name: str) -> None:
+    cls, arguments = CASES[name]
+    optimizer = stateless(cls, **arguments)
+    params, grads = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
+    opt_state = torch.func.vmap(optimizer.init)(params)
+    batched = torch.func.vmap(optimizer.update)(*torch.func.vmap(optimizer.update)(params, grads, opt_state)[:1], grads, opt_state)
+    for member in range(3):
+        alone = optimizer.init(params[member])
+        moved, _ = optimizer.update(params[member], grads[member], alone)
+        expected = optimizer.update(moved, grads[member], alone)
+        row = torch.utils._pytree.tree_map(lambda leaf, member=member: leaf[member], batched)
+        # A batched bfloat16 product may round otherwise than a single one: Muon alone.
+        assert_close(row[0], expected[0], 1e-2 if name == "Muon" else 0.0)
+
+
+def test_none_gradient_leaves_parameter_and_state_alone() -> None:
+    for name in ("AdamW", "SGD-dampening"):
+        cls, arguments = CASES[name]
+        optimizer = stateless(cls, **arguments)
+        params = {"a": torch.randn(2, 2), "b": torch.randn(2, 2), "c": None}
+        first = optimizer.init(params)
+        moved, second = optimizer.update(params, {"a": torch.ones(2, 2), "b": None, "c": None}, first)
+        assert moved["b"] is params["b"]
+        for entry in first.state:
+            assert second.state[entry]["b"] is first.state[entry]["b"]
+        leaf = params["b"].clone().requires_grad_()
+        eager = cls([leaf], **arguments)
+        leaf.grad = torch.ones(2, 2)
+        eager.step()
+        late, _ = optimizer.update(moved, {"a": None, "b": torch.ones(2, 2), "c": None}, second)
+        assert_close(late["b"], leaf.detach(), 1e-6)
+
+
+def test_two_optimizers_in_one_factory_do_not_share_a_compiled_graph() -> None:
+    def compiled(lr: float) -> Any:
+        optimizer = stateless(optim.SGD, lr=lr)
+
+        def step(params: Tensor, grads: Tensor) -> Any:
+            return optimizer.update(params, grads, OptState(torch.zeros((), dtype=torch.int64), {}))[0]
+
+        return torch.compile(step, fullgraph=True, backend="aot_eager")
+
+    steps = [compiled(lr) for lr in (0.5, 0.25, 0.125)]
+    assert [step(torch.zeros(1), torch.ones(1)).item() for step in steps] == [-0.5, -0.25, -0.125]
+
+
+def test_copy_and_pickle_give_an_equal_optimizer() -> None:
+    optimizer = stateless(optim.AdamW, lr=0.1)
+    params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+    expected = optimizer.update(params, grads, optimizer.init(params))
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert repr(other) == "stateless(torch.optim.adamw.AdamW, lr=0.1)"
+        assert_same(other.update(params, grads, other.init(params)), expected)
+
+
+def test_narrow_parameters_take_float32_gradients() -> None:
+    optimizer = stateless(optim.AdamW, lr=0.5)
+    params = {"w": torch.ones(3, dtype=torch.bfloat16)}
+    new, _ = optimizer.update(params, {"w": torch.ones(3)}, optimizer.init(params))
+    assert new["w"].dtype == torch.bfloat16
+    assert (new["w"] < 1).all()

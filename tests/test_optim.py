@@ -108,7 +108,7 @@ def test_learning_rate_as_value_follows_torch(name: str, kind: str) -> None:
         params, opt_state = optimizer.update(params, grad, opt_state)
         # Steps of up to 0.12 carry the float32 bias corrections (NAdam, RAdam) and, in Muon, lr times a bfloat16
         # direction that torch scales in Python floats. The next test has the exact oracle.
-        assert_close(params, expected[step], 2e-5 if name in ("NAdam", "RAdam", "Muon") else 1e-6)
+        assert_close(params, expected[step], 1e-4 if name in ("NAdam", "RAdam", "Muon") else 1e-6)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "NAdam", "RAdam", "Adamax", "Muon"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._hyper import evaluate
 from funcamp._optim_probe import Traits, probe
-from funcamp._optim_run import LeafState, as_tensor, first_values, run_step
+from funcamp._optim_run import LeafState, first_values, narrow_counters, run_step
 from funcamp._types import Tree
 
 
@@ -256,7 +256,7 @@ def _step(
         new, after, _ = run_step(
             optimizer._cls, traits.arguments, hyper, params, grads, start, writes_grads=traits.writes_grads
         )
-        return new, [{name: as_tensor(state[name], p) for name in old} for p, state, old in zip(new, after, states)]
+        return new, [narrow_counters(old, state, p) for p, state, old in zip(new, after, states)]
 
     if not traits.first_step_differs:
         return run(states)

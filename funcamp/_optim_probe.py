@@ -141,7 +141,7 @@ def _observe(
         first = [first_values(state, param, starts_at_zero) for state, param in zip(recorded, params)]
         later, later_states, _ = run(first, _numbers("cpu")[1])
         return all(torch.equal(a, b) for a, b in zip(fresh, later)) and all(
-            torch.equal(as_tensor(a[name], value), value)
+            torch.equal(as_tensor(a[name], value).to(value.dtype), value)
             for a, b in zip(fresh_states, later_states)
             for name, value in b.items()
         )

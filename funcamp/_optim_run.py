@@ -96,6 +96,20 @@ def as_tensor(value: Any, like: Tensor) -> Any:
     return value
 
 
+def _counter(name: str, value: Tensor) -> Tensor:
+    # On a CPU torch takes powers of the step in Python floats, elsewhere (capturable=True) in the step's float32.
+    return value.double() if name == "step" and value.device.type == "cpu" and value.is_floating_point() else value
+
+
+def narrow_counters(before: LeafState, after: dict[str, Any], like: Tensor) -> LeafState:
+    """The entries of a state after a step, in the dtypes that they had before it."""
+    narrowed = {}
+    for name, value in before.items():
+        new = as_tensor(after[name], like)
+        narrowed[name] = new.to(value.dtype) if name == "step" else new
+    return narrowed
+
+
 def first_values(recorded: Any, like: Tensor, starts_at_zero: bool) -> LeafState:
     """The state before the first step, from what a `Recorder` saw in a step on a zero gradient."""
     first = {name: as_tensor(value, like) for name, value in recorded.first.items()}
@@ -139,7 +153,7 @@ def run_step(
             if states is None:
                 optimizer.state[param].update(made.get(param, {}))
             elif states[index]:
-                optimizer.state[param] = {name: value.clone() for name, value in states[index].items()}
+                optimizer.state[param] = {name: _counter(name, value.clone()) for name, value in states[index].items()}
         step = cls.step
         if getattr(step, "hooked", False):  # torch's wrapper for hooks and the profiler: neither has a place here
             step = step.__wrapped__  # type: ignore[attr-defined]

@@ -58,9 +58,7 @@ def _vmap_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture(
-    params=[
-        pytest.param(name, marks=pytest.mark.inductor if name == "inductor" else ()) for name in _TRANSFORMS
-    ]
+    params=[pytest.param(name, marks=pytest.mark.inductor if name == "inductor" else ()) for name in _TRANSFORMS]
 )
 def transform(request: pytest.FixtureRequest) -> Transform:
     """Wraps a function of pytrees of tensors in a transform, and checks that it leaves its arguments as they were."""

@@ -45,18 +45,18 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 def difference(actual: Any, expected: Any) -> float:
-    """The largest absolute difference of a leaf over the largest absolute value of that leaf."""
+    """The largest relative difference of a leaf: norm of the difference over norm of the expected."""
     flat_a, flat_e = _pytree.tree_leaves(actual), _pytree.tree_leaves(expected)
     assert len(flat_a) == len(flat_e)
     worst = 0.0
     for a, e in zip(flat_a, flat_e):
         if a is not None and a.numel():
-            top = max(e.detach().abs().max().item(), 1e-30)
-            worst = max(worst, (a.detach() - e.detach()).abs().max().item() / top)
+            a, e = a.detach().double(), e.detach().double()
+            worst = max(worst, ((a - e).norm() / e.norm().clamp(min=1e-30)).item())
     return worst
 
 
 def assert_close(actual: Any, expected: Any, relative: float) -> None:
-    """Every leaf within a fraction of its largest value; the message has the number measured."""
+    """Every leaf within a fraction of its norm; the message has the number measured."""
     measured = difference(actual, expected)
     assert measured <= relative, f"differs by {measured:.3g} relative, more than {relative:.3g}"

@@ -40,7 +40,9 @@ def test_eager_power_of_two_scale_is_bit_equal_to_backward() -> None:
 
 
 def test_loss_comes_back_as_the_loss_function_gave_it() -> None:
-    _, loss = scaled_grad_and_value(lambda w: (w * 3e38).half().sum() * 0 + w.half())(state_of(2.0**16), torch.tensor(1.0))
+    _, loss = scaled_grad_and_value(lambda w: (w * 3e38).half().sum() * 0 + w.half())(
+        state_of(2.0**16), torch.tensor(1.0)
+    )
     assert loss.dtype == torch.float16
 
 
@@ -81,7 +83,9 @@ def test_gradients_are_unscaled_with_the_scale_that_multiplied_the_loss() -> Non
 
 
 def test_keyword_arguments_reach_the_loss_function() -> None:
-    (grads, _), _ = scaled_grad_and_value(lambda w, *, factor: (w * factor).sum())(state_of(8.0), torch.ones(2), factor=3.0)
+    (grads, _), _ = scaled_grad_and_value(lambda w, *, factor: (w * factor).sum())(
+        state_of(8.0), torch.ones(2), factor=3.0
+    )
     assert grads.tolist() == [3.0, 3.0]
 
 

@@ -1,7 +1,7 @@
 """`stateless(cls)` follows `cls` of torch.optim, in place and eager, over whole trajectories.
 
-Tolerance: 1e-6 of a leaf's largest value where nothing is said. `capturable=True` takes the bias corrections in float32
-where torch's CPU default takes them in Python floats; the classes in EXACT have no such term and must be bit-equal.
+Tolerance: 2e-7 of a leaf's norm, a float32 rounding or two: `capturable=True` folds the step size into the denominator.
+The classes in EXACT have no such term and must be bit-equal.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_update_follows_torch(name: str, compiled: bool) -> None:
         if name in EXACT:
             assert_same(params, expected[step])
         else:
-            assert_close(params, expected[step], 1e-6)
+            assert_close(params, expected[step], 2e-7)
     assert opt_state.applied == STEPS
 
 
@@ -101,32 +101,17 @@ def test_learning_rate_as_value_follows_torch(name: str, kind: str) -> None:
     expected = reference(cls, {**arguments, "lr": lrs[0]}, lrs)
     torch.manual_seed(0)
     params, grads = example()
-    lr = (lambda applied: 0.01 * (1 + applied if moves else 1 + 0 * applied)) if kind == "schedule" else torch.tensor(0.01)
+    lr = (
+        (lambda applied: 0.01 * (1 + applied if moves else 1 + 0 * applied))
+        if kind == "schedule"
+        else torch.tensor(0.01)
+    )
     optimizer = stateless(cls, **{**arguments, "lr": lr})
     opt_state = optimizer.init(params)
     for step, grad in enumerate(grads):
         params, opt_state = optimizer.update(params, grad, opt_state)
-        # Steps of up to 0.12 carry the float32 bias corrections (NAdam, RAdam) and, in Muon, lr times a bfloat16
-        # direction that torch scales in Python floats. The next test has the exact oracle.
-        assert_close(params, expected[step], 1e-4 if name in ("NAdam", "RAdam", "Muon") else 1e-6)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "NAdam", "RAdam", "Adamax", "Muon"])
-def test_tensor_learning_rate_is_bit_equal_to_torchs_own_capturable_step(name: str) -> None:
-    cls, arguments = CASES[name]
-    arguments = {**arguments, "lr": torch.tensor(0.01)}
-    own = {} if name == "Muon" else {"capturable": True, "foreach": False}
-    params, grads = example()
-    leaves = [params["a"].clone().requires_grad_(), params["b"][0].clone().requires_grad_()]
-    eager = cls(leaves, **arguments, **own)
-    compiled = torch.compile(eager.step, backend="aot_eager")  # capturable=True asks for a GPU outside the compiler
-    optimizer = stateless(cls, **arguments)
-    opt_state = optimizer.init(params)
-    for grad in grads:
-        leaves[0].grad, leaves[1].grad = grad["a"].clone(), grad["b"][0].clone()
-        compiled()
-        params, opt_state = optimizer.update(params, grad, opt_state)
-        assert_same(params, {"a": leaves[0].detach(), "b": [leaves[1].detach()]})
+        # Muon scales a bfloat16 direction: torch by a Python float, this by a float32.
+        assert_close(params, expected[step], 2e-5 if name == "Muon" else 2e-7)
 
 
 def test_schedule_inside_a_tuple_of_betas_follows_torch() -> None:
@@ -137,7 +122,7 @@ def test_schedule_inside_a_tuple_of_betas_follows_torch() -> None:
     opt_state = optimizer.init(params)
     for step, grad in enumerate(grads):
         params, opt_state = optimizer.update(params, grad, opt_state)
-        assert_close(params, expected[step], 2e-6)  # beta ** step is float32 on both sides of a tensor beta
+        assert_close(params, expected[step], 2e-7)
 
 
 def test_schedule_counts_applied_steps_only() -> None:
@@ -176,7 +161,9 @@ def test_vmap_of_an_ensemble_equals_each_member(name: str) -> None:
     optimizer = stateless(cls, **arguments)
     params, grads = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
     opt_state = torch.func.vmap(optimizer.init)(params)
-    batched = torch.func.vmap(optimizer.update)(*torch.func.vmap(optimizer.update)(params, grads, opt_state)[:1], grads, opt_state)
+    batched = torch.func.vmap(optimizer.update)(
+        *torch.func.vmap(optimizer.update)(params, grads, opt_state)[:1], grads, opt_state
+    )
     for member in range(3):
         alone = optimizer.init(params[member])
         moved, _ = optimizer.update(params[member], grads[member], alone)

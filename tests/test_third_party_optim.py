@@ -177,7 +177,11 @@ def test_bad_hyperparameter_is_named(arguments: dict[str, Any], error: type[Exce
         (lambda applied: "fast", TypeError, "update: lr must be a number or a tensor of shape \\(\\); got 'fast'"),
         (lambda applied: torch.ones(2), ValueError, "update: lr must have shape \\(\\); got \\(2,\\)"),
         (torch.ones(2), ValueError, "update: lr must have shape \\(\\); got \\(2,\\)"),
-        (torch.ones((), device="meta"), ValueError, "update: lr must be on the parameters' type of device, cpu; got meta"),
+        (
+            torch.ones((), device="meta"),
+            ValueError,
+            "update: lr must be on the parameters' type of device, cpu; got meta",
+        ),
     ],
     ids=["text", "vector schedule", "vector", "device"],
 )

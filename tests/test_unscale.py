@@ -191,7 +191,9 @@ def test_scale_equals_grad_scaler(dtype: torch.dtype, shape: tuple[int, ...]) ->
     scaler = torch.amp.GradScaler("cpu", init_scale=3.7e4)
     output = torch.randn(shape, dtype=dtype)
     assert_same(scale(state_of(3.7e4), output), scaler.scale(output))
-    assert_same(scale(state_of(3.7e4), [output, {"b": output, "n": None}]), [a := scaler.scale(output), {"b": a, "n": None}])
+    assert_same(
+        scale(state_of(3.7e4), [output, {"b": output, "n": None}]), [a := scaler.scale(output), {"b": a, "n": None}]
+    )
 
 
 def test_scale_every_transform_agrees(transform: Transform) -> None:

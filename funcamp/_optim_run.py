@@ -36,8 +36,10 @@ class _Pure(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if isinstance(kwargs.get("alpha"), Tensor) and name in ("add", "add_", "sub", "sub_"):
-            alpha = kwargs.pop("alpha")
-            return func(args[0], args[1] * alpha, *args[2:], **kwargs)
+            alpha, other = kwargs.pop("alpha"), args[1]
+            if isinstance(other, Tensor):  # the kernel multiplies after promotion: Muon adds bfloat16 to float32
+                other = other.to(torch.result_type(args[0], other))
+            return func(args[0], other * alpha, **kwargs)
         if isinstance(kwargs.get("value"), Tensor) and name in ("addcdiv", "addcdiv_", "addcmul", "addcmul_"):
             value, (base, left, right) = kwargs.pop("value"), args
             term = left * value / right if name.startswith("addcdiv") else left * value * right
@@ -88,7 +90,7 @@ class Recorder(dict[str, Any]):
 
 
 def as_tensor(value: Any, like: Tensor) -> Any:
-    """A counter as a tensor of shape () beside its parameter: no constant of a compiled graph, no tensor on the host."""
+    """A counter as a tensor of shape () beside its parameter: neither a constant of a graph nor on the host."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return torch.full((), value, dtype=torch.int64 if isinstance(value, int) else torch.float32, device=like.device)
     if isinstance(value, Tensor) and value.dim() == 0:
@@ -97,7 +99,7 @@ def as_tensor(value: Any, like: Tensor) -> Any:
 
 
 def _counter(name: str, value: Tensor) -> Tensor:
-    # On a CPU torch takes powers of the step in Python floats, elsewhere (capturable=True) in the step's float32.
+    # On a CPU torch takes powers of the step in Python floats; elsewhere, by capturable=True, in float32.
     return value.double() if name == "step" and value.device.type == "cpu" and value.is_floating_point() else value
 
 
@@ -153,7 +155,8 @@ def run_step(
             if states is None:
                 optimizer.state[param].update(made.get(param, {}))
             elif states[index]:
-                optimizer.state[param] = {name: _counter(name, value.clone()) for name, value in states[index].items()}
+                given = states[index].items()
+                optimizer.state[param] = {name: _counter(name, value.clone()) for name, value in given}
         step = cls.step
         if getattr(step, "hooked", False):  # torch's wrapper for hooks and the profiler: neither has a place here
             step = step.__wrapped__  # type: ignore[attr-defined]

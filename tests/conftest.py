@@ -1,4 +1,4 @@
-"""What every test shares: a fixed seed, no compiled code from another test, and the transforms a function must survive."""
+"""What every test shares: a fixed seed, no compiled code of another test, transforms to survive."""
 
 from __future__ import annotations
 

@@ -110,8 +110,7 @@ def test_learning_rate_as_value_follows_torch(name: str, kind: str) -> None:
     opt_state = optimizer.init(params)
     for step, grad in enumerate(grads):
         params, opt_state = optimizer.update(params, grad, opt_state)
-        # Muon scales a bfloat16 direction: torch by a Python float, this by a float32.
-        assert_close(params, expected[step], 2e-5 if name == "Muon" else 2e-7)
+        assert_close(params, expected[step], 2e-7)
 
 
 def test_schedule_inside_a_tuple_of_betas_follows_torch() -> None:

@@ -76,7 +76,7 @@ def test_unscale_and_check_non_finite_anywhere_sets_the_flag(dtype: torch.dtype,
         assert_same(state, state_of(4.0, found_inf=1.0))
         if dtype.is_complex:
             imaginary = torch.complex(torch.ones(5), torch.ones(5)).to(dtype)
-            imaginary[position] = complex(1.0, bad)
+            imaginary[position] = torch.tensor(complex(1.0, bad))
             assert unscale_and_check(state_of(4.0), imaginary)[1].found_inf == 1.0
 
 
@@ -128,7 +128,11 @@ def test_unscale_and_check_nested_tree_keeps_its_structure() -> None:
 
 
 def test_unscale_and_check_every_transform_agrees(transform: Transform) -> None:
-    grads = {"w": torch.randn(3, 4) * 8, "h": [torch.randn(5).half(), torch.randn(2).double()], "s": torch.randn(())}
+    grads: dict[str, Any] = {
+        "w": torch.randn(3, 4) * 8,
+        "h": [torch.randn(5).half(), torch.randn(2).double()],
+        "s": torch.randn(()),
+    }
     run = transform(lambda state, grads: unscale_and_check(state, grads))
     assert_same(run(state_of(3.7e4), grads), unscale_and_check(state_of(3.7e4), grads))
     grads["h"][0][2] = math.inf

@@ -92,7 +92,7 @@ def test_update_loop_follows_grad_scaler(growth: float, backoff: float, interval
     torch_scaler.scale(torch.zeros(()))
     for step in range(200):
         grad = torch.tensor([1.0, rng.choice([math.inf, math.nan])]) if rng.random() < 0.2 else torch.ones(2)
-        new_scale = {50: 3.0, 120: torch.tensor(2.0**20)}.get(step)
+        new_scale = 3.0 if step == 50 else torch.tensor(2.0**20) if step == 120 else None
         weight.grad = grad.clone()
         torch_scaler.step(optimizer)
         torch_scaler.update(new_scale)

@@ -1,0 +1,240 @@
+"""Train a byte-level GPT in float16 on the Python standard library's own sources.
+
+Watch the scale: it starts so high that the first steps overflow, each overflow halves it and skips the step, and after
+a number of clean steps it grows again. The step is `make_step`; everything else is there to feed and to show it.
+
+    python examples/train_gpt.py                     about a minute on two CPU cores
+    python examples/train_gpt.py --resume            go on from the checkpoint, bit for bit
+    python examples/train_gpt.py --size large --device cuda --steps 5000
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from _gpt import GPT, batch_at, load_bytes
+from _report import Progress, load_checkpoint, plot, save_checkpoint
+from torch import Tensor
+from torch.func import functional_call
+
+import funcamp
+
+SIZES = {
+    "small": {"batch": 8, "context": 64, "width": 64, "layers": 2, "heads": 4},
+    "medium": {"batch": 32, "context": 256, "width": 384, "layers": 6, "heads": 6},
+    "large": {"batch": 64, "context": 512, "width": 768, "layers": 12, "heads": 12},
+}
+WARMUP = 30
+GROWTH_INTERVAL = 50
+
+
+class TrainState(NamedTuple):
+    """All that a step changes."""
+
+    params: dict[str, Tensor]
+    opt_state: funcamp.OptState
+    scaler: funcamp.ScalerState
+
+
+def make_loss(model: GPT, device: str) -> Callable[..., Tensor]:
+    """Mean cross-entropy in nats a byte; matrix products in float16."""
+
+    def loss_fn(params: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device, torch.float16):
+            logits = functional_call(model, params, (inputs,))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    return loss_fn
+
+
+def make_step(
+    loss_fn: Callable[..., Tensor], optimizer: funcamp.StatelessOptimizer, config: funcamp.ScalerConfig
+) -> Callable[[TrainState, tuple[Tensor, Tensor]], tuple[TrainState, dict[str, Tensor]]]:
+    """The training step: a pure function of tensors that never reads one on the host."""
+    grad_fn = funcamp.scaled_grad_and_value(loss_fn)
+
+    def step(state: TrainState, batch: tuple[Tensor, Tensor]) -> tuple[TrainState, dict[str, Tensor]]:
+        (grads, scaler), loss = grad_fn(state.scaler, state.params, *batch)
+        grads, grad_norm = funcamp.clip_grad_norm(grads, 1.0)
+        new = optimizer.update(state.params, grads, state.opt_state)
+        params, opt_state = funcamp.skip_step(scaler, new=new, old=(state.params, state.opt_state))
+        metrics = {"loss": loss, "grad_norm": grad_norm, "scale": scaler.scale, "found_inf": scaler.found_inf}
+        return TrainState(params, opt_state, funcamp.update(scaler, config)), metrics
+
+    return step
+
+
+def make_schedule(peak: float, total: int) -> Callable[[Tensor], Tensor]:
+    """Linear warm-up, then a cosine down to a tenth: of the count of applied steps, so a skipped one does not count."""
+
+    def schedule(applied: Tensor) -> Tensor:
+        warm = (applied + 1) / WARMUP
+        cosine = 0.55 + 0.45 * torch.cos(torch.pi * (applied / total).clamp(max=1.0))
+        return peak * torch.minimum(warm, cosine)
+
+    return schedule
+
+
+def evaluate(
+    loss_fn: Callable[..., Tensor], params: dict[str, Tensor], text: Tensor, args: argparse.Namespace
+) -> float:
+    """The loss on fixed held-out windows."""
+    with torch.no_grad():
+        losses = [
+            loss_fn(params, *batch_at(text, index, 7, args.batch, args.context, args.device)).item()
+            for index in range(8)
+        ]
+    return sum(losses) / len(losses)
+
+
+def generate(model: GPT, params: dict[str, Tensor], prompt: bytes, length: int, seed: int, device: str) -> str:
+    """Sample bytes after a prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    with torch.no_grad(), torch.autocast(device, torch.float16):
+        for _ in range(length):
+            window = torch.tensor([tokens[-model.context :]], device=device)
+            logits = functional_call(model, params, (window,))[0, -1].float().cpu()
+            tokens.append(int(torch.multinomial(torch.softmax(logits / 0.8, 0), 1, generator=generator)))
+    return bytes(tokens).decode("utf-8", "replace")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options, checked."""
+    parser = argparse.ArgumentParser("train_gpt", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="small", help="presets for the next five")
+    for name in SIZES["small"]:
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--steps", type=int, default=600, help="steps to take in this run")
+    parser.add_argument("--total", type=int, help="steps of the learning rate's schedule (default: --steps)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--init-scale", type=float, default=2.0**24)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eval-every", type=int, default=50)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU only")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where checkpoint and picture go")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    args = parser.parse_args(argv)
+    for name, value in SIZES[args.size].items():
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+    args.total = args.steps if args.total is None else args.total
+    for name in (*SIZES["small"], "steps", "total", "lr", "eval_every"):
+        if not getattr(args, name) > 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive; got {getattr(args, name)}")
+    if args.width % args.heads:
+        parser.error(f"--width must be a multiple of --heads; got {args.width} and {args.heads}")
+    if args.device not in ("cpu", "cuda"):
+        parser.error(f"--device must be cpu or cuda; got {args.device!r}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU that this torch can use; got none")
+    if args.compile is None:
+        args.compile = args.device == "cuda"
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out must be a folder that can be written; got {args.out} ({error.strerror})")
+    if not os.access(args.out, os.W_OK):
+        parser.error(f"--out must be a folder that can be written; got {args.out}")
+    try:
+        args.config = funcamp.ScalerConfig(init_scale=args.init_scale, growth_interval=GROWTH_INTERVAL)
+    except ValueError as error:
+        parser.error(f"--init-scale: {error}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Train, report, and return the numbers of the summary."""
+    args = parse(argv)
+    began = time.perf_counter()
+    train_text, held_out_text = load_bytes()
+    torch.manual_seed(args.seed)
+    model = GPT(args.context, args.width, args.layers, args.heads)
+    history: dict[str, list[Any]] = {"loss": [], "scale": [], "found_inf": [], "held_out": []}
+    file = args.out / "checkpoint.pt"
+    if args.resume:
+        saved = load_checkpoint(file, args)  # before anything is built: it also says what --total was
+        history = saved["history"]
+        # The last evaluation of a run that ended off the grid is none of an uninterrupted run's.
+        history["held_out"] = [entry for entry in history["held_out"] if entry[0] % args.eval_every == 0]
+    optimizer = funcamp.stateless(
+        torch.optim.AdamW, lr=make_schedule(args.lr, args.total), betas=(0.9, 0.98), weight_decay=0.1
+    )
+    if args.resume:
+        state = TrainState(
+            saved["params"], funcamp.OptState(**saved["opt_state"]), funcamp.ScalerState(**saved["scaler"])
+        )
+    else:
+        params = {name: value.detach().to(args.device) for name, value in model.named_parameters()}
+        state = TrainState(params, optimizer.init(params), funcamp.init(args.config, device=args.device))
+    loss_fn = make_loss(model, args.device)
+    step = make_step(loss_fn, optimizer, args.config)
+    if args.compile:
+        step = torch.compile(step, fullgraph=True)
+
+    first = len(history["loss"])
+    pending: list[dict[str, Tensor]] = []
+
+    def flush() -> None:
+        # On a GPU a read waits for the step: here, every few steps, and nowhere in the step.
+        for metrics in pending:
+            for name in ("loss", "scale", "found_inf"):
+                history[name].append(metrics[name].item())
+        pending.clear()
+
+    def held_out() -> None:
+        history["held_out"].append((first + taken, evaluate(loss_fn, state.params, held_out_text, args)))
+
+    taken = 0
+    if not history["held_out"]:
+        held_out()
+    stops: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda *_: stops.append(taken))  # finish the step, then save
+    try:
+        with Progress(first, first + args.steps) as progress:
+            while taken < args.steps and not stops:
+                batch = batch_at(train_text, first + taken, args.seed, args.batch, args.context, args.device)
+                state, metrics = step(state, batch)
+                taken += 1
+                pending.append(metrics)
+                if args.device == "cpu" or len(pending) == 10 or taken == args.steps:
+                    flush()
+                if (first + taken) % args.eval_every == 0 or taken == args.steps:
+                    flush()
+                    held_out()
+                progress.show(history)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    flush()
+    save_checkpoint(file, state, history, args)
+    picture = plot(args.out / "train_gpt.png", history)
+    seconds = time.perf_counter() - began
+    steps_done, skipped = len(history["loss"]), int(sum(history["found_inf"]))
+    print(f"held-out loss    {history['held_out'][0][1]:.3f} -> {history['held_out'][-1][1]:.3f} nats a byte")
+    print(f"steps            {steps_done}, of them skipped {skipped}; scale now 2^{state.scaler.scale.log2().item():g}")
+    print(f"time             {seconds:.0f} s, {taken / seconds:.1f} steps a second")
+    print(f"files            {file}, {picture}")
+    if stops:
+        print(f"stopped; go on with --resume --out {args.out}")
+    else:
+        print("sample\n" + generate(model, state.params, b"def ", 200, args.seed, args.device))
+    return {
+        "held_out_first": history["held_out"][0][1],
+        "held_out_last": history["held_out"][-1][1],
+        "steps": steps_done,
+        "skipped": skipped,
+        "scale": state.scaler.scale.item(),
+        "seconds": seconds,
+    }
+
+
+if __name__ == "__main__":
+    main()

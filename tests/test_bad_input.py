@@ -1,0 +1,165 @@
+"""Bad input raises TypeError or ValueError that names the call, the argument, the rule and the value; nothing is lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcamp import (
+    OptState,
+    ScalerConfig,
+    ScalerState,
+    all_finite,
+    clip_grad_norm,
+    init,
+    merge,
+    scale,
+    scaled_grad_and_value,
+    skip_step,
+    stateless,
+    unscale,
+    unscale_and_check,
+    update,
+)
+from tests.helpers import assert_same, clone
+
+STATE = init()
+W = torch.ones(2)
+SGD = stateless(torch.optim.SGD, lr=0.1)
+CSR = torch.eye(2).to_sparse().coalesce()
+DOUBLE = ScalerState(STATE.scale.double(), STATE.growth_tracker, STATE.found_inf)
+BATCHED = ScalerState(*(leaf.expand(3) for leaf in STATE))
+META = init(device="meta")
+
+
+def loss_of(value: Any) -> Callable[..., Any]:
+    return lambda w: value(w)
+
+
+# fmt: off
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    # the configuration
+    "init_scale zero": (lambda: ScalerConfig(0.0), ValueError, "init_scale must be positive and finite.*got 0.0"),
+    "init_scale negative": (lambda: ScalerConfig(-1.0), ValueError, "init_scale must be positive.*got -1.0"),
+    "init_scale nan": (lambda: ScalerConfig(math.nan), ValueError, "init_scale must be positive.*got nan"),
+    "init_scale beyond float32": (lambda: ScalerConfig(1e39), ValueError, "init_scale .*finite in float32.*got 1e\\+39"),
+    "init_scale text": (lambda: ScalerConfig("2"), TypeError, "init_scale must be a Python number; got '2'"),  # type: ignore[arg-type]
+    "init_scale tensor": (lambda: ScalerConfig(W[0]), TypeError, "init_scale must be a Python number; got tensor"),  # type: ignore[arg-type]
+    "init_scale bool": (lambda: ScalerConfig(True), TypeError, "init_scale must be a Python number; got True"),
+    "growth_factor one": (lambda: ScalerConfig(growth_factor=1.0), ValueError, "growth_factor must be .*above 1; got 1.0"),
+    "growth_factor inf": (lambda: ScalerConfig(growth_factor=math.inf), ValueError, "growth_factor must be finite.*got inf"),
+    "backoff_factor one": (lambda: ScalerConfig(backoff_factor=1.0), ValueError, "backoff_factor must be .*got 1.0"),
+    "backoff_factor zero": (lambda: ScalerConfig(backoff_factor=0.0), ValueError, "backoff_factor must be .*got 0.0"),
+    "growth_interval zero": (lambda: ScalerConfig(growth_interval=0), ValueError, "growth_interval must be from 1.*got 0"),
+    "growth_interval float": (lambda: ScalerConfig(growth_interval=2.0), TypeError, "growth_interval must be an integer; got 2.0"),  # type: ignore[arg-type]
+    "growth_interval huge": (lambda: ScalerConfig(growth_interval=2**31), ValueError, "growth_interval must be .*got 2147483648"),
+    "min above max": (lambda: ScalerConfig(min_scale=8.0, max_scale=4.0), ValueError, "min_scale must not be above max_scale"),
+    "init below min": (lambda: ScalerConfig(2.0, min_scale=4.0), ValueError, "init_scale must be within .*got 2.0"),
+    "init above max": (lambda: ScalerConfig(8.0, max_scale=4.0), ValueError, "init_scale must be within .*got 8.0"),
+    "rule": (lambda: ScalerConfig(rule="fast"), ValueError, "rule must be 'dynamic' or 'static'; got 'fast'"),
+    "static zero": (lambda: ScalerConfig.static(0), ValueError, "init_scale must be positive"),
+    # the state
+    "init config": (lambda: init({"init_scale": 2}), TypeError, "init: config must be a ScalerConfig .*got {"),  # type: ignore[arg-type]
+    "update config": (lambda: update(STATE, 2.0), TypeError, "update: config must be a ScalerConfig"),  # type: ignore[arg-type]
+    "state none": (lambda: scale(None, W), TypeError, "scale: state must be a ScalerState.*got None"),  # type: ignore[arg-type]
+    "state tuple": (lambda: unscale(tuple(STATE), W), TypeError, "unscale: state must be a ScalerState"),  # type: ignore[arg-type]
+    "state dtype": (lambda: update(DOUBLE), TypeError, "state.scale must be torch.float32; got torch.float64"),
+    "state shape": (lambda: unscale_and_check(BATCHED, W), ValueError, r"state.scale must have shape \(\); got \(3,\).*vmap"),
+    "state number": (lambda: update(ScalerState(1.0, *STATE[1:])), TypeError, "state.scale must be a .* tensor.*got 1.0"),  # type: ignore[arg-type]
+    # trees
+    "scale number": (lambda: scale(STATE, 3.0), TypeError, "scale: outputs must be a tensor or None; got 3.0 of type float"),
+    "scale nested": (lambda: scale(STATE, {"a": ["x"]}), TypeError, r"scale: outputs\['a'\]\[0\] must be .*got 'x'"),
+    "scale device": (lambda: scale(META, W), ValueError, r"outputs must be on .* meta \(make the state with init"),
+    "integer gradient": (lambda: unscale_and_check(STATE, [W, W.int()]), TypeError, r"grads\[1\] must be floating point.*int32"),
+    "boolean gradient": (lambda: unscale(STATE, W > 0), TypeError, "unscale: tree must be floating point.*bool"),
+    "layout": (lambda: unscale(STATE, W.to_mkldnn()), TypeError, "tree must be strided or sparse COO; got layout"),
+    "gradient device": (lambda: unscale_and_check(META, {"w": W}), ValueError, r"grads\['w'\] must be on .* meta"),
+    "all_finite number": (lambda: all_finite([1.0]), TypeError, r"all_finite: tree\[0\] must be a tensor"),
+    "reduce number": (lambda: unscale_and_check(STATE, W, reduce=lambda f: 1.0), TypeError, "reduce must return a tensor.*1.0"),  # type: ignore[arg-type, return-value]
+    "reduce shape": (lambda: unscale_and_check(STATE, W, reduce=lambda f: f[None]), ValueError, r"reduce must return .*\(1,\)"),
+    # update and merge
+    "new_scale text": (lambda: update(STATE, new_scale="8"), TypeError, "new_scale must be .*got '8'"),  # type: ignore[arg-type]
+    "new_scale zero": (lambda: update(STATE, new_scale=0.0), ValueError, "new_scale must be positive.*got 0.0"),
+    "new_scale inf": (lambda: update(STATE, new_scale=math.inf), ValueError, "new_scale must be positive.*got inf"),
+    "new_scale dtype": (lambda: update(STATE, new_scale=W[0].double()), TypeError, "new_scale must be a float32.*float64"),
+    "new_scale shape": (lambda: update(STATE, new_scale=W), ValueError, r"new_scale must have one element.*\(2,\)"),
+    "new_scale grad": (lambda: update(STATE, new_scale=W[0].clone().requires_grad_()), ValueError, "requires_grad=True"),
+    "merge nothing": (lambda: merge(), TypeError, "merge: states must be one scaler state or more; got none"),
+    "merge tensor": (lambda: merge(STATE, W), TypeError, "merge: states must be of one type; got ScalerState and"),  # type: ignore[arg-type]
+    # skip_step
+    "skip structure": (lambda: skip_step(STATE, new={"a": W, "b": W}, old={"a": W}), ValueError, r"new\['b'\] against no leaf"),
+    "skip keys": (lambda: skip_step(STATE, new={"a": W}, old={"b": W}), ValueError, r"new\['a'\] against old\['b'\]"),
+    "skip kind": (lambda: skip_step(STATE, new=[W], old=(W,)), ValueError, "must have one tree structure"),
+    "skip shape": (lambda: skip_step(STATE, new=[W], old=[W[:1]]), ValueError, r"new\[0\] must have the shape.*\(2,\).*\(1,\)"),
+    "skip dtype": (lambda: skip_step(STATE, new=W.half(), old=W), ValueError, "new must have the shape, dtype.*float16"),
+    "skip value": (lambda: skip_step(STATE, new=[1], old=[2]), TypeError, r"new\[0\] must be a tensor in both trees, or an equal"),
+    "skip none": (lambda: skip_step(STATE, new=[W], old=[None]), TypeError, r"new\[0\] must be a tensor in both"),
+    "skip sparse": (lambda: skip_step(STATE, new=CSR, old=CSR.clone()), TypeError, "new must be strided; got layout"),
+    "skip positional": (lambda: skip_step(STATE, W, W), TypeError, "positional argument"),  # type: ignore[call-arg]
+    # scaled_grad_and_value
+    "loss_fn": (lambda: scaled_grad_and_value(3), TypeError, "loss_fn must be callable; got 3"),  # type: ignore[arg-type]
+    "loss shape": (lambda: scaled_grad_and_value(loss_of(lambda w: w))(STATE, W), ValueError, r"a loss of shape \(\); got \(2,\)"),
+    "loss number": (lambda: scaled_grad_and_value(loss_of(lambda w: 1.0))(STATE, W), TypeError, "tensor as loss; got 1.0"),
+    "loss integer": (lambda: scaled_grad_and_value(loss_of(lambda w: (w > 0).sum()))(STATE, W), TypeError, "as loss; got a torch.int64"),
+    "aux missing": (lambda: scaled_grad_and_value(loss_of(lambda w: w.sum()), has_aux=True)(STATE, W), TypeError, r"return \(loss, aux\)"),
+    "aux number": (lambda: scaled_grad_and_value(loss_of(lambda w: (w.sum(), {"n": 1})), has_aux=True)(STATE, W), TypeError, r"aux\['n'\]"),
+    "params integer": (lambda: scaled_grad_and_value(loss_of(torch.sum))(STATE, {"n": W.int()}), TypeError, r"params\['n'\] must be floating"),
+    # clipping
+    "max_norm zero": (lambda: clip_grad_norm(W, 0.0), ValueError, "max_norm must be positive; got 0.0"),
+    "max_norm text": (lambda: clip_grad_norm(W, "1"), TypeError, "max_norm must be a number or a tensor; got '1'"),  # type: ignore[arg-type]
+    "max_norm shape": (lambda: clip_grad_norm(W, W), ValueError, r"max_norm must have shape \(\); got \(2,\)"),
+    "clip integer": (lambda: clip_grad_norm([W.int()], 1.0), TypeError, r"grads\[0\] must be a strided floating-point"),
+    # optimizers
+    "optimizer integer": (lambda: SGD.init({"n": W.int()}), TypeError, r"init: params\['n'\] must be a strided floating"),
+    "optimizer tree": (lambda: SGD.update({"a": W}, {"b": W}, SGD.init({"a": W})), ValueError, r"params\['a'\] against grads\['b'\]"),
+    "optimizer shape": (lambda: SGD.update([W], [W[:1]], SGD.init([W])), ValueError, r"grads\[0\] must have its parameter's shape"),
+    "optimizer gradient": (lambda: SGD.update(W, W.int(), SGD.init(W)), TypeError, "update: grads must be floating point"),
+    "optimizer state": (lambda: SGD.update(W, W, {}), TypeError, "opt_state must be an OptState.*got {}"),  # type: ignore[arg-type]
+    "optimizer state tree": (lambda: SGD.update(W, W, OptState(W[0], {"m": [W]})), ValueError, r"opt_state.state\['m'\]"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_bad_input_is_named(name: str) -> None:
+    call, error, message = CASES[name]
+    before = clone((STATE, W))
+    with pytest.raises(error, match=f"(?s){message}"):
+        call()
+    assert_same((STATE, W), before)
+
+
+def test_a_config_is_frozen_hashable_and_a_constant() -> None:
+    config = ScalerConfig(init_scale=8)
+    assert config == ScalerConfig(init_scale=8.0)
+    assert hash(config) == hash(ScalerConfig(init_scale=8.0))
+    assert isinstance(config.init_scale, float)
+    with pytest.raises(AttributeError):
+        config.init_scale = 2.0  # type: ignore[misc]
+
+
+def test_presets() -> None:
+    assert ScalerConfig.torch() == ScalerConfig()
+    assert ScalerConfig.torch(4.0, 3.0, 0.1, 7) == ScalerConfig(4.0, 3.0, 0.1, 7)
+    assert ScalerConfig.torch(enabled=False) == ScalerConfig.disabled() == ScalerConfig.static(1.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda w: unscale_and_check(STATE, {"n": w.int()}), "grads['n'] must be floating point or complex"),
+        (lambda w: skip_step(STATE, new={"a": w}, old={"b": w}), "new['a'] against old['b']"),
+        (lambda w: scale(STATE, {"a": "text"}), "outputs['a'] must be a tensor or None"),
+    ],
+)
+def test_bad_input_in_a_compiled_function_has_the_same_message(call: Callable[[Tensor], Any], message: str) -> None:
+    # Dynamo wraps an exception of the traced code in one of its own; the text must survive.
+    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+        torch.compile(call, fullgraph=True, backend="eager")(W)
+    assert message in str(caught.value).replace("\\'", "'")

@@ -1,0 +1,192 @@
+"""What does a whole training step cost, against the eager torch.amp.GradScaler?
+
+A residual MLP (LayerNorm, two Linears a block), AdamW, autocast to bfloat16 on a CPU and float16 on a GPU. The variants
+run interleaved in one process: every round times each of them once, in turn. Reported: the median over the rounds, the
+spread (first to third quartile), the ratio to the eager loop within each round, and the first call apart.
+
+    python benchmarks/step.py [--device cuda] [--rounds 9] [--out benchmarks/results]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import funcamp
+
+SIZES = {"0.14 M": (4, 64, 32), "3.2 M": (6, 256, 64)}  # blocks, width, batch
+STEPS = {"0.14 M": 60, "3.2 M": 20}  # in one timing
+
+
+class Block(nn.Module):
+    """x + W2 gelu(W1 norm(x))."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, width) to the same."""
+        hidden: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + hidden
+
+
+def build(size: str, device: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A fresh model with fixed weights, and one batch."""
+    blocks, width, batch = SIZES[size]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width) for _ in range(blocks)), nn.Linear(width, 16)).to(device)
+    return model, torch.randn(batch, width, device=device), torch.randint(16, (batch,), device=device)
+
+
+def torch_step(size: str, device: str, dtype: torch.dtype, *, compiled: bool) -> Callable[[], None]:
+    """torch's documented loop: autocast, GradScaler, fused AdamW; the model compiled or not."""
+    model, x, y = build(size, device)
+    forward = torch.compile(model) if compiled else model
+    scaler = torch.amp.GradScaler(device, growth_interval=10**6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype):
+            loss = nn.functional.cross_entropy(forward(x).float(), y)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def funcamp_step(size: str, device: str, dtype: torch.dtype, *, compiled: bool) -> Callable[[], None]:
+    """The same step as a pure function; compiled in one graph or eager."""
+    model, x, y = build(size, device)
+    config = funcamp.ScalerConfig(growth_interval=10**6)
+    optimizer = funcamp.stateless(torch.optim.AdamW, lr=1e-4)
+
+    def loss_fn(params: Any, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(device, dtype):
+            return nn.functional.cross_entropy(functional_call(model, params, (x,)).float(), y)
+
+    grad_fn = funcamp.scaled_grad_and_value(loss_fn)
+
+    def pure(params: Any, opt_state: Any, scaler: Any, x: Tensor, y: Tensor) -> Any:
+        (grads, scaler), _ = grad_fn(scaler, params, x, y)
+        new = optimizer.update(params, grads, opt_state)
+        params, opt_state = funcamp.skip_step(scaler, new=new, old=(params, opt_state))
+        return params, opt_state, funcamp.update(scaler, config)
+
+    run = torch.compile(pure, fullgraph=True) if compiled else pure
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    state = [(params, optimizer.init(params), funcamp.init(config, device=device))]
+
+    def step() -> None:
+        state[0] = run(*state[0], x, y)
+
+    return step
+
+
+VARIANTS: dict[str, tuple[Callable[..., Callable[[], None]], bool]] = {
+    "eager torch.amp.GradScaler, fused AdamW": (torch_step, False),
+    "torch.compile(model), torch.amp.GradScaler, fused AdamW": (torch_step, True),
+    "funcamp, eager": (funcamp_step, False),
+    "funcamp, torch.compile of the whole step": (funcamp_step, True),
+}
+
+
+def timed(step: Callable[[], None], repeats: int, device: str) -> float:
+    """Milliseconds a step."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats * 1e3
+
+
+def measure(size: str, device: str, rounds: int) -> list[dict[str, Any]]:
+    """One row a variant."""
+    dtype = torch.float16 if device == "cuda" else torch.bfloat16
+    steps: dict[str, Callable[[], None]] = {}
+    first: dict[str, float] = {}
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for name, (make, compiled) in VARIANTS.items():
+        steps[name] = make(size, device, dtype, compiled=compiled)
+        first[name] = timed(steps[name], 1, device) / 1e3
+        timed(steps[name], 5, device)
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(timed(step, STEPS[size], device))
+    base = times[next(iter(VARIANTS))]
+    rows = []
+    for name, values in times.items():
+        low, middle, high = statistics.quantiles(values, n=4)
+        ratio = statistics.median(value / eager for value, eager in zip(values, base))
+        rows.append(
+            {
+                "size": size,
+                "variant": name,
+                "first_call_s": round(first[name], 2),
+                "median_ms": round(middle, 3),
+                "quartiles_ms": [round(low, 3), round(high, 3)],
+                "ratio_to_eager": round(ratio, 3),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure, print, and write the result files where asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="folder for a dated .md and .json")
+    args = parser.parse_args()
+    rows = [row for size in SIZES for row in measure(size, args.device, args.rounds)]
+    name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "command": "python " + " ".join(sys.argv),
+        "device": name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "funcamp": funcamp.__version__,
+        "rounds": args.rounds,
+    }
+    lines = [
+        "# A whole training step",
+        "",
+        *(f"- {key}: {value}" for key, value in about.items()),
+        "",
+        "| parameters | variant | median ms | quartiles ms | time over eager | first call s |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {r['size']} | {r['variant']} | {r['median_ms']} | {r['quartiles_ms'][0]} to {r['quartiles_ms'][1]} "
+            f"| {r['ratio_to_eager']} | {r['first_call_s']} |"
+            for r in rows
+        ),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        stem = args.out / f"{about['date']}-step-{args.device}"
+        stem.with_suffix(".md").write_text(text)
+        stem.with_suffix(".json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The public surface: documented, typed, and shown in a README whose code runs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import funcamp
+
+ROOT = Path(__file__).parent.parent
+LAYERS = [
+    {"_types"},
+    {"_tree"},
+    {"_state"},
+    {"_rules"},
+    {"_scaler", "_update", "_clip", "_hyper", "_optim_run"},
+    {"_grad", "_optim_probe"},
+    {"_optim"},
+]
+
+
+@pytest.mark.parametrize("name", funcamp.__all__)
+def test_public_name_is_documented(name: str) -> None:
+    value = getattr(funcamp, name)
+    doc = inspect.getdoc(value) or ""
+    assert len(doc) > 40
+    if inspect.isfunction(value):
+        for section in ("Raises:", "Example:", ">>>"):
+            assert section in doc, f"{name} has no {section}"
+        for parameter in inspect.signature(value).parameters:
+            assert f"{parameter}:" in doc, f"{name} does not describe {parameter}"
+        assert "ync" in doc or name in ("stateless", "scaled_grad_and_value"), (
+            f"{name} does not say whether it can sync"
+        )
+
+
+def test_modules_import_only_from_the_layers_above() -> None:
+    seen: set[str] = set()
+    for layer in LAYERS:
+        for module in layer:
+            tree = ast.parse((ROOT / "funcamp" / f"{module}.py").read_text())
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("funcamp"):
+                    parts = (node.module or "").split(".")
+                    used = {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+                    assert used <= seen, f"{module} imports {used - seen}, which is not above it"
+        seen |= layer
+    files = {path.stem for path in (ROOT / "funcamp").glob("_*.py")} - {"__init__"}
+    assert files == seen
+
+
+def test_only_tree_touches_the_private_pytree_module() -> None:
+    users = [path.name for path in (ROOT / "funcamp").rglob("*.py") if re.search(r"import _pytree", path.read_text())]
+    assert users == ["_tree.py"]
+
+
+def test_readme_code_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+
+
+def test_readme_names_every_public_name_and_its_files_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    missing = [name for name in funcamp.__all__ if f"`{name}" not in readme]
+    assert not missing
+    for target in re.findall(r"\]\((?!https?://|#)([^)]+)\)", readme):
+        assert (ROOT / target.split("#")[0]).exists(), target
+
+
+def test_torch_is_a_supported_version() -> None:
+    assert tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)

@@ -1,0 +1,59 @@
+"""What funcamp works around in torch: each test fails when the workaround can go."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+class Pair(NamedTuple):
+    """A NamedTuple of tensors."""
+
+    left: Tensor
+    right: Tensor
+
+
+def test_replace_of_a_namedtuple_under_dynamo() -> None:
+    # https://github.com/pytorch/pytorch/issues/158772: `_state.replace` can go when 2.11 is no longer supported.
+    swap = torch.compile(lambda pair: pair._replace(left=pair.left + 1), fullgraph=True, backend="eager")
+    assert len(swap(Pair(torch.zeros(()), torch.ones(())))) == (0 if VERSION == (2, 11) else 2)
+
+
+def test_dynamo_does_not_guard_on_a_captured_nonstrict_function() -> None:
+    # Kin of https://github.com/pytorch/pytorch/issues/197811: the reason why StatelessOptimizer passes a name.
+    def compiled(factor: float) -> Any:
+        traced = torch._dynamo.nonstrict_trace(lambda x: x * factor)
+        return torch.compile(lambda x: traced(x), fullgraph=True, backend="aot_eager")
+
+    two, three = compiled(2.0), compiled(3.0)
+    assert [two(torch.ones(1)).item(), three(torch.ones(1)).item()] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, y: x.addcdiv_(y, y),
+        lambda x, y: x.addcmul_(y, y),
+        lambda x, y: x.clamp_(0.0, 1.0),
+        lambda x, y: x.lerp_(y, 0.5),
+    ],
+    ids=["addcdiv_", "addcmul_", "clamp_", "lerp_"],
+)
+def test_in_place_call_has_no_batching_rule(call: Any) -> None:
+    # `_optim_run._UNBATCHED`: an entry can go when torch warns no more.
+    with pytest.warns(UserWarning, match="not yet implemented the batching rule"):
+        torch.func.vmap(call)(torch.ones(2, 3), torch.ones(2, 3))
+
+
+def test_out_variant_has_no_batching_rule() -> None:
+    with pytest.raises(RuntimeError, match=r"Batching rule not implemented for aten::maximum\.out"):
+        torch.func.vmap(lambda x, y: torch.maximum(x, y, out=x))(torch.ones(2, 3), torch.ones(2, 3))
+
+
+def test_torch_has_no_public_pytree() -> None:
+    assert not hasattr(torch.utils, "pytree"), "_tree can use torch.utils.pytree now"

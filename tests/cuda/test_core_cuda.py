@@ -33,7 +33,8 @@ def train_step(optimizer: Any, state: Any, batch: Tensor) -> Any:
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         with torch.autocast("cuda", torch.float16):
             hidden = torch.tanh(x @ params["a"])
-            return (hidden @ params["b"]).float().square().mean()
+            out: Tensor = hidden @ params["b"]
+            return out.float().square().mean()
 
     (grads, scaler), loss = funcamp.scaled_grad_and_value(loss_fn)(scaler, params, batch)
     grads, norm = funcamp.clip_grad_norm(grads, 1.0)

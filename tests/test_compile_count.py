@@ -1,0 +1,52 @@
+"""A steady loop compiles once: nothing that changes from step to step is a constant of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import funcamp
+
+
+def run(optimizer: Any, steps: int, between: Callable[[], object]) -> list[int]:
+    """Graphs compiled so far, after every step of a loop that overflows, backs off and grows."""
+    config = funcamp.ScalerConfig(init_scale=2.0**20, growth_interval=2)
+    grad_fn = funcamp.scaled_grad_and_value(lambda p, x: (x.half() @ p["w"].half()).float().square().mean())
+
+    def step(params: Any, opt_state: Any, scaler: Any, x: Tensor) -> Any:
+        (grads, scaler), loss = grad_fn(scaler, params, x)
+        grads, _ = funcamp.clip_grad_norm(grads, 1.0)
+        new = optimizer.update(params, grads, opt_state)
+        params, opt_state = funcamp.skip_step(scaler, new=new, old=(params, opt_state))
+        return params, opt_state, funcamp.update(scaler, config), loss
+
+    counters.clear()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    params = {"w": torch.randn(4, 3)}
+    opt_state, scaler = optimizer.init(params), funcamp.init(config)
+    graphs, scales = [], set()
+    for _ in range(steps):
+        params, opt_state, scaler, _ = compiled(params, opt_state, scaler, torch.randn(8, 4))
+        graphs.append(counters["stats"]["unique_graphs"])
+        scales.add(scaler.scale.item())
+        between()
+    assert len(scales) > 2
+    assert 0 < opt_state.applied < steps
+    return graphs
+
+
+def test_schedule_and_scale_compile_once() -> None:
+    optimizer = funcamp.stateless(torch.optim.AdamW, lr=lambda applied: 1e-3 / (1 + applied))
+    # If this fails: a Python number that changes reached the step (TORCH_LOGS=recompiles names it).
+    assert run(optimizer, 12, lambda: None) == [1] * 12
+
+
+def test_tensor_learning_rate_changed_in_place_compiles_once() -> None:
+    lr = torch.tensor(1e-3)
+    optimizer = funcamp.stateless(torch.optim.SGD, lr=lr, momentum=0.9, dampening=0.1)
+    assert run(optimizer, 12, lambda: lr.mul_(0.9)) == [1] * 12
+    assert lr < 3e-4

@@ -13,7 +13,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._hyper import evaluate
 from funcamp._optim_probe import Traits, probe
-from funcamp._optim_run import LeafState, first_values, narrow_counters, run_step
+from funcamp._optim_run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
 from funcamp._types import Tree
 
 
@@ -77,7 +77,7 @@ class StatelessOptimizer:
         """Take one step: `torch.optim`'s arithmetic, nothing mutated.
 
         Schedules are evaluated at `opt_state.applied`, 0 at the first step. Pure; safe under torch.compile and vmap; no
-        sync. As in torch.optim, no gradient flows through it.
+        sync. As in torch.optim, no gradient flows through it; under torch.func.grad it raises ValueError.
 
         Args:
             params: the parameters.
@@ -251,6 +251,7 @@ def _step(
 ) -> tuple[list[Tensor], list[LeafState]]:
     optimizer = _registry[key]
     traits = optimizer._traits
+    refuse_differentiation((*params, *grads))
 
     def run(start: list[LeafState] | None) -> tuple[list[Tensor], list[LeafState]]:
         new, after, _ = run_step(

@@ -65,8 +65,9 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"stateless: {cls.__name__} refuses its hyperparameters: {error}") from error
-    _refuse_host_reads(cls, arguments, hyperparameters, dynamic)
-    return _observe(cls, arguments, hyperparameters, dynamic)
+    with torch.device("cpu"), torch.inference_mode(mode=False):  # whatever the caller's defaults are
+        _refuse_host_reads(cls, arguments, hyperparameters, dynamic)
+        return _observe(cls, arguments, hyperparameters, dynamic)
 
 
 def _numbers(device: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -123,7 +124,7 @@ def _observe(
     hyper = {name: stand_in(hyperparameters[name], arguments[name], "cpu") for name in dynamic}
 
     def run(states: list[dict[str, Any]] | None, given: list[Tensor]) -> Any:
-        return run_step(cls, arguments, hyper, params, given, states, writes_grads=False)
+        return run_step(cls, arguments, hyper, params, given, states, writes_grads=False, widen=False)
 
     untouched = cls([torch.zeros(2, 2)], **arguments).param_groups[0]
     versions = [grad._version for grad in grads]

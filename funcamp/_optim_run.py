@@ -8,8 +8,9 @@ it may keep its counters as tensors, which `_as_if_compiling` answers.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,16 +54,27 @@ class _Pure(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_flag_lock = threading.Lock()
+_flag = {"users": 0, "before": False}
+
+
 @contextlib.contextmanager
 def _as_if_compiling() -> Iterator[None]:
     # torch.optim keeps counters as tensors (`_get_value`) and takes capturable=True on a CPU only while compiling.
-    # torch 2.13 has torch.compiler._compile_session_context for this; 2.11 has the flag alone.
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
+    # torch 2.13 has torch.compiler._compile_session_context for this; 2.11 has the flag alone. The flag is the
+    # process's: the last of several threads puts it back.
+    with _flag_lock:
+        if _flag["users"] == 0:
+            _flag["before"] = torch.compiler._is_compiling_flag
+        _flag["users"] += 1
+        torch.compiler._is_compiling_flag = True
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        with _flag_lock:
+            _flag["users"] -= 1
+            if _flag["users"] == 0:
+                torch.compiler._is_compiling_flag = bool(_flag["before"])
 
 
 class Recorder(dict[str, Any]):
@@ -112,6 +124,21 @@ def narrow_counters(before: LeafState, after: dict[str, Any], like: Tensor) -> L
     return narrowed
 
 
+def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
+    """Raise ValueError where a tensor is being differentiated by torch.func: the gradient would silently be zero."""
+    functorch = torch._C._functorch
+    for tensor in tensors:
+        inner = tensor
+        while functorch.is_functorch_wrapped_tensor(inner):
+            if functorch.is_gradtrackingtensor(inner):
+                raise ValueError(
+                    "update: params and grads must not be differentiated, for no gradient flows through a torch.optim "
+                    f"step; detach them, or write the inner update by hand; got {type(tensor).__name__} under "
+                    "torch.func.grad, vjp or jacrev"
+                )
+            inner = functorch.get_unwrapped(inner)
+
+
 def first_values(recorded: Any, like: Tensor, starts_at_zero: bool) -> LeafState:
     """The state before the first step, from what a `Recorder` saw in a step on a zero gradient."""
     first = {name: as_tensor(value, like) for name, value in recorded.first.items()}
@@ -127,6 +154,7 @@ def run_step(
     states: list[LeafState] | None,
     *,
     writes_grads: bool = True,
+    widen: bool = True,
 ) -> tuple[list[Tensor], list[dict[str, Any]], torch.optim.Optimizer]:
     """One step of `cls(params, **arguments)`, its group updated with `hyper`, from the states given.
 
@@ -138,6 +166,7 @@ def run_step(
         grads: their gradients, same shapes; cast to the parameter's dtype.
         states: their states; None to start from nothing and record the first value of each entry (`Recorder`).
         writes_grads: whether the class writes into gradients, which are then cloned.
+        widen: whether the step counters given are float64 inside, on a CPU.
 
     Returns:
         New parameters, new states (`Recorder`s where states is None), and the instance that ran.
@@ -156,7 +185,9 @@ def run_step(
                 optimizer.state[param].update(made.get(param, {}))
             elif states[index]:
                 given = states[index].items()
-                optimizer.state[param] = {name: _counter(name, value.clone()) for name, value in given}
+                optimizer.state[param] = {
+                    name: _counter(name, value.clone()) if widen else value.clone() for name, value in given
+                }
         step = cls.step
         if getattr(step, "hooked", False):  # torch's wrapper for hooks and the profiler: neither has a place here
             step = step.__wrapped__  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -218,3 +219,57 @@ def test_narrow_parameters_take_float32_gradients() -> None:
     new, _ = optimizer.update(params, {"w": torch.ones(3)}, optimizer.init(params))
     assert new["w"].dtype == torch.bfloat16
     assert (new["w"] < 1).all()
+
+
+def test_threads_leave_torchs_flag_as_it_was() -> None:
+    optimizer = stateless(optim.AdamW)
+    params = torch.ones(3, 2)
+    results: list[Tensor] = []
+
+    def work() -> None:
+        value, opt_state = params, optimizer.init(params)
+        for _ in range(30):
+            value, opt_state = optimizer.update(value, params, opt_state)
+        results.append(value)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not torch.compiler.is_compiling()
+    for result in results:
+        assert_same(result, results[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_runs_once_unless_the_first_is_another_formula(name: str) -> None:
+    cls, arguments = CASES[name]
+    assert stateless(cls, **arguments)._traits.first_step_differs == (name == "SGD-dampening")
+    assert ("applied" in stateless(cls, **arguments).init(torch.ones(2, 2)).state) == (name == "SGD-dampening")
+
+
+def test_made_under_other_defaults_it_is_the_same() -> None:
+    expected = stateless(optim.AdamW)._traits
+    with torch.device("meta"):
+        assert stateless(optim.AdamW)._traits == expected
+    with torch.inference_mode():
+        assert stateless(optim.AdamW)._traits == expected
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert stateless(optim.AdamW)._traits == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_differentiating_through_a_step_is_refused() -> None:
+    optimizer = stateless(optim.SGD, lr=0.1)
+
+    def outer(w: Tensor) -> Tensor:
+        moved: Tensor = optimizer.update(w, 2 * w, optimizer.init(torch.ones(2)))[0]
+        return moved.sum()
+
+    with pytest.raises(ValueError, match="no gradient flows through"):
+        torch.func.grad(outer)(torch.ones(2))
+    with pytest.raises(ValueError, match="no gradient flows through"):
+        torch.func.grad(lambda w: torch.func.vmap(outer)(w).sum())(torch.ones(3, 2))

@@ -191,6 +191,15 @@ def test_none_gradient_leaves_parameter_and_state_alone() -> None:
         assert_close(late["b"], leaf.detach(), 1e-6)
 
 
+def test_a_step_without_any_gradient_counts_and_changes_nothing_else() -> None:
+    optimizer = stateless(optim.AdamW)
+    params = {"w": torch.ones(2)}
+    opt_state = optimizer.init(params)
+    new, after = optimizer.update(params, {"w": None}, opt_state)
+    assert_same((new, after.state), (params, opt_state.state))
+    assert after.applied == 1
+
+
 def test_two_optimizers_in_one_factory_do_not_share_a_compiled_graph() -> None:
     def compiled(lr: float) -> Any:
         optimizer = stateless(optim.SGD, lr=lr)

@@ -120,6 +120,7 @@ def test_captured_step_follows_the_eager_one_through_skips_and_growth() -> None:
     assert 1.0 in found
 
 
+@pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True")
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam", "RAdam", "Adamax"])
 def test_optimizer_follows_torchs_capturable_one(name: str) -> None:
     cls: Any = getattr(torch.optim, name)

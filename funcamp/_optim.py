@@ -91,7 +91,7 @@ class StatelessOptimizer:
         Raises:
             TypeError: a leaf of params or grads is no floating-point or complex tensor; opt_state is no `OptState`.
             ValueError: the trees differ in structure, a gradient in shape or device from its parameter, or a
-                hyperparameter in device.
+                hyperparameter in device; opt_state is another optimizer's; torch.func is differentiating a leaf.
 
         Example:
             >>> sgd = stateless(torch.optim.SGD, lr=0.5)

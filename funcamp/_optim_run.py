@@ -116,7 +116,15 @@ def _counter(name: str, value: Tensor) -> Tensor:
 
 
 def narrow_counters(before: LeafState, after: dict[str, Any], like: Tensor) -> LeafState:
-    """The entries of a state after a step, in the dtypes that they had before it."""
+    """The entries of a state after a step, in the dtypes that they had before it.
+
+    Raises:
+        ValueError: the step made entries that the state given lacks: it is another optimizer's.
+    """
+    if before.keys() != after.keys():
+        raise ValueError(
+            f"update: opt_state must hold the entries that this optimizer keeps, {sorted(after)}; got {sorted(before)}"
+        )
     narrowed = {}
     for name, value in before.items():
         new = as_tensor(after[name], like)

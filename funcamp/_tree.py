@@ -94,7 +94,7 @@ def same_structure(call: str, names: tuple[str, str], trees: tuple[Tree, Tree]) 
         if path_a != path_b:
             where = [f"no leaf here in {n}" if p is None else f"{n}{p}" for n, p in zip(names, (path_a, path_b))]
             raise ValueError(
-                f"{call}: {names[0]} and {names[1]} must have one tree structure; "
+                f"{call}: {names[0]} and {names[1]} must have one tree structure, dict keys in one order; "
                 f"they part at leaf {index}: {where[0]} against {where[1]}"
             )
     raise ValueError(f"{call}: {names[0]} and {names[1]} must have one tree structure; got {spec_a} against {spec_b}")

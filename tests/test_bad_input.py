@@ -31,6 +31,8 @@ from tests.helpers import assert_same, clone
 STATE = init()
 W = torch.ones(2)
 SGD = stateless(torch.optim.SGD, lr=0.1)
+MOMENTUM = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAM = stateless(torch.optim.Adam)
 CSR = torch.eye(2).to_sparse().coalesce()
 DOUBLE = ScalerState(STATE.scale.double(), STATE.growth_tracker, STATE.found_inf)
 BATCHED = ScalerState(*(leaf.expand(3) for leaf in STATE))
@@ -120,6 +122,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "optimizer shape": (lambda: SGD.update([W], [W[:1]], SGD.init([W])), ValueError, r"grads\[0\] must have its parameter's shape"),
     "optimizer gradient": (lambda: SGD.update(W, W.int(), SGD.init(W)), TypeError, "update: grads must be floating point"),
     "optimizer state": (lambda: SGD.update(W, W, {}), TypeError, "opt_state must be an OptState.*got {}"),  # type: ignore[arg-type]
+    "optimizer state foreign": (lambda: ADAM.update(W, W, SGD.init(W)), ValueError, r"must hold the entries .*exp_avg.*got \[\]"),
+    "optimizer state other": (lambda: MOMENTUM.update(W, W, ADAM.init(W)), ValueError, "must hold the entries .*momentum_buffer"),
     "optimizer state tree": (lambda: SGD.update(W, W, OptState(W[0], {"m": [W]})), ValueError, r"opt_state.state\['m'\]"),
 }
 # fmt: on

@@ -1,23 +1,43 @@
 """Mixed-precision gradient scaling for PyTorch as pure functions on an immutable state."""
 
-from funcamp._clip import clip_grad_norm
+from funcamp._clip import clip_grad_norm, clip_grad_value
+from funcamp._ema import ema_update
+from funcamp._flat import FlatParams, matrix_or_vector, ravel
 from funcamp._grad import scaled_grad_and_value
+from funcamp._groups import GroupedOptimizer, by_group
+from funcamp._module import ModuleLoss, module_loss
 from funcamp._optim import OptState, StatelessOptimizer, stateless
+from funcamp._policy import Policy
 from funcamp._scaler import all_finite, scale, unscale, unscale_and_check
 from funcamp._state import ScalerConfig, ScalerState, init
+from funcamp._step import Metrics, TrainState, TrainStep, make_train_step
 from funcamp._update import merge, skip_step, update
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FlatParams",
+    "GroupedOptimizer",
+    "Metrics",
+    "ModuleLoss",
     "OptState",
+    "Policy",
     "ScalerConfig",
     "ScalerState",
     "StatelessOptimizer",
+    "TrainState",
+    "TrainStep",
     "all_finite",
+    "by_group",
     "clip_grad_norm",
+    "clip_grad_value",
+    "ema_update",
     "init",
+    "make_train_step",
+    "matrix_or_vector",
     "merge",
+    "module_loss",
+    "ravel",
     "scale",
     "scaled_grad_and_value",
     "skip_step",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._scaler import scale, unscale_and_check
-from funcamp._state import check_state
+from funcamp._state import ScalerState, check_state
 
 
 def scaled_grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
@@ -48,20 +48,38 @@ def scaled_grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False)
         state = check_state(call, state)
         flat, spec = _tree.gradients(call, "params", params, state.scale.device)
 
-        def scaled_loss(inner: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Any]]:
+        def loss_of(inner: list[Tensor]) -> Any:
             given = iter(inner)
             full = _tree.unflatten([None if leaf is None else next(given) for leaf in flat], spec)
-            loss, aux = _split(call, loss_fn(full, *args, **kwargs), has_aux)
-            return scale(state, loss), (loss, aux)
+            return loss_fn(full, *args, **kwargs)
 
         present = [leaf for leaf in flat if leaf is not None]
-        inner_grads, (_, (loss, aux)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(present)
-        given = iter(inner_grads)
+        scaled_grads, loss, aux = differentiate(call, state, loss_of, present, has_aux=has_aux)
+        given = iter(scaled_grads)
         grads = _tree.unflatten([None if leaf is None else next(given) for leaf in flat], spec)
         checked = unscale_and_check(state, grads)
         return (checked, (loss, aux)) if has_aux else (checked, loss)
 
     return grad_and_value
+
+
+def differentiate(
+    call: str,
+    state: ScalerState,
+    loss_of: Callable[[list[Tensor]], Any],
+    inputs: list[Tensor],
+    *,
+    has_aux: bool,
+    parts: int = 1,
+) -> tuple[list[Tensor], Tensor, Any]:
+    """Gradients of scale * loss / parts with respect to every input, still scaled; the loss and aux as returned."""
+
+    def scaled_loss(inner: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Any]]:
+        loss, aux = _split(call, loss_of(inner), has_aux)
+        return scale(state, loss if parts == 1 else loss / parts), (loss, aux)
+
+    grads, (_, (loss, aux)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(inputs)
+    return list(grads), loss, aux
 
 
 def _split(call: str, returned: Any, has_aux: bool) -> tuple[Tensor, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._flat import collapse, expand
 from funcamp._hyper import evaluate
 from funcamp._optim_probe import Traits, probe
 from funcamp._optim_run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
@@ -52,7 +53,8 @@ class StatelessOptimizer:
         Pure; nothing is lazy; no sync.
 
         Args:
-            params: a pytree of floating-point or complex tensors; None passes through.
+            params: a pytree of floating-point or complex tensors; None passes through. A `FlatParams` is updated group
+                by group where the class is elementwise (found out when it was made stateless), else view by view.
 
         Returns:
             An `OptState`, `applied` 0.
@@ -64,7 +66,7 @@ class StatelessOptimizer:
             >>> stateless(torch.optim.AdamW).init({"w": torch.ones(2)}).state["exp_avg"]
             {'w': tensor([0., 0.])}
         """
-        flat, spec = self._params("init", params)
+        flat, spec = _tree.parameters("init", "params", self._stored(params))
         present = [leaf for leaf in flat if leaf is not None]
         states = iter(self._first_states(self._key, present, self._hyper(None, present)))
         by_leaf: list[LeafState] = [{} if leaf is None else next(states) for leaf in flat]
@@ -99,12 +101,14 @@ class StatelessOptimizer:
             >>> sgd.update(params, {"w": torch.ones(2)}, opt_state)[0]
             {'w': tensor([0.5000, 0.5000])}
         """
-        flat, spec = self._params("update", params)
+        like = params
+        params, grads = self._stored(params), self._stored(grads)
+        flat, spec = _tree.parameters("update", "params", params)
         flat_grads = self._grads(params, flat, grads)
         by_name = self._states(params, opt_state)
         active = [i for i, (p, g) in enumerate(zip(flat, flat_grads)) if p is not None and g is not None]
         if not active:
-            return params, OptState(opt_state.applied + 1, opt_state.state)
+            return like, OptState(opt_state.applied + 1, opt_state.state)
         chosen: list[Any] = [flat[i] for i in active]
         states: list[LeafState] = [{} for _ in active]
         for name, column in by_name.items():
@@ -123,19 +127,11 @@ class StatelessOptimizer:
             for name, value in state.items():
                 by_name[name][i] = value
         trees = {name: _tree.unflatten(by_name[name], spec) for name in by_name}
-        return _tree.unflatten(flat, spec), OptState(opt_state.applied + 1, trees)
+        new = _tree.unflatten(flat, spec)
+        return (new if self._traits.elementwise else collapse(like, new)), OptState(opt_state.applied + 1, trees)
 
-    def _params(self, call: str, params: Tree) -> tuple[list[Tensor | None], _tree.TreeSpec]:
-        flat, spec = _tree.tensors(call, "params", params)
-        for index, leaf in enumerate(flat):
-            if leaf is None:
-                continue
-            if not (leaf.is_floating_point() or leaf.is_complex()) or leaf.layout != torch.strided:
-                raise TypeError(
-                    f"{call}: params{_tree.path_of(params, index)} must be a strided floating-point or complex tensor; "
-                    f"got {_tree.describe(leaf)}"
-                )
-        return flat, spec
+    def _stored(self, tree: Tree) -> Tree:
+        return tree if self._traits.elementwise else expand(tree)
 
     def _grads(self, params: Tree, flat: list[Tensor | None], grads: Tree) -> list[Tensor | None]:
         _tree.same_structure("update", ("params", "grads"), (params, grads))

@@ -25,6 +25,8 @@ class Traits:
     """Whether it writes into gradients (Muon does)."""
     starts_at_zero: bool
     """Whether its first step is a later one from zeros, though it keeps nothing before it (SGD with momentum)."""
+    elementwise: bool
+    """Whether a step on several tensors joined in one is a step on each of them (Muon's is not)."""
     first_step_differs: bool
     """Whether its first step is another formula than the later ones (SGD with momentum and dampening)."""
 
@@ -149,4 +151,25 @@ def _observe(
 
     as_recorded = reproduces(starts_at_zero=False)
     from_zero = not as_recorded and reproduces(starts_at_zero=True)
-    return Traits(arguments, dynamic, writes_grads, from_zero, first_step_differs=not (as_recorded or from_zero))
+    elementwise = _is_elementwise(cls, arguments, hyper, run_step(cls, arguments, hyper, params, grads, None))
+    return Traits(arguments, dynamic, writes_grads, from_zero, elementwise, not (as_recorded or from_zero))
+
+
+def _is_elementwise(
+    cls: type[torch.optim.Optimizer], arguments: dict[str, Any], hyper: dict[str, Any], apart: Any
+) -> bool:
+    params, grads = (torch.cat([leaf.reshape(-1) for leaf in part]) for part in _numbers("cpu"))
+    try:
+        joined, (state,), _ = run_step(cls, arguments, hyper, [params], [grads], None)
+    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
+        return False
+    new, states, _ = apart
+    if not torch.equal(joined[0], torch.cat([leaf.reshape(-1) for leaf in new])):
+        return False
+    for name, value in state.items():
+        parts = [as_tensor(other[name], params) for other in states]
+        value = as_tensor(value, params)
+        expected = parts[0] if value.dim() == 0 else torch.cat([part.reshape(-1) for part in parts])
+        if value.shape not in ((), params.shape) or not torch.equal(value, expected):
+            return False
+    return True

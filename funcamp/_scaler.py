@@ -79,8 +79,8 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
     """
     state = check_state("unscale", state)
     flat, spec = _tree.gradients("unscale", "tree", tree, state.scale.device)
-    inv_scale = _inv_scale(state)
-    return _tree.map_leaves(lambda leaf: _times(leaf, inv_scale), flat, spec)
+    inv_scale = reciprocal(state)
+    return _tree.map_leaves(lambda leaf: unscaled(leaf, inv_scale), flat, spec)
 
 
 def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None = None) -> tuple[Tree, ScalerState]:
@@ -116,15 +116,15 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
     """
     state = check_state("unscale_and_check", state)
     flat, spec = _tree.gradients("unscale_and_check", "grads", grads, state.scale.device)
-    inv_scale = _inv_scale(state)
-    unscaled = [None if leaf is None else _times(leaf, inv_scale) for leaf in flat]
+    inv_scale = reciprocal(state)
+    values = [None if leaf is None else unscaled(leaf, inv_scale) for leaf in flat]
     found = state.found_inf != 0
-    if finite := [_finite(leaf).to(found.device) for leaf in unscaled if leaf is not None]:
+    if finite := [_finite(leaf).to(found.device) for leaf in values if leaf is not None]:
         found = found | ~torch.stack(finite).all()
     flag = found.float()
     if reduce is not None:
-        flag = _reduced(reduce, flag)
-    return _tree.unflatten(unscaled, spec), replace(state, found_inf=flag)
+        flag = reduced("unscale_and_check", reduce, flag)
+    return _tree.unflatten(values, spec), replace(state, found_inf=flag)
 
 
 def all_finite(tree: Tree) -> Tensor:
@@ -151,12 +151,14 @@ def all_finite(tree: Tree) -> Tensor:
     return torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool)
 
 
-def _inv_scale(state: ScalerState) -> Tensor:
+def reciprocal(state: ScalerState) -> Tensor:
+    """inv_scale, float32."""
     # float32 division may be approximate on some devices and under some compilers; float64's is not after rounding.
     return widen(state.scale).reciprocal().float()
 
 
-def _times(leaf: Tensor, inv_scale: Tensor) -> Tensor:
+def unscaled(leaf: Tensor, inv_scale: Tensor) -> Tensor:
+    """A gradient times inv_scale, float32 or wider."""
     inv_scale = inv_scale.to(leaf.device, non_blocking=True)
     if leaf.layout == torch.sparse_coo:
         leaf = _widened(leaf).coalesce()
@@ -179,10 +181,11 @@ def _finite(leaf: Tensor) -> Tensor:
     return torch.isfinite(leaf).all()
 
 
-def _reduced(reduce: Reduce, flag: Tensor) -> Tensor:
-    reduced = reduce(flag)
-    if not isinstance(reduced, Tensor):
-        raise TypeError(f"unscale_and_check: reduce must return a tensor of shape (); got {reduced!r}")
-    if reduced.dim() != 0:
-        raise ValueError(f"unscale_and_check: reduce must return a tensor of shape (); got {tuple(reduced.shape)}")
-    return (reduced != 0).float()
+def reduced(call: str, reduce: Reduce, flag: Tensor) -> Tensor:
+    """The flag after reduce, checked, 0 or 1."""
+    verdict = reduce(flag)
+    if not isinstance(verdict, Tensor):
+        raise TypeError(f"{call}: reduce must return a tensor of shape (); got {verdict!r}")
+    if verdict.dim() != 0:
+        raise ValueError(f"{call}: reduce must return a tensor of shape (); got {tuple(verdict.shape)}")
+    return (verdict != 0).float()

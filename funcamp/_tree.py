@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from funcamp._types import Tree
 flatten = _pytree.tree_flatten
 unflatten = _pytree.tree_unflatten
 TreeSpec = _pytree.TreeSpec
+_Node = TypeVar("_Node")
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -24,6 +25,47 @@ def leaves(tree: Tree) -> list[Any]:
 def path_of(tree: Tree, index: int) -> str:
     """The path of the leaf at a position, as Python would index it; the empty string for a bare leaf."""
     return _pytree.keystr(_pytree.tree_flatten_with_path(tree)[0][index][0])
+
+
+def names(tree: Tree) -> list[str]:
+    """A dotted name for every leaf, as torch.nn.Module.state_dict would give it: layers.0.weight."""
+    return [
+        ".".join(str(getattr(key, _NAME_OF[type(key)])) for key in path)
+        for path, _ in _pytree.tree_flatten_with_path(tree)[0]
+    ]
+
+
+_NAME_OF: dict[type, str] = {_pytree.MappingKey: "key", _pytree.SequenceKey: "idx", _pytree.GetAttrKey: "name"}
+
+
+def register(
+    cls: type[_Node],
+    flatten_node: Callable[[_Node], tuple[list[Any], Any]],
+    unflatten_node: Callable[[Any, Any], _Node],
+    attribute: str,
+) -> None:
+    """Make a class a node of pytrees; `attribute` is what a path to one of its children says before the index."""
+
+    def with_keys(node: _Node) -> tuple[list[Any], Any]:
+        children, context = flatten_node(node)
+        keyed = [(_pytree.GetAttrKey(f"{attribute}[{i}]"), child) for i, child in enumerate(children)]
+        return keyed, context
+
+    _pytree.register_pytree_node(
+        cls,
+        flatten_node,
+        unflatten_node,
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=with_keys,
+    )
+
+
+def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
+    """Replace every node of a class in the first tree by what fn makes of it and of what the others have there."""
+    nodes, spec = flatten(trees[0], is_leaf=lambda node: isinstance(node, cls))
+    others = [spec.flatten_up_to(tree) for tree in trees[1:]]
+    rest = [[column[i] for column in others] for i in range(len(nodes))]
+    return unflatten([fn(n, *more) if isinstance(n, cls) else (more or [n])[0] for n, more in zip(nodes, rest)], spec)
 
 
 def describe(leaf: object) -> str:
@@ -45,6 +87,24 @@ def tensors(call: str, name: str, tree: Tree) -> tuple[list[Tensor | None], Tree
     for index, leaf in enumerate(flat):
         if leaf is not None and not isinstance(leaf, Tensor):
             raise TypeError(f"{call}: {name}{path_of(tree, index)} must be a tensor or None; got {describe(leaf)}")
+    return flat, spec
+
+
+def parameters(call: str, name: str, tree: Tree) -> tuple[list[Tensor | None], TreeSpec]:
+    """Flatten a tree of strided floating-point or complex tensors.
+
+    Raises:
+        TypeError: a leaf is no tensor, is an integer or boolean tensor, or is sparse.
+    """
+    flat, spec = tensors(call, name, tree)
+    for index, leaf in enumerate(flat):
+        if leaf is None:
+            continue
+        if not (leaf.is_floating_point() or leaf.is_complex()) or leaf.layout != torch.strided:
+            raise TypeError(
+                f"{call}: {name}{path_of(tree, index)} must be a strided floating-point or complex tensor; "
+                f"got {describe(leaf)}"
+            )
     return flat, spec
 
 

@@ -1,0 +1,151 @@
+"""Compute copies: which stored tensor the loss sees where, in which precision, and how its gradients come together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._flat import FlatParams, arrange
+from funcamp._policy import Policy
+from funcamp._types import Tree
+
+
+class Use(NamedTuple):
+    """One leaf of the tree that the loss sees."""
+
+    leaf: int | None
+    """The number of the stored tensor (a slot of a FlatParams, a leaf of a plain tree); None for a None."""
+    low: bool
+    """Whether the loss sees it in the compute dtype."""
+
+
+class Plan(NamedTuple):
+    """All that is known of the copies before any value."""
+
+    uses: tuple[Use, ...]
+    names: tuple[str, ...] | None
+    """The keys of the dict that the loss sees; None where it sees the parameters' own tree."""
+    kept: tuple[int, ...]
+    """The groups (of a FlatParams) or leaves (of a plain tree) whose copies are kept in the state."""
+    dtype: torch.dtype
+
+
+class Copies:
+    """The compute copies kept from step to step, a pytree: one for every group or leaf that the plan keeps."""
+
+    def __init__(self, values: tuple[Tensor, ...], plan: Plan) -> None:
+        self.values, self.plan = values, plan
+
+    def __repr__(self) -> str:
+        return f"Copies({', '.join(_tree.describe(value) for value in self.values)})"
+
+
+_tree.register(
+    Copies,
+    lambda copies: (list(copies.values), copies.plan),
+    lambda values, plan: Copies(tuple(values), plan),
+    "values",
+)
+
+
+def store(
+    call: str,
+    params: Tree,
+    policy: Policy,
+    loss_fn: Any,
+    group: Callable[[str, Tensor], str] | None,
+) -> tuple[Tree, Copies]:
+    """The parameters as the state holds them, flat where group is given, and the copies of what the policy chooses."""
+    known: frozenset[str] | None = getattr(loss_fn, "cast_names", None)
+    stored_as: dict[str, str] | None = getattr(loss_fn, "names", None)
+    aliases: dict[str, list[str]] = {}
+    for name, stored in (stored_as or {}).items():
+        aliases.setdefault(stored, []).append(name)
+
+    def verdicts(name: str, leaf: Tensor) -> list[bool]:
+        return [policy.casts(alias, leaf, known) for alias in aliases.get(name, [name])]
+
+    if isinstance(params, FlatParams):
+        flat = params
+    elif group is not None:
+        flat = arrange(call, params, group, lambda name, leaf: leaf.dim() > 1 and sorted(set(verdicts(name, leaf))))
+    else:
+        flat = None
+    stored = clone(params) if flat is None else flat
+    tree = stored if flat is None else flat.tree()
+    leaves, _ = _tree.parameters(call, "params", tree)
+    names = _tree.names(tree)
+    numbers = list(range(len(leaves))) if flat is None else list(flat.layout.leaves)
+    where = {name: (number, leaf) for name, number, leaf in zip(names, numbers, leaves)}
+    if stored_as is not None and set(where) != set(aliases):
+        odd = sorted(set(where) ^ set(aliases))[0]
+        raise ValueError(f"{call}: params must have the names of {loss_fn!r}'s params(); they differ in {odd!r}")
+    seen = [(name, stored_as[name]) for name in stored_as] if stored_as is not None else [(n, n) for n in names]
+    uses, kept = [], set()
+    for name, source in seen:
+        number, leaf = where[source]
+        low = leaf is not None and policy.casts(name, leaf, known)
+        uses.append(Use(None if leaf is None else number, low))
+        if low and number is not None:
+            kept.add(number if flat is None else flat.layout.slots[number].group)
+    plan = Plan(tuple(uses), stored_as and tuple(stored_as), tuple(sorted(kept)), policy.compute_dtype)
+    return stored, refresh(stored, plan)
+
+
+def refresh(params: Tree, plan: Plan) -> Copies:
+    """The copies of these parameters."""
+    values = _tree.leaves(params)
+    return Copies(tuple(values[number].to(plan.dtype) for number in plan.kept), plan)
+
+
+def for_loss(params: Tree, copies: Copies) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
+    """What to differentiate with respect to, each tensor once, and how the loss's tree is built of it."""
+    plan = copies.plan
+    stored = _tree.leaves(params)
+    kept: list[Tensor | None] = [None] * len(stored)
+    for number, value in zip(plan.kept, copies.values):
+        kept[number] = value
+    if isinstance(params, FlatParams):
+        stored, kept = params.layout.views(params.groups), params.layout.views(tuple(kept))
+    places, inputs = _distinct(plan), []
+    for number, low in places:
+        inputs.append(kept[number] if low else stored[number])
+
+    def build(values: list[Tensor]) -> Tree:
+        seen = [None if use.leaf is None else values[places[use.leaf, use.low]] for use in plan.uses]
+        if plan.names is not None:
+            return dict(zip(plan.names, seen))
+        spec = params.layout.spec if isinstance(params, FlatParams) else _tree.flatten(params)[1]
+        return _tree.unflatten(seen, spec)
+
+    return inputs, build
+
+
+def gather(params: Tree, copies: Copies, grads: list[Tensor]) -> Tree:
+    """Gradients of what `for_loss` gave, as a tree like the stored parameters; two of one tensor are summed."""
+    flat = isinstance(params, FlatParams)
+    by_leaf: list[Tensor | None] = [None] * (len(params.layout.slots) if flat else len(_tree.leaves(params)))
+    for (number, _), grad in zip(_distinct(copies.plan), grads):
+        known = by_leaf[number]
+        by_leaf[number] = grad if known is None else known + grad
+    if flat:
+        return FlatParams(params.layout.join(by_leaf), params.layout)
+    return _tree.unflatten(by_leaf, _tree.flatten(params)[1])
+
+
+def clone(tree: Tree) -> Tree:
+    """The tree with its tensors cloned: a state never shares storage with what it was made of."""
+    flat, spec = _tree.flatten(tree)
+    return _tree.unflatten([leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in flat], spec)
+
+
+def _distinct(plan: Plan) -> dict[tuple[int, bool], int]:
+    places: dict[tuple[int, bool], int] = {}
+    for use in plan.uses:
+        if use.leaf is not None and (use.leaf, use.low) not in places:
+            places[use.leaf, use.low] = len(places)
+    return places

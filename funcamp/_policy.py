@@ -1,0 +1,149 @@
+"""The precision policy: which parameters the loss sees in the compute dtype, and where those copies are kept.
+
+torch.autocast casts a weight at its first use in a region, keeps the cast in a hidden cache, and so sums the gradients of
+several uses in the low precision before they reach the float32 weight. Here the copy is a value: the gradient is taken
+with respect to it, the uses sum in the low precision by themselves, and no cache can go stale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+_SHORT = {"f16": "float16", "half": "float16", "bf16": "bfloat16", "f32": "float32", "float": "float32"}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which precision the loss computes in, and for which parameters a copy in it is kept.
+
+    Parameters stay in float32. The loss sees a copy of the chosen ones and runs under torch.autocast, which casts
+    activations and leaves the copies alone. Chosen are, for a loss made by `module_loss`, the weights and biases that
+    autocast would cast (those of Linear, convolutions, Bilinear, attention projections; not embeddings, not norms), and
+    for any other loss the float32 tensors of two or more dimensions. `keep` and `copy` overrule both, by name.
+
+    Args:
+        compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for neither copies nor autocast.
+        autocast: whether the loss runs under torch.autocast.
+        keep: globs of dotted names, `*` for any characters: these stay float32 (an embedding in a loss of your own).
+        copy: globs of dotted names: these are copied, whatever their module or shape. `keep` goes first.
+
+    Raises:
+        TypeError: a value is of another type than said above.
+        ValueError: compute_dtype is another dtype; a glob is empty or holds a comma or a bar.
+
+    Example:
+        >>> str(Policy(torch.float16, keep=("embed.*",)))
+        'float16,keep=embed.*'
+        >>> Policy.parse("bf16").compute_dtype
+        torch.bfloat16
+    """
+
+    compute_dtype: torch.dtype = torch.float16
+    autocast: bool = True
+    keep: tuple[str, ...] = ()
+    copy: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compute_dtype, torch.dtype):
+            raise TypeError(f"Policy: compute_dtype must be a torch.dtype; got {self.compute_dtype!r}")
+        if self.compute_dtype not in _DTYPES.values():
+            raise ValueError(f"Policy: compute_dtype must be one of {', '.join(_DTYPES)}; got {self.compute_dtype}")
+        if not isinstance(self.autocast, bool):
+            raise TypeError(f"Policy: autocast must be a bool; got {self.autocast!r}")
+        for name in ("keep", "copy"):
+            globs = getattr(self, name)
+            if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):
+                raise TypeError(f"Policy: {name} must be a tuple of strings; got {globs!r}")
+            for glob in globs:
+                if not glob or set(glob) & set(",|= "):
+                    raise ValueError(f"Policy: {name} must hold globs without comma, bar, equals or space; got {glob!r}")
+            object.__setattr__(self, name, tuple(globs))
+
+    def __str__(self) -> str:
+        parts = [str(self.compute_dtype).removeprefix("torch.")]
+        if not self.autocast:
+            parts.append("autocast=off")
+        parts += [f"{name}={'|'.join(getattr(self, name))}" for name in ("keep", "copy") if getattr(self, name)]
+        return ",".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """The policy that prints as `text`: `dtype[,autocast=on|off][,keep=glob|glob][,copy=glob|glob]`.
+
+        The dtype may be short: f16 or half, bf16, f32.
+
+        Raises:
+            TypeError: text is no string.
+            ValueError: a part is none of these.
+
+        Example:
+            >>> Policy.parse("float16,keep=embed.*|pos,autocast=off")
+            Policy(compute_dtype=torch.float16, autocast=False, keep=('embed.*', 'pos'), copy=())
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"Policy.parse: text must be a string; got {text!r}")
+        head, *rest = [part.strip() for part in text.split(",")]
+        dtype = _DTYPES.get(_SHORT.get(head, head))
+        if dtype is None:
+            raise ValueError(
+                f"Policy.parse: text must begin with a dtype, one of {', '.join([*_DTYPES, *_SHORT])}; got {text!r}"
+            )
+        given: dict[str, Any] = {}
+        for part in rest:
+            name, _, value = part.partition("=")
+            if name not in ("autocast", "keep", "copy") or name in given:
+                raise ValueError(f"Policy.parse: text must have autocast=, keep= or copy= once each; got {part!r}")
+            if name == "autocast":
+                if value not in ("on", "off"):
+                    raise ValueError(f"Policy.parse: autocast must be on or off; got {value!r}")
+                given[name] = value == "on"
+            else:
+                given[name] = tuple(value.split("|"))
+        return cls(dtype, **given)
+
+    def casts(self, name: str, leaf: Tensor, known: frozenset[str] | None) -> bool:
+        """Whether the loss sees the tensor of this name in the compute dtype.
+
+        `known` holds the names that autocast would cast, where the loss knows them.
+        """
+        if self.compute_dtype == torch.float32 or leaf.dtype != torch.float32:
+            return False
+        if any(_matches(glob, name) for glob in self.keep):
+            return False
+        if any(_matches(glob, name) for glob in self.copy):
+            return True
+        return leaf.dim() >= 2 if known is None else name in known
+
+
+def check_policy(call: str, policy: object) -> Policy | None:
+    """Return the policy, parsed where it is a string; raise TypeError where it is none."""
+    if isinstance(policy, str):
+        return Policy.parse(policy)
+    if policy is not None and not isinstance(policy, Policy):
+        names = ", ".join(field.name for field in fields(Policy))
+        raise TypeError(f"{call}: policy must be a Policy ({names}), a string or None; got {policy!r}")
+    return policy
+
+
+def _matches(glob: str, name: str) -> bool:
+    first, *rest = glob.split("*")
+    if not rest:
+        return glob == name
+    if not name.startswith(first):
+        return False
+    at = len(first)
+    for part in rest[:-1]:
+        found = name.find(part, at)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return len(name) - at >= len(rest[-1]) and name.endswith(rest[-1])

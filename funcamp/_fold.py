@@ -25,7 +25,7 @@ from funcamp._types import Reduce, Tree
 
 def judge(state: ScalerState, grads: Tree, reduce: Reduce | None) -> tuple[ScalerState, Tensor]:
     """The state with its flag, and the norm of the unscaled gradients in float64, from one reading."""
-    inv_scale = reciprocal(state)
+    inv_scale = _tree.settled(reciprocal(state))
     sums = [_squares(unscaled(leaf, inv_scale)) for leaf in _tree.leaves(grads) if leaf is not None]
     squares = torch.stack(sums).sum() if sums else torch.zeros_like(widen(state.scale))
     flag = ((state.found_inf != 0) | ~torch.isfinite(squares)).float()
@@ -38,13 +38,14 @@ def unscale_and_clip(
     state: ScalerState, grads: Tree, norm: Tensor, max_norm: float | Tensor | None, max_value: float | Tensor | None
 ) -> Tree:
     """The gradients for the optimizer: a compiler computes them where they are used and writes them nowhere."""
-    inv_scale = reciprocal(state)
-    factor = None if max_norm is None else coefficient(max_norm, norm)
+    inv_scale = _tree.settled(reciprocal(state))
+    wide = None if max_norm is None else coefficient(max_norm, norm)
+    factor = None if wide is None else _tree.settled(wide.float())
 
     def one(leaf: Tensor) -> Tensor:
         grad = unscaled(leaf, inv_scale)
-        if factor is not None:
-            grad = grad * factor.to(grad.real.dtype if grad.is_complex() else grad.dtype)
+        if factor is not None and wide is not None:
+            grad = grad * (wide if grad.dtype in (torch.float64, torch.complex128) else factor)
         return grad if max_value is None else clamp(grad, max_value)
 
     return _tree.map_leaves(one, *_tree.flatten(grads))

@@ -17,8 +17,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from funcamp._tree import settled
+
 #: In-place calls of torch.optim without a batching rule; tests/test_upstream.py tells when one can go.
 _UNBATCHED = ("addcdiv_", "addcmul_", "clamp_", "lerp_")
+
+#: A run of more tensors than this leaves scalars to the compiler: one buffer for each would be too many.
+_FEW = 16
 
 #: State of one parameter under torch.optim's own names.
 LeafState = dict[str, Tensor]
@@ -29,12 +34,21 @@ class _Pure(TorchFunctionMode):
 
     Where alpha, value or fill_value is a tensor: torch's kernels take a number there, and would read the tensor. Where
     an in-place call, or one with out=, has no batching rule but its functional twin has: vmap would loop or refuse.
+    With `settle`, scalars (bias corrections) are computed once and not for every element of a parameter.
     """
+
+    def __init__(self, settle: bool) -> None:
+        super().__init__()
+        self._settle = settle
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        out = self._run(func, args, dict(kwargs or {}))
+        worth = self._settle and isinstance(out, Tensor) and out.dim() == 0 and not (args and out is args[0])
+        return settled(out) if worth else out
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if isinstance(kwargs.get("alpha"), Tensor) and name in ("add", "add_", "sub", "sub_"):
             alpha, other = kwargs.pop("alpha"), args[1]
@@ -199,7 +213,7 @@ def run_step(
         step = cls.step
         if getattr(step, "hooked", False):  # torch's wrapper for hooks and the profiler: neither has a place here
             step = step.__wrapped__  # type: ignore[attr-defined]
-        with _as_if_compiling(), _Pure():
+        with _as_if_compiling(), _Pure(settle=len(fresh) <= _FEW):
             step(optimizer)
     for param in fresh:
         param.grad = None

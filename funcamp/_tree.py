@@ -160,6 +160,15 @@ def same_structure(call: str, names: tuple[str, str], trees: tuple[Tree, Tree]) 
     raise ValueError(f"{call}: {names[0]} and {names[1]} must have one tree structure; got {spec_a} against {spec_b}")
 
 
+def settled(value: Tensor) -> Tensor:
+    """The same tensor of shape (), computed once by a compiler instead of anew wherever it is used.
+
+    Inductor inlines a scalar's arithmetic, powers and divisions too, into the loop over the parameters that reads it; a
+    strided view makes it a buffer. tests/test_fusion.py tells whether that still holds.
+    """
+    return value.as_strided((), ())
+
+
 def map_leaves(fn: Callable[[Tensor], Tensor], flat: list[Tensor | None], spec: TreeSpec) -> Tree:
     """Rebuild a tree from its leaves under a function; None passes through."""
     return unflatten([None if leaf is None else fn(leaf) for leaf in flat], spec)

@@ -1,0 +1,142 @@
+"""Who sees which precision: the policy's rules, and what explicit copies are right about without a cache."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from funcamp import Policy, ScalerConfig, make_train_step, module_loss, stateless
+from funcamp._copies import for_loss
+from tests.helpers import assert_same
+from tests.models import Task, Tied, cnn, cross_entropy, mlp, tied
+
+GLOBS = st.lists(st.text("ab.*", min_size=1, max_size=6), max_size=3).map(tuple)
+
+
+@given(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]), st.booleans(), GLOBS, GLOBS)
+@settings(max_examples=60, deadline=None)
+def test_it_parses_what_it_prints(dtype: torch.dtype, autocast: bool, keep: Any, copied: Any) -> None:
+    policy = Policy(dtype, autocast=autocast, keep=keep, copy=copied)
+    assert Policy.parse(str(policy)) == policy
+    assert hash(Policy.parse(str(policy))) == hash(policy)
+
+
+@given(st.text("ab.*", min_size=1, max_size=8), st.text("ab.", max_size=10))
+@settings(max_examples=300, deadline=None)
+def test_globs_are_those_of_fnmatch(glob: str, name: str) -> None:
+    leaf = torch.zeros(2)
+    assert Policy(copy=(glob,)).casts(name, leaf, frozenset()) == fnmatch.fnmatchcase(name, glob)
+
+
+def test_short_forms() -> None:
+    assert Policy.parse("f16") == Policy.parse("half") == Policy()
+    assert Policy.parse("bf16") == Policy(torch.bfloat16)
+    assert str(Policy.parse(" float16 , keep=a.*|b ")) == "float16,keep=a.*|b"
+
+
+def seen_by_loss(task: Task, policy: str, flat: bool) -> dict[str, torch.dtype]:
+    step = make_train_step(
+        module_loss(task.model, task.criterion), stateless(torch.optim.SGD), policy=policy, flat=flat
+    )
+    state = step.init()
+    inputs, build = for_loss(state.params, state.copies)
+    return {name: value.dtype for name, value in build(inputs).items()}
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_the_loss_sees_copies_where_autocast_would_cast(flat: bool) -> None:
+    seen = seen_by_loss(tied(), "float16", flat)
+    low = {name for name, dtype in seen.items() if dtype == torch.float16}
+    assert low == {
+        "head.weight", "block.qkv.weight", "block.out.weight", "block.out.bias", "block.up.weight", "block.up.bias",
+        "block.down.weight", "block.down.bias",
+    }  # fmt: skip
+    assert seen["words.weight"] == torch.float32, "the embedding's lookup is in float32, though it is the head's weight"
+    assert {n for n, d in seen_by_loss(cnn(), "bf16", flat).items() if d != torch.float32} == {
+        "0.weight", "3.weight", "6.weight", "6.bias",
+    }  # fmt: skip
+    overruled = seen_by_loss(tied(), "float16,keep=block.*,copy=positions", flat)
+    assert {n for n, d in overruled.items() if d == torch.float16} == {"head.weight", "positions"}
+    assert set(seen_by_loss(tied(), "float32", flat).values()) == {torch.float32}
+
+
+def test_a_loss_of_ones_own_sees_matrices_in_low_precision() -> None:
+    seen = {}
+
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        seen.update({name: value.dtype for name, value in params.items()})
+        return (batch @ params["w"] + params["b"]).float().square().mean()
+
+    step = make_train_step(loss_fn, stateless(torch.optim.SGD), ScalerConfig(256.0), policy="float16")
+    params = {"w": torch.randn(4, 4), "b": torch.zeros(4), "double": torch.zeros(2, 2, dtype=torch.float64)}
+    state, metrics = step(step.init(params), torch.randn(2, 4))
+    assert seen == {"w": torch.float16, "b": torch.float32, "double": torch.float64}
+    assert metrics.found_inf == 0
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_copies_are_casts_of_the_parameters_after_every_step(flat: bool) -> None:
+    task = tied()
+    step = make_train_step(
+        module_loss(task.model, task.criterion), stateless(torch.optim.AdamW), policy="float16", flat=flat
+    )
+    state = step.init()
+    for index in range(3):
+        state, _ = step(state, task.batch(index))
+        assert len(state.copies.values) == len(state.copies.plan.kept)
+        leaves = torch.utils._pytree.tree_leaves(state.params)
+        for number, copy in zip(state.copies.plan.kept, state.copies.values):
+            assert_same(copy, leaves[number].half())
+
+
+def test_no_grad_and_grad_passes_in_one_loss() -> None:
+    """A teacher without gradient before the student, in one autocast region: the gradient is the student's."""
+    model = nn.Linear(4, 4)
+    x = torch.randn(8, 4)
+
+    def both(params: Any, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = torch.func.functional_call(model, params, (batch,)).float()
+        return (torch.func.functional_call(model, params, (batch,)).float() - target - 1).square().mean()
+
+    def alone(params: Any, batch: Tensor) -> Tensor:
+        out = torch.func.functional_call(model, params, (batch,)).float()
+        return (out - out.detach() - 1).square().mean()
+
+    params = dict(model.named_parameters())
+    after = []
+    for loss_fn in (both, alone):
+        step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1), policy="float16,copy=bias")
+        state, _ = step(step.init(params), x)
+        after.append(state.params.tree())
+    assert_same(after[0], after[1])
+    assert not torch.equal(after[0]["weight"], params["weight"])
+
+
+def test_inference_between_steps_sees_the_new_weights() -> None:
+    task = mlp()
+    step = make_train_step(module_loss(task.model, task.criterion), stateless(torch.optim.SGD, lr=0.1), policy="bf16")
+    state = step.init()
+    with torch.autocast("cpu", torch.bfloat16):  # a region around the loop, whose cache would go stale
+        for index in range(4):
+            expected = step.loss(state, task.batch(index))
+            state, metrics = step(state, task.batch(index))
+            assert_same(metrics.loss, expected)
+            after = step.loss(state, task.batch(index))
+            fresh = Task(mlp().model, cross_entropy, task.batch)
+            fresh.model.load_state_dict(state.params.state_dict())
+            assert_same(after, cross_entropy(fresh.model(task.batch(index)[0]), task.batch(index)[1]).detach())
+            assert after != expected
+
+
+def test_module_names_are_those_of_autocast() -> None:
+    loss_fn = module_loss(Tied(), cross_entropy)
+    assert loss_fn.names["head.weight"] == loss_fn.names["words.weight"] == "words.weight"
+    attention = module_loss(nn.MultiheadAttention(4, 2), cross_entropy)
+    assert attention.cast_names == set(dict(attention.model.named_parameters()))

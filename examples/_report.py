@@ -19,12 +19,10 @@ except ImportError as error:
 MUST_AGREE = ("batch", "context", "width", "layers", "heads", "lr", "seed", "eval_every", "init_scale")
 
 
-def save_checkpoint(file: Path, state: Any, history: dict[str, Any], args: argparse.Namespace) -> None:
+def save_checkpoint(file: Path, state: dict[str, Any], history: dict[str, Any], args: argparse.Namespace) -> None:
     """Write tensors and numbers in plain dicts, in one step: a reader sees the old file or the new one."""
     saved = {
-        "params": state.params,
-        "opt_state": state.opt_state._asdict(),
-        "scaler": state.scaler._asdict(),
+        "state": state,
         "history": history,
         "args": {name: getattr(args, name) for name in (*MUST_AGREE, "total")},
     }
@@ -37,7 +35,7 @@ def load_checkpoint(file: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Read a checkpoint of a run with the same arguments; sets args.total to what it was."""
     try:
         saved: dict[str, Any] = torch.load(file, map_location=args.device, weights_only=True)
-        given, _ = saved["args"], [saved[key] for key in ("params", "opt_state", "scaler", "history")]
+        given, _ = saved["args"], [saved[key] for key in ("state", "history")]
     except FileNotFoundError:
         raise SystemExit(f"train_gpt: --resume needs a checkpoint; there is none at {file}") from None
     except Exception as error:  # torch.load raises whatever a broken file leads it to

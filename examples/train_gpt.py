@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,40 +36,19 @@ WARMUP = 30
 GROWTH_INTERVAL = 50
 
 
-class TrainState(NamedTuple):
-    """All that a step changes."""
-
-    params: dict[str, Tensor]
-    opt_state: funcamp.OptState
-    scaler: funcamp.ScalerState
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean, in nats a byte."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def make_loss(model: GPT, device: str) -> Callable[..., Tensor]:
-    """Mean cross-entropy in nats a byte; matrix products in float16."""
-
-    def loss_fn(params: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(device, torch.float16):
-            logits = functional_call(model, params, (inputs,))
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-    return loss_fn
-
-
-def make_step(
-    loss_fn: Callable[..., Tensor], optimizer: funcamp.StatelessOptimizer, config: funcamp.ScalerConfig
-) -> Callable[[TrainState, tuple[Tensor, Tensor]], tuple[TrainState, dict[str, Tensor]]]:
+def make_step(model: GPT, config: funcamp.ScalerConfig, lr: float, total: int) -> funcamp.TrainStep:
     """The training step: a pure function of tensors that never reads one on the host."""
-    grad_fn = funcamp.scaled_grad_and_value(loss_fn)
-
-    def step(state: TrainState, batch: tuple[Tensor, Tensor]) -> tuple[TrainState, dict[str, Tensor]]:
-        (grads, scaler), loss = grad_fn(state.scaler, state.params, *batch)
-        grads, grad_norm = funcamp.clip_grad_norm(grads, 1.0)
-        new = optimizer.update(state.params, grads, state.opt_state)
-        params, opt_state = funcamp.skip_step(scaler, new=new, old=(state.params, state.opt_state))
-        metrics = {"loss": loss, "grad_norm": grad_norm, "scale": scaler.scale, "found_inf": scaler.found_inf}
-        return TrainState(params, opt_state, funcamp.update(scaler, config)), metrics
-
-    return step
+    adamw = {
+        group: funcamp.stateless(torch.optim.AdamW, lr=make_schedule(lr, total), betas=(0.9, 0.98), weight_decay=decay)
+        for group, decay in {"matrix": 0.1, "vector": 0.0}.items()
+    }
+    loss_fn = funcamp.module_loss(model, cross_entropy)
+    return funcamp.make_train_step(loss_fn, funcamp.by_group(adamw), config, policy="float16", max_norm=1.0)
 
 
 def make_schedule(peak: float, total: int) -> Callable[[Tensor], Tensor]:
@@ -83,16 +62,12 @@ def make_schedule(peak: float, total: int) -> Callable[[Tensor], Tensor]:
     return schedule
 
 
-def evaluate(
-    loss_fn: Callable[..., Tensor], params: dict[str, Tensor], text: Tensor, args: argparse.Namespace
-) -> float:
+def evaluate(step: funcamp.TrainStep, state: funcamp.TrainState, text: Tensor, args: argparse.Namespace) -> float:
     """The loss on fixed held-out windows."""
-    with torch.no_grad():
-        losses = [
-            loss_fn(params, *batch_at(text, index, 7, args.batch, args.context, args.device)).item()
-            for index in range(8)
-        ]
-    return sum(losses) / len(losses)
+    losses = [
+        step.loss(state, batch_at(text, index, 7, args.batch, args.context, args.device)).item() for index in range(8)
+    ]
+    return float(sum(losses) / len(losses))
 
 
 def generate(model: GPT, params: dict[str, Tensor], prompt: bytes, length: int, seed: int, device: str) -> str:
@@ -165,33 +140,24 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         history = saved["history"]
         # The last evaluation of a run that ended off the grid is none of an uninterrupted run's.
         history["held_out"] = [entry for entry in history["held_out"] if entry[0] % args.eval_every == 0]
-    optimizer = funcamp.stateless(
-        torch.optim.AdamW, lr=make_schedule(args.lr, args.total), betas=(0.9, 0.98), weight_decay=0.1
-    )
+    step = make_step(model.to(args.device), args.config, args.lr, args.total)
+    state = step.init()
     if args.resume:
-        state = TrainState(
-            saved["params"], funcamp.OptState(**saved["opt_state"]), funcamp.ScalerState(**saved["scaler"])
-        )
-    else:
-        params = {name: value.detach().to(args.device) for name, value in model.named_parameters()}
-        state = TrainState(params, optimizer.init(params), funcamp.init(args.config, device=args.device))
-    loss_fn = make_loss(model, args.device)
-    step = make_step(loss_fn, optimizer, args.config)
-    if args.compile:
-        step = torch.compile(step, fullgraph=True)
+        state = step.load_state_dict(saved["state"], like=state)
+    run = torch.compile(step, fullgraph=True) if args.compile else step
 
     first = len(history["loss"])
-    pending: list[dict[str, Tensor]] = []
+    pending: list[funcamp.Metrics] = []
 
     def flush() -> None:
         # On a GPU a read waits for the step: here, every few steps, and nowhere in the step.
         for metrics in pending:
             for name in ("loss", "scale", "found_inf"):
-                history[name].append(metrics[name].item())
+                history[name].append(getattr(metrics, name).item())
         pending.clear()
 
     def held_out() -> None:
-        history["held_out"].append((first + taken, evaluate(loss_fn, state.params, held_out_text, args)))
+        history["held_out"].append((first + taken, evaluate(step, state, held_out_text, args)))
 
     taken = 0
     if not history["held_out"]:
@@ -202,7 +168,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         with Progress(first, first + args.steps) as progress:
             while taken < args.steps and not stops:
                 batch = batch_at(train_text, first + taken, args.seed, args.batch, args.context, args.device)
-                state, metrics = step(state, batch)
+                state, metrics = run(state, batch)
                 taken += 1
                 pending.append(metrics)
                 if args.device == "cpu" or len(pending) == 10 or taken == args.steps:
@@ -214,7 +180,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     finally:
         signal.signal(signal.SIGINT, before)
     flush()
-    save_checkpoint(file, state, history, args)
+    save_checkpoint(file, step.state_dict(state), history, args)
     picture = plot(args.out / "train_gpt.png", history)
     seconds = time.perf_counter() - began
     steps_done, skipped = len(history["loss"]), int(sum(history["found_inf"]))
@@ -225,7 +191,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if stops:
         print(f"stopped; go on with --resume --out {args.out}")
     else:
-        print("sample\n" + generate(model, state.params, b"def ", 200, args.seed, args.device))
+        print("sample\n" + generate(model, state.params.tree(), b"def ", 200, args.seed, args.device))
     return {
         "held_out_first": history["held_out"][0][1],
         "held_out_last": history["held_out"][-1][1],

@@ -88,7 +88,7 @@ def check_limit(call: str, name: str, limit: object) -> None:
             raise ValueError(f"{call}: {name} must have shape (); got {tuple(limit.shape)}")
     elif isinstance(limit, bool) or not isinstance(limit, numbers.Real):
         raise TypeError(f"{call}: {name} must be a number or a tensor; got {limit!r}")
-    elif not limit > 0:
+    elif not float(limit) > 0:
         raise ValueError(f"{call}: {name} must be positive; got {limit}")
 
 

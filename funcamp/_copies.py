@@ -63,8 +63,8 @@ def store(
     known: frozenset[str] | None = getattr(loss_fn, "cast_names", None)
     stored_as: dict[str, str] | None = getattr(loss_fn, "names", None)
     aliases: dict[str, list[str]] = {}
-    for name, stored in (stored_as or {}).items():
-        aliases.setdefault(stored, []).append(name)
+    for name, source in (stored_as or {}).items():
+        aliases.setdefault(source, []).append(name)
 
     def verdicts(name: str, leaf: Tensor) -> list[bool]:
         return [policy.casts(alias, leaf, known) for alias in aliases.get(name, [name])]
@@ -92,7 +92,8 @@ def store(
         uses.append(Use(None if leaf is None else number, low))
         if low and number is not None:
             kept.add(number if flat is None else flat.layout.slots[number].group)
-    plan = Plan(tuple(uses), stored_as and tuple(stored_as), tuple(sorted(kept)), policy.compute_dtype)
+    keys = None if stored_as is None else tuple(stored_as)
+    plan = Plan(tuple(uses), keys, tuple(sorted(kept)), policy.compute_dtype)
     return stored, refresh(stored, plan)
 
 
@@ -111,7 +112,8 @@ def for_loss(params: Tree, copies: Copies) -> tuple[list[Tensor], Callable[[list
         kept[number] = value
     if isinstance(params, FlatParams):
         stored, kept = params.layout.views(params.groups), params.layout.views(tuple(kept))
-    places, inputs = _distinct(plan), []
+    places = _distinct(plan)
+    inputs: list[Any] = []
     for number, low in places:
         inputs.append(kept[number] if low else stored[number])
 

@@ -38,7 +38,10 @@ def ema_update(average: Tree, params: Tree, decay: float) -> Tree:
     _tree.same_structure("ema_update", ("average", "params"), (average, params))
     flat, spec = _tree.parameters("ema_update", "average", average)
     values, _ = _tree.parameters("ema_update", "params", params)
-    new = [old if old is None else torch.lerp(old, value, 1 - decay) for old, value in zip(flat, values)]
+    new = [
+        old if old is None or value is None else torch.lerp(old, value, 1 - float(decay))
+        for old, value in zip(flat, values)
+    ]
     return _tree.unflatten(new, spec)
 
 
@@ -46,5 +49,5 @@ def check_decay(call: str, name: str, decay: object) -> None:
     """Raise TypeError or ValueError where a decay is no number in [0, 1]."""
     if isinstance(decay, bool) or not isinstance(decay, numbers.Real):
         raise TypeError(f"{call}: {name} must be a Python number; got {decay!r}")
-    if not 0 <= decay <= 1:
+    if not 0 <= float(decay) <= 1:
         raise ValueError(f"{call}: {name} must be from 0 to 1; got {decay}")

@@ -3,10 +3,10 @@
 A group, in elements of its one-dimensional tensor:
 
     | w, n elements | 0 ... 0 | v, m elements | 0 ... 0 |
-    0                         128 k                     size
+    0                         64 k                      size
 
-Every tensor starts at a multiple of 128 elements: 256 bytes in a two-byte copy of the group, 512 in float32. The rest is
-zero and has a zero gradient, so no norm or check sees it.
+A matrix starts at a multiple of 128 elements (256 bytes in a two-byte copy of the group), a vector at one of 64 (256
+bytes in float32). The rest is zero and has a zero gradient, so no norm or check sees it.
 """
 
 from __future__ import annotations
@@ -64,12 +64,16 @@ class Layout:
         return self
 
     def views(self, groups: Groups) -> list[Tensor | None]:
-        """A view for every slot; None for those of a group that is None."""
-        parts = [None if group is None else torch.split(group, list(sizes)) for group, sizes in zip(groups, self.pieces)]
+        """A view for every slot; None for those of a group that is None, the group itself where its shape is ()."""
+        parts: list[Any] = [
+            None if group is None else torch.split(group, list(sizes)) if group.dim() else [group] * len(sizes)
+            for group, sizes in zip(groups, self.pieces)
+        ]
         views: list[Tensor | None] = []
         for slot in self.slots:
             part = parts[slot.group]
-            views.append(None if part is None else part[slot.place][: _count(slot.shape)].view(slot.shape))
+            piece = None if part is None else part[slot.place]
+            views.append(piece if piece is None or not piece.dim() else piece[: _count(slot.shape)].view(slot.shape))
         return views
 
     def join(self, values: Sequence[Tensor | None]) -> Groups:
@@ -109,7 +113,8 @@ class FlatParams:
     """
 
     groups: Groups
-    """One tensor a group, shape (size,); None where a tree function was given or made a None."""
+    """One tensor a group, shape (size,); None where a tree function was given or made a None, shape () where an
+    optimizer keeps one number a tensor (a step count)."""
     layout: Layout
     """Where every tensor lies; the same object for trees of the same layout."""
 
@@ -148,8 +153,14 @@ class FlatParams:
             tensor([[3., 3.],
                     [3., 3.]])
         """
-        values = collect("ravel", self, tree)
-        return FlatParams(self.layout.join(values), self.layout)
+        values = _collect("ravel", self, tree)
+        ones: dict[int, Tensor | None] = {}
+        for number, slot in enumerate(self.layout.slots):
+            if _is_one(self.groups[slot.group]):
+                ones.setdefault(slot.group, values[number])
+                values[number] = None
+        groups = [ones.get(number, group) for number, group in enumerate(self.layout.join(values))]
+        return FlatParams(tuple(groups), self.layout)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every tensor under its dotted name, as `torch.nn.Module.state_dict` names it; tied names share one tensor.
@@ -180,7 +191,7 @@ _tree.register(
 )
 
 
-def matrix_or_vector(name: str, leaf: Tensor) -> str:
+def matrix_or_vector(name: str, leaf: Tensor) -> str:  # noqa: ARG001  what `group` is called with
     """The group "matrix" for tensors of two or more dimensions, "vector" for the rest: who decays, and who does not.
 
     Pure; no sync.
@@ -202,9 +213,10 @@ def matrix_or_vector(name: str, leaf: Tensor) -> str:
 def ravel(params: Tree, *, group: Callable[[str, Tensor], str] = matrix_or_vector) -> FlatParams:
     """Lay a pytree of tensors out in a few 1-D ones.
 
-    Tensors of one dtype and device for which `group` returns the same lie in one group, in the tree's order, each from
-    a multiple of 128 elements on; the padding is zero. A tensor that stands under two names (tied weights) lies there
-    once. Copies the values; no sync.
+    Tensors of one dtype and device for which `group` returns the same lie together, in the tree's order, each on a
+    boundary of 256 bytes; the padding is zero. Matrices whose rows have one length lie in a group of their own, for
+    the four lengths with most elements: a compiled step writes their gradients in place. A tensor that stands under
+    two names (tied weights) lies there once. Copies the values; no sync.
 
     Args:
         params: a pytree of dense floating-point or complex tensors; None passes through.
@@ -221,7 +233,7 @@ def ravel(params: Tree, *, group: Callable[[str, Tensor], str] = matrix_or_vecto
     Example:
         >>> flat = ravel({"w": torch.ones(2, 2), "b": torch.zeros(2), "tied": None})
         >>> [tuple(values.shape) for values in flat.groups], flat.layout.labels
-        ([(128,), (128,)], ('matrix', 'vector'))
+        ([(128,), (64,)], ('matrix', 'vector'))
     """
     return arrange("ravel", params, group)
 
@@ -230,7 +242,7 @@ def arrange(
     call: str,
     params: Tree,
     group: Callable[[str, Tensor], str],
-    apart: Callable[[str, Tensor], object] = lambda name, leaf: None,
+    apart: Callable[[str, Tensor], object] = lambda *_: None,
 ) -> FlatParams:
     """As `ravel`; tensors of one label for which `apart` differs lie in groups of their own."""
     flat, spec = _tree.parameters(call, "params", params)
@@ -287,7 +299,7 @@ def _row_lengths(keys: list[tuple[Any, ...]], tensors: list[Tensor]) -> list[int
     ]
 
 
-def collect(call: str, like: FlatParams, tree: Tree) -> list[Tensor | None]:
+def _collect(call: str, like: FlatParams, tree: Tree) -> list[Tensor | None]:
     """The values of a tree, one a slot of a FlatParams, checked against its structure and shapes."""
     layout = like.layout
     values, spec = _tree.tensors(call, "tree", tree)
@@ -297,16 +309,17 @@ def collect(call: str, like: FlatParams, tree: Tree) -> list[Tensor | None]:
     for index, (number, value) in enumerate(zip(layout.leaves, values)):
         if number is None or value is None or found[number] is not None:
             continue
-        if tuple(value.shape) != layout.slots[number].shape:
+        slot = layout.slots[number]
+        shape = () if _is_one(like.groups[slot.group]) else slot.shape
+        if tuple(value.shape) != shape:
             raise ValueError(
-                f"{call}: tree{_tree.path_of(tree, index)} must have shape {layout.slots[number].shape}; "
-                f"got {_tree.describe(value)}"
+                f"{call}: tree{_tree.path_of(tree, index)} must have shape {shape}; got {_tree.describe(value)}"
             )
         found[number] = value
     for number, slot in enumerate(layout.slots):
         group = like.groups[slot.group]
         if found[number] is None and group is not None:
-            found[number] = group.new_zeros(slot.shape)
+            found[number] = group.new_zeros(() if _is_one(group) else slot.shape)
     return found
 
 
@@ -325,6 +338,10 @@ def identity(leaf: Tensor) -> object:
     if torch._C._functorch.is_functorch_wrapped_tensor(leaf) or not leaf.numel():
         return id(leaf)
     return leaf.untyped_storage()._cdata, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype
+
+
+def _is_one(group: Tensor | None) -> bool:
+    return group is not None and group.dim() == 0
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -1,8 +1,8 @@
 """The precision policy: which parameters the loss sees in the compute dtype, and where those copies are kept.
 
-torch.autocast casts a weight at its first use in a region, keeps the cast in a hidden cache, and so sums the gradients of
-several uses in the low precision before they reach the float32 weight. Here the copy is a value: the gradient is taken
-with respect to it, the uses sum in the low precision by themselves, and no cache can go stale.
+torch.autocast casts a weight at its first use in a region, keeps the cast in a hidden cache, and so sums the gradients
+of several uses in the low precision before they reach the float32 weight. Here the copy is a value: the gradient is
+taken with respect to it, the uses sum in the low precision by themselves, and no cache can go stale.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Policy:
                 raise TypeError(f"Policy: {name} must be a tuple of strings; got {globs!r}")
             for glob in globs:
                 if not glob or set(glob) & set(",|= "):
-                    raise ValueError(f"Policy: {name} must hold globs without comma, bar, equals or space; got {glob!r}")
+                    raise ValueError(
+                        f"Policy: {name} must hold globs without comma, bar, equals or space; got {glob!r}"
+                    )
             object.__setattr__(self, name, tuple(globs))
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ from funcamp import _tree
 from funcamp._clip import check_limit
 from funcamp._copies import Copies, clone, for_loss, gather, refresh, store
 from funcamp._ema import check_decay, ema_update
-from funcamp._flat import FlatParams, matrix_or_vector
+from funcamp._flat import collapse, expand, matrix_or_vector
 from funcamp._fold import judge, unscale_and_clip
 from funcamp._grad import differentiate
 from funcamp._groups import GroupedOptimizer, check_optimizer
@@ -21,6 +21,7 @@ from funcamp._policy import Policy, check_policy
 from funcamp._state import ScalerConfig, ScalerState, check_config, init
 from funcamp._types import Reduce, Tree
 from funcamp._update import skip_step, update
+from funcamp._window import accumulate as accumulate_window
 
 _NO_POLICY = Policy(torch.float32)
 
@@ -128,6 +129,56 @@ class TrainStep:
             inputs, build = for_loss(state.params, state.copies)
             return self._call(build(inputs), state.buffers, batch)
 
+    def state_dict(self, state: TrainState) -> dict[str, Tensor]:
+        """Every tensor of a state under a dotted name, for torch.save: `params.` and the module's own names, and so on.
+
+        The same names whether the parameters are flat or not; compute copies are left out, for they follow from the
+        parameters. Tensors are copies. No sync.
+
+        Example:
+            >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
+            >>> list(step.state_dict(step.init({"w": torch.ones(2)})))[:3]
+            ['step', 'params.w', 'opt_state.applied']
+        """
+        tree = expand(_without_copies(state))
+        pairs = zip(_tree.names(tree), _tree.leaves(tree))
+        return {name: leaf.detach().clone() for name, leaf in pairs if leaf is not None}
+
+    def load_state_dict(self, saved: dict[str, Tensor], like: TrainState) -> TrainState:
+        """The state that `state_dict` gave, laid out as `like` (from `init`) is, on its devices. No sync.
+
+        Raises:
+            TypeError: like is no `TrainState`, or saved no dict.
+            ValueError: a name is missing or unknown, or a tensor has another shape or dtype than like's.
+
+        Example:
+            >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
+            >>> state = step.init({"w": torch.ones(2)})
+            >>> saved = step.state_dict(state)
+            >>> step.load_state_dict(saved, like=state).params.tree()
+            {'w': tensor([1., 1.])}
+        """
+        if not isinstance(like, TrainState) or not isinstance(saved, dict):
+            raise TypeError(f"load_state_dict: like must be a TrainState and saved a dict; got {like!r} and {saved!r}")
+        stored = _without_copies(like)
+        tree = expand(stored)
+        leaves, spec = _tree.flatten(tree)
+        names = [None if leaf is None else name for name, leaf in zip(_tree.names(tree), leaves)]
+        odd = sorted(set(saved) ^ {name for name in names if name is not None})
+        if odd:
+            kind = "lacks" if odd[0] not in saved else "has unknown"
+            raise ValueError(f"load_state_dict: saved must hold the names that state_dict gives; it {kind} {odd[0]!r}")
+        new = []
+        for name, leaf in zip(names, leaves):
+            value = None if name is None else saved[name]
+            if value is not None and (value.shape != leaf.shape or value.dtype != leaf.dtype):
+                raise ValueError(
+                    f"load_state_dict: saved[{name!r}] must be like {_tree.describe(leaf)}; got {_tree.describe(value)}"
+                )
+            new.append(None if value is None else value.detach().to(leaf.device, copy=True))
+        state: TrainState = collapse(stored, _tree.unflatten(new, spec))
+        return state._replace(copies=refresh(state.params, like.copies.plan))
+
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take one step. Pure; safe under torch.compile(fullgraph=True); no sync.
 
@@ -145,7 +196,16 @@ class TrainStep:
         if not isinstance(state, TrainState):
             raise TypeError(f"step: state must be a TrainState, as init makes it; got {state!r}")
         options = self._options
-        grads, loss, buffers, aux = self._accumulated(state, batch)
+
+        def one(buffers: dict[str, Tensor], piece: Any, parts: int) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
+            return self._gradients(state, buffers, piece, parts)
+
+        if options.accumulate == 1:
+            grads, loss, buffers, aux = one(state.buffers, batch, 1)
+        else:
+            grads, loss, buffers, aux = accumulate_window(
+                one, state.params, state.buffers, batch, options.accumulate, scan=options.scan
+            )
         scaler, norm = judge(state.scaler, grads, options.reduce)
         grads = unscale_and_clip(state.scaler, grads, norm, options.max_norm, options.max_value)
         new = self.optimizer.update(state.params, grads, state.opt_state)
@@ -171,7 +231,8 @@ class TrainStep:
         region: Any = contextlib.nullcontext()
         if policy.autocast and policy.compute_dtype != torch.float32:
             device = next(leaf.device.type for leaf in _tree.leaves(tree) if leaf is not None)
-            region = torch.autocast(device, policy.compute_dtype)
+            if device != "meta":  # no values, no autocast
+                region = torch.autocast(device, policy.compute_dtype)
         with region:
             return self.loss_fn(tree, buffers, batch) if self._options.has_buffers else self.loss_fn(tree, batch)
 
@@ -191,30 +252,9 @@ class TrainStep:
             after, aux = aux if self._options.has_aux else (aux, ())
         return gather(state.params, state.copies, grads), loss, after, aux
 
-    def _accumulated(self, state: TrainState, batch: Any) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
-        if self._options.accumulate == 1:
-            return self._gradients(state, state.buffers, batch, 1)
-        leaves, spec = _tree.flatten(batch)
-        counts = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-        if len(counts) != 1 or not 1 <= min(counts) <= self._options.accumulate:
-            raise ValueError(
-                f"step: every tensor of batch must hold 1 to {self._options.accumulate} micro-batches along its first "
-                f"dimension, all the same number; got {sorted(counts)}"
-            )
-        (parts,) = counts
-        total: Tree = None
-        buffers, losses, extras = state.buffers, [], []
-        for part in range(parts):
-            piece = _tree.unflatten([leaf[part] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-            grads, loss, buffers, aux = self._gradients(state, buffers, piece, parts)
-            flat, grads_spec = _tree.flatten(grads)
-            wide = [None if grad is None else grad.to(like.dtype) for grad, like in zip(flat, _tree.leaves(state.params))]
-            total = wide if total is None else [a if a is None else a + b for a, b in zip(total, wide)]
-            losses.append(loss)
-            extras.append(aux)
-        columns = [torch.stack(column) for column in zip(*(_tree.leaves(extra) for extra in extras))]
-        aux = _tree.unflatten(columns, _tree.flatten(extras[0])[1])
-        return _tree.unflatten(total, grads_spec), torch.stack(losses).mean(), buffers, aux
+
+def _without_copies(state: TrainState) -> TrainState:
+    return state._replace(copies=Copies((), state.copies.plan))
 
 
 class _Options(NamedTuple):
@@ -222,6 +262,7 @@ class _Options(NamedTuple):
     max_norm: float | Tensor | None
     max_value: float | Tensor | None
     accumulate: int
+    scan: bool
     reduce: Reduce | None
     ema_decay: float | None
     has_aux: bool
@@ -240,6 +281,7 @@ def make_train_step(
     max_norm: float | Tensor | None = None,
     max_value: float | Tensor | None = None,
     accumulate: int = 1,
+    scan: bool = False,
     reduce: Reduce | None = None,
     ema_decay: float | None = None,
     has_aux: bool = False,
@@ -267,6 +309,7 @@ def make_train_step(
         max_value: clamp gradients to this magnitude; not with max_norm.
         accumulate: micro-batches in a step: their gradients of loss / count are summed in the parameters' dtype, under
             one scale, one check and one update.
+        scan: compile the micro-batch once, by torch's scan, instead of accumulate times; eager it plays no part.
         reduce: a pure function on the flag, as in `unscale_and_check`.
         ema_decay: keep an average of the parameters with this decay in `TrainState.ema`.
         has_aux: loss_fn returns `(loss, aux)`, or `(loss, (buffers, aux))`; aux is a pytree of tensors.
@@ -286,7 +329,8 @@ def make_train_step(
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(4, 1), torch.nn.functional.mse_loss)
-        >>> step = make_train_step(loss_fn, stateless(torch.optim.AdamW), policy="float16", max_norm=1.0)
+        >>> config = ScalerConfig(init_scale=2.0**10)
+        >>> step = make_train_step(loss_fn, stateless(torch.optim.AdamW), config, policy="float16", max_norm=1.0)
         >>> state, metrics = step(step.init(), (torch.ones(8, 4), torch.zeros(8, 1)))
         >>> metrics.found_inf, state.step
         (tensor(0.), tensor(1))
@@ -322,6 +366,7 @@ def make_train_step(
         max_norm=max_norm,
         max_value=max_value,
         accumulate=accumulate,
+        scan=bool(scan),
         reduce=reduce,
         ema_decay=ema_decay,
         has_aux=bool(has_aux),

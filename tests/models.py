@@ -28,12 +28,12 @@ def mlp(dropout: float = 0.0) -> Task:
     return Task(nn.Sequential(*hidden, nn.Linear(16, 4)), cross_entropy, _images((16, 8)))
 
 
-def cnn() -> Task:  # no bias before a BatchNorm: its gradient is noise around 0, which AdamW would make a step of
+def cnn() -> Task:
+    # No bias before a BatchNorm: its gradient is noise around 0, which AdamW would make steps of.
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.GELU(), nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(),
-        nn.Linear(36, 4),
-    )  # fmt: skip
+    first = [nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.GELU()]
+    second = [nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten()]
+    model = nn.Sequential(*first, *second, nn.Linear(36, 4))
     return Task(model, cross_entropy, _images((4, 2, 7, 7)))
 
 

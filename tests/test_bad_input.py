@@ -12,12 +12,19 @@ from torch import Tensor
 
 from funcamp import (
     OptState,
+    Policy,
     ScalerConfig,
     ScalerState,
     all_finite,
+    by_group,
     clip_grad_norm,
+    clip_grad_value,
+    ema_update,
     init,
+    make_train_step,
     merge,
+    module_loss,
+    ravel,
     scale,
     scaled_grad_and_value,
     skip_step,
@@ -37,6 +44,17 @@ CSR = torch.eye(2).to_sparse().coalesce()
 DOUBLE = ScalerState(STATE.scale.double(), STATE.growth_tracker, STATE.found_inf)
 BATCHED = ScalerState(*(leaf.expand(3) for leaf in STATE))
 META = init(device="meta")
+
+
+def LOSS(params: Any, batch: Any) -> Tensor:
+    total: Tensor = (params["w"] * batch).sum()
+    return total
+
+
+STEP = make_train_step(LOSS, SGD)
+START = STEP.init({"w": W})
+WINDOW = make_train_step(LOSS, SGD, accumulate=2)
+MODULE = module_loss(torch.nn.Linear(2, 2), torch.nn.functional.mse_loss)
 
 
 def loss_of(value: Any) -> Callable[..., Any]:
@@ -124,6 +142,57 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "optimizer state": (lambda: SGD.update(W, W, {}), TypeError, "opt_state must be an OptState.*got {}"),  # type: ignore[arg-type]
     "optimizer state foreign": (lambda: ADAM.update(W, W, SGD.init(W)), ValueError, r"must hold the entries .*exp_avg.*got \[\]"),
     "optimizer state other": (lambda: MOMENTUM.update(W, W, ADAM.init(W)), ValueError, "must hold the entries .*momentum_buffer"),
+    # flat storage, policy, groups
+    "ravel integer": (lambda: ravel({"n": W.int()}), TypeError, r"ravel: params\['n'\] must be a strided floating"),
+    "ravel label": (lambda: ravel([W], group=lambda name, leaf: 1), TypeError, "ravel: group must return a string; got 1"),  # type: ignore[arg-type, return-value]
+    "ravel tied": (lambda: ravel({"a": W, "b": W}, group=lambda name, leaf: name), ValueError, "got 'a' and 'b' for 'b'"),
+    "flat ravel shape": (lambda: ravel([W]).ravel([W[:1]]), ValueError, r"ravel: tree\[0\] must have shape \(2,\); got .*\(1,\)"),
+    "flat ravel tree": (lambda: ravel([W]).ravel({"a": W}), ValueError, "must have one tree structure"),
+    "flat and dict": (lambda: skip_step(STATE, new=ravel({"w": W}), old={"w": W}), ValueError, "new and old must have one tree structure"),
+    "state_dict names": (lambda: ravel({"a.b": W, "a": {"b": W + 1}}).state_dict(), ValueError, "dotted name of its own; got 'a.b' twice"),
+    "policy dtype": (lambda: Policy(torch.int8), ValueError, "compute_dtype must be one of float16.*got torch.int8"),
+    "policy no dtype": (lambda: Policy("float16"), TypeError, "compute_dtype must be a torch.dtype; got 'float16'"),  # type: ignore[arg-type]
+    "policy autocast": (lambda: Policy(autocast=1), TypeError, "autocast must be a bool; got 1"),  # type: ignore[arg-type]
+    "policy glob": (lambda: Policy(keep=("a,b",)), ValueError, "keep must hold globs.*got 'a,b'"),
+    "policy string": (lambda: Policy(keep="a"), TypeError, "keep must be a tuple of strings; got 'a'"),  # type: ignore[arg-type]
+    "parse dtype": (lambda: Policy.parse("fp8"), ValueError, "text must begin with a dtype.*got 'fp8'"),
+    "parse empty": (lambda: Policy.parse(""), ValueError, "text must begin with a dtype"),
+    "parse option": (lambda: Policy.parse("f16,lr=1"), ValueError, "got 'lr=1'"),
+    "parse twice": (lambda: Policy.parse("f16,keep=a,keep=b"), ValueError, "once each; got 'keep=b'"),
+    "parse autocast": (lambda: Policy.parse("f16,autocast=no"), ValueError, "autocast must be on or off; got 'no'"),
+    "by_group empty": (lambda: by_group({}), TypeError, "optimizers must be a mapping.*got {}"),
+    "by_group class": (lambda: by_group({"a": torch.optim.SGD}), TypeError, r"optimizers\['a'\] must have init and update"),
+    "by_group label": (lambda: by_group({"matrix": SGD}).init({"w": W}), ValueError, r"one of \['matrix'\]; got 'vector'"),
+    "by_group state": (lambda: by_group({"vector": SGD}).update(W, W, {}), TypeError, "opt_state must hold a state for each"),
+    "module_loss model": (lambda: module_loss(W, W), TypeError, "model must be a torch.nn.Module"),  # type: ignore[arg-type]
+    "module_loss criterion": (lambda: module_loss(torch.nn.Linear(1, 1), 3), TypeError, "criterion must be callable; got 3"),  # type: ignore[arg-type]
+    # the step
+    "step loss_fn": (lambda: make_train_step(3, SGD), TypeError, "loss_fn must be callable; got 3"),  # type: ignore[arg-type]
+    "step optimizer": (lambda: make_train_step(LOSS, torch.optim.SGD), TypeError, "optimizer must have init and update"),
+    "step config": (lambda: make_train_step(LOSS, SGD, 3), TypeError, "config must be a ScalerConfig"),  # type: ignore[arg-type]
+    "step policy": (lambda: make_train_step(LOSS, SGD, policy=torch.float16), TypeError, "policy must be a Policy"),  # type: ignore[arg-type]
+    "step max_norm": (lambda: make_train_step(LOSS, SGD, max_norm=0.0), ValueError, "max_norm must be positive; got 0.0"),
+    "step limits": (lambda: make_train_step(LOSS, SGD, max_norm=1.0, max_value=1.0), ValueError, "must not both be given"),
+    "step accumulate": (lambda: make_train_step(LOSS, SGD, accumulate=0), ValueError, "accumulate must be 1 or more; got 0"),
+    "step accumulate float": (lambda: make_train_step(LOSS, SGD, accumulate=2.0), TypeError, "accumulate must be an integer; got 2.0"),  # type: ignore[arg-type]
+    "step ema": (lambda: make_train_step(LOSS, SGD, ema_decay=1.5), ValueError, "ema_decay must be from 0 to 1; got 1.5"),
+    "step reduce": (lambda: make_train_step(LOSS, SGD, reduce=1), TypeError, "reduce must be callable; got 1"),  # type: ignore[arg-type]
+    "init nothing": (lambda: STEP.init(), TypeError, "params must be given.*got None"),
+    "init empty": (lambda: STEP.init({}), ValueError, "params must hold a tensor; got {}"),
+    "init integer": (lambda: STEP.init({"w": W.int()}), TypeError, r"init: params\['w'\] must be a strided floating"),
+    "init buffers": (lambda: STEP.init({"w": W}, {"b": 1}), TypeError, "buffers must be a dict of tensors"),  # type: ignore[dict-item]
+    "init names": (lambda: make_train_step(MODULE, SGD).init({"weight": W}), ValueError, "must have the names .* differ in 'bias'"),
+    "step state": (lambda: STEP({}, W), TypeError, "state must be a TrainState.*got {}"),  # type: ignore[arg-type]
+    "step loss shape": (lambda: make_train_step(lambda p, b: p["w"] * b, SGD)(START, W), ValueError, r"loss of shape \(\); got \(2,\)"),
+    "step window": (lambda: WINDOW(START, torch.ones(3, 2)), ValueError, r"1 to 2 micro-batches.*got \[\(3, 2\)\]"),
+    "step window ragged": (lambda: WINDOW(START, (W, torch.ones(1))), ValueError, "all the same number"),
+    "load missing": (lambda: STEP.load_state_dict({}, like=START), ValueError, "it lacks 'opt_state.applied'"),
+    "load unknown": (lambda: STEP.load_state_dict({**STEP.state_dict(START), "x": W}, like=START), ValueError, "has unknown 'x'"),
+    "load shape": (lambda: STEP.load_state_dict({**STEP.state_dict(START), "params.w": W[:1]}, like=START), ValueError, r"saved\['params.w'\] must be like"),
+    "ema tree": (lambda: ema_update({"a": W}, {"b": W}, 0.5), ValueError, "average and params must have one tree structure"),
+    "ema decay": (lambda: ema_update(W, W, -0.1), ValueError, "decay must be from 0 to 1; got -0.1"),
+    "clip value": (lambda: clip_grad_value(W, 0.0), ValueError, "max_value must be positive; got 0.0"),
+    "clip value complex": (lambda: clip_grad_value([W + 1j], 1.0), TypeError, r"grads\[0\] must be real"),
     "optimizer state tree": (lambda: SGD.update(W, W, OptState(W[0], {"m": [W]})), ValueError, r"opt_state.state\['m'\]"),
 }
 # fmt: on

@@ -46,7 +46,7 @@ def example() -> dict[str, Any]:
 @settings(max_examples=60, deadline=None)
 def test_any_tree_comes_back(shapes: Any, random: Any) -> None:
     leaves: list[Any] = [torch.randn(shape).to(dtype) for shape, dtype in shapes]
-    leaves += random.sample(leaves, random.randint(0, len(leaves))) + [None]
+    leaves += [*random.sample(leaves, random.randint(0, len(leaves))), None]
     tree = {"list": leaves[::2], "dict": {str(i): leaf for i, leaf in enumerate(leaves[1::2])}}
     flat = ravel(tree)
     assert_same(flat.tree(), tree)
@@ -75,7 +75,9 @@ def test_tied_leaves_are_one() -> None:
     flat = ravel(tree)
     views = flat.tree()
     assert views["w"] is views["tied"]
-    assert len(flat.layout.slots) == len([leaf for leaf in torch.utils._pytree.tree_leaves(tree) if leaf is not None]) - 1
+    assert (
+        len(flat.layout.slots) == len([leaf for leaf in torch.utils._pytree.tree_leaves(tree) if leaf is not None]) - 1
+    )
     model = Tied()
     views = ravel(dict(model.state_dict())).tree()  # other objects, one storage
     assert views["words.weight"] is views["head.weight"]
@@ -163,7 +165,7 @@ def test_an_optimizer_of_matrices_gets_the_views() -> None:
     class PerTensor(torch.optim.SGD):
         """A step of unit length for each tensor."""
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             with torch.no_grad():
                 for param in self.param_groups[0]["params"]:
                     param.add_(param.grad / param.grad.norm(), alpha=-1.0)

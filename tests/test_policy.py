@@ -71,11 +71,12 @@ def test_a_loss_of_ones_own_sees_matrices_in_low_precision() -> None:
 
     def loss_fn(params: Any, batch: Tensor) -> Tensor:
         seen.update({name: value.dtype for name, value in params.items()})
-        return (batch @ params["w"] + params["b"]).float().square().mean()
+        loss: Tensor = (batch @ params["w"] + params["b"]).float().square().mean()
+        return loss
 
     step = make_train_step(loss_fn, stateless(torch.optim.SGD), ScalerConfig(256.0), policy="float16")
     params = {"w": torch.randn(4, 4), "b": torch.zeros(4), "double": torch.zeros(2, 2, dtype=torch.float64)}
-    state, metrics = step(step.init(params), torch.randn(2, 4))
+    _, metrics = step(step.init(params), torch.randn(2, 4))
     assert seen == {"w": torch.float16, "b": torch.float32, "double": torch.float64}
     assert metrics.found_inf == 0
 
@@ -103,11 +104,13 @@ def test_no_grad_and_grad_passes_in_one_loss() -> None:
     def both(params: Any, batch: Tensor) -> Tensor:
         with torch.no_grad():
             target = torch.func.functional_call(model, params, (batch,)).float()
-        return (torch.func.functional_call(model, params, (batch,)).float() - target - 1).square().mean()
+        loss: Tensor = (torch.func.functional_call(model, params, (batch,)).float() - target - 1).square().mean()
+        return loss
 
     def alone(params: Any, batch: Tensor) -> Tensor:
         out = torch.func.functional_call(model, params, (batch,)).float()
-        return (out - out.detach() - 1).square().mean()
+        loss: Tensor = (out - out.detach() - 1).square().mean()
+        return loss
 
     params = dict(model.named_parameters())
     after = []

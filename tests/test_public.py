@@ -18,9 +18,12 @@ LAYERS = [
     {"_tree"},
     {"_state"},
     {"_rules"},
-    {"_scaler", "_update", "_clip", "_hyper", "_optim_run"},
-    {"_grad", "_optim_probe"},
+    {"_flat", "_policy", "_module"},
+    {"_scaler", "_update", "_clip", "_ema", "_hyper", "_optim_run"},
+    {"_grad", "_fold", "_copies", "_window", "_optim_probe"},
     {"_optim"},
+    {"_groups"},
+    {"_step"},
 ]
 
 

@@ -31,7 +31,8 @@ ADAMW = stateless(torch.optim.AdamW, lr=1e-2)
 
 def linear(params: Any, batch: Tensor) -> Tensor:
     """A loss whose gradient is the batch."""
-    return sum((params[name] * batch[index]).sum() for index, name in enumerate(params))  # type: ignore[return-value]
+    total: Tensor = torch.stack([(params[name] * batch[index]).sum() for index, name in enumerate(params)]).sum()
+    return total
 
 
 def build(task: Task, optimizer: Any = SGD, **options: Any) -> Any:
@@ -40,14 +41,12 @@ def build(task: Task, optimizer: Any = SGD, **options: Any) -> Any:
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_skipped_step_changes_nothing_but_the_scale(flat: bool, transform: Callable[..., Any]) -> None:
-    schedule_saw = []
-
     def schedule(applied: Tensor) -> Tensor:
-        schedule_saw.append(applied)
         return 1e-2 / (1 + applied)
 
     def loss_fn(params: Any, batch: Tensor) -> Tensor:
-        return (torch.tanh(batch @ params["w"] + params["b"]) @ params["v"]).float().square().mean()
+        loss: Tensor = (torch.tanh(batch @ params["w"] + params["b"]) @ params["v"]).float().square().mean()
+        return loss
 
     step = make_train_step(
         loss_fn,
@@ -126,6 +125,20 @@ def test_partial_window_is_the_mean_over_what_is_there(flat: bool) -> None:
         expected, expected_metrics = single(single.init(), joined)
         assert_close(state.params, expected.params, 1e-6)
         assert_close(metrics[:2], expected_metrics[:2], 1e-6)
+
+
+@pytest.mark.parametrize("make", [mlp, cnn])
+def test_scan_is_the_loop(make: Any) -> None:
+    task = make()
+    pieces = [task.batch(index) for index in range(3)]
+    batch = torch.stack([x for x, _ in pieces]), torch.stack([y for _, y in pieces])
+    results = []
+    for scan in (False, True):
+        step = build(task, ADAMW, accumulate=4, scan=scan, policy="bf16", max_norm=1.0)
+        run = torch.compile(step, fullgraph=True, backend="aot_eager")
+        results.append(run(step.init(), batch))
+        torch._dynamo.reset()
+    assert_close(results[1], results[0], 1e-6)
 
 
 def test_one_bad_micro_batch_skips_the_window() -> None:
@@ -244,7 +257,8 @@ def test_any_object_with_init_and_update_is_an_optimizer() -> None:
 def test_other_trees_of_parameters() -> None:
     def loss_fn(params: Any, batch: Tensor) -> Tensor:
         (w, _), inner = params
-        return ((batch @ w) * inner["s"]).float().square().mean()
+        loss: Tensor = ((batch @ w) * inner["s"]).float().square().mean()
+        return loss
 
     params = ((torch.randn(4, 3), None), {"s": torch.tensor(2.0)})
     results = []
@@ -257,7 +271,7 @@ def test_other_trees_of_parameters() -> None:
 
 def test_a_flat_tree_and_a_module_with_frozen_parts() -> None:
     task = mlp()
-    task.model[0].requires_grad_(False)  # type: ignore[operator]
+    task.model.get_submodule("0").requires_grad_(False)
     step = build(task)
     state, _ = step(step.init(), task.batch(0))
     assert not any(name.startswith("0.") for name in state.params.tree())

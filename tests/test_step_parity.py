@@ -1,10 +1,10 @@
 """The step builder follows torch's documented mixed-precision loop, over whole runs.
 
-Scales and skips are equal at every step. Parameters are bit-equal with optimizers whose arithmetic is torch's operation for
-operation: so the same float16 numbers went into every matrix product and came out of it, a weight used twice or in two
-precisions included. With AdamW and clipping they are within a fraction of a parameter's norm: AdamW rounds its step size
-elsewhere than torch's CPU default does, the norm is summed in float64, and a last bit can move a copy to its neighbour, 2^-11
-of it in float16 and 2^-8 in bfloat16.
+Scales and skips are equal at every step. Parameters are bit-equal with optimizers whose arithmetic is torch's operation
+for operation: so the same float16 numbers went into every matrix product and came out of it, a weight used twice or in
+two precisions included. With AdamW and clipping they are within a fraction of a parameter's norm: AdamW rounds its
+step size elsewhere than torch's CPU default does, the norm is summed in float64, and a last bit can move a copy to its
+neighbour, 2^-11 of it in float16 and 2^-8 in bfloat16.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def run(task: Task, step: Any, transform: Callable[[Any], Any], parts: int = 1) 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["SGD", "RMSprop"])
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
-def test_step_is_the_eager_loop_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool, transform: Any) -> None:
+def test_step_is_the_eager_loop_bit_for_bit(
+    make: Any, name: str, dtype: torch.dtype, flat: bool, transform: Any
+) -> None:
     task = make()
     start = clone(task.model.state_dict())
     trace, state = run(task, build(task, name, dtype, flat=flat), transform)

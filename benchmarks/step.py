@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import platform
@@ -24,12 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.utils import _pytree
 
 import funcamp
 
-SIZES = {"0.14 M": (4, 64, 32), "3.2 M": (6, 256, 64)}  # blocks, width, batch
-STEPS = {"0.14 M": 60, "3.2 M": 20}  # in one timing
+SIZES = {"0.14 M": (4, 64, 32), "3.2 M": (6, 256, 64), "38 M": (8, 768, 64)}  # blocks, width, batch
+STEPS = {"0.14 M": 60, "3.2 M": 20, "38 M": 4}  # in one timing
 
 
 class Block(nn.Module):
@@ -71,39 +72,56 @@ def torch_step(size: str, device: str, dtype: torch.dtype, *, compiled: bool) ->
     return step
 
 
-def funcamp_step(size: str, device: str, dtype: torch.dtype, *, compiled: bool) -> Callable[[], None]:
-    """The same step as a pure function; compiled in one graph or eager."""
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """In float32."""
+    return nn.functional.cross_entropy(logits.float(), target)
+
+
+def funcamp_step(
+    size: str, device: str, dtype: torch.dtype, *, compiled: bool, flat: bool = True, donate: bool = True
+) -> Callable[[], None]:
+    """The same step as a pure function; compiled in one graph or eager.
+
+    Donated: the new state is written into the old one's storage inside the compiled graph. All values are taken before
+    the first is written, and no leaf of this state is a view of another.
+    """
     model, x, y = build(size, device)
+    loss_fn = funcamp.module_loss(model, cross_entropy)
     config = funcamp.ScalerConfig(growth_interval=10**6)
     optimizer = funcamp.stateless(torch.optim.AdamW, lr=1e-4)
+    policy = str(dtype).removeprefix("torch.")
+    step = funcamp.make_train_step(loss_fn, optimizer, config, policy=policy, flat=flat)
+    leaves, spec = _pytree.tree_flatten(step.init())
 
-    def loss_fn(params: Any, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(device, dtype):
-            return nn.functional.cross_entropy(functional_call(model, params, (x,)).float(), y)
+    def donated(leaves: list[Tensor], x: Tensor, y: Tensor) -> funcamp.Metrics:
+        new, metrics = step(_pytree.tree_unflatten(leaves, spec), (x, y))
+        for old, value in zip(leaves, [value.clone() for value in _pytree.tree_leaves(new)]):
+            old.copy_(value)
+        return metrics
 
-    grad_fn = funcamp.scaled_grad_and_value(loss_fn)
+    def pure(leaves: list[Tensor], x: Tensor, y: Tensor) -> tuple[list[Tensor], funcamp.Metrics]:
+        new, metrics = step(_pytree.tree_unflatten(leaves, spec), (x, y))
+        return _pytree.tree_leaves(new), metrics
 
-    def pure(params: Any, opt_state: Any, scaler: Any, x: Tensor, y: Tensor) -> Any:
-        (grads, scaler), _ = grad_fn(scaler, params, x, y)
-        new = optimizer.update(params, grads, opt_state)
-        params, opt_state = funcamp.skip_step(scaler, new=new, old=(params, opt_state))
-        return params, opt_state, funcamp.update(scaler, config)
-
+    if donate:
+        in_place = torch.compile(donated, fullgraph=True) if compiled else donated
+        return lambda: (in_place(leaves, x, y), None)[1]
     run = torch.compile(pure, fullgraph=True) if compiled else pure
-    params = {name: value.detach() for name, value in model.named_parameters()}
-    state = [(params, optimizer.init(params), funcamp.init(config, device=device))]
+    state = [leaves]
 
-    def step() -> None:
-        state[0] = run(*state[0], x, y)
+    def call() -> None:
+        state[0] = run(state[0], x, y)[0]
 
-    return step
+    return call
 
 
-VARIANTS: dict[str, tuple[Callable[..., Callable[[], None]], bool]] = {
-    "eager torch.amp.GradScaler, fused AdamW": (torch_step, False),
-    "torch.compile(model), torch.amp.GradScaler, fused AdamW": (torch_step, True),
-    "funcamp, eager": (funcamp_step, False),
-    "funcamp, torch.compile of the whole step": (funcamp_step, True),
+VARIANTS: dict[str, Callable[..., Callable[[], None]]] = {
+    "eager torch.amp.GradScaler, fused AdamW": functools.partial(torch_step, compiled=False),
+    "torch.compile(model), torch.amp.GradScaler, fused AdamW": functools.partial(torch_step, compiled=True),
+    "funcamp, eager": functools.partial(funcamp_step, compiled=False, donate=False),
+    "funcamp, compiled, a tensor a parameter, donated": functools.partial(funcamp_step, compiled=True, flat=False),
+    "funcamp, compiled, flat": functools.partial(funcamp_step, compiled=True, donate=False),
+    "funcamp, compiled, flat, donated": functools.partial(funcamp_step, compiled=True),
 }
 
 
@@ -125,10 +143,10 @@ def measure(size: str, device: str, rounds: int) -> list[dict[str, Any]]:
     steps: dict[str, Callable[[], None]] = {}
     first: dict[str, float] = {}
     times: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for name, (make, compiled) in VARIANTS.items():
-        steps[name] = make(size, device, dtype, compiled=compiled)
+    for name, make in VARIANTS.items():
+        steps[name] = make(size, device, dtype)
         first[name] = timed(steps[name], 1, device) / 1e3
-        timed(steps[name], 5, device)
+        timed(steps[name], 2, device)
     for _ in range(rounds):
         for name, step in steps.items():
             times[name].append(timed(step, STEPS[size], device))
@@ -155,11 +173,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sizes", default=",".join(SIZES), help="of these, separated by commas")
     parser.add_argument("--out", type=Path, help="folder for a dated .md and .json")
     args = parser.parse_args()
     cold = tempfile.TemporaryDirectory()  # so that the first call shows the whole compilation
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
-    rows = [row for size in SIZES for row in measure(size, args.device, args.rounds)]
+    rows = [row for size in args.sizes.split(",") for row in measure(size, args.device, args.rounds)]
     name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     about = {
         "date": datetime.date.today().isoformat(),

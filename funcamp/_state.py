@@ -62,7 +62,7 @@ def replace(state: ScalerState, **changes: Tensor) -> ScalerState:
     `NamedTuple._replace` under torch.compile gives an empty tuple on torch 2.11; tests/test_upstream.py tells when this
     can go.
     """
-    return type(state)._make([changes.get(name, value) for name, value in zip(state._fields, state)])
+    return type(state)(*[changes.get(name, value) for name, value in zip(state._fields, state)])
 
 
 def _real(name: str, value: object) -> float:

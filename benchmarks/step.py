@@ -4,7 +4,11 @@ A residual MLP (LayerNorm, two Linears a block), AdamW, autocast to bfloat16 on 
 run interleaved in one process: every round times each of them once, in turn. Reported: the median over the rounds, the
 spread (first to third quartile), the ratio to the eager loop within each round, and the first call apart.
 
-    python benchmarks/step.py [--device cuda] [--rounds 9] [--out benchmarks/results]
+    python benchmarks/step.py [--device cuda] [--rounds 9] [--keep-memory] [--out benchmarks/results]
+
+On a CPU glibc hands every block above 32 MB back to the system when it is freed, and the next step faults its pages in
+again: a flat gradient of 38 M parameters is such a block, the eager loop's many small ones are not. With --keep-memory
+malloc keeps what it has, for all variants alike.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from torch.utils import _pytree
 import funcamp
 
 SIZES = {"0.14 M": (4, 64, 32), "3.2 M": (6, 256, 64), "38 M": (8, 768, 64)}  # blocks, width, batch
+KEEP = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
 STEPS = {"0.14 M": 60, "3.2 M": 20, "38 M": 4}  # in one timing
 
 
@@ -175,7 +180,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sizes", default=",".join(SIZES), help="of these, separated by commas")
     parser.add_argument("--out", type=Path, help="folder for a dated .md and .json")
+    parser.add_argument("--keep-memory", action="store_true", help="let malloc keep freed blocks of any size")
     args = parser.parse_args()
+    if args.keep_memory and os.environ.get("GLIBC_TUNABLES") != KEEP:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "GLIBC_TUNABLES": KEEP})
     cold = tempfile.TemporaryDirectory()  # so that the first call shows the whole compilation
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
     rows = [row for size in args.sizes.split(",") for row in measure(size, args.device, args.rounds)]
@@ -188,6 +196,7 @@ def main() -> None:
         "python": platform.python_version(),
         "funcamp": funcamp.__version__,
         "rounds": args.rounds,
+        "malloc": KEEP if args.keep_memory else "as the system has it",
     }
     lines = [
         "# A whole training step",
@@ -206,7 +215,8 @@ def main() -> None:
     print(text)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        stem = args.out / f"{about['date']}-step-{args.device}"
+        kept = "-kept" if args.keep_memory else ""
+        stem = args.out / f"{about['date']}-step-{args.device}{kept}"
         stem.with_suffix(".md").write_text(text)
         stem.with_suffix(".json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 

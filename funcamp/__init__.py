@@ -5,12 +5,14 @@ from funcamp._ema import ema_update
 from funcamp._flat import FlatParams, matrix_or_vector, ravel
 from funcamp._grad import scaled_grad_and_value
 from funcamp._groups import GroupedOptimizer, by_group
+from funcamp._make_step import make_train_step
 from funcamp._module import ModuleLoss, module_loss
 from funcamp._optim import OptState, StatelessOptimizer, stateless
 from funcamp._policy import Policy
 from funcamp._scaler import all_finite, scale, unscale, unscale_and_check
 from funcamp._state import ScalerConfig, ScalerState, init
-from funcamp._step import Metrics, TrainState, TrainStep, make_train_step
+from funcamp._step import TrainStep
+from funcamp._train_state import Metrics, TrainState
 from funcamp._update import merge, skip_step, update
 
 __version__ = "0.1.0"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._flat import FlatParams, arrange
+from funcamp._flat import FlatParams, lay_out
 from funcamp._policy import Policy
 from funcamp._types import Tree
 
@@ -72,7 +72,7 @@ def store(
     if isinstance(params, FlatParams):
         flat = params
     elif group is not None:
-        flat = arrange(call, params, group, lambda name, leaf: leaf.dim() > 1 and sorted(set(verdicts(name, leaf))))
+        flat = lay_out(call, params, group, lambda name, leaf: leaf.dim() > 1 and sorted(set(verdicts(name, leaf))))
     else:
         flat = None
     stored = clone(params) if flat is None else flat

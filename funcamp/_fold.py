@@ -1,16 +1,21 @@
 """Check, norm, unscale and clip in two readings of the gradients: one to judge them, one inside the optimizer.
 
-    squares   = sum over all gradients of f64(f32(g) * inv_scale)^2        one pass, one accumulator
-    found_inf = 1 if squares is not finite
-    norm      = sqrt(squares)
-    grad      = (f32(g) * inv_scale) * f32(min(1, max_norm / (norm + 1e-6)))
+    x         = f32(g) * inv_scale                      the unscaled gradients, written nowhere
+    squares   = sum x^2                                 one pass
+    check     = sum (x * 2^-90)^2                       the same pass
+    found_inf = 1 if check is not finite
+    norm      = sqrt(squares), or 2^90 * sqrt(check) in float64 where squares overflows float32
+    grad      = x * f32(min(1, max_norm / (norm + 1e-6)))
 
-In float64 the square of a finite float32 is finite and so is any sum of them, so squares is finite if and only if every
-unscaled gradient is: the norm is the check. A norm beyond float32 (which torch.nn.utils.clip_grad_norm_ takes for
-infinite, and multiplies every gradient by 0) still clips to max_norm here.
+The square of a finite float32 times 2^-180 is below 2^76, so check is finite if and only if every unscaled gradient is;
+where squares overflows, the elements that matter to it are far from underflow in check. A norm beyond float32 (which
+torch.nn.utils.clip_grad_norm_ takes for infinite, and multiplies every gradient by 0) still clips to max_norm here.
+Two sums in float32 run at the speed of memory; one in float64 does not, on a CPU or on a GPU with few float64 units.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -22,13 +27,24 @@ from funcamp._scaler import reciprocal, reduced, unscaled
 from funcamp._state import ScalerState, replace
 from funcamp._types import Reduce, Tree
 
+# A factor that keeps squares finite, and what undoes it in float64. A norm whose square is beyond float64 is infinite.
+_RANGES = ((torch.float32, 2.0**-90, 2.0**180), (torch.float64, 2.0**-760, math.inf))
+
 
 def judge(state: ScalerState, grads: Tree, reduce: Reduce | None) -> tuple[ScalerState, Tensor]:
     """The state with its flag, and the norm of the unscaled gradients in float64, from one reading."""
     inv_scale = _tree.settled(reciprocal(state))
-    sums = [_squares(unscaled(leaf, inv_scale)) for leaf in _tree.leaves(grads) if leaf is not None]
-    squares = torch.stack(sums).sum() if sums else torch.zeros_like(widen(state.scale))
-    flag = ((state.found_inf != 0) | ~torch.isfinite(squares)).float()
+    values = [unscaled(leaf, inv_scale) for leaf in _tree.leaves(grads) if leaf is not None]
+    values = [torch.view_as_real(value) if value.is_complex() else value for value in values]
+    squares, finite = torch.zeros_like(widen(state.scale)), torch.ones_like(state.scale, dtype=torch.bool)
+    for dtype, small, large in _RANGES:
+        chosen = [value for value in values if value.dtype == dtype]
+        if chosen:
+            sums = widen(torch.stack([value.square().sum() for value in chosen]))
+            checks = widen(torch.stack([(value * small).square().sum() for value in chosen]))
+            squares = squares + torch.where(torch.isfinite(sums), sums, checks * large).sum()
+            finite = finite & torch.isfinite(checks).all()
+    flag = ((state.found_inf != 0) | ~finite).float()
     if reduce is not None:
         flag = reduced("make_train_step", reduce, flag)
     return replace(state, found_inf=flag), squares.sqrt()
@@ -49,9 +65,3 @@ def unscale_and_clip(
         return grad if max_value is None else clamp(grad, max_value)
 
     return _tree.map_leaves(one, *_tree.flatten(grads))
-
-
-def _squares(leaf: Tensor) -> Tensor:
-    if leaf.is_complex():
-        leaf = torch.view_as_real(leaf)
-    return widen(leaf).square().sum()

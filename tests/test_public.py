@@ -18,12 +18,15 @@ LAYERS = [
     {"_tree"},
     {"_state"},
     {"_rules"},
-    {"_flat", "_policy", "_module"},
+    {"_layout", "_policy", "_module"},
+    {"_flat"},
     {"_scaler", "_update", "_clip", "_ema", "_hyper", "_optim_run"},
     {"_grad", "_fold", "_copies", "_window", "_optim_probe"},
     {"_optim"},
     {"_groups"},
+    {"_train_state"},
     {"_step"},
+    {"_make_step"},
 ]
 
 

@@ -1,0 +1,126 @@
+"""`make_train_step`: the options of a training step, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp._clip import check_limit
+from funcamp._ema import check_decay
+from funcamp._flat import matrix_or_vector
+from funcamp._groups import GroupedOptimizer, check_optimizer
+from funcamp._policy import Policy, check_policy
+from funcamp._state import ScalerConfig, check_config
+from funcamp._step import Options, TrainStep
+from funcamp._types import Reduce
+
+_NO_POLICY = Policy(torch.float32)
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    config: ScalerConfig = ScalerConfig(),
+    *,
+    policy: Policy | str | None = None,
+    max_norm: float | Tensor | None = None,
+    max_value: float | Tensor | None = None,
+    accumulate: int = 1,
+    scan: bool = False,
+    reduce: Reduce | None = None,
+    ema_decay: float | None = None,
+    has_aux: bool = False,
+    has_buffers: bool | None = None,
+    keep_buffers: bool = False,
+    flat: bool = True,
+    group: Callable[[str, Tensor], str] | None = None,
+) -> TrainStep:
+    """Build a pure training step from a loss function and an optimizer.
+
+    One call scales the loss, differentiates it, finds non-finite gradients and their norm in one reading, unscales and
+    clips inside the optimizer's arithmetic, and moves the scale. A step with a non-finite gradient changes nothing but
+    the scale and the count of calls: parameters, moments, schedule, average, copies and buffers are bit for bit what
+    they were. Nothing syncs. Compile it whole: `torch.compile(step, fullgraph=True)`.
+
+    Args:
+        loss_fn: `(params, batch) -> loss`, any function of a pytree of parameters and a batch; `module_loss` makes one
+            of a module. With has_buffers `(params, buffers, batch) -> (loss, buffers)`. Dropout draws from torch's
+            default generator: `torch.manual_seed` makes a run reproducible, saving `torch.get_rng_state` resumes it.
+        optimizer: what `stateless` or `by_group` makes, or any object with such an init and update.
+        config: the scaler's configuration.
+        policy: a `Policy` or its string: autocast and compute copies. None: the loss sees the parameters as they are,
+            and autocast is its own affair.
+        max_norm: clip gradients to this global 2-norm; a positive number or a tensor of shape ().
+        max_value: clamp gradients to this magnitude; not with max_norm.
+        accumulate: micro-batches in a step: their gradients of loss / count are summed in the parameters' dtype, under
+            one scale, one check and one update.
+        scan: compile the micro-batch once, by torch's scan, instead of accumulate times; eager it plays no part.
+        reduce: a pure function on the flag, as in `unscale_and_check`.
+        ema_decay: keep an average of the parameters with this decay in `TrainState.ema`.
+        has_aux: loss_fn returns `(loss, aux)`, or `(loss, (buffers, aux))`; aux is a pytree of tensors.
+        has_buffers: whether loss_fn takes and returns buffers; by default what `module_loss` found.
+        keep_buffers: keep what the forward pass of a skipped step wrote in buffers (BatchNorm's running statistics), as
+            torch's loop does, where it may be non-finite; by default they go back with the rest.
+        flat: hold the parameters in a `FlatParams`, so that launches do not grow with the number of tensors.
+        group: the groups of flat storage, as in `ravel`; by default those of the optimizer, or matrices and vectors.
+
+    Returns:
+        A `TrainStep`: call it as `(state, batch) -> (state, metrics)`; its `init` makes the first `TrainState`, its
+        `loss` evaluates. Metrics are `Metrics`.
+
+    Raises:
+        TypeError: an argument is of another kind than said above.
+        ValueError: a number is out of range, or both max_norm and max_value are given.
+
+    Example:
+        >>> loss_fn = module_loss(torch.nn.Linear(4, 1), torch.nn.functional.mse_loss)
+        >>> config = ScalerConfig(init_scale=2.0**10)
+        >>> step = make_train_step(loss_fn, stateless(torch.optim.AdamW), config, policy="float16", max_norm=1.0)
+        >>> state, metrics = step(step.init(), (torch.ones(8, 4), torch.zeros(8, 1)))
+        >>> metrics.found_inf, state.step
+        (tensor(0.), tensor(1))
+
+    References:
+        The loop of torch's automatic mixed precision examples, PyTorch 2.13: autocast, scale, backward, unscale_,
+        clip_grad_norm_, step, update.
+    """
+    call = "make_train_step"
+    if not callable(loss_fn):
+        raise TypeError(f"{call}: loss_fn must be callable; got {loss_fn!r}")
+    check_optimizer(call, "optimizer", optimizer)
+    config = check_config(call, config)
+    checked = check_policy(call, policy)
+    for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
+        if limit is not None:
+            check_limit(call, name, limit)
+    if max_norm is not None and max_value is not None:
+        raise ValueError(f"{call}: max_norm and max_value must not both be given; got {max_norm} and {max_value}")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
+        raise TypeError(f"{call}: accumulate must be an integer; got {accumulate!r}")
+    if accumulate < 1:
+        raise ValueError(f"{call}: accumulate must be 1 or more; got {accumulate}")
+    if ema_decay is not None:
+        check_decay(call, "ema_decay", ema_decay)
+    for name, function in (("reduce", reduce), ("group", group)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{call}: {name} must be callable; got {function!r}")
+    if group is None:
+        group = optimizer.group if isinstance(optimizer, GroupedOptimizer) else matrix_or_vector
+    options = Options(
+        policy=checked or _NO_POLICY,
+        max_norm=max_norm,
+        max_value=max_value,
+        accumulate=accumulate,
+        scan=bool(scan),
+        reduce=reduce,
+        ema_decay=ema_decay,
+        has_aux=bool(has_aux),
+        has_buffers=bool(getattr(loss_fn, "has_buffers", False) if has_buffers is None else has_buffers),
+        keep_buffers=bool(keep_buffers),
+        flat=bool(flat),
+        group=group,
+    )
+    return TrainStep(loss_fn, optimizer, config, options)

@@ -1,0 +1,163 @@
+"""On a GPU: the step builder against torch's loop, without a sync, captured, and in few launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree
+
+from funcamp import ScalerConfig, TrainState, make_train_step, module_loss, stateless
+from tests.generated import generated, launches
+from tests.helpers import assert_close, assert_same, clone, to
+from tests.models import Task, cnn, mlp, tied
+
+pytestmark = pytest.mark.cuda
+
+STEPS = 30
+# 2**24 overflows float16 at the first steps; the interval lets the scale climb into overflow again and again.
+CONFIG = ScalerConfig(init_scale=2.0**24, growth_interval=5)
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "AdamW": (torch.optim.AdamW, {"lr": 2e-3}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch.backends.cudnn.deterministic = before
+
+
+def batch_of(task: Task, step: int) -> tuple[Tensor, Tensor]:
+    x, y = task.batch(step)
+    return x.cuda(), y.cuda()
+
+
+def torch_loop(task: Task, name: str, clip: float | None) -> tuple[list[tuple[float, bool]], dict[str, Tensor]]:
+    model = task.model.cuda()
+    cls, arguments = OPTIMIZERS[name]
+    optimizer = cls(model.parameters(), **arguments)
+    scaler = torch.amp.GradScaler("cuda", CONFIG.init_scale, growth_interval=CONFIG.growth_interval)
+    trace = []
+    for index in range(STEPS):
+        optimizer.zero_grad()
+        x, y = batch_of(task, index)
+        with torch.autocast("cuda", torch.float16):
+            loss = task.criterion(model(x), y)
+        scaler.scale(loss).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        trace.append((before, scaler.get_scale() < before))
+    return trace, dict(model.named_parameters())
+
+
+def build(task: Task, name: str, **options: Any) -> Any:
+    cls, arguments = OPTIMIZERS[name]
+    loss_fn = module_loss(task.model.cuda(), task.criterion)
+    return make_train_step(loss_fn, stateless(cls, **arguments), CONFIG, policy="float16", **options)
+
+
+def run(task: Task, step: Any, call: Callable[..., Any]) -> tuple[list[tuple[float, bool]], TrainState]:
+    state, trace = step.init(), []
+    for index in range(STEPS):
+        state, metrics = call(state, batch_of(task, index))
+        trace.append((metrics.scale.item(), bool(metrics.found_inf)))
+    return trace, state
+
+
+def tree_of(state: TrainState) -> dict[str, Tensor]:
+    tree: dict[str, Tensor] = state.params.tree() if hasattr(state.params, "tree") else state.params
+    return tree
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("make", [mlp, cnn, tied])
+def test_eager_step_is_torchs_loop_bit_for_bit(make: Callable[[], Task], flat: bool) -> None:
+    expected, params = torch_loop(make(), "SGD", None)
+    task = make()
+    step = build(task, "SGD", flat=flat, keep_buffers=True)
+    trace, state = run(task, step, step)
+    assert trace == expected
+    assert True in [skipped for _, skipped in trace]
+    assert_same(tree_of(state), {name: value.detach() for name, value in params.items()})
+
+
+# Inductor keeps float32 where eager rounds to float16 between operations: the two runs drift apart.
+@pytest.mark.parametrize("make", [mlp, cnn, tied])
+def test_compiled_step_follows_torchs_loop(make: Callable[[], Task]) -> None:
+    expected, params = torch_loop(make(), "AdamW", 1.0)
+    task = make()
+    step = build(task, "AdamW", max_norm=1.0)
+    trace, state = run(task, step, torch.compile(step, fullgraph=True))
+    assert trace == expected
+    assert_close(tree_of(state), {name: value.detach() for name, value in params.items()}, 2.0**-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_compiled_step_does_not_sync(accumulate: int) -> None:
+    task = mlp(dropout=0.5)
+    step = build(task, "AdamW", max_norm=1.0, ema_decay=0.9, accumulate=accumulate)
+    x, y = batch_of(task, 0)
+    batch = (x, y) if accumulate == 1 else (torch.stack([x] * accumulate), torch.stack([y] * accumulate))
+    call, state = torch.compile(step, fullgraph=True), step.init()
+    state, _ = call(state, batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            state, _ = call(state, batch)
+            step(state, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captured_step_follows_the_same_step_called(compiled: bool) -> None:
+    task = mlp()
+    step = build(task, "AdamW", max_norm=1.0)
+    batch = batch_of(task, 0)
+    call = torch.compile(step, fullgraph=True) if compiled else step
+    state = step.init()
+    reference, static = clone(state), clone(state)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call(clone(state), batch)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        new, metrics = call(static, batch)
+        for old, leaf in zip(_pytree.tree_leaves(static), [leaf.clone() for leaf in _pytree.tree_leaves(new)]):
+            old.copy_(leaf)
+    found = []
+    for _ in range(STEPS):
+        reference, expected = call(reference, batch)
+        graph.replay()
+        found.append(metrics.found_inf.item())
+        assert_same(tuple(metrics), tuple(expected))
+        assert_same(static, reference)
+    assert {0.0, 1.0} == set(found)
+
+
+def test_launches_do_not_grow_with_the_number_of_tensors() -> None:
+    counts = []
+    for layers in (4, 16):
+        modules = [torch.nn.Linear(64, 64) for _ in range(layers)]
+        task = Task(torch.nn.Sequential(*modules), torch.nn.functional.mse_loss, lambda _: (torch.ones(8, 64),) * 2)
+        step = build(task, "AdamW", max_norm=1.0)
+        code = generated(step, step.init(), to(task.batch(0), "cuda"))
+        counts.append(launches(code))
+    # A layer has its products (not launches here) and a kernel for its bias's gradient and its output's cast.
+    assert counts[1] - counts[0] <= 2 * 12, counts

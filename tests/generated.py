@@ -1,0 +1,24 @@
+"""What torch.compile generated: its code, and how many kernels one call launches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._inductor.utils import run_and_get_code
+
+
+def generated(fn: Callable[..., Any], *args: Any) -> str:
+    """The code of the one graph that Inductor makes of a function; the function is called once."""
+    _, codes = run_and_get_code(torch.compile(fn, fullgraph=True), *args)
+    assert len(codes) == 1, f"{len(codes)} graphs instead of one"
+    code: str = codes[0]
+    return code
+
+
+def launches(code: str) -> int:
+    """Generated kernels that one call runs; matrix products of a library do not count."""
+    body = code[code.index("def call(") :]
+    return len(re.findall(r"^\s+(?:cpp_\w+\(|\w+\.run\()", body, re.M))

@@ -172,6 +172,28 @@ def test_a_norm_beyond_float32_clips(size: float, flat: bool, transform: Callabl
         assert metrics.grad_norm.item() == pytest.approx(size * math.sqrt(8), rel=1e-6)
 
 
+@pytest.mark.parametrize("exponents", [(-30, -3, 0), (-5, 18, 19.2), (18.9, 25, 38), (0, 30, 38), (-44, 38, 38)])
+def test_a_mixture_of_magnitudes_clips_as_in_float64(exponents: tuple[float, ...]) -> None:
+    step = make_train_step(linear, stateless(torch.optim.SGD, lr=1.0), ScalerConfig.disabled(), max_norm=1.0, flat=True)
+    grads = (torch.rand(3, 40, dtype=torch.float64) + 1) * torch.tensor([10.0**e for e in exponents])[:, None]
+    grads = grads.flatten().float()
+    after, metrics = step(step.init({"a": torch.zeros(120)}), grads[None])
+    exact = grads.double()
+    expected = -exact * (1.0 / (exact.norm() + 1e-6)).clamp(max=1.0)
+    assert metrics.found_inf == 0
+    torch.testing.assert_close(after.params.tree()["a"].double(), expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1e150, 1e200, 1.7e308])
+def test_a_finite_float64_gradient_steps(size: float) -> None:
+    step = make_train_step(linear, SGD, ScalerConfig.disabled())
+    state = step.init({"a": torch.zeros(2, dtype=torch.float64), "b": torch.zeros(2)})
+    batch = [torch.full((2,), size, dtype=torch.float64), torch.ones(2)]
+    assert step(state, batch)[1].found_inf == 0
+    batch[0][1] = math.inf
+    assert step(state, batch)[1].found_inf == 1
+
+
 def test_a_gradient_that_overflows_by_unscaling_is_found() -> None:
     step = make_train_step(linear, SGD, ScalerConfig.static(2.0**-10), flat=True)
     _, metrics = step(step.init({"a": torch.zeros(2)}), torch.full((1, 2), 3e38))

@@ -1,0 +1,79 @@
+"""What Inductor makes of a step, read in its code for a CPU: one loop a group, scalars outside, gradients in place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from funcamp import TrainState, make_train_step, module_loss, stateless
+from tests.generated import generated
+
+pytestmark = pytest.mark.inductor
+
+WIDTH = 16
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return (output.float() - target).square().mean()
+
+
+def code_of(layers: int, **options: Any) -> tuple[str, TrainState]:
+    """The code of a step of AdamW with a schedule and clipping on a stack of Linears."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    adamw = stateless(torch.optim.AdamW, lr=lambda applied: 1e-3 / (1 + applied))
+    loss_fn = module_loss(model, mse)
+    step = make_train_step(loss_fn, adamw, policy="bfloat16", max_norm=1.0, **options)
+    state = step.init()
+    torch._dynamo.reset()
+    return generated(step, state, (torch.randn(8, WIDTH), torch.randn(8, WIDTH))), state
+
+
+def loops(code: str) -> Iterator[str]:
+    """The C++ loops of generated code, inner ones within the outer."""
+    for match in re.finditer(r"\bfor\s*\(.*?\)\s*\{", code, re.DOTALL):
+        depth, end = 1, match.end()
+        while depth:
+            depth += {"{": 1, "}": -1}.get(code[end], 0)
+            end += 1
+        yield code[match.start() : end]
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[str, TrainState]:
+    return code_of(3)
+
+
+@pytest.fixture(scope="module")
+def large() -> tuple[str, TrainState]:
+    return code_of(12)
+
+
+def test_powers_of_the_step_count_are_taken_outside_the_loops(small: tuple[str, TrainState]) -> None:
+    code, _ = small
+    assert "std::pow(" in code
+    found = list(loops(code))
+    assert len(found) > 3
+    assert not [loop for loop in found if "std::pow(" in loop]
+
+
+def test_weight_gradients_are_written_into_the_flat_one(large: tuple[str, TrainState]) -> None:
+    code, _ = large
+    slices = re.findall(rf"(buf\d+) = reinterpret_tensor\((buf\d+), \({WIDTH}, {WIDTH}\), .*# alias", code)
+    written = set(re.findall(r"extern_kernels\.mm\(.*out=(buf\d+)\)", code))
+    assert len({whole for _, whole in slices}) == 1
+    assert len({name for name, _ in slices} & written) == 12
+
+
+def test_the_optimizer_is_one_loop_a_group_whatever_the_number_of_tensors(
+    small: tuple[str, TrainState], large: tuple[str, TrainState]
+) -> None:
+    roots = [code.count(".sqrt()") for code, _ in (small, large)]
+    assert roots[0] == roots[1] > 0
+    assert [len(state.params.groups) for _, state in (small, large)] == [2, 2]
+    by_tensor, _ = code_of(12, flat=False)
+    assert by_tensor.count(".sqrt()") > 4 * roots[1]

@@ -1,6 +1,6 @@
 # make demo    train a small language model in float16
 # make test    lint, types, tests; TORCH=2.11.0 runs the tests on the other end, in an environment of its own
-# make bench   measure on this machine's CPU
+# make bench   measure on this machine's CPU: half an hour; results under benchmarks/results
 # make gpu     the CUDA tests and benchmarks, with the Python at hand: it installs nothing
 
 PYTHON ?= python3
@@ -9,6 +9,7 @@ TORCH ?= $(PINNED)
 VENV := .venv-$(TORCH)
 BIN := $(VENV)/bin
 CXX_FOUND := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
+RESULTS ?= benchmarks/results
 SELECT := $(if $(CXX_FOUND),not cuda,not cuda and not inductor)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -29,7 +30,9 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/step.py $(ARGS)
+	$(BIN)/python benchmarks/step.py --out $(RESULTS) $(ARGS)
+	$(BIN)/python benchmarks/step.py --out $(RESULTS) --keep-memory $(ARGS)
+	$(BIN)/python benchmarks/footprint.py --out $(RESULTS)
 
 gpu:
 	$(PYTHON) -m pytest -q -m cuda tests/cuda $(ARGS)

@@ -1,8 +1,8 @@
 """Compile time and memory of a training step: flat storage against a tensor a parameter, and against the eager loop.
 
 Compile time: first calls in a process of their own with an empty cache, 12 blocks. Memory: bytes a parameter, counted
-tensor by tensor (what lives between steps), and what a step adds at its peak (high-water mark of the process over its
-resting size, Linux only), in a process of its own.
+tensor by tensor, and measured: what torch's allocator has handed out at the peak of a step, over what it had at the
+step's start, added to the tensors that lived then (gradients of the step before, freed at once, left out).
 
     python benchmarks/footprint.py [--out benchmarks/results]
 """
@@ -51,31 +51,34 @@ STEPS: dict[str, Callable[[str], Callable[[], Any]]] = {
     "whole step, a tensor a parameter": lambda size: whole.funcamp_step(
         size, "cpu", torch.bfloat16, compiled=True, flat=False
     ),
+    "whole step, not donated": lambda size: whole.funcamp_step(
+        size, "cpu", torch.bfloat16, compiled=True, donate=False
+    ),
     "eager": lambda size: whole.torch_step(size, "cpu", torch.bfloat16, compiled=False),
 }
 
 
-def status(name: str) -> float:
-    """A line of /proc/self/status in MB."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) / 1024
+def peak_of(run: Callable[[], Any]) -> int:
+    """The most bytes that torch's allocator handed out in a call, over those at its start."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        run()
+    live = highest = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            highest = max(highest, live)
+    return highest
 
 
 def child(what: str, variant: str, size: str) -> float:
-    """One measurement, in this process: seconds of the first call, or MB that a step adds at its peak."""
+    """One measurement, in this process: seconds of the first call, or bytes that a step adds at its peak."""
     run = STEPS[variant](size)
     start = time.perf_counter()
     run()
     if what == "compile":
         return time.perf_counter() - start
-    added = []
-    for _ in range(5):
-        run()
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        resting = status("VmRSS")
-        run()
-        added.append(status("VmHWM") - resting)
-    return sorted(added)[len(added) // 2]
+    run()
+    return peak_of(run)
 
 
 def spawn(*arguments: str) -> float:
@@ -92,23 +95,37 @@ def spawn(*arguments: str) -> float:
     return float(out.stdout.split()[-1])
 
 
-def persistent() -> dict[str, float]:
-    """Bytes a parameter that live between steps, tensor by tensor."""
-    model, _, _ = whole.build("38 M", "cpu")
+def counted() -> tuple[dict[str, dict[str, float]], int]:
+    """Bytes a parameter, tensor by tensor, of the state and of a step's gradients; the number of parameters."""
+
+    def size(tree: Any) -> float:
+        leaves = [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+        return round(sum(leaf.nbytes for leaf in leaves) / count, 2)
+
+    model, x, y = whole.build("38 M", "cpu")
     count = sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = whole.cross_entropy(model(x), y)
+    torch.amp.GradScaler("cpu").scale(loss).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    eager = {
+        "parameters": size(list(model.parameters())),
+        "moments": size([list(state.values()) for state in optimizer.state.values()]),
+        "copies": 0.0,
+        "gradients": size([p.grad for p in model.parameters()]),
+    }
     step = funcamp.make_train_step(
         funcamp.module_loss(model, whole.cross_entropy), funcamp.stateless(torch.optim.AdamW), policy="bfloat16"
     )
     state = step.init()
-
-    def size(tree: Any) -> float:
-        return float(sum(leaf.nbytes for leaf in _pytree.tree_leaves(tree)) / count)
-
-    return {
+    flat = {
         "parameters": size(state.params),
         "moments": size(state.opt_state),
         "copies": size(state.copies),
+        "gradients": size(step._gradients(state, state.buffers, (x, y), 1)[0]),
     }
+    return {"eager": eager, "funcamp, flat": flat}, count
 
 
 def main() -> None:
@@ -121,8 +138,13 @@ def main() -> None:
         print(child(*args.child))
         return
     first = {name: round(spawn("compile", name, "12 blocks"), 1) for name in list(STEPS)[:3]}
-    added = {name: round(spawn("memory", name, "38 M")) for name in ("eager", "whole step, flat")}
-    held = {name: round(value, 2) for name, value in persistent().items()}
+    held, count = counted()
+    peaks = {}
+    for name in ("eager", "whole step, flat", "whole step, not donated"):
+        before = held["eager" if name == "eager" else "funcamp, flat"]
+        start = sum(value for what, value in before.items() if what != "gradients")
+        added = spawn("memory", name, "38 M") / count
+        peaks[name] = {"held": round(start, 2), "added": round(added, 2), "peak": round(start + added, 2)}
     today = datetime.date.today().isoformat()
     lines = [
         "# Compile time and memory of a training step",
@@ -136,14 +158,13 @@ def main() -> None:
         "|---|---|",
         *(f"| {name} | {seconds} |" for name, seconds in first.items()),
         "",
-        "| lives between steps, 38 M parameters, AdamW | bytes a parameter |",
-        "|---|---|",
-        *(f"| funcamp, flat: {name} | {value} |" for name, value in held.items()),
-        "| eager: parameters, moments | 4 + 8 |",
+        "| bytes a parameter, 38 M parameters, AdamW | parameters | moments | copies | gradients | all |",
+        "|---|---|---|---|---|---|",
+        *(f"| {name} | {' | '.join(map(str, v.values()))} | {sum(v.values()):.2f} |" for name, v in held.items()),
         "",
-        "| a step adds at its peak, 38 M parameters, batch 64 | MB |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in added.items()),
+        "| bytes a parameter at the peak of a step, batch 64 | held before, without gradients | added | peak |",
+        "|---|---|---|---|",
+        *(f"| {name} | {' | '.join(map(str, v.values()))} |" for name, v in peaks.items()),
     ]
     text = "\n".join(lines) + "\n"
     print(text)
@@ -151,7 +172,7 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         stem = args.out / f"{today}-footprint-cpu"
         stem.with_suffix(".md").write_text(text)
-        numbers = {"first_call_s": first, "bytes_a_parameter": held, "peak_added_mb": added}
+        numbers = {"first_call_s": first, "bytes_a_parameter": held, "peak_bytes_a_parameter": peaks}
         stem.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
 
 

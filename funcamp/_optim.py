@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._adafactor import Adafactor
 from funcamp._flat import collapse, expand
 from funcamp._hyper import evaluate
 from funcamp._optim_probe import Traits, probe
@@ -33,7 +34,8 @@ class StatelessOptimizer:
     def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
         self._cls = cls
         self._hyperparameters = hyperparameters
-        self._traits: Traits = probe(cls, hyperparameters)
+        self._runs = Adafactor if cls is torch.optim.Adafactor else cls
+        self._traits: Traits = probe(self._runs, hyperparameters)
         # Dynamo reuses a graph across closures that differ only in a traced function they capture (kin of
         # https://github.com/pytorch/pytorch/issues/197811) but guards on strings: hence a name, not the object.
         self._key = f"{cls.__qualname__}-{next(_serial)}"
@@ -178,9 +180,9 @@ def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) ->
     step reads the host. Building it runs the class on a few numbers to learn how it keeps its state.
 
     Args:
-        optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, ASGD, Rprop or Muon of
-            torch.optim, or another subclass of `torch.optim.Optimizer` whose step takes no closure and never reads a
-            tensor's value.
+        optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, Adafactor, RMSprop, ASGD, Rprop or
+            Muon of torch.optim, or another subclass of `torch.optim.Optimizer` whose step takes no closure and never
+            reads a tensor's value.
         **hyperparameters: its arguments. A number is a constant of the compiled graph; a tensor of shape () is an
             input of it; a callable is a schedule: a pure function of the count of applied steps, int64, shape (), that
             returns a tensor of shape () or a number. The items of a tuple (betas) may be any of the three.
@@ -229,7 +231,7 @@ def _first_states(key: str, params: list[Tensor], hyper: dict[str, Any]) -> list
     states = []
     for param in params:  # one at a time: the step's temporaries are those of one parameter
         _, recorded, _ = run_step(
-            optimizer._cls, optimizer._traits.arguments, hyper, [param], [torch.zeros_like(param)], None
+            optimizer._runs, optimizer._traits.arguments, hyper, [param], [torch.zeros_like(param)], None
         )
         state = first_values(recorded[0], param, optimizer._traits.starts_at_zero)
         if optimizer._traits.first_step_differs:
@@ -251,7 +253,7 @@ def _step(
 
     def run(start: list[LeafState] | None) -> tuple[list[Tensor], list[LeafState]]:
         new, after, _ = run_step(
-            optimizer._cls, traits.arguments, hyper, params, grads, start, writes_grads=traits.writes_grads
+            optimizer._runs, traits.arguments, hyper, params, grads, start, writes_grads=traits.writes_grads
         )
         return new, [narrow_counters(old, state, p) for p, state, old in zip(new, after, states)]
 

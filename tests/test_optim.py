@@ -36,6 +36,8 @@ CASES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "RMSprop": (optim.RMSprop, {"momentum": 0.9, "centered": True}),
     "ASGD": (optim.ASGD, {"t0": 3, "lambd": 0.01}),
     "Rprop": (optim.Rprop, {}),
+    "Adafactor": (optim.Adafactor, {"lr": 0.05, "weight_decay": 0.1}),
+    "Adafactor-clipped": (optim.Adafactor, {"lr": 2.0, "eps": (1e-3, 0.5), "d": 1.1, "maximize": True}),
     "Muon": (optim.Muon, {"lr": 0.02}),
 }
 EXACT = {
@@ -94,7 +96,9 @@ def _same_data(_fresh: None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["schedule", "tensor"])
-@pytest.mark.parametrize("name", ["SGD-momentum", "AdamW", "NAdam", "RAdam", "Adagrad", "ASGD", "Rprop", "Muon"])
+@pytest.mark.parametrize(
+    "name", ["SGD-momentum", "AdamW", "NAdam", "RAdam", "Adagrad", "ASGD", "Rprop", "Adafactor", "Muon"]
+)
 def test_learning_rate_as_value_follows_torch(name: str, kind: str) -> None:
     cls, arguments = CASES[name]
     moves = kind == "schedule" and name != "Rprop"  # Rprop reads lr once, for its first step sizes

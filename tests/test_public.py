@@ -20,7 +20,7 @@ LAYERS = [
     {"_rules"},
     {"_layout", "_policy", "_module"},
     {"_flat"},
-    {"_scaler", "_update", "_clip", "_ema", "_hyper", "_optim_run"},
+    {"_scaler", "_update", "_clip", "_ema", "_hyper", "_optim_run", "_adafactor"},
     {"_grad", "_fold", "_copies", "_window", "_optim_probe"},
     {"_optim"},
     {"_groups"},

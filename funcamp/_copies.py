@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._flat import FlatParams, lay_out
+from funcamp._layout import identity
 from funcamp._policy import Policy
 from funcamp._types import Tree
 
@@ -79,6 +80,11 @@ def store(
     tree = stored if flat is None else flat.tree()
     leaves, _ = _tree.parameters(call, "params", tree)
     names = _tree.names(tree)
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{call}: every leaf of params must have a dotted name of its own; got {twice!r} twice")
+    if flat is None:
+        _refuse_ties(call, params)
     numbers = list(range(len(leaves))) if flat is None else list(flat.layout.leaves)
     where = {name: (number, leaf) for name, number, leaf in zip(names, numbers, leaves)}
     if stored_as is not None and set(where) != set(aliases):
@@ -95,6 +101,18 @@ def store(
     keys = None if stored_as is None else tuple(stored_as)
     plan = Plan(tuple(uses), keys, tuple(sorted(kept)), policy.compute_dtype)
     return stored, refresh(stored, plan)
+
+
+def _refuse_ties(call: str, params: Tree) -> None:
+    first: dict[object, str] = {}
+    for name, leaf in zip(_tree.names(params), _tree.leaves(params)):
+        if leaf is not None:
+            other = first.setdefault(identity(leaf), name)
+            if other != name:
+                raise ValueError(
+                    f"{call}: params must not hold one tensor twice where flat=False, for only flat storage keeps "
+                    f"it one; got {other!r} and {name!r}"
+                )
 
 
 def refresh(params: Tree, plan: Plan) -> Copies:
@@ -132,6 +150,11 @@ def gather(params: Tree, copies: Copies, grads: list[Tensor]) -> Tree:
     flat = isinstance(params, FlatParams)
     by_leaf: list[Tensor | None] = [None] * (len(params.layout.slots) if flat else len(_tree.leaves(params)))
     for (number, _), grad in zip(_distinct(copies.plan), grads):
+        if grad.layout != torch.strided:
+            raise TypeError(
+                f"step: gradients must be dense (sparse=False in an embedding); got layout {grad.layout} for a "
+                f"parameter of shape {tuple(grad.shape)}"
+            )
         known = by_leaf[number]
         by_leaf[number] = grad if known is None else known + grad
     if flat:

@@ -62,6 +62,10 @@ def unscale_and_clip(
         grad = unscaled(leaf, inv_scale)
         if factor is not None and wide is not None:
             grad = grad * (wide if grad.dtype in (torch.float64, torch.complex128) else factor)
-        return grad if max_value is None else clamp(grad, max_value)
+        if max_value is None:
+            return grad
+        if grad.is_complex():
+            raise TypeError(f"step: max_value must not be given with complex parameters; got {_tree.describe(leaf)}")
+        return clamp(grad, max_value)
 
     return _tree.map_leaves(one, *_tree.flatten(grads))

@@ -107,6 +107,9 @@ def make_train_step(
     for name, function in (("reduce", reduce), ("group", group)):
         if function is not None and not callable(function):
             raise TypeError(f"{call}: {name} must be callable; got {function!r}")
+    found = getattr(loss_fn, "has_buffers", None)
+    if found is not None and has_buffers is not None and has_buffers != found:
+        raise ValueError(f"{call}: has_buffers must be {found}, as module_loss found it; got {has_buffers}")
     if group is None:
         group = optimizer.group if isinstance(optimizer, GroupedOptimizer) else matrix_or_vector
     options = Options(
@@ -118,7 +121,7 @@ def make_train_step(
         reduce=reduce,
         ema_decay=ema_decay,
         has_aux=bool(has_aux),
-        has_buffers=bool(getattr(loss_fn, "has_buffers", False) if has_buffers is None else has_buffers),
+        has_buffers=bool(found if has_buffers is None else has_buffers),
         keep_buffers=bool(keep_buffers),
         flat=bool(flat),
         group=group,

@@ -8,18 +8,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
-#: Modules whose own parameters go into operations that torch.autocast casts to the low precision, and nowhere else.
-_CAST = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.MultiheadAttention,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+_LAYER = frozenset({"weight", "bias"})
+
+#: Modules, and those of their own parameters that go into operations which torch.autocast casts, and nowhere else.
+_CAST: dict[type[nn.Module], frozenset[str]] = {
+    nn.Linear: _LAYER,
+    nn.Conv1d: _LAYER,
+    nn.Conv2d: _LAYER,
+    nn.Conv3d: _LAYER,
+    nn.ConvTranspose1d: _LAYER,
+    nn.ConvTranspose2d: _LAYER,
+    nn.ConvTranspose3d: _LAYER,
+    nn.MultiheadAttention: frozenset(
+        {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"}
+    ),
+}
 
 
 class ModuleLoss:
@@ -31,18 +34,21 @@ class ModuleLoss:
 
     def __init__(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> None:
         self.model, self.criterion = model, criterion
-        named = dict(model.named_parameters(remove_duplicate=False))
-        canonical = {id(value): name for name, value in reversed(named.items())}
-        self.names: dict[str, str] = {n: canonical[id(p)] for n, p in named.items() if p.requires_grad}
+        # One name for each place in a module: functional_call goes wrong where one place is given under two names.
+        places = [(prefix, module) for prefix, module in model.named_modules()]
+        named = {
+            _join(prefix, n): p for prefix, module in places for n, p in module._parameters.items() if p is not None
+        }
+        kept = {_join(prefix, n): b for prefix, module in places for n, b in module._buffers.items() if b is not None}
+        self.names: dict[str, str] = {n: s for n, s in _first_names(named).items() if named[n].requires_grad}
         """Every trainable parameter's name, to the name under which it is stored (another one where it is tied)."""
+        self.buffer_names: dict[str, str] = _first_names(kept)
+        """The same for buffers."""
         self.cast_names: frozenset[str] = frozenset(
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in model.named_modules(remove_duplicate=False)
-            if isinstance(module, _CAST)
-            for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+            _join(prefix, name) for prefix, module in places for name in _cast_by_autocast(module)
         )
         """The names of those that torch.autocast would cast."""
-        self.has_buffers = next(model.buffers(), None) is not None
+        self.has_buffers = bool(kept)
 
     def __repr__(self) -> str:
         return f"module_loss({type(self.model).__name__}, {self.criterion!r})"
@@ -50,13 +56,19 @@ class ModuleLoss:
     def __call__(self, params: dict[str, Tensor], *buffers_and_batch: Any) -> Any:
         """The loss; with buffers, the loss and the buffers after the forward pass."""
         *given, batch = buffers_and_batch
+        if len(given) != self.has_buffers:
+            wanted = "params, buffers and batch" if self.has_buffers else "params and batch"
+            raise TypeError(f"{self!r}: must be called with {wanted}; got {1 + len(buffers_and_batch)} arguments")
         values = dict(params)
+        for name, stored in self.names.items():
+            if name not in params and stored in params:
+                values[name] = params[stored]
         if self.has_buffers:
-            values |= {name: value.clone() for name, value in given[0].items()}
+            fresh = {name: value.clone() for name, value in given[0].items()}
+            values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
         *inputs, target = batch
-        # Names that are all given need no tying, and tying would undo two precisions of one tensor.
-        tie = len(params) < len(self.names)
-        outputs = functional_call(self.model, values, tuple(inputs), tie_weights=tie)
+        # Ties are made above: torch's tying would undo two precisions of one tensor.
+        outputs = functional_call(self.model, values, tuple(inputs), tie_weights=False)
         loss = self.criterion(outputs, target)
         return (loss, {name: values[name] for name in given[0]}) if self.has_buffers else loss
 
@@ -65,8 +77,31 @@ class ModuleLoss:
         return {stored: self.model.get_parameter(stored).detach() for stored in dict.fromkeys(self.names.values())}
 
     def buffers(self) -> dict[str, Tensor]:
-        """The module's buffers under their names, detached."""
-        return {name: value.detach() for name, value in self.model.named_buffers()}
+        """The module's buffers under their names, shared ones once, detached."""
+        stored = dict.fromkeys(self.buffer_names.values())
+        return {name: self.model.get_buffer(name).detach() for name in stored}
+
+    def state_dict(self, params: Any, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """What the module's own `state_dict` is with these values in it: `model.load_state_dict` takes it, strictly.
+
+        Args:
+            params: the parameters, by stored name or as a `FlatParams` (`TrainState.params`, `TrainState.ema`).
+            buffers: the buffers by stored name; None for the module's own.
+
+        Raises:
+            KeyError: a parameter is missing.
+        """
+        tree = params.tree() if hasattr(params, "tree") else params
+        values = {**(buffers or {}), **{name: tree[name] for name in dict.fromkeys(self.names.values())}}
+        stored = {
+            id(self.model.get_parameter(name) if name in tree else self.model.get_buffer(name)): value
+            for name, value in values.items()
+        }
+        own = self.model.state_dict(keep_vars=True)
+        return {
+            name: stored.get(id(value), value).detach().clone() if isinstance(value, Tensor) else value
+            for name, value in own.items()
+        }
 
 
 def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> ModuleLoss:
@@ -85,6 +120,7 @@ def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Mo
 
     Raises:
         TypeError: model is no Module, or criterion is not callable.
+        ValueError: an embedding in it has max_norm, which writes its weight in the forward pass.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
@@ -96,4 +132,32 @@ def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Mo
         raise TypeError(f"module_loss: model must be a torch.nn.Module; got {model!r}")
     if not callable(criterion):
         raise TypeError(f"module_loss: criterion must be callable; got {criterion!r}")
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError(
+                f"module_loss: model must not write its parameters in the forward pass; got max_norm={module.max_norm} "
+                f"in {name or 'the module'}, which renormalizes its weight in place"
+            )
     return ModuleLoss(model, criterion)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _first_names(named: dict[str, Any]) -> dict[str, str]:
+    """Every name to the first one of the same tensor."""
+    first = {id(value): name for name, value in reversed(named.items())}
+    return {name: first[id(value)] for name, value in named.items()}
+
+
+def _cast_by_autocast(module: nn.Module) -> frozenset[str]:
+    """The names of a module's own parameters that its forward gives to operations autocast casts, and to no other."""
+    for kind, names in _CAST.items():
+        if isinstance(module, kind):
+            own = all(
+                name not in vars(module) and getattr(type(module), name, None) is getattr(kind, name, None)
+                for name in ("forward", "_conv_forward")
+            )
+            return frozenset(n for n in names if getattr(module, n, None) is not None) if own else frozenset()
+    return frozenset()

@@ -166,6 +166,8 @@ def _is_elementwise(
     new, states, _ = apart
     if not torch.equal(joined[0], torch.cat([leaf.reshape(-1) for leaf in new])):
         return False
+    if any(other.keys() != state.keys() for other in states):
+        return False
     for name, value in state.items():
         parts = [as_tensor(other[name], params) for other in states]
         value = as_tensor(value, params)

@@ -25,6 +25,12 @@ _UNBATCHED = ("addcdiv_", "addcmul_", "clamp_", "lerp_")
 #: A run of more tensors than this leaves scalars to the compiler: one buffer for each would be too many.
 _FEW = 16
 
+#: What makes a scalar worth computing once; none of these returns a view.
+_ARITHMETIC = {
+    "add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "norm", "clamp", "maximum", "minimum", "reciprocal",
+    "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rpow__",
+}  # fmt: skip
+
 #: State of one parameter under torch.optim's own names.
 LeafState = dict[str, Tensor]
 
@@ -45,8 +51,9 @@ class _Pure(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = self._run(func, args, dict(kwargs or {}))
-        worth = self._settle and isinstance(out, Tensor) and out.dim() == 0 and not (args and out is args[0])
-        return settled(out) if worth else out
+        if self._settle and getattr(func, "__name__", "") in _ARITHMETIC and isinstance(out, Tensor) and out.dim() == 0:
+            return settled(out)
+        return out
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")

@@ -27,8 +27,9 @@ class Policy:
 
     Parameters stay in float32. The loss sees a copy of the chosen ones and runs under torch.autocast, which casts
     activations and leaves the copies alone. Chosen are, for a loss made by `module_loss`, the weights and biases that
-    autocast would cast (those of Linear, convolutions, Bilinear, attention projections; not embeddings, not norms), and
-    for any other loss the float32 tensors of two or more dimensions. `keep` and `copy` overrule both, by name.
+    autocast would cast (those of Linear, convolutions and attention projections whose forward is torch's own; not
+    embeddings, not norms), and for any other loss the float32 tensors of two or more dimensions. `keep` and `copy`
+    overrule both, by name: name in `keep` a layer's weight that is used outside the layer too (in a penalty, say).
 
     Args:
         compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for neither copies nor autocast.

@@ -208,4 +208,4 @@ class TrainStep:
         after = buffers
         if self._options.has_buffers:
             after, aux = aux if self._options.has_aux else (aux, ())
-        return gather(state.params, state.copies, grads), loss, after, aux
+        return gather(state.params, state.copies, grads), loss, after, clone(aux)

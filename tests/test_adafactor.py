@@ -75,3 +75,11 @@ def test_in_a_training_step_on_flat_storage() -> None:
         loss_fn(leaves, x).backward()
         eager.step()
     assert_close(state.params.tree(), {name: leaf.detach() for name, leaf in leaves.items()}, 1e-5)
+
+
+def test_a_frozen_group_is_no_special_case() -> None:
+    params = tensors()
+    optimizer = stateless(torch.optim.Adafactor, lr=0.0)
+    flat = ravel(params)
+    new, _ = optimizer.update(flat, flat, optimizer.init(flat))
+    assert_close(new.tree(), params, 0.0)

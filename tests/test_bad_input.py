@@ -54,6 +54,9 @@ def LOSS(params: Any, batch: Any) -> Tensor:
 STEP = make_train_step(LOSS, SGD)
 START = STEP.init({"w": W})
 WINDOW = make_train_step(LOSS, SGD, accumulate=2)
+BUFFERED = module_loss(torch.nn.BatchNorm1d(2), torch.nn.functional.mse_loss)
+SPARSE = make_train_step(module_loss(torch.nn.Embedding(3, 2, sparse=True), torch.nn.functional.mse_loss), SGD)
+CLAMPED = make_train_step(lambda p, b: (p["w"] * b).abs().sum(), SGD, max_value=1.0)
 MODULE = module_loss(torch.nn.Linear(2, 2), torch.nn.functional.mse_loss)
 
 
@@ -183,6 +186,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "init buffers": (lambda: STEP.init({"w": W}, {"b": 1}), TypeError, "buffers must be a dict of tensors"),  # type: ignore[dict-item]
     "init names": (lambda: make_train_step(MODULE, SGD).init({"weight": W}), ValueError, "must have the names .* differ in 'bias'"),
     "step state": (lambda: STEP({}, W), TypeError, "state must be a TrainState.*got {}"),  # type: ignore[arg-type]
+    "init ties": (lambda: make_train_step(LOSS, SGD, flat=False).init({"w": W, "v": W}), ValueError, "one tensor twice where flat=False.*'w' and 'v'"),
+    "init one name twice": (lambda: STEP.init({"w.b": W, "w": {"b": W + 1}}), ValueError, "a dotted name of its own; got 'w.b' twice"),
+    "step buffers": (lambda: make_train_step(BUFFERED, SGD, has_buffers=False), ValueError, "has_buffers must be True.*got False"),
+    "module_loss call": (lambda: BUFFERED({}, (W, W)), TypeError, "called with params, buffers and batch; got 2 arguments"),
+    "module_loss max_norm": (lambda: module_loss(torch.nn.Embedding(3, 2, max_norm=1.0), torch.nn.functional.mse_loss), ValueError, "write its parameters in the forward pass; got max_norm=1.0"),
+    "step sparse": (lambda: SPARSE(SPARSE.init(), (torch.arange(3), torch.ones(3, 2))), TypeError, "gradients must be dense.*sparse_coo"),
+    "step complex value": (lambda: CLAMPED(CLAMPED.init({"w": W.to(torch.complex64)}), W), TypeError, "max_value must not be given with complex"),
     "step loss shape": (lambda: make_train_step(lambda p, b: p["w"] * b, SGD)(START, W), ValueError, r"loss of shape \(\); got \(2,\)"),
     "step window": (lambda: WINDOW(START, torch.ones(3, 2)), ValueError, r"1 to 2 micro-batches.*got \[\(3, 2\)\]"),
     "step window ragged": (lambda: WINDOW(START, (W, torch.ones(1))), ValueError, "all the same number"),

@@ -220,6 +220,14 @@ def test_clip_by_value_is_torchs() -> None:
     assert_close(state.params.tree(), dict(model.named_parameters()), 1e-6)
 
 
+def test_aux_is_no_part_of_the_state() -> None:
+    step = make_train_step(lambda p, x: ((p["w"] * x).sum(), p["w"]), SGD, has_aux=True)
+    state = step.init({"w": torch.ones(3)})
+    _, metrics = step(state, torch.ones(3))
+    metrics.aux.zero_()
+    assert_same(state.params.tree()["w"], torch.ones(3))
+
+
 def test_aux_comes_back_and_is_stacked() -> None:
     def loss_fn(params: Any, batch: Tensor) -> Any:
         return (params["w"] * batch).sum(), {"seen": batch.mean(), "row": batch}

@@ -1,10 +1,12 @@
 """Mixed-precision gradient scaling for PyTorch as pure functions on an immutable state."""
 
 from funcamp._clip import clip_grad_norm, clip_grad_value
+from funcamp._copies import clone
 from funcamp._ema import ema_update
 from funcamp._flat import FlatParams, matrix_or_vector, ravel
 from funcamp._grad import scaled_grad_and_value
 from funcamp._groups import GroupedOptimizer, by_group
+from funcamp._jit import JitStep, jit
 from funcamp._make_step import make_train_step
 from funcamp._module import ModuleLoss, module_loss
 from funcamp._optim import OptState, StatelessOptimizer, stateless
@@ -20,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FlatParams",
     "GroupedOptimizer",
+    "JitStep",
     "Metrics",
     "ModuleLoss",
     "OptState",
@@ -33,8 +36,10 @@ __all__ = [
     "by_group",
     "clip_grad_norm",
     "clip_grad_value",
+    "clone",
     "ema_update",
     "init",
+    "jit",
     "make_train_step",
     "matrix_or_vector",
     "merge",

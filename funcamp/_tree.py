@@ -44,13 +44,17 @@ def register(
     unflatten_node: Callable[[Any, Any], _Node],
     attribute: str,
 ) -> None:
-    """Make a class a node of pytrees; `attribute` is what a path to one of its children says before the index."""
+    """Make a class of immutable objects a node of pytrees.
+
+    `attribute` is what a path to one of its children says before the index.
+    """
 
     def with_keys(node: _Node) -> tuple[list[Any], Any]:
         children, context = flatten_node(node)
         keyed = [(_pytree.GetAttrKey(f"{attribute}[{i}]"), child) for i, child in enumerate(children)]
         return keyed, context
 
+    _immutable.add(cls)
     _pytree.register_pytree_node(
         cls,
         flatten_node,
@@ -66,6 +70,27 @@ def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
     others = [spec.flatten_up_to(tree) for tree in trees[1:]]
     rest = [[column[i] for column in others] for i in range(len(nodes))]
     return unflatten([fn(n, *more) if isinstance(n, cls) else (more or [n])[0] for n, more in zip(nodes, rest)], spec)
+
+
+def contents(tree: Tree) -> list[tuple[Any, tuple[Any, ...]]] | None:
+    """Every dict and list of a tree with what it holds now; None where another node than torch's own could change."""
+    held: list[tuple[Any, tuple[Any, ...]]] = []
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        kind = _pytree._get_node_type(node)
+        if kind not in _pytree.SUPPORTED_NODES:
+            continue
+        children, _ = _pytree.SUPPORTED_NODES[kind].flatten_fn(node)
+        if isinstance(node, (dict, list)):
+            held.append((node, tuple(node.values() if isinstance(node, dict) else node)))
+        elif not isinstance(node, tuple) and kind not in _immutable:
+            return None
+        stack.extend(children)
+    return held
+
+
+_immutable: set[type] = set()
 
 
 def describe(leaf: object) -> str:

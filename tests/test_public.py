@@ -27,6 +27,9 @@ LAYERS = [
     {"_train_state"},
     {"_step"},
     {"_make_step"},
+    {"_trace", "_writeback", "_outline"},
+    {"_owned", "_capture"},
+    {"_jit"},
 ]
 
 

@@ -1,0 +1,122 @@
+"""A compiled step in one CUDA graph: static storage, warm-up on clones, capture, replay."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from funcamp._trace import Flat
+
+_WARM_UPS = 3
+
+
+class Graphs(Protocol):
+    """What captures and replays; `CudaGraphs`, or a stand-in where there is no GPU."""
+
+    def kept(self) -> contextlib.AbstractContextManager[None]:
+        """A region after which the random numbers to be drawn are what they were before."""
+
+    def warm_up(self, run: Callable[[], Any], times: int) -> None:
+        """Run some times outside any capture."""
+
+    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+        """Record a run without executing it: what replays it, and the tensors that a replay fills."""
+
+
+class CudaGraphs:
+    """torch.cuda's graphs, all in one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Callable[[], Any], times: int) -> None:
+        """On a stream of its own: lazy initialisation must not fall into the capture."""
+        with self.kept(), torch.cuda.device(self._device):
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(times):
+                    run()
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+
+    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+        """Into one graph; other threads (a loader that pins memory) may go on."""
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            outputs = run()
+        return graph.replay, outputs
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """The device's default generator."""
+        before = torch.cuda.get_rng_state(self._device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_rng_state(before, self._device)
+
+
+def graphs_for(device: torch.device) -> Graphs | None:
+    """What captures on a device; None where nothing does."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
+class Captured:
+    """One batch signature: its static batch, its graph and its static results."""
+
+    def __init__(self, graphs: Graphs, run: Flat, state: list[Tensor], batch: list[Tensor], metrics: int) -> None:
+        """Warm up on clones and capture; neither state nor batch is written, whatever fails.
+
+        Args:
+            graphs: what captures.
+            run: the compiled function of state and batch.
+            state: its static storage.
+            batch: tensors like those of every later call.
+            metrics: how many of its results are metrics, the last ones.
+
+        Raises:
+            RuntimeError: the capture failed.
+        """
+        self._batch = [leaf.clone() for leaf in batch]
+        clones = [leaf.clone() for leaf in state]
+        graphs.warm_up(functools.partial(run, [*clones, *self._batch]), _WARM_UPS)
+        del clones
+        self._packed: list[int] = []
+        self._first = 0
+
+        def body() -> list[Tensor]:
+            results = run([*state, *self._batch])
+            self._first = len(results) - metrics
+            numbers = [i for i in range(self._first, len(results)) if _is_number(results[i])]
+            self._packed = numbers if len(numbers) > 1 else []
+            return [*results, torch.stack([results[i] for i in self._packed])] if self._packed else results
+
+        try:
+            self._replay, self._results = graphs.capture(body)
+        except Exception as error:
+            raise RuntimeError(f"jit: the step could not be captured into one CUDA graph: {error}") from error
+
+    def __call__(self, batch: list[Tensor]) -> list[Tensor]:
+        """Copy a batch in, replay, and return results that later calls leave alone. No sync."""
+        if batch:
+            torch._foreach_copy_(self._batch, batch, non_blocking=True)
+        self._replay()
+        if not self._packed:
+            return [result.clone() for result in self._results]
+        *results, numbers = self._results
+        copies = iter(numbers.clone().unbind())
+        packed = set(self._packed)
+        return [next(copies) if i in packed else result.clone() for i, result in enumerate(results)]
+
+
+def _is_number(result: Tensor) -> bool:
+    return result.dim() == 0 and result.dtype == torch.float32

@@ -1,0 +1,101 @@
+"""A pass over Inductor's graph that keeps donated state right where a new leaf is an old one, or a view of it.
+
+A donated step ends in one `old.copy_(new)` a leaf. Every new value is a snapshot, taken before the first write; but
+Inductor, 2.11 to 2.13, removes a snapshot that only copies an input (`remove_noop_ops`), and then writes back in the
+order of the leaves: with `prev := cur; cur := f(cur)` prev gets the new cur, silently
+(https://github.com/pytorch/pytorch/issues/198131). tests/test_donation.py tells when this can go.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+_aten = torch.ops.aten
+_COPY = _aten.copy_.default
+
+#: What gives its first argument's own values, unchanged, in its storage or after Inductor's clean-up.
+_SAME_VALUES = {
+    operator.getitem,
+    _aten._unsafe_view.default,
+    _aten.alias.default,
+    _aten.as_strided.default,
+    _aten.clone.default,
+    _aten.detach.default,
+    _aten.diagonal.default,
+    _aten.expand.default,
+    _aten.lift_fresh_copy.default,
+    _aten.permute.default,
+    _aten.reshape.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.squeeze.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unbind.int,
+    _aten.unfold.default,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+    _aten.view_as_real.default,
+    _aten.view_as_complex.default,
+}
+
+
+class SnapshotWriteBacks(CustomGraphPass):
+    """Computes, before the first write, what is written or returned and is an input that will be written."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Change the graph in place."""
+        writes = [n for n in graph.nodes if n.target is _COPY and isinstance(n.args[0], torch.fx.Node)]
+        writes = [n for n in writes if n.args[0].op == "placeholder"]
+        if not writes:
+            return
+        written = {n.args[0] for n in writes}
+        snapshots: dict[Any, Any] = {}
+
+        def snapshot(source: Any) -> Any:
+            if source not in snapshots:
+                with graph.inserting_before(writes[0]):
+                    snapshots[source] = _recomputed(graph, source)
+            return snapshots[source]
+
+        def at_risk(value: Any) -> bool:
+            return isinstance(value, torch.fx.Node) and _root(value) in written
+
+        for write in writes:
+            source = write.args[1]
+            if source is not write.args[0] and at_risk(source):
+                write.args = (write.args[0], snapshot(source), *write.args[2:])
+        output = next(iter(reversed(graph.nodes)))
+        output.args = torch.fx.node.map_aggregate(
+            output.args, lambda value: snapshot(value) if at_risk(value) and value not in written else value
+        )
+
+    def uuid(self) -> bytes:
+        """What Inductor's cache knows this pass by: raise it with every change."""
+        return b"funcamp-snapshot-write-backs-1"
+
+
+def _root(node: torch.fx.Node) -> Any:
+    while node.op == "call_function" and node.target in _SAME_VALUES:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _recomputed(graph: torch.fx.Graph, source: torch.fx.Node) -> torch.fx.Node:
+    """The same values by an operation that no clean-up takes for a copy."""
+    value = source.meta["val"]
+    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+        node = graph.call_function(_aten.mul.Tensor, (source, 1))
+    else:
+        node = graph.call_function(_aten.bitwise_or.Tensor, (source, source))
+    node.meta = dict(source.meta)
+    return node

@@ -50,7 +50,7 @@ _SAME_VALUES = {
 
 
 class SnapshotWriteBacks(CustomGraphPass):
-    """Computes, before the first write, what is written or returned and is an input that will be written."""
+    """Computes, before the first write, what is written somewhere and is an input that will be written itself."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change the graph in place."""
@@ -59,29 +59,19 @@ class SnapshotWriteBacks(CustomGraphPass):
         if not writes:
             return
         written = {n.args[0] for n in writes}
-        snapshots: dict[Any, Any] = {}
-
-        def snapshot(source: Any) -> Any:
+        snapshots: dict[Any, torch.fx.Node] = {}
+        for write in writes:
+            target, source, *rest = write.args
+            if source is target or not isinstance(source, torch.fx.Node) or _root(source) not in written:
+                continue
             if source not in snapshots:
                 with graph.inserting_before(writes[0]):
                     snapshots[source] = _recomputed(graph, source)
-            return snapshots[source]
-
-        def at_risk(value: Any) -> bool:
-            return isinstance(value, torch.fx.Node) and _root(value) in written
-
-        for write in writes:
-            source = write.args[1]
-            if source is not write.args[0] and at_risk(source):
-                write.args = (write.args[0], snapshot(source), *write.args[2:])
-        output = next(iter(reversed(graph.nodes)))
-        output.args = torch.fx.node.map_aggregate(
-            output.args, lambda value: snapshot(value) if at_risk(value) and value not in written else value
-        )
+            write.args = (target, snapshots[source], *rest)
 
     def uuid(self) -> bytes:
         """What Inductor's cache knows this pass by: raise it with every change."""
-        return b"funcamp-snapshot-write-backs-1"
+        return b"funcamp-snapshot-write-backs-2"
 
 
 def _root(node: torch.fx.Node) -> Any:

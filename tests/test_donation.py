@@ -1,0 +1,184 @@
+"""A donated step leaves in the old storage, bit for bit, what the undonated eager step returns: any aliasing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from funcamp import jit
+from tests.helpers import assert_same, clone
+
+BACKENDS = [pytest.param("aot_eager"), pytest.param("inductor", marks=pytest.mark.inductor)]
+State = dict[str, Tensor]
+
+
+def state() -> State:
+    return {
+        "a": torch.randn(4, 4),
+        "b": torch.randn(4, 4),
+        "c": torch.randn(4, 4),
+        "count": torch.tensor(3),
+        "flag": torch.tensor([True, False]),
+        "half": torch.randn(4, 4).half(),
+        "image": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    }
+
+
+PATTERNS: dict[str, Callable[[State], dict[str, Tensor]]] = {
+    "swap": lambda s: {"a": s["b"], "b": s["a"]},
+    "swap of clones": lambda s: {"a": s["b"].clone(), "b": s["a"].clone()},
+    "rotation": lambda s: {"a": s["b"], "b": s["c"], "c": s["a"]},
+    "prev := cur": lambda s: {"a": s["a"] + 1, "b": s["a"]},
+    "cur := f, prev := cur, older := prev": lambda s: {"c": s["b"], "b": s["a"], "a": s["a"].abs()},
+    "prev := cur, written first": lambda s: {"b": s["a"] * 2, "a": s["b"]},
+    "identity": lambda s: {"a": s["a"], "b": s["b"] + s["a"]},
+    "one tensor for two leaves": lambda s: dict.fromkeys("ab", s["a"] + s["c"]),
+    "one old tensor for two leaves": lambda s: {"a": s["c"], "b": s["c"], "c": s["a"]},
+    "view of another leaf": lambda s: {
+        "a": s["b"].t(),
+        "b": s["a"][0].expand(4, 4),
+        "c": s["a"].reshape(16).view(4, 4),
+    },
+    "view of itself": lambda s: {"a": s["a"].t(), "b": s["b"].flip(0), "c": s["c"].roll(1, 0)},
+    "detach": lambda s: {"a": s["b"].detach(), "b": s["a"].detach().clone().detach()},
+    "integers and flags": lambda s: {"count": s["count"] + 1, "flag": s["flag"].flip(0), "a": s["b"] * s["count"]},
+    "an old integer": lambda s: {"count": s["count"].clone(), "flag": s["flag"].view(2)},
+    "channels_last": lambda s: {"image": s["image"].flip(3) + 1},
+    "read by a product, then written": lambda s: {"a": s["a"] @ s["b"], "b": s["a"], "c": s["b"] @ s["a"]},
+    "pieces": lambda s: {"a": torch.cat(s["b"].split(2)[::-1]), "b": torch.stack(s["a"].unbind(1))},
+    "another dtype between": lambda s: {"half": s["a"].half(), "a": s["half"].float()},
+    "scan along itself": lambda s: {"a": s["a"].cummax(0).values, "b": s["a"].amax(1, keepdim=True).expand(4, 4)},
+}
+
+
+def step_of(pattern: Callable[[State], dict[str, Tensor]]) -> Callable[[State, Any], Any]:
+    def step(state: State, batch: Tensor) -> Any:
+        new = {**state, **pattern(state)}
+        old_and_new = {"old": state["a"], "row": state["b"][1], "new": new["a"], "sum": new["b"][0, 0] + batch.sum()}
+        return new, old_and_new
+
+    return step
+
+
+def like_first(leaf: Tensor, first: Tensor) -> Tensor:
+    return torch.empty_like(first, memory_format=torch.preserve_format).copy_(leaf)
+
+
+def check(step: Callable[[Any, Any], Any], start: Any, backend: str, steps: int = 3) -> None:
+    expected, run, actual = clone(start), jit(step, backend=backend), clone(start)
+    kept = []
+    for index in range(steps):
+        batch = torch.full((2,), float(index))
+        expected, metrics = step(expected, batch)
+        # In the strides of the first state, as the donated one stays; and no leaf a view of another.
+        expected = torch.utils._pytree.tree_map(like_first, expected, start)
+        actual, found = run(actual, batch)
+        kept.append((found, clone(metrics)))
+        assert_same(actual, expected)
+    for found, metrics in kept:  # metrics of earlier calls are still what they were
+        assert_same(found, metrics)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_pattern_is_the_eager_step(name: str, backend: str) -> None:
+    check(step_of(PATTERNS[name]), state(), backend)
+
+
+LEAVES = 5
+# Exact in any order of evaluation: no sums of several products.
+OPERATIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda a, b: a,
+    lambda a, b: a,
+    lambda a, b: a.clone(),
+    lambda a, b: a.detach(),
+    lambda a, b: a.t(),
+    lambda a, b: a.reshape(9).view(3, 3),
+    lambda a, b: a[:1].expand(3, 3),
+    lambda a, b: a.flip(0),
+    lambda a, b: torch.maximum(a, b),
+    lambda a, b: torch.where(a > b, a, b.t()),
+    lambda a, b: -a,
+    lambda a, b: a * 2,
+]
+PROGRAM = st.lists(
+    st.tuples(st.integers(0, len(OPERATIONS) - 1), st.integers(0, LEAVES - 1), st.integers(0, LEAVES - 1)),
+    min_size=LEAVES,
+    max_size=LEAVES,
+)
+
+
+def random_step(program: list[tuple[int, int, int]]) -> Callable[[Any, Any], Any]:
+    def step(state: list[Tensor], batch: Tensor) -> Any:
+        new = [OPERATIONS[op](state[a], state[b]) for op, a, b in program]
+        return new, {"before": state[0], "after": new[1][0], "batch": batch.sum()}
+
+    return step
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(PROGRAM)
+def test_random_aliasing_is_the_eager_step(program: list[tuple[int, int, int]]) -> None:
+    check(random_step(program), [torch.randn(3, 3) for _ in range(LEAVES)], "aot_eager")
+
+
+@pytest.mark.inductor
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(PROGRAM)
+def test_random_aliasing_is_the_eager_step_by_inductor(program: list[tuple[int, int, int]]) -> None:
+    check(random_step(program), [torch.randn(3, 3) for _ in range(LEAVES)], "inductor", steps=2)
+
+
+def double(state: Any, batch: Tensor) -> Any:
+    return {name: leaf * 2 + batch.sum() for name, leaf in state.items()}, {"a": state["a"] + 0}
+
+
+def test_leaves_that_share_storage_are_taken_apart() -> None:
+    one = torch.arange(8.0)
+    views = {"a": one, "b": one, "c": one[2:5], "d": one.view(2, 4).t()}
+    before = one.clone()
+    expected, _ = double(views, torch.ones(1))
+    actual, _ = jit(double, backend="aot_eager")(views, torch.ones(1))
+    assert_same(actual, expected)
+    assert not torch.equal(one, before)  # the first leaf is consumed
+
+
+def test_expanded_and_differentiable_leaves_are_copied() -> None:
+    base = torch.ones(3)
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    actual, _ = jit(double, backend="aot_eager")({"a": base.expand(2, 3), "w": weight}, torch.ones(1))
+    assert_same(actual["a"], torch.full((2, 3), 3.0))
+    assert_same(actual["w"], torch.full((2, 2), 3.0))
+    assert_same((base, weight.detach()), (torch.ones(3), torch.ones(2, 2)))
+
+
+def test_batch_in_the_storage_of_the_state_is_read_before_it_is_written() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"a": state["a"] * 0 + batch.flip(0)}, batch.clone()
+
+    run = jit(step, backend="aot_eager")
+    current: Any = {"a": torch.arange(4.0)}
+    for _ in range(3):
+        expected = current["a"].flip(0).clone()
+        current, _ = run(current, current["a"])
+        assert_same(current["a"], expected)
+
+
+def test_a_tensor_the_step_reads_of_its_own_is_never_written() -> None:
+    constant = torch.ones(3)
+
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"a": state["a"] + constant + batch}, constant * 1
+
+    run = jit(step, backend="aot_eager")
+    current: Any = {"a": constant}  # one object, as state and as constant
+    for index in range(3):
+        current, metric = run(current, torch.zeros(3))
+        assert_same((current["a"], metric), (torch.full((3,), index + 2.0), torch.ones(3)))
+    assert_same(constant, torch.ones(3))

@@ -57,3 +57,24 @@ def test_out_variant_has_no_batching_rule() -> None:
 
 def test_torch_has_no_public_pytree() -> None:
     assert not hasattr(torch.utils, "pytree"), "_tree can use torch.utils.pytree now"
+
+
+@pytest.mark.inductor
+def test_inductor_writes_back_in_the_order_of_the_inputs() -> None:
+    # https://github.com/pytorch/pytorch/issues/198131: `_writeback` can go when b gets the old a.
+    def shift(a: Tensor, b: Tensor) -> None:
+        new = a + 1
+        old = a.clone()
+        a.copy_(new)
+        b.copy_(old)
+
+    a, b = torch.zeros(3), torch.full((3,), 9.0)
+    torch.compile(shift, fullgraph=True)(a, b)
+    assert b.tolist() == [1.0] * 3
+
+
+@pytest.mark.inductor
+def test_inductor_forgets_the_place_of_a_view_in_a_strided_one() -> None:
+    # `_tree.settled` may take views when 2.11 is no longer supported.
+    pick = torch.compile(lambda x: x[2:3].view(()).as_strided((), ()) * 2, fullgraph=True)
+    assert pick(torch.arange(4.0)).item() == (0.0 if VERSION == (2, 11) else 4.0)

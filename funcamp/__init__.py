@@ -8,6 +8,7 @@ from funcamp._grad import scaled_grad_and_value
 from funcamp._groups import GroupedOptimizer, by_group
 from funcamp._jit import JitStep, jit
 from funcamp._make_step import make_train_step
+from funcamp._metrics import MetricReader
 from funcamp._module import ModuleLoss, module_loss
 from funcamp._optim import OptState, StatelessOptimizer, stateless
 from funcamp._policy import Policy
@@ -23,6 +24,7 @@ __all__ = [
     "FlatParams",
     "GroupedOptimizer",
     "JitStep",
+    "MetricReader",
     "Metrics",
     "ModuleLoss",
     "OptState",

@@ -87,6 +87,7 @@ class Captured:
             RuntimeError: the capture failed.
         """
         self._batch = [leaf.clone() for leaf in batch]
+        state = [leaf.detach() for leaf in state]  # names of its own for the static storage
         clones = [leaf.clone() for leaf in state]
         graphs.warm_up(functools.partial(run, [*clones, *self._batch]), _WARM_UPS)
         del clones

@@ -27,7 +27,7 @@ LAYERS = [
     {"_train_state"},
     {"_step"},
     {"_make_step"},
-    {"_trace", "_writeback", "_outline"},
+    {"_metrics", "_trace", "_writeback", "_outline"},
     {"_owned", "_capture"},
     {"_jit"},
 ]

@@ -144,17 +144,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     state = step.init()
     if args.resume:
         state = step.load_state_dict(saved["state"], like=state)
-    run = torch.compile(step, fullgraph=True) if args.compile else step
+    run = funcamp.jit(step) if args.compile else step
 
     first = len(history["loss"])
-    pending: list[funcamp.Metrics] = []
+    reader = funcamp.MetricReader()
 
-    def flush() -> None:
-        # On a GPU a read waits for the step: here, every few steps, and nowhere in the step.
-        for metrics in pending:
+    def log(rows: list[funcamp.Metrics]) -> None:
+        for row in rows:
             for name in ("loss", "scale", "found_inf"):
-                history[name].append(getattr(metrics, name).item())
-        pending.clear()
+                history[name].append(getattr(row, name))
 
     def held_out() -> None:
         history["held_out"].append((first + taken, evaluate(step, state, held_out_text, args)))
@@ -170,16 +168,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 batch = batch_at(train_text, first + taken, args.seed, args.batch, args.context, args.device)
                 state, metrics = run(state, batch)
                 taken += 1
-                pending.append(metrics)
-                if args.device == "cpu" or len(pending) == 10 or taken == args.steps:
-                    flush()
+                reader.put(metrics)
+                log(reader.ready())
                 if (first + taken) % args.eval_every == 0 or taken == args.steps:
-                    flush()
                     held_out()
                 progress.show(history)
     finally:
         signal.signal(signal.SIGINT, before)
-    flush()
+    log(reader.drain())
     save_checkpoint(file, step.state_dict(state), history, args)
     picture = plot(args.out / "train_gpt.png", history)
     seconds = time.perf_counter() - began

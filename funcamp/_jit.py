@@ -201,10 +201,10 @@ def jit(
 ) -> JitStep:
     """Compile a pure step whole; write the new state into the old one's storage; on a GPU replay it as one CUDA graph.
 
-    The step is traced at the first call for each batch signature (structure, shapes, dtypes, devices, and the values of
-    leaves that are no tensors). What it reads besides its arguments is fixed then: Python values and flags for good,
-    tensors by reference. Make what changes a leaf of the state or of the batch, or a tensor that is written in place. No
-    call syncs, but the first for a signature.
+    The step is traced at the first call for each batch signature: structure, shapes, dtypes, devices, and the values of
+    what is no tensor. What it reads besides its arguments is fixed then: Python values and flags for good, tensors by
+    reference. Make what changes a leaf of the state or of the batch, or a tensor that is written in place. No call
+    syncs, but the first for a signature.
 
     Args:
         step: `(state, batch) -> (state, metrics)`, pure, any pytrees of tensors; the state it returns has the

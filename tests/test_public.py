@@ -68,6 +68,7 @@ def test_only_tree_touches_the_private_pytree_module() -> None:
     assert users == ["_tree.py"]
 
 
+@pytest.mark.inductor
 def test_readme_code_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import signal
 import sys
@@ -86,11 +87,13 @@ def test_run_lowers_the_held_out_loss_and_leaves_its_files(tmp_path: Path, capsy
     assert f"skipped {numbers['skipped']}" in out
 
 
-def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["--no-compile", "--compile"])
+def test_resumed_run_equals_the_uninterrupted_one(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(funcamp, "jit", functools.partial(funcamp.jit, backend="aot_eager"))
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    demo.main([*TINY, "--steps=12", f"--out={whole}"])
-    demo.main([*TINY, "--steps=6", f"--out={halves}"])
-    demo.main([*TINY, "--steps=6", f"--out={halves}", "--resume", "--total=999"])
+    demo.main([*TINY, how, "--steps=12", f"--out={whole}"])
+    demo.main([*TINY, how, "--steps=6", f"--out={halves}"])
+    demo.main([*TINY, how, "--steps=6", f"--out={halves}", "--resume", "--total=999"])
     assert_same(load(halves), load(whole))
 
 

@@ -36,6 +36,7 @@ bench: $(VENV)/installed
 
 gpu:
 	$(PYTHON) -m pytest -q -m cuda tests/cuda $(ARGS)
+	$(PYTHON) -m funcamp doctor --device cuda
 	$(PYTHON) benchmarks/step.py --device cuda $(if $(OUT),--out $(OUT),)
 
 $(VENV)/installed: pyproject.toml constraints.txt

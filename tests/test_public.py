@@ -30,6 +30,8 @@ LAYERS = [
     {"_metrics", "_trace", "_writeback", "_outline"},
     {"_owned", "_capture"},
     {"_jit"},
+    {"_doctor"},
+    {"__main__"},
 ]
 
 

@@ -1,0 +1,37 @@
+"""`python -m funcamp doctor`: what works on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import torch
+
+from funcamp._doctor import examine, report
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0 if nothing failed, else 1."""
+    parser = argparse.ArgumentParser("python -m funcamp", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser(
+        "doctor", help="check this machine: compile, donate, capture, parity, host reads, time"
+    )
+    doctor.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    doctor.add_argument("--seconds", type=float, default=20.0, help="how long to time the step (default: 20)")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    args = parser.parse_args(argv)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        doctor.error("--device cuda needs a GPU that this torch can use; got none")
+    findings = examine(device, args.seconds)
+    if args.json:
+        sys.stdout.write(json.dumps([finding._asdict() for finding in findings], indent=1) + "\n")
+    else:
+        sys.stdout.write(report(findings) + "\n")
+    return int(any(finding.status == "failed" for finding in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

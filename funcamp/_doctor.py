@@ -1,0 +1,255 @@
+"""What works on this machine: compilation, donation, capture, parity with torch.amp.GradScaler; how fast a step is."""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import funcamp
+from funcamp._outline import outline
+
+_STEPS = 300
+_CONFIG = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=20)
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    check: str
+    status: str
+    """ok, failed, or not here."""
+    detail: str
+
+
+class _NotHere(Exception):  # noqa: N818  no error: a check that this machine has no use for
+    pass
+
+
+def examine(device: str, seconds: float) -> list[Finding]:
+    """Run every check on a device; none stops the others."""
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("machine", lambda: _machine(device)),
+        ("compiler", lambda: _compiler(device)),
+        ("compile", lambda: _compile(device)),
+        ("donation", lambda: _donation(device)),
+        ("capture and replay", lambda: _capture(device)),
+        ("parity with GradScaler", lambda: _parity(device)),
+        ("host reads", lambda: _host_reads(device)),
+        ("launches in a step", lambda: _launches(device)),
+        ("time of a step", lambda: _timing(device, seconds)),
+    ]
+    findings = []
+    for name, check in checks:
+        try:
+            findings.append(Finding(name, "ok", check()))
+        except _NotHere as reason:
+            findings.append(Finding(name, "not here", str(reason)))
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0]
+            findings.append(Finding(name, "failed", f"{type(error).__name__}: {text}"))
+    return findings
+
+
+def report(findings: list[Finding]) -> str:
+    """The findings as a table."""
+    width = max(len(finding.check) for finding in findings)
+    return "\n".join(f"{f.check:{width}}  {f.status:8}  {f.detail}" for f in findings)
+
+
+def _machine(device: str) -> str:
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return f"funcamp {funcamp.__version__}, torch {torch.__version__}, Python {platform.python_version()}, {name}"
+
+
+def _compiler(device: str) -> str:
+    if device == "cuda":
+        import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+        return f"triton {triton.__version__}"
+    found = next(
+        (path for name in (os.environ.get("CXX", "c++"), "g++", "clang++") if (path := shutil.which(name))), None
+    )
+    if found is None:
+        raise RuntimeError("no C++ compiler: install g++ or clang; until then jit(step, backend='aot_eager')")
+    return found
+
+
+def _task(device: str, width: int = 32) -> tuple[nn.Module, Callable[[int], tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
+
+    def batch(index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(8, 16, generator=generator).to(device), torch.randn(8, 4, generator=generator).to(device)
+
+    return model.to(device), batch
+
+
+def _mse(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.float(), target)
+
+
+def _step(model: nn.Module, optimizer: type[torch.optim.Optimizer], dtype: str = "float16", **options: Any) -> Any:
+    made = funcamp.stateless(optimizer, lr=1e-2)
+    return funcamp.make_train_step(funcamp.module_loss(model, _mse), made, _CONFIG, policy=dtype, **options)
+
+
+def _equal(found: Any, wanted: Any, what: str) -> None:
+    if found != wanted:
+        raise AssertionError(f"{what}: {found} instead of {wanted}")
+
+
+def _compile(device: str) -> str:
+    model, batch = _task(device)
+    step = _step(model, torch.optim.SGD)
+    start = time.perf_counter()
+    run, state, eager = funcamp.jit(step, capture=False), step.init(), step.init()
+    state, _ = run(state, batch(0))
+    seconds = time.perf_counter() - start
+    eager, _ = step(eager, batch(0))
+    for index in range(1, 40):
+        state, metrics = run(state, batch(index))
+        eager, expected = step(eager, batch(index))
+        _equal(metrics.scale.item(), expected.scale.item(), f"scale at step {index}")
+    _equal(run.programs, 1, "programs")
+    return f"40 steps, scales as eager; {seconds:.0f} s to compile"
+
+
+def _donation(device: str) -> str:
+    def rotate(state: list[Tensor], batch: Tensor) -> Any:
+        a, b, c = state
+        return [b, c.clone(), a + batch], a.sum()
+
+    run = funcamp.jit(rotate, capture=False)
+    state = [torch.full((64,), float(value), device=device) for value in (1, 2, 3)]
+    for _ in range(3):
+        state, _ = run(state, torch.ones(64, device=device))
+    _equal([leaf[0].item() for leaf in state], [2.0, 3.0, 4.0], "rotated leaves")
+    return "a rotation of leaves is written back right"
+
+
+def _capture(device: str) -> str:
+    if device != "cuda":
+        raise _NotHere("CUDA graphs need a GPU")
+    model, batch = _task(device)
+    step = _step(model, torch.optim.SGD)
+    run, plain = funcamp.jit(step), funcamp.jit(step, capture=False)
+    state, expected, skipped = step.init(), step.init(), 0
+    for index in range(100):
+        state, metrics = run(state, batch(index))
+        expected, wanted = plain(expected, batch(index))
+        _equal(metrics.scale.item(), wanted.scale.item(), f"scale at replay {index}")
+        skipped += int(metrics.found_inf.item())
+    return f"100 replays as the same program uncaptured, {skipped} of them skips"
+
+
+def _parity(device: str) -> str:
+    model, batch = _task(device)
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler(device, init_scale=_CONFIG.init_scale, growth_interval=_CONFIG.growth_interval)
+    step = _step(model, torch.optim.SGD)
+    state, skipped = step.init(), 0
+    for index in range(_STEPS):
+        x, y = batch(index)
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.float16):
+            loss = _mse(eager(x), y)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        state, metrics = step(state, (x, y))
+        _equal(metrics.scale.item(), before, f"scale at step {index}")
+        _equal(bool(metrics.found_inf), scaler.get_scale() < before, f"skip at step {index}")
+        skipped += int(metrics.found_inf.item())
+    ours = state.params.tree()
+    same = all(torch.equal(ours[name], value) for name, value in eager.named_parameters())
+    _equal(same, True, "parameters bit for bit")
+    return f"{_STEPS} steps, {skipped} skipped: scales, skips and parameters equal"
+
+
+def _host_reads(device: str) -> str:
+    model, batch = _task(device)
+    step = _step(model, torch.optim.AdamW, max_norm=1.0)
+    state = step.init()
+    outline("doctor", step, state, batch(0))
+    if device != "cuda":
+        return "none, in a run without values"
+    run = funcamp.jit(step)
+    state, _ = run(state, batch(0))
+    given = batch(1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            state, _ = run(state, given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return "none, in a run without values and under set_sync_debug_mode('error')"
+
+
+def _launches(device: str) -> str:
+    from torch._inductor import metrics
+
+    model, batch = _task(device)
+    step = _step(model, torch.optim.AdamW, max_norm=1.0)
+    metrics.reset()
+    run = funcamp.jit(step, capture=False)
+    run(step.init(), batch(0))
+    groups = len(step.init().params.groups)
+    return f"{metrics.generated_kernel_count} kernels beside matrix products, 6 tensors in {groups} groups"
+
+
+def _timing(device: str, seconds: float) -> str:
+    dtype = torch.float16 if device == "cuda" else torch.bfloat16
+    model, batch = _task(device, width=256)
+    x, y = batch(0)
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler(device)
+
+    def torch_step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype):
+            loss = _mse(eager(x), y)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+
+    step = _step(model, torch.optim.AdamW, str(dtype).removeprefix("torch."))
+    run, box = funcamp.jit(step), [step.init()]
+
+    def jit_step() -> None:
+        box[0], _ = run(box[0], (x, y))
+
+    ratios: list[float] = []
+    times: list[float] = []
+    for call in (torch_step, jit_step) * 3:
+        call()
+    end = time.perf_counter() + seconds
+    while len(ratios) < 3 or time.perf_counter() < end:
+        theirs, ours = (_timed(call, device) for call in (torch_step, jit_step))
+        ratios.append(ours / theirs)
+        times.append(ours)
+    ratio, took = statistics.median(ratios), statistics.median(times)
+    return f"{took * 1e3:.3f} ms, {ratio:.2f} of the eager GradScaler loop's ({len(ratios)} rounds, medians)"
+
+
+def _timed(call: Callable[[], None], device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(50):
+        call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / 50

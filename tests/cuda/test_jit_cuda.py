@@ -1,0 +1,134 @@
+"""On a GPU: `jit` captures a step into one CUDA graph; replays are the eager steps, sync nothing, and lose nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcamp import MetricReader, ScalerConfig, clone, jit, make_train_step, module_loss, stateless
+from tests.helpers import assert_same, to
+from tests.models import Task, mlp
+from tests.patterns import PATTERNS, state, step_of
+
+pytestmark = pytest.mark.cuda
+
+# 2**24 overflows float16 at the first steps; the interval lets the scale climb into overflow again and again.
+CONFIG = ScalerConfig(init_scale=2.0**24, growth_interval=5)
+
+
+@pytest.fixture
+def no_sync() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def build(task: Task, **options: Any) -> Any:
+    loss_fn = module_loss(task.model.cuda(), task.criterion)
+    return make_train_step(loss_fn, stateless(torch.optim.AdamW, lr=1e-2), CONFIG, policy="float16", **options)
+
+
+def batch_of(task: Task, index: int) -> tuple[Tensor, Tensor]:
+    x, y = task.batch(index)
+    return x.cuda(), y.cuda()
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_thousand_replays_are_the_same_program_called(donate: bool) -> None:
+    task = mlp()
+    step = build(task, max_norm=1.0)
+    run, plain = jit(step, donate=donate), jit(step, capture=False)
+    replayed, called = step.init(), step.init()
+    batches = [batch_of(task, index) for index in range(8)]
+    skipped = []
+    for index in range(1000):
+        replayed, found = run(replayed, batches[index % 8])
+        called, expected = plain(called, batches[index % 8])
+        skipped.append(expected.found_inf)
+        if index % 100 == 0:
+            assert_same((replayed, tuple(found)), (called, tuple(expected)))
+    assert_same(replayed, called)
+    assert {0.0, 1.0} == set(torch.stack(skipped).tolist())
+
+
+def test_a_thousand_steps_with_logging_do_not_sync(no_sync: None) -> None:
+    task = mlp(dropout=0.5)
+    step = build(task, max_norm=1.0, ema_decay=0.9)
+    run, current, reader = jit(step), step.init(), MetricReader(limit=2000)
+    pinned = [leaf.pin_memory() for leaf in task.batch(0)]
+    current, _ = run(current, batch_of(task, 0))
+    torch.cuda.set_sync_debug_mode("error")
+    rows = []
+    for _ in range(1000):
+        batch = tuple(leaf.to("cuda", non_blocking=True) for leaf in pinned)
+        current, metrics = run(current, batch)
+        reader.put(metrics)
+        rows += reader.ready()
+    torch.cuda.set_sync_debug_mode("default")
+    rows += reader.drain()
+    assert len(rows) == 1000
+    assert all(isinstance(row.loss, float) for row in rows)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_pattern_is_the_eager_step(name: str) -> None:
+    step = step_of(PATTERNS[name])
+    start = to(state(), "cuda")
+    expected, run, actual = clone(start), jit(step), clone(start)
+    for index in range(3):
+        batch = torch.full((2,), float(index), device="cuda")
+        expected, metrics = step(expected, batch)
+        expected = {key: torch.empty_like(start[key]).copy_(leaf) for key, leaf in expected.items()}
+        actual, found = run(actual, batch)
+        assert_same((actual, found), (expected, metrics))
+
+
+def test_dropout_draws_anew_at_every_replay_and_again_from_a_seed() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"n": state["n"] + 1}, torch.nn.functional.dropout(batch, 0.5)
+
+    def draws() -> list[Tensor]:
+        torch.manual_seed(5)
+        run, current, rows = jit(step), {"n": torch.zeros((), device="cuda")}, []
+        for _ in range(4):
+            current, row = run(current, torch.ones(1000, device="cuda"))
+            rows.append(row)
+        return rows
+
+    first, second = draws(), draws()
+    assert_same(first, second)
+    assert len({tuple(row.tolist()) for row in first}) == 4
+
+
+def test_two_shapes_checkpoint_and_unroll() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"x": state["x"] * 0.5 + batch.sum()}, batch.mean()
+
+    run, current = jit(step), {"x": torch.zeros((), device="cuda")}
+    total = 0.0
+    for size in (2, 3, 2, 3):
+        current, _ = run(current, torch.ones(size, device="cuda"))
+        total = total * 0.5 + size
+    assert current["x"].item() == total
+    saved = clone(current)
+    current, _ = run(current, torch.ones(2, device="cuda"))
+    restored, _ = run(saved, torch.ones(2, device="cuda"))
+    assert restored["x"].item() == total * 0.5 + 2
+    assert current["x"].item() == total * 0.5 + 2
+    several = jit(step, unroll=4)
+    after, means = several({"x": torch.zeros((), device="cuda")}, torch.ones(4, 3, device="cuda"))
+    assert after["x"].item() == ((3 * 0.5 + 3) * 0.5 + 3) * 0.5 + 3
+    assert means.tolist() == [1.0] * 4
+
+
+def test_a_step_that_cannot_be_captured_is_an_error_and_leaves_the_process_usable() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"x": state["x"] + batch.sum()}, batch.cpu().sum()
+
+    current = {"x": torch.zeros((), device="cuda")}
+    with pytest.raises(RuntimeError, match=r"one type of device; .*batch\.cpu\(\).* moves a tensor to cpu"):
+        jit(step)(current, torch.ones(2, device="cuda"))
+    assert (current["x"] + 1).item() == 1

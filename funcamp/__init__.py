@@ -6,7 +6,8 @@ from funcamp._ema import ema_update
 from funcamp._flat import FlatParams, matrix_or_vector, ravel
 from funcamp._grad import scaled_grad_and_value
 from funcamp._groups import GroupedOptimizer, by_group
-from funcamp._jit import JitStep, jit
+from funcamp._jit import jit
+from funcamp._jit_step import JitStep
 from funcamp._make_step import make_train_step
 from funcamp._metrics import MetricReader
 from funcamp._module import ModuleLoss, module_loss

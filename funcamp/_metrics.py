@@ -56,7 +56,10 @@ class MetricReader:
             self._take(wait=True)
         leaves, spec = _tree.flatten(metrics)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor) and _on_device(leaf)), None)
-        copies = [leaf.detach().to("cpu", non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        copies = [
+            leaf.detach().to("cpu", non_blocking=True, copy=True) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
         self._pending.append((copies, spec, None if device is None else _recorded(device)))
 
     def ready(self) -> list[Any]:
@@ -78,6 +81,10 @@ class MetricReader:
             arrival.synchronize()
         values = [leaf.item() if isinstance(leaf, Tensor) and not leaf.dim() else leaf for leaf in copies]
         self._arrived.append(_tree.unflatten(values, spec))
+
+
+def _on_its_way(leaf: Tensor) -> Tensor:
+    return leaf.detach().to("cpu", non_blocking=True, copy=True)
 
 
 def _on_device(leaf: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcamp import _tree
+from funcamp._signature import check_like
 from funcamp._types import Tree
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -89,23 +90,6 @@ def outline(call: str, step: Any, state: Tree, batch: Tree) -> Outline:
     leaves, metrics = _tree.flatten(out[1])
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     return Outline(metrics, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], tensors)
-
-
-def check_like(call: str, names: tuple[str, str], trees: tuple[Tree, Tree]) -> None:
-    """Raise ValueError where the second tree differs from the first in structure, or in a shape, dtype or device."""
-    _tree.same_structure(call, names, trees)
-    for index, (old, new) in enumerate(zip(*(_tree.leaves(tree) for tree in trees))):
-        if signature(old) != signature(new):
-            raise ValueError(
-                f"{call}: {names[1]} must have the shapes, dtypes and devices of {names[0]}; at "
-                f"{_tree.path_of(trees[0], index) or 'its only leaf'} it has {_tree.describe(new)} for "
-                f"{_tree.describe(old)}"
-            )
-
-
-def signature(leaf: Any) -> Any:
-    """What a program is compiled for: shape, dtype and device of a tensor; anything else itself."""
-    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
 def _line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._outline import check_like
+from funcamp._signature import check_like
 from funcamp._types import Tree
 
 
@@ -88,7 +88,8 @@ def own(state: Tree, like: Owned | None, *, copy: bool) -> Owned:
             continue
         stride = leaf.stride() if like is None else next(wanted).stride()
         storage = leaf.untyped_storage()._cdata
-        if copy or leaf.requires_grad or leaf.stride() != stride or storage in seen or _overlaps_itself(leaf):
+        unfit = copy or leaf.requires_grad or leaf.is_inference()
+        if unfit or leaf.stride() != stride or storage in seen or _overlaps_itself(leaf):
             leaf = _laid_out(leaf.detach(), None if _overlaps_itself(leaf) and like is None else stride)
         seen.add(leaf.untyped_storage()._cdata if leaf.numel() else object())
         taken.append(leaf)

@@ -8,6 +8,8 @@ the function read besides its arguments stays as it was, tensors by reference.
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 import types
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -86,3 +88,15 @@ def _backend(name: str, patches: dict[str, Any]) -> Callable[..., Any]:
 
     found: Callable[..., Any] = lookup_backend(name)
     return found
+
+
+def check_compiler(backend: str, leaves: list[Tensor]) -> None:
+    """Raise RuntimeError where Inductor would want a C++ compiler and there is none."""
+    if backend != "inductor" or not any(leaf.device.type == "cpu" for leaf in leaves):
+        return
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    if not any(shutil.which(name) for name in wanted):
+        raise RuntimeError(
+            "jit: torch.compile needs a C++ compiler on a CPU; found none of "
+            f"{', '.join(wanted)}: install g++ or clang, or pass backend='aot_eager'"
+        )

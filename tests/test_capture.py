@@ -198,6 +198,10 @@ def test_metrics_on_a_cpu_arrive_at_once() -> None:
     ((count, flag, nothing, row),) = reader.ready()
     assert (count, flag, nothing) == (2, True, None)
     assert_same(row, torch.ones(2))
+    scale = torch.tensor(2.0)
+    reader.put(scale)
+    scale.mul_(2)  # as a donated step writes its state
+    assert reader.ready() == [2.0]
     for limit, error in ((0, ValueError), (1.5, TypeError)):
         with pytest.raises(error, match="MetricReader: limit must be"):
             MetricReader(limit=limit)  # type: ignore[arg-type]

@@ -193,6 +193,41 @@ def test_dropout_follows_the_generator_and_the_eager_step() -> None:
     assert_same(state, expected)
 
 
+def test_equal_constants_of_other_types_are_other_programs() -> None:
+    def average(state: Any, batch: Any) -> Any:
+        return state, {"half": batch["x"] * batch["times"]}
+
+    run, x = eager_backend(average), torch.ones(2, dtype=torch.int32)
+    _, whole = run(start(), {"x": x, "times": 1})
+    _, real = run(start(), {"x": x, "times": 1.0})
+    assert whole["half"].dtype == torch.int32
+    assert real["half"].dtype == torch.float32
+    _, zero = run(start(), {"x": torch.ones(2), "times": 0.0})
+    _, minus = run(start(), {"x": torch.ones(2), "times": -0.0})
+    assert not zero["half"].signbit().any()
+    assert minus["half"].signbit().all()
+    for _ in range(2):
+        run(start(), {"x": x, "times": float("nan")})
+    assert run.programs == 5
+
+
+def test_grad_mode_is_none_of_a_batchs_business() -> None:
+    run = eager_backend(add)
+    leaf = torch.ones(2, requires_grad=True)
+    for x in (leaf, leaf * 2):
+        state, metrics = run(start(), {"x": x})
+        assert not state["total"].requires_grad
+        assert not metrics["total"].requires_grad
+
+
+def test_a_state_made_in_inference_mode_is_taken_over() -> None:
+    with torch.inference_mode():
+        state = start()
+    after, _ = eager_backend(add)(state, X)
+    assert after["total"].item() == 2
+    assert not after["total"].is_inference()
+
+
 @pytest.mark.inductor
 def test_exact_rounds_to_float16_where_the_eager_step_does() -> None:
     def step(state: Any, batch: Tensor) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcamp import _capture, _tree
+from funcamp._mended import mended
 from funcamp._outline import Outline, outline
 from funcamp._owned import Owned, arranged, own, strides_for
 from funcamp._signature import difference, signature
@@ -162,9 +163,7 @@ class JitStep:
                     old.copy_(new)
             return results
 
-        patches: dict[str, Any] = {"triton.cudagraphs": False}
-        if donate:
-            patches["post_grad_custom_pre_pass"] = SnapshotWriteBacks()
+        patches = {"triton.cudagraphs": False, "post_grad_custom_pre_pass": SnapshotWriteBacks(options.exact)}
         if options.exact:
             patches |= {"emulate_precision_casts": True, "fallback_random": True}
         # Graphs take the step at their first replay: this one is on clones.
@@ -172,7 +171,8 @@ class JitStep:
         inputs = [leaf.detach() for leaf in given]
         writes = count if donate else 0
         try:
-            return trace(body, [*state, *inputs], writes, options.backend, patches)
+            with mended(exact=options.exact):
+                return trace(body, [*state, *inputs], writes, options.backend, patches)
         except SharedError:
             self._owned = own(owned.tree, None, copy=True)
             return self._trace(self._owned, batch, given, found)

@@ -50,7 +50,14 @@ _SAME_VALUES = {
 
 
 class SnapshotWriteBacks(CustomGraphPass):
-    """Computes, before the first write, what is written somewhere and is an input that will be written itself."""
+    """Computes, before the first write, what is written somewhere and is an input that will be written itself.
+
+    Args:
+        exact: part of the name in Inductor's cache, which does not know what `mended` changes.
+    """
+
+    def __init__(self, exact: bool) -> None:
+        self._exact = exact
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change the graph in place."""
@@ -70,8 +77,8 @@ class SnapshotWriteBacks(CustomGraphPass):
             write.args = (target, snapshots[source], *rest)
 
     def uuid(self) -> bytes:
-        """What Inductor's cache knows this pass by: raise it with every change."""
-        return b"funcamp-snapshot-write-backs-2"
+        """What Inductor's cache knows this pass by: raise it with every change of it, or of `mended`."""
+        return b"funcamp-snapshot-write-backs-3" + b"-exact" * self._exact
 
 
 def _root(node: torch.fx.Node) -> Any:

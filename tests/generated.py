@@ -12,7 +12,12 @@ from torch._inductor.utils import run_and_get_code
 
 def generated(fn: Callable[..., Any], *args: Any) -> str:
     """The code of the one graph that Inductor makes of a function; the function is called once."""
-    _, codes = run_and_get_code(torch.compile(fn, fullgraph=True), *args)
+    return code_of(torch.compile(fn, fullgraph=True), *args)
+
+
+def code_of(compiled: Callable[..., Any], *args: Any) -> str:
+    """The code of the one graph that a first call compiles."""
+    _, codes = run_and_get_code(compiled, *args)
     assert len(codes) == 1, f"{len(codes)} graphs instead of one"
     code: str = codes[0]
     return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,27 +11,32 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from funcamp import TrainState, make_train_step, module_loss, stateless
-from tests.generated import generated
+from funcamp import TrainState, TrainStep, jit, make_train_step, module_loss, stateless
+from tests.generated import code_of, generated
 
 pytestmark = pytest.mark.inductor
 
 WIDTH = 16
+BATCH = (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
     return (output.float() - target).square().mean()
 
 
-def code_of(layers: int, **options: Any) -> tuple[str, TrainState]:
-    """The code of a step of AdamW with a schedule and clipping on a stack of Linears."""
+def step_of(layers: int, **options: Any) -> TrainStep:
+    """AdamW with a schedule and clipping on a stack of Linears."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     adamw = stateless(torch.optim.AdamW, lr=lambda applied: 1e-3 / (1 + applied))
     loss_fn = module_loss(model, mse)
-    step = make_train_step(loss_fn, adamw, policy="bfloat16", max_norm=1.0, **options)
+    return make_train_step(loss_fn, adamw, policy="bfloat16", max_norm=1.0, **options)
+
+
+def code_of_step(layers: int, **options: Any) -> tuple[str, TrainState]:
+    step = step_of(layers, **options)
     state = step.init()
     torch._dynamo.reset()
-    return generated(step, state, (torch.randn(8, WIDTH), torch.randn(8, WIDTH))), state
+    return generated(step, state, BATCH), state
 
 
 def loops(code: str) -> Iterator[str]:
@@ -45,12 +51,12 @@ def loops(code: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def small() -> tuple[str, TrainState]:
-    return code_of(3)
+    return code_of_step(3)
 
 
 @pytest.fixture(scope="module")
 def large() -> tuple[str, TrainState]:
-    return code_of(12)
+    return code_of_step(12)
 
 
 def test_powers_of_the_step_count_are_taken_outside_the_loops(small: tuple[str, TrainState]) -> None:
@@ -75,5 +81,17 @@ def test_the_optimizer_is_one_loop_a_group_whatever_the_number_of_tensors(
     roots = [code.count(".sqrt()") for code, _ in (small, large)]
     assert roots[0] == roots[1] > 0
     assert [len(state.params.groups) for _, state in (small, large)] == [2, 2]
-    by_tensor, _ = code_of(12, flat=False)
+    by_tensor, _ = code_of_step(12, flat=False)
     assert by_tensor.count(".sqrt()") > 4 * roots[1]
+
+
+def test_a_donated_step_allocates_one_gradient_and_no_new_state() -> None:
+    step = step_of(12)
+    allocated = []
+    for donate in (True, False):
+        code = code_of(jit(step, donate=donate), step.init(), BATCH)
+        sizes = re.findall(r"= empty_strided_cpu\(\(([\d, ]*)\)", code)
+        numbers = [math.prod(int(size) for size in shape.split(",") if size.strip()) for shape in sizes]
+        allocated.append(sum(number == 12 * WIDTH * WIDTH for number in numbers))
+    # The gradient; then parameters, two moments and the compute copy, which a copy pass would need as well.
+    assert allocated == [1, 5]

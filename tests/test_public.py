@@ -27,7 +27,7 @@ LAYERS = [
     {"_train_state"},
     {"_step"},
     {"_make_step"},
-    {"_metrics", "_signature", "_trace", "_writeback"},
+    {"_mended", "_metrics", "_signature", "_trace", "_writeback"},
     {"_outline", "_owned", "_capture", "_unroll"},
     {"_jit_step"},
     {"_jit"},

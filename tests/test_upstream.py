@@ -78,3 +78,26 @@ def test_inductor_forgets_the_place_of_a_view_in_a_strided_one() -> None:
     # `_tree.settled` may take views when 2.11 is no longer supported.
     pick = torch.compile(lambda x: x[2:3].view(()).as_strided((), ()) * 2, fullgraph=True)
     assert pick(torch.arange(4.0)).item() == (0.0 if VERSION == (2, 11) else 4.0)
+
+
+@pytest.mark.inductor
+def test_inductor_forgets_that_a_write_comes_after_a_read() -> None:
+    # https://github.com/pytorch/pytorch/issues/177631: `_mended.keep_order` can go when 2.11 is no longer supported.
+    def shift(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        row, largest, before = b[1].clone(), a.amax(1, keepdim=True).expand(4, 4), a.clone()
+        scanned = a.cummax(0).values
+        b.copy_(largest.clone())
+        a.copy_(scanned.clone())
+        return row, before
+
+    row, _ = torch.compile(shift, fullgraph=True)(torch.zeros(4, 4), torch.ones(4, 4))
+    assert row.tolist() == [0.0 if VERSION == (2, 11) else 1.0] * 4
+
+
+@pytest.mark.inductor
+def test_inductor_reads_back_an_unrounded_value() -> None:
+    # https://github.com/pytorch/pytorch/issues/185337: `_mended.forget` can go when 2.11 is no longer supported.
+    options: Any = {"emulate_precision_casts": True}
+    there_and_back = torch.compile(lambda x: x.half().float(), fullgraph=True, options=options)
+    x = 1.0 + 2.0**-12
+    assert there_and_back(torch.tensor([x])).item() == (x if VERSION == (2, 11) else 1.0)

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 import funcamp
 
@@ -83,39 +82,20 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def funcamp_step(
-    size: str, device: str, dtype: torch.dtype, *, compiled: bool, flat: bool = True, donate: bool = True
+    size: str, device: str, dtype: torch.dtype, *, compiled: bool, flat: bool = True, **options: Any
 ) -> Callable[[], None]:
-    """The same step as a pure function; compiled in one graph or eager.
-
-    Donated: the new state is written into the old one's storage inside the compiled graph. All values are taken before
-    the first is written, and no leaf of this state is a view of another.
-    """
+    """The same step as a pure function: eager, or by `funcamp.jit` with these options."""
     model, x, y = build(size, device)
     loss_fn = funcamp.module_loss(model, cross_entropy)
     config = funcamp.ScalerConfig(growth_interval=10**6)
     optimizer = funcamp.stateless(torch.optim.AdamW, lr=1e-4)
     policy = str(dtype).removeprefix("torch.")
     step = funcamp.make_train_step(loss_fn, optimizer, config, policy=policy, flat=flat)
-    leaves, spec = _pytree.tree_flatten(step.init())
-
-    def donated(leaves: list[Tensor], x: Tensor, y: Tensor) -> funcamp.Metrics:
-        new, metrics = step(_pytree.tree_unflatten(leaves, spec), (x, y))
-        for old, value in zip(leaves, [value.clone() for value in _pytree.tree_leaves(new)]):
-            old.copy_(value)
-        return metrics
-
-    def pure(leaves: list[Tensor], x: Tensor, y: Tensor) -> tuple[list[Tensor], funcamp.Metrics]:
-        new, metrics = step(_pytree.tree_unflatten(leaves, spec), (x, y))
-        return _pytree.tree_leaves(new), metrics
-
-    if donate:
-        in_place = torch.compile(donated, fullgraph=True) if compiled else donated
-        return lambda: (in_place(leaves, x, y), None)[1]
-    run = torch.compile(pure, fullgraph=True) if compiled else pure
-    state = [leaves]
+    run: Callable[..., Any] = funcamp.jit(step, **options) if compiled else step
+    state = [step.init()]
 
     def call() -> None:
-        state[0] = run(state[0], x, y)[0]
+        state[0], _ = run(state[0], (x, y))
 
     return call
 
@@ -123,11 +103,13 @@ def funcamp_step(
 VARIANTS: dict[str, Callable[..., Callable[[], None]]] = {
     "eager torch.amp.GradScaler, fused AdamW": functools.partial(torch_step, compiled=False),
     "torch.compile(model), torch.amp.GradScaler, fused AdamW": functools.partial(torch_step, compiled=True),
-    "funcamp, eager": functools.partial(funcamp_step, compiled=False, donate=False),
-    "funcamp, compiled, a tensor a parameter, donated": functools.partial(funcamp_step, compiled=True, flat=False),
-    "funcamp, compiled, flat": functools.partial(funcamp_step, compiled=True, donate=False),
-    "funcamp, compiled, flat, donated": functools.partial(funcamp_step, compiled=True),
+    "funcamp, eager": functools.partial(funcamp_step, compiled=False),
+    "funcamp.jit, a tensor a parameter": functools.partial(funcamp_step, compiled=True, flat=False),
+    "funcamp.jit, donate=False": functools.partial(funcamp_step, compiled=True, donate=False),
+    "funcamp.jit": functools.partial(funcamp_step, compiled=True),
+    "funcamp.jit, exact=True": functools.partial(funcamp_step, compiled=True, exact=True),
 }
+ON_A_GPU = {"funcamp.jit, capture=False": functools.partial(funcamp_step, compiled=True, capture=False)}
 
 
 def timed(step: Callable[[], None], repeats: int, device: str) -> float:
@@ -147,15 +129,16 @@ def measure(size: str, device: str, rounds: int) -> list[dict[str, Any]]:
     dtype = torch.float16 if device == "cuda" else torch.bfloat16
     steps: dict[str, Callable[[], None]] = {}
     first: dict[str, float] = {}
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for name, make in VARIANTS.items():
+    variants = VARIANTS | (ON_A_GPU if device == "cuda" else {})
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for name, make in variants.items():
         steps[name] = make(size, device, dtype)
         first[name] = timed(steps[name], 1, device) / 1e3
         timed(steps[name], 2, device)
     for _ in range(rounds):
         for name, step in steps.items():
             times[name].append(timed(step, STEPS[size], device))
-    base = times[next(iter(VARIANTS))]
+    base = times[next(iter(variants))]
     rows = []
     for name, values in times.items():
         low, middle, high = statistics.quantiles(values, n=4)

@@ -12,7 +12,7 @@ from funcamp import _capture, _tree
 from funcamp._mended import mended
 from funcamp._outline import Outline, outline
 from funcamp._owned import Owned, arranged, own, strides_for
-from funcamp._signature import difference, signature
+from funcamp._signature import difference, flat, signature
 from funcamp._trace import Flat, SharedError, check_compiler, trace
 from funcamp._types import Tree
 from funcamp._unroll import first_of, unrolled
@@ -68,7 +68,7 @@ class JitStep:
             ValueError: state is unlike the first one; a batch signature more than `max_signatures`.
             RuntimeError: step cannot be compiled or captured, or reads the host; there is no compiler.
         """
-        leaves, spec = _tree.flatten(batch)
+        leaves, spec = flat(batch)
         key = (spec, tuple([signature(leaf) for leaf in leaves]))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         owned = self._own(state)

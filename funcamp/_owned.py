@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any
 
@@ -36,9 +37,8 @@ class Owned:
         for node, held in self._contents:
             if len(node) != len(held):
                 return False
-            for now, before in zip(node.values() if isinstance(node, dict) else node, held):
-                if now is not before:
-                    return False
+            if not all(map(operator.is_, node.values() if isinstance(node, dict) else node, held)):
+                return False
         return True
 
     def filled(self, leaves: list[Tensor]) -> Tree:

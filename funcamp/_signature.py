@@ -10,6 +10,16 @@ from funcamp import _tree
 from funcamp._types import Tree
 
 
+def flat(batch: Tree) -> tuple[list[Any], Any]:
+    """The leaves of a batch, and what stands for its structure: cheap for a tuple or a dict of tensors."""
+    kind = type(batch)
+    if kind is tuple and {*map(type, batch)} == {Tensor}:
+        return list(batch), len(batch)
+    if kind is dict and {*map(type, batch.values())} == {Tensor}:
+        return list(batch.values()), tuple(batch)
+    return _tree.flatten(batch)
+
+
 def signature(leaf: Any) -> Any:
     """Shape, dtype and device of a tensor; type and value of anything else: 1, 1.0 and True make three programs."""
     if isinstance(leaf, Tensor):
@@ -32,7 +42,7 @@ def check_like(call: str, names: tuple[str, str], trees: tuple[Tree, Tree]) -> N
 def difference(batch: Tree, before: Any, now: Any) -> str:
     """How the signatures of a batch, now, differ from another's: each a pair of structure and leaves."""
     if before[0] != now[0]:
-        return f"its structure changed from {before[0]} to {now[0]}"
+        return f"its structure changed to {_tree.flatten(batch)[1]}"
     for index, (old, new) in enumerate(zip(before[1], now[1])):
         if old != new:
             return f"batch{_tree.path_of(batch, index)} changed from {_told(old)} to {_told(new)}"

@@ -2,8 +2,8 @@
 
 A donated step ends in one `old.copy_(new)` a leaf. Every new value is a snapshot, taken before the first write; but
 Inductor, 2.11 to 2.13, removes a snapshot that only copies an input (`remove_noop_ops`), and then writes back in the
-order of the leaves: with `prev := cur; cur := f(cur)` prev gets the new cur, silently
-(https://github.com/pytorch/pytorch/issues/198131). tests/test_donation.py tells when this can go.
+order of the leaves: with `prev := cur; cur := f(cur)` prev gets the new cur, silently, and so does a part of
+prev that is returned (https://github.com/pytorch/pytorch/issues/198131). tests/test_donation.py tells when this can go.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SAME_VALUES = {
 
 
 class SnapshotWriteBacks(CustomGraphPass):
-    """Computes, before the first write, what is written somewhere and is an input that will be written itself.
+    """Computes, before the first write, what is written or returned and is an input that will be written itself.
 
     Args:
         exact: part of the name in Inductor's cache, which does not know what `mended` changes.
@@ -67,18 +67,26 @@ class SnapshotWriteBacks(CustomGraphPass):
             return
         written = {n.args[0] for n in writes}
         snapshots: dict[Any, torch.fx.Node] = {}
-        for write in writes:
-            target, source, *rest = write.args
-            if source is target or not isinstance(source, torch.fx.Node) or _root(source) not in written:
-                continue
+
+        def early(source: Any) -> Any:
+            if not isinstance(source, torch.fx.Node) or _root(source) not in written:
+                return source
             if source not in snapshots:
                 with graph.inserting_before(writes[0]):
                     snapshots[source] = _recomputed(graph, source)
-            write.args = (target, snapshots[source], *rest)
+            return snapshots[source]
+
+        for write in writes:
+            target, source, *rest = write.args
+            if source is not target:
+                write.args = (target, early(source), *rest)
+        output = graph.output_node()
+        results: Any = output.args[0]
+        output.args = (type(results)(early(result) for result in results),)
 
     def uuid(self) -> bytes:
         """What Inductor's cache knows this pass by: raise it with every change of it, or of `mended`."""
-        return b"funcamp-snapshot-write-backs-3" + b"-exact" * self._exact
+        return b"funcamp-snapshot-write-backs-4" + b"-exact" * self._exact
 
 
 def _root(node: torch.fx.Node) -> Any:

@@ -53,7 +53,7 @@ PATTERNS: dict[str, Callable[[State], dict[str, Tensor]]] = {
 def step_of(pattern: Callable[[State], dict[str, Tensor]]) -> Callable[[State, Any], Any]:
     def step(state: State, batch: Tensor) -> Any:
         new = {**state, **pattern(state)}
-        old_and_new = {"old": state["a"], "row": state["b"][1], "new": new["a"], "sum": new["b"][0, 0] + batch.sum()}
-        return new, old_and_new
+        old = {"old": state["a"], "row": state["b"][1], "copied": state["c"].clone()[1]}
+        return new, {**old, "new": new["a"], "part": new["b"][0], "sum": new["b"][0, 0] + batch.sum()}
 
     return step

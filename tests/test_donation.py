@@ -81,7 +81,7 @@ def test_random_aliasing_is_the_eager_step(program: list[tuple[int, int, int]]) 
 
 
 @pytest.mark.inductor
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAM)
 def test_random_aliasing_is_the_eager_step_by_inductor(program: list[tuple[int, int, int]]) -> None:
     check(random_step(program), [torch.randn(3, 3) for _ in range(LEAVES)], "inductor", steps=2)

@@ -1,0 +1,129 @@
+"""Host time of one call of a captured `funcamp.jit` step, beyond the launch of its graph.
+
+The graph is replaced by one that does nothing, so that what is left is the wrapper: telling the batch signature and
+the state, copying the batch in, cloning the metrics out. States of 10 and of 1,000 leaves, a batch of two tensors,
+four numbers as metrics. On a CPU the copies run at once; on a GPU they are launches. Beside it: a plain loop over
+the same static tensors, as one writes a capture by hand, which checks nothing.
+
+    python benchmarks/overhead.py [--device cuda] [--rounds 9] [--out benchmarks/results]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import funcamp
+from funcamp import _capture
+
+CALLS = 2000
+
+
+class NoGraph:
+    """In place of CUDA graphs: warm-up and capture run, a replay does nothing."""
+
+    def kept(self) -> contextlib.AbstractContextManager[None]:
+        """Keeps no random state."""
+        return contextlib.nullcontext()
+
+    def warm_up(self, run: Callable[[], Any], times: int) -> None:
+        """Not needed."""
+
+    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+        """The results of one run, and a replay that leaves them as they are."""
+        return lambda: None, run()
+
+
+def step(state: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Counts in every leaf."""
+    total = batch[0].sum() + batch[1].sum()
+    return {name: leaf + 1 for name, leaf in state.items()}, {name: total * index for index, name in enumerate("abcd")}
+
+
+def captured(leaves: int, device: str) -> Callable[[], Any]:
+    """A call of a captured step."""
+    batch = (torch.ones(8, device=device), torch.ones(8, device=device))
+    with mock.patch.object(_capture, "graphs_for", return_value=NoGraph()):
+        run = funcamp.jit(step, backend="aot_eager")
+        held = [run({f"leaf{index}": torch.zeros(4, device=device) for index in range(leaves)}, batch)[0]]
+
+    def call() -> None:
+        held[0], _ = run(held[0], batch)
+
+    return call
+
+
+def by_hand(device: str) -> Callable[[], Any]:
+    """What every loop around a captured graph does: copy the batch in, replay, clone what is read later."""
+    static = [torch.ones(8, device=device) for _ in range(2)]
+    batch = [torch.ones(8, device=device) for _ in range(2)]
+    metrics = torch.zeros(4, device=device)
+
+    def call() -> Any:
+        for target, value in zip(static, batch):
+            target.copy_(value, non_blocking=True)
+        return metrics.clone().unbind()
+
+    return call
+
+
+def microseconds(call: Callable[[], Any], device: str) -> float:
+    """Of the host, a call."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    return (time.perf_counter() - start) / CALLS * 1e6
+
+
+def main() -> None:
+    """Measure, print, and write the result files where asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="folder for a dated .md and .json")
+    args = parser.parse_args()
+    calls = {"by hand": by_hand(args.device)}
+    calls |= {f"funcamp.jit, {leaves} leaves": captured(leaves, args.device) for leaves in (10, 1000)}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(args.rounds + 1):
+        for name, call in calls.items():
+            times[name].append(microseconds(call, args.device))
+    rows = {name: statistics.quantiles(values[1:], n=4) for name, values in times.items()}
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    today = datetime.date.today().isoformat()
+    lines = [
+        "# Host time of a captured step beyond the launch",
+        "",
+        f"- date: {today}",
+        f"- command: python benchmarks/overhead.py --device {args.device} --rounds {args.rounds}",
+        f"- device: {device}; torch {torch.__version__}, Python {platform.python_version()}",
+        "",
+        "| call | median µs | quartiles µs |",
+        "|---|---|---|",
+        *(f"| {name} | {middle:.1f} | {low:.1f} to {high:.1f} |" for name, (low, middle, high) in rows.items()),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        stem = args.out / f"{today}-overhead-{args.device}"
+        stem.with_suffix(".md").write_text(text)
+        stem.with_suffix(".json").write_text(json.dumps({"device": device, "microseconds": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

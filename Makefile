@@ -33,11 +33,13 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/step.py --out $(RESULTS) $(ARGS)
 	$(BIN)/python benchmarks/step.py --out $(RESULTS) --keep-memory $(ARGS)
 	$(BIN)/python benchmarks/footprint.py --out $(RESULTS)
+	$(BIN)/python benchmarks/overhead.py --out $(RESULTS)
 
 gpu:
 	$(PYTHON) -m pytest -q -m cuda tests/cuda $(ARGS)
 	$(PYTHON) -m funcamp doctor --device cuda
 	$(PYTHON) benchmarks/step.py --device cuda $(if $(OUT),--out $(OUT),)
+	$(PYTHON) benchmarks/overhead.py --device cuda $(if $(OUT),--out $(OUT),)
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -114,8 +114,10 @@ class Captured:
         if not self._packed:
             return [result.clone() for result in self._results]
         *results, numbers = self._results
-        copies = iter(numbers.clone().unbind())
-        packed = set(self._packed)
+        copied = numbers.clone().unbind()
+        if len(copied) == len(results):
+            return list(copied)
+        copies, packed = iter(copied), set(self._packed)
         return [next(copies) if i in packed else result.clone() for i, result in enumerate(results)]
 
 

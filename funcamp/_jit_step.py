@@ -61,7 +61,8 @@ class JitStep:
 
         Args:
             state: the last call's, or any with its structure, shapes, dtypes and devices. Donated: consumed.
-            batch: a pytree; its tensors may have any values, its other leaves are constants of the program.
+            batch: a pytree; its tensors may have any values, its other leaves are constants of the program. Captured:
+                tensors on the host are copied to the state's device, without a wait where their memory is pinned.
 
         Raises:
             TypeError: a leaf of state is no tensor; step returns no pair; a constant of the batch cannot be hashed.
@@ -116,6 +117,8 @@ class JitStep:
                 f"jit: batch must have at most {options.max_signatures} signatures in all (max_signatures); "
                 f"{difference(batch, self._last, key)}"
             )
+        if self._graphs is not None:
+            batch, given = _beside(owned.leaves[0], batch)
         one = batch if unroll is None else first_of(batch, unroll)
         found = outline("jit", self._step, owned.tree, one)
         check_compiler(options.backend, owned.leaves + given)
@@ -179,3 +182,10 @@ class JitStep:
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RuntimeError(f"jit: step cannot be compiled into one graph: {reason}") from error
+
+
+def _beside(leaf: Tensor, batch: Tree) -> tuple[Tree, list[Tensor]]:
+    """A batch on a leaf's device, and its tensors."""
+    leaves, spec = _tree.flatten(batch)
+    moved = [value.to(leaf.device) if isinstance(value, Tensor) else value for value in leaves]
+    return _tree.unflatten(moved, spec), [value for value in moved if isinstance(value, Tensor)]

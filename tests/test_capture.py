@@ -136,6 +136,20 @@ def test_a_state_from_elsewhere_is_copied_in_and_the_former_keeps_its_values(gra
     assert graphs.captures == 1
 
 
+def test_batches_and_a_lone_metric_are_left_alone(graphs: StandIn) -> None:
+    def mean(state: Any, batch: Tensor) -> Any:
+        return {"x": state["x"] + batch.sum()}, batch.mean()
+
+    run, state = jit(mean, backend="aot_eager"), {"x": torch.zeros(())}
+    batches = [torch.full((2,), float(index)) for index in range(3)]
+    means = []
+    for batch in batches:
+        state, metric = run(state, batch)
+        means.append(metric)
+    assert [batch.tolist() for batch in batches] == [[0, 0], [1, 1], [2, 2]]
+    assert numbers(*means) == [0, 1, 2]
+
+
 def test_steps_in_one_graph(graphs: StandIn) -> None:
     run, state = jit(add, backend="aot_eager", unroll=3), {"x": torch.zeros(()), "n": torch.tensor(0)}
     for _ in range(2):

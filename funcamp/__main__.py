@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 
 import torch
@@ -25,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         doctor.error("--device cuda needs a GPU that this torch can use; got none")
+    if not 0 <= args.seconds < math.inf:
+        doctor.error(f"--seconds must be 0 or more; got {args.seconds}")
     findings = examine(device, args.seconds)
     if args.json:
         sys.stdout.write(json.dumps([finding._asdict() for finding in findings], indent=1) + "\n")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import platform
-import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -15,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import funcamp
-from funcamp._outline import outline
+from funcamp._dry_run import dry_run
+from funcamp._trace import cpp_compiler
 
 _STEPS = 300
 _CONFIG = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=20)
@@ -75,12 +74,7 @@ def _compiler(device: str) -> str:
         import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
         return f"triton {triton.__version__}"
-    found = next(
-        (path for name in (os.environ.get("CXX", "c++"), "g++", "clang++") if (path := shutil.which(name))), None
-    )
-    if found is None:
-        raise RuntimeError("no C++ compiler: install g++ or clang; until then jit(step, backend='aot_eager')")
-    return found
+    return cpp_compiler("torch.compile needs a C++ compiler on a CPU")
 
 
 def _task(device: str, width: int = 32) -> tuple[nn.Module, Callable[[int], tuple[Tensor, Tensor]]]:
@@ -182,7 +176,7 @@ def _host_reads(device: str) -> str:
     model, batch = _task(device)
     step = _step(model, torch.optim.AdamW, max_norm=1.0)
     state = step.init()
-    outline("doctor", step, state, batch(0))
+    dry_run("doctor", step, state, batch(0))
     if device != "cuda":
         return "none, in a run without values"
     run = funcamp.jit(step)

@@ -6,16 +6,18 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from funcamp import _capture, _tree
+from funcamp._dry_run import dry_run
 from funcamp._mended import mended
-from funcamp._outline import Outline, outline
-from funcamp._owned import Owned, arranged, own, strides_for
-from funcamp._signature import difference, flat, signature
-from funcamp._trace import Flat, SharedError, check_compiler, trace
+from funcamp._owned import Owned, arranged, own, storage_of, strides_for
+from funcamp._signature import check_batch, difference, flat, kinds, signature
+from funcamp._trace import Flat, HostError, Outline, SharedError, Traced, check_compiler, trace
 from funcamp._types import Tree
 from funcamp._unroll import first_of, unrolled
+from funcamp._user_line import in_text
 from funcamp._writeback import SnapshotWriteBacks
 
 
@@ -45,6 +47,8 @@ class JitStep:
         self._step, self._options = step, options
         self._programs: dict[Any, _Program] = {}
         self._owned: Owned | None = None
+        self._like: Tree = None
+        self._captured: list[Tensor] = []
         self._graphs: _capture.Graphs | None = None
         self._last: Any = None
 
@@ -68,14 +72,20 @@ class JitStep:
             TypeError: a leaf of state is no tensor; step returns no pair; a constant of the batch cannot be hashed.
             ValueError: state is unlike the first one; a batch signature more than `max_signatures`.
             RuntimeError: step cannot be compiled or captured, or reads the host; there is no compiler.
+            Exception: what step itself raises while it is traced.
         """
         leaves, spec = flat(batch)
         key = (spec, tuple([signature(leaf) for leaf in leaves]))
+        try:
+            program = self._programs.get(key)
+        except TypeError:
+            check_batch(batch)
+            raise
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         owned = self._own(state)
-        program = self._programs.get(key)
         if program is None:
-            program, results = self._compile(key, owned, batch, given)
+            with torch.inference_mode(False):
+                program, results = self._compile(key, owned, batch, given)
             owned = self._owned or owned
         else:
             given = arranged(given, program.strides, owned)
@@ -97,91 +107,119 @@ class JitStep:
 
     def _own(self, state: Tree) -> Owned:
         """The state's leaves, in storage that is this step's to write, or for graphs in their static storage."""
-        owned = self._owned
-        if owned is not None and owned.is_of(state):
-            return owned
-        if owned is not None and self._graphs is not None:
-            owned.refill(state)
-            return owned
-        donate, first = self._options.donate, owned is None
-        leaf = next((leaf for leaf in _tree.leaves(state) if isinstance(leaf, Tensor)), None)
-        if first and self._options.capture and leaf is not None:
-            self._graphs = _capture.graphs_for(leaf.device)
-        self._owned = own(state, owned, copy=not donate and self._graphs is not None)
-        return self._owned
+        if self._owned is not None and self._owned.is_of(state):
+            return self._owned
+        with torch.inference_mode(False), torch.no_grad():
+            if self._owned is not None and self._graphs is not None:
+                self._owned.refill(state, self._like)
+                return self._owned
+            leaf = next((leaf for leaf in _tree.leaves(state) if isinstance(leaf, Tensor)), None)
+            if self._owned is None and self._options.capture and leaf is not None:
+                self._graphs = _capture.graphs_for(leaf.device)
+            donate = self._options.donate
+            avoid = {storage_of(leaf) for leaf in self._captured} if donate else set()
+            owned = own(state, self._like, avoid, copy=not donate and self._graphs is not None)
+        if self._owned is None:
+            self._like = kinds(owned.tree)
+        self._owned = owned
+        return owned
 
     def _compile(self, key: Any, owned: Owned, batch: Tree, given: list[Tensor]) -> tuple[_Program, list[Tensor]]:
         options, unroll = self._options, self._options.unroll
-        if len(self._programs) >= options.max_signatures:
-            raise ValueError(
-                f"jit: batch must have at most {options.max_signatures} signatures in all (max_signatures); "
-                f"{difference(batch, self._last, key)}"
-            )
-        if self._graphs is not None:
-            batch, given = _beside(owned.leaves[0], batch)
-        one = batch if unroll is None else first_of(batch, unroll)
-        found = outline("jit", self._step, owned.tree, one)
-        check_compiler(options.backend, owned.leaves + given)
-        strides = strides_for(given)
-        given = arranged(given, strides, owned)
-        graphs = self._graphs
-        with graphs.kept() if graphs is not None else contextlib.nullcontext():
-            single, results = self._trace(owned, one, given if unroll is None else [leaf[0] for leaf in given], found)
-        owned = self._owned or owned
-        metrics, run = len(found.tensors), single
-        if unroll is not None:
-            run = unrolled(single, len(owned.leaves), metrics, unroll)
-        if graphs is None:
-            program = _Program(run, found, strides)
-            if unroll is not None:
-                rest = unrolled(single, len(owned.leaves), metrics, unroll, done=results)
-                results = rest([*owned.leaves, *given])
-        else:
-            program = _Program(_capture.Captured(graphs, run, owned.leaves, given, metrics), found, strides)
-            results = program.run(given)
+        try:
+            if len(self._programs) >= options.max_signatures:
+                raise ValueError(
+                    f"jit: batch must have at most {options.max_signatures} signatures in all (max_signatures); "
+                    f"{difference(batch, self._last, key)}"
+                )
+            check_batch(batch)
+            if self._graphs is not None:
+                batch, given = _beside(owned.leaves[0], batch)
+            one = batch if unroll is None else first_of(batch, unroll)
+            check_compiler(options.backend, owned.leaves + given)
+            strides = strides_for(given)
+            given = arranged(given, strides, owned)
+            program, results = self._program(owned, one, given, strides)
+        except BaseException:
+            if not self._programs:  # a state that never was of use binds no later one
+                self._owned = self._graphs = self._like = None
+            raise
         self._programs[key] = program
         return program, results
 
-    def _trace(self, owned: Owned, batch: Tree, given: list[Tensor], found: Outline) -> tuple[Flat, list[Tensor]]:
-        options, donate = self._options, self._options.donate
-        count, filled = len(owned.leaves), owned.filled
+    def _program(
+        self, owned: Owned, one: Tree, given: list[Tensor], strides: list[tuple[int, ...]]
+    ) -> tuple[_Program, list[Tensor]]:
+        unroll, graphs = self._options.unroll, self._graphs
+        with graphs.kept() if graphs is not None else contextlib.nullcontext():
+            traced = self._trace(owned, one, given if unroll is None else [leaf[0] for leaf in given])
+        owned = self._owned or owned
+        self._captured += traced.captured
+        run, results, metrics = traced.run, traced.results, len(traced.rest.tensors)
+        if unroll is not None:
+            run = unrolled(traced.run, len(owned.leaves), metrics, unroll)
+        if graphs is not None:
+            captured = _capture.Captured(graphs, run, owned.leaves, given, metrics)
+            return _Program(captured, traced.rest, strides), captured(given)
+        if unroll is not None:
+            results = unrolled(traced.run, len(owned.leaves), metrics, unroll, done=results)([*owned.leaves, *given])
+        return _Program(run, traced.rest, strides), results
+
+    def _trace(self, owned: Owned, batch: Tree, given: list[Tensor]) -> Traced:
+        options, step, like = self._options, self._step, self._like
+        count, filled, expected = len(owned.leaves), owned.filled, owned.spec
         flat, spec = _tree.flatten(batch)
         places = [index for index, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
-        step = self._step
 
-        def body(values: list[Tensor]) -> list[Tensor]:
+        def body(values: list[Tensor]) -> tuple[list[Tensor], Tree]:
             whole = list(flat)
             for place, value in zip(places, values[count:]):
                 whole[place] = value
             new, metrics = step(filled(values[:count]), _tree.unflatten(whole, spec))
-            fresh = [leaf for leaf in _tree.leaves(new) if leaf is not None]
-            numbers = _tree.leaves(metrics)
-            results = [numbers[place].clone() for place in found.tensors]
-            if not donate:
-                return [*fresh, *results]
+            leaves, structure = _tree.flatten(new)
+            fresh = [leaf for leaf in leaves if leaf is not None]
+            if structure != expected or len(fresh) != count:
+                raise _UnlikeError
+            for leaf, old in zip(fresh, values):
+                if signature(leaf) != signature(old):
+                    raise _UnlikeError
+            numbers, rest = _tree.flatten(metrics)
+            kept = _tree.unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in numbers], rest)
+            if not options.donate:
+                return fresh, kept
             # All values before the first write; the clones cost nothing where a value is computed.
             snapshots = [new if new is old else new.clone() for new, old in zip(fresh, values)]
             for new, old in zip(snapshots, values):
                 if new is not old:
                     old.copy_(new)
-            return results
+            return [], kept
 
         patches = {"triton.cudagraphs": False, "post_grad_custom_pre_pass": SnapshotWriteBacks(options.exact)}
         if options.exact:
             patches |= {"emulate_precision_casts": True, "fallback_random": True}
         # Graphs take the step at their first replay: this one is on clones.
         state = [leaf.clone() if self._graphs is not None else leaf.detach() for leaf in owned.leaves]
-        inputs = [leaf.detach() for leaf in given]
-        writes = count if donate else 0
+        args = [*state, *[leaf.detach() for leaf in given]]
+        home = {leaf.device.type for leaf in owned.leaves}
         try:
             with mended(exact=options.exact):
-                return trace(body, [*state, *inputs], writes, options.backend, patches)
+                return trace(body, args, home, owned.storages if options.donate else set(), options.backend, patches)
         except SharedError:
-            self._owned = own(owned.tree, None, copy=True)
-            return self._trace(self._owned, batch, given, found)
+            self._owned = own(owned.tree, like, set(), copy=True)
+            return self._trace(self._owned, batch, given)
+        except HostError as error:
+            raise RuntimeError(f"jit: step must {error}") from None
         except Exception as error:
+            if not isinstance(error, torch._dynamo.exc.TorchDynamoException | _UnlikeError):
+                raise
+            dry_run("jit", step, owned.tree, batch)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise RuntimeError(f"jit: step cannot be compiled into one graph: {reason}") from error
+            where = in_text(str(error))
+            raise RuntimeError(f"jit: step cannot be compiled into one graph: {reason} in {where}") from error
+
+
+class _UnlikeError(Exception):
+    """The new state is unlike the old one; `dry_run` says how."""
 
 
 def _beside(leaf: Tensor, batch: Tree) -> tuple[Tree, list[Tensor]]:

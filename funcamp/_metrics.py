@@ -83,10 +83,6 @@ class MetricReader:
         self._arrived.append(_tree.unflatten(values, spec))
 
 
-def _on_its_way(leaf: Tensor) -> Tensor:
-    return leaf.detach().to("cpu", non_blocking=True, copy=True)
-
-
 def _on_device(leaf: Tensor) -> bool:
     return leaf.is_cuda
 

@@ -1,13 +1,54 @@
-"""What a compiled step is made for: shapes, dtypes and devices; and how one batch differs from another in that."""
+"""What a compiled step is made for: structure, shapes, dtypes and devices; and how one differs from another in that."""
 
 from __future__ import annotations
 
+import numbers
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._types import Tree
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of a tensor, everything but its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"a {self.dtype} tensor of shape {self.shape} on {self.device}"
+
+
+def kinds(tree: Tree) -> Tree:
+    """A tree of the kinds of its tensors."""
+    leaves, spec = _tree.flatten(tree)
+    return _tree.unflatten([_kind(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def _kind(leaf: Tensor) -> Kind:
+    return Kind(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride())
+
+
+def check_like(names: tuple[str, str], like: Tree, tree: Tree) -> None:
+    """Raise ValueError where a tree differs from one of kinds in structure, or in a shape, dtype or device."""
+    _tree.same_structure("jit", names, (like, tree))
+    for index, (kind, leaf) in enumerate(zip(_tree.leaves(like), _tree.leaves(tree))):
+        if isinstance(kind, Kind) and isinstance(leaf, Tensor):
+            fits = (kind.shape, kind.dtype, kind.device) == (tuple(leaf.shape), leaf.dtype, leaf.device)
+        else:
+            fits = kind is leaf
+        if not fits:
+            raise ValueError(
+                f"jit: {names[1]} must have the shapes, dtypes and devices of {names[0]}; at "
+                f"{_tree.path_of(tree, index) or 'its only leaf'} it has {_tree.describe(leaf)} for {kind}"
+            )
 
 
 def flat(batch: Tree) -> tuple[list[Any], Any]:
@@ -24,19 +65,21 @@ def signature(leaf: Any) -> Any:
     """Shape, dtype and device of a tensor; type and value of anything else: 1, 1.0 and True make three programs."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device
-    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
+    return type(leaf), repr(leaf) if isinstance(leaf, numbers.Number) else leaf
 
 
-def check_like(call: str, names: tuple[str, str], trees: tuple[Tree, Tree]) -> None:
-    """Raise ValueError where the second tree differs from the first in structure, or in a shape, dtype or device."""
-    _tree.same_structure(call, names, trees)
-    for index, (old, new) in enumerate(zip(*(_tree.leaves(tree) for tree in trees))):
-        if signature(old) != signature(new):
-            raise ValueError(
-                f"{call}: {names[1]} must have the shapes, dtypes and devices of {names[0]}; at "
-                f"{_tree.path_of(trees[0], index) or 'its only leaf'} it has {_tree.describe(new)} for "
-                f"{_tree.describe(old)}"
-            )
+def check_batch(batch: Tree) -> None:
+    """Raise TypeError for a leaf of a batch that is neither a strided tensor nor can be a constant of a program."""
+    for index, leaf in enumerate(_tree.leaves(batch)):
+        where = f"jit: batch{_tree.path_of(batch, index)} must be"
+        if isinstance(leaf, Tensor):
+            if leaf.layout != torch.strided:
+                raise TypeError(f"{where} strided; got layout {leaf.layout}")
+            continue
+        try:
+            hash(leaf)
+        except TypeError:
+            raise TypeError(f"{where} a tensor, or a constant that can be hashed; got {_tree.describe(leaf)}") from None
 
 
 def difference(batch: Tree, before: Any, now: Any) -> str:
@@ -52,4 +95,5 @@ def difference(batch: Tree, before: Any, now: Any) -> str:
 def _told(leaf: tuple[Any, ...]) -> str:
     if len(leaf) == 3:
         return f"a {leaf[1]} tensor of shape {tuple(leaf[0])} on {leaf[2]}"
-    return f"{leaf[1]!r} (make it a tensor: a number is a constant of the program)"
+    shown = leaf[1] if issubclass(leaf[0], numbers.Number) else repr(leaf[1])
+    return f"{shown} (make it a tensor: a number is a constant of the program)"

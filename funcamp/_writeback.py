@@ -8,7 +8,6 @@ prev that is returned (https://github.com/pytorch/pytorch/issues/198131). tests/
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -17,36 +16,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
-
-#: What gives its first argument's own values, unchanged, in its storage or after Inductor's clean-up.
-_SAME_VALUES = {
-    operator.getitem,
-    _aten._unsafe_view.default,
-    _aten.alias.default,
-    _aten.as_strided.default,
-    _aten.clone.default,
-    _aten.detach.default,
-    _aten.diagonal.default,
-    _aten.expand.default,
-    _aten.lift_fresh_copy.default,
-    _aten.permute.default,
-    _aten.reshape.default,
-    _aten.select.int,
-    _aten.slice.Tensor,
-    _aten.split.Tensor,
-    _aten.split_with_sizes.default,
-    _aten.squeeze.default,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.unbind.int,
-    _aten.unfold.default,
-    _aten.unsqueeze.default,
-    _aten.view.default,
-    _aten.view_as_real.default,
-    _aten.view_as_complex.default,
-}
 
 
 class SnapshotWriteBacks(CustomGraphPass):
@@ -66,6 +35,9 @@ class SnapshotWriteBacks(CustomGraphPass):
         if not writes:
             return
         written = {n.args[0] for n in writes}
+        for target in written:
+            if target.meta["val"].is_complex():
+                _read_early(graph, target)
         snapshots: dict[Any, torch.fx.Node] = {}
 
         def early(source: Any) -> Any:
@@ -86,13 +58,23 @@ class SnapshotWriteBacks(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """What Inductor's cache knows this pass by: raise it with every change of it, or of `mended`."""
-        return b"funcamp-snapshot-write-backs-4" + b"-exact" * self._exact
+        return b"funcamp-snapshot-write-backs-5" + b"-exact" * self._exact
 
 
-def _root(node: torch.fx.Node) -> Any:
-    while node.op == "call_function" and node.target in _SAME_VALUES:
-        node = node.args[0]  # type: ignore[assignment]
+def _root(node: torch.fx.Node) -> torch.fx.Node:
+    """Where a chain of operations on one tensor begins: any of them may be a view, or come to nothing in the end."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
     return node
+
+
+def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:
+    """Let all who read a complex input read a copy: Inductor does not know that a view of its parts reads it."""
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        copy = _recomputed(graph, target)
+    for reader in list(target.users):
+        if reader is not copy and (reader.target is not _COPY or reader.args[0] is not target):
+            reader.replace_input_with(target, copy)
 
 
 def _recomputed(graph: torch.fx.Graph, source: torch.fx.Node) -> torch.fx.Node:

@@ -19,6 +19,7 @@ def state() -> State:
         "count": torch.tensor(3),
         "flag": torch.tensor([True, False]),
         "half": torch.randn(4, 4).half(),
+        "bits": torch.arange(16, dtype=torch.int32).view(4, 4),
         "image": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
     }
 
@@ -46,6 +47,13 @@ PATTERNS: dict[str, Callable[[State], dict[str, Tensor]]] = {
     "read by a product, then written": lambda s: {"a": s["a"] @ s["b"], "b": s["a"], "c": s["b"] @ s["a"]},
     "pieces": lambda s: {"a": torch.cat(s["b"].split(2)[::-1]), "b": torch.stack(s["a"].unbind(1))},
     "another dtype between": lambda s: {"half": s["a"].half(), "a": s["half"].float()},
+    "there and back": lambda s: {"half": s["half"] * 2, "b": s["a"].double().float(), "a": s["half"].float()},
+    "kept after a round trip": lambda s: {
+        "a": s["a"] + 1,
+        "b": s["a"].double().float(),
+        "half": s["half"].float().half(),
+    },
+    "bits of another leaf": lambda s: {"a": s["a"] + 1, "bits": s["a"].view(torch.int32)},
     "scan along itself": lambda s: {"a": s["a"].cummax(0).values, "b": s["a"].amax(1, keepdim=True).expand(4, 4)},
 }
 

@@ -150,6 +150,44 @@ def test_batches_and_a_lone_metric_are_left_alone(graphs: StandIn) -> None:
     assert numbers(*means) == [0, 1, 2]
 
 
+def test_a_state_made_of_views_of_the_last_one_is_copied_before_it_is_written(graphs: StandIn) -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {name: leaf + batch for name, leaf in state.items()}, None
+
+    run = jit(step, backend="aot_eager")
+    state, _ = run({"a": torch.zeros(2, 2), "b": torch.arange(4.0).view(2, 2)}, torch.ones(()))
+    before = clone(state)
+    state, _ = run({"a": state["b"].detach(), "b": state["b"].t()}, torch.ones(()))
+    assert_same(state, {"a": before["b"] + 1, "b": before["b"].t().contiguous() + 1})
+
+
+def test_a_tensor_the_step_reads_is_no_static_storage(graphs: StandIn) -> None:
+    anchor = torch.tensor([1.0, 2.0])
+
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"w": state["w"] + batch}, (state["w"] - anchor).sum()
+
+    run = jit(step, backend="aot_eager")
+    state: Any = {"w": anchor.detach()}
+    moved = []
+    for _ in range(3):
+        state, metric = run(state, torch.ones(()))
+        moved.append(metric.item())
+    assert moved == [0, 2, 4]
+    assert anchor.tolist() == [1, 2]
+
+
+def test_batches_with_grad_and_inference_mode_leave_no_trace(graphs: StandIn) -> None:
+    run, state = jit(add, backend="aot_eager"), {"x": torch.zeros(()), "n": torch.tensor(0)}
+    weight = torch.ones(3, requires_grad=True)
+    with torch.inference_mode():
+        state, _ = run(state, weight.detach())
+    for _ in range(3):
+        state, metrics = run(state, weight * 1)
+        assert not metrics["all"].requires_grad
+    assert numbers(state["x"], state["n"]) == [12, 4]
+
+
 def test_steps_in_one_graph(graphs: StandIn) -> None:
     run, state = jit(add, backend="aot_eager", unroll=3), {"x": torch.zeros(()), "n": torch.tensor(0)}
     for _ in range(2):

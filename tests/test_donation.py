@@ -87,6 +87,17 @@ def test_random_aliasing_is_the_eager_step_by_inductor(program: list[tuple[int, 
     check(random_step(program), [torch.randn(3, 3) for _ in range(LEAVES)], "inductor", steps=2)
 
 
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_parts_of_a_complex_leaf() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        wave = state["wave"]
+        return {"wave": wave * 2, "real": wave.real, "imag": wave.imag}, wave.real
+
+    start = {"wave": torch.randn(4, dtype=torch.complex64), "real": torch.zeros(4), "imag": torch.zeros(4)}
+    check(step, start, "inductor")
+
+
 def double(state: Any, batch: Tensor) -> Any:
     return {name: leaf * (2 + i) + batch.sum() for i, (name, leaf) in enumerate(state.items())}, {"a": state["a"] + 0}
 
@@ -135,3 +146,42 @@ def test_a_tensor_the_step_reads_of_its_own_is_never_written() -> None:
         current, metric = run(current, torch.zeros(3))
         assert_same((current["a"], metric), (torch.full((3,), index + 2.0), torch.ones(3)))
     assert_same(constant, torch.ones(3))
+
+
+def test_a_step_that_keeps_a_view_of_a_later_state_is_not_overwritten() -> None:
+    anchor = torch.tensor([1.0, 2.0])
+
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"w": state["w"] + batch}, (state["w"] - anchor).sum()
+
+    run = jit(step, backend="aot_eager")
+    run({"w": torch.zeros(2)}, torch.ones(()))
+    current: Any = {"w": anchor.detach()}
+    moved = []
+    for _ in range(3):
+        current, metric = run(current, torch.ones(()))
+        moved.append(metric.item())
+    assert moved == [0, 2, 4]
+    assert anchor.tolist() == [1, 2]
+
+
+def test_a_leaf_that_overlaps_itself_is_taken_apart() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"w": state["w"] * 2 + torch.arange(9.0).view(3, 3)}, None
+
+    windows = torch.arange(5.0).unfold(0, 3, 1)
+    expected, _ = step({"w": windows}, torch.ones(()))
+    actual, _ = jit(step, backend="aot_eager")({"w": windows}, torch.ones(()))
+    assert_same(actual["w"], expected["w"])
+
+
+def test_batches_with_lazy_bits_are_settled() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"x": state["x"] + batch.sum()}, None
+
+    wave = torch.tensor([1.0 + 2.0j])
+    run = jit(step, backend="aot_eager")
+    current: Any = {"x": torch.zeros(())}
+    for batch in (wave.imag, wave.conj().imag, wave.imag):
+        current, _ = run(current, batch)
+    assert current["x"].item() == 2

@@ -206,9 +206,94 @@ def test_equal_constants_of_other_types_are_other_programs() -> None:
     _, minus = run(start(), {"x": torch.ones(2), "times": -0.0})
     assert not zero["half"].signbit().any()
     assert minus["half"].signbit().all()
-    for _ in range(2):
-        run(start(), {"x": x, "times": float("nan")})
+    for nan in (float("nan"), float("nan")):
+        run(start(), {"x": x, "times": nan})
     assert run.programs == 5
+
+
+class Table:
+    """Made at its first use, as many position encodings are."""
+
+    cosines: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.cosines is None:
+            self.cosines = torch.arange(3.0).cos()
+        return x * self.cosines
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_what_a_step_makes_once_is_a_real_tensor(backend: str) -> None:
+    def step_with(table: Table) -> Step:
+        return lambda state, batch: ({"x": state["x"] + table(batch).sum()}, table(batch))
+
+    made, used = Table(), Table()
+    step, run = step_with(made), jit(step_with(used), backend=backend)
+    expected, state = ({"x": torch.zeros(())} for _ in range(2))
+    for _ in range(3):
+        expected, metric = step(expected, torch.ones(3))
+        state, found = run(state, torch.ones(3))
+        torch.testing.assert_close((state, found), (expected, metric))
+    assert used.cosines is not None
+    assert type(used.cosines) is Tensor
+
+
+REPLACED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "dtype": (lambda s: s.update(a=torch.zeros((), dtype=torch.int32)), r"at \['a'\] it has a torch.int32"),
+    "shape": (lambda s: s.update(b=torch.zeros(2)), r"at \['b'\] it has .* shape \(2,\)"),
+    "another leaf": (lambda s: s.update(c=torch.zeros(())), "they part at leaf 2"),
+    "no leaf": (lambda s: s.pop("a"), "they part at leaf 0"),
+    "other order": (lambda s: s.update(a=s.pop("a")), "they part at leaf 0"),
+    "keys swapped": (lambda s: s.update(x=s.pop("a"), y=s.pop("b")), "they part at leaf 0"),
+}
+
+
+@pytest.mark.parametrize("change", REPLACED)
+def test_a_state_changed_in_place_is_checked_like_a_new_one(change: str) -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {name: leaf + batch for name, leaf in state.items()}, None
+
+    run, act, message = eager_backend(step), *REPLACED[change]
+    state, _ = run({"a": torch.zeros(()), "b": torch.ones(())}, torch.ones(()))
+    act(state)
+    with pytest.raises(ValueError, match=message):
+        run(state, torch.ones(()))
+    state, _ = run({"a": torch.zeros(()), "b": torch.ones(())}, torch.ones(()))
+    assert [leaf.item() for leaf in state.values()] == [1, 2]
+
+
+def test_a_first_call_that_fails_binds_nothing() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {**state, "x": state["x"] + state["y"] * batch.sum()}, None
+
+    run = eager_backend(step)
+    with pytest.raises((KeyError, RuntimeError), match="y"):
+        run({"x": torch.zeros(())}, torch.ones(2))
+    state, _ = run({"x": torch.zeros(()), "y": torch.ones(())}, torch.ones(2))
+    assert state["x"].item() == 2
+
+
+def test_an_autocast_around_the_call_changes_nothing() -> None:
+    weight = torch.randn(8, 8)
+
+    def step(state: Any, batch: Tensor) -> Any:
+        return state, torch.nn.functional.linear(batch, weight)
+
+    run, x = eager_backend(step), torch.randn(2, 8)
+    _, plain = run(start(), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, inside = run(start(), x)
+    assert_same(inside, plain)
+
+
+def test_a_failure_at_work_is_no_matter_of_compilation() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"w": state["w"] + 1}, torch.nn.functional.embedding(batch, state["w"])
+
+    run, state = eager_backend(step), {"w": torch.zeros(3, 2)}
+    with pytest.raises(IndexError, match="out of range"):
+        run(state, torch.tensor([7]))
+    assert state["w"].sum().item() == 0
 
 
 def test_grad_mode_is_none_of_a_batchs_business() -> None:
@@ -326,7 +411,7 @@ def test_a_number_that_changes_is_told_from_a_tensor() -> None:
 def test_without_a_compiler_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler on a CPU.*install g\+\+ or clang"):
+    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler on a CPU.*install it"):
         jit(add)(start(), X)
 
 

@@ -56,6 +56,8 @@ def jit(
     """
     if not callable(step):
         raise TypeError(f"jit: step must be callable; got {step!r}")
+    if isinstance(step, JitStep):
+        raise TypeError(f"jit: step must not be compiled already; got {step!r}")
     for name, flag in (("donate", donate), ("capture", capture), ("exact", exact)):
         if not isinstance(flag, bool):
             raise TypeError(f"jit: {name} must be a bool; got {flag!r}")

@@ -215,7 +215,7 @@ class JitStep:
             dry_run("jit", step, owned.tree, batch)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             where = in_text(str(error))
-            raise RuntimeError(f"jit: step cannot be compiled into one graph: {reason} in {where}") from error
+            raise RuntimeError(f"jit: step cannot be compiled into one graph: {reason}; in {where}") from error
 
 
 class _UnlikeError(Exception):

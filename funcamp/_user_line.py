@@ -31,4 +31,4 @@ def _last(frames: list[tuple[str, int]]) -> str:
     for name, line in reversed(frames):
         if not name.startswith(_OURS):
             return f"{name}:{line} ({linecache.getline(name, line).strip()})"
-    return "a line of it"
+    return "a line that is not known"

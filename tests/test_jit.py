@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -331,6 +332,20 @@ def host_item(state: Any, batch: Any) -> Any:
     return state, {"total": state["total"].item()}
 
 
+def host_numpy(state: Any, batch: Any) -> Any:
+    return state, float(batch["x"].numpy()[0])
+
+
+def backward(state: Any, batch: Any) -> Any:
+    (state["total"] * batch["x"].sum()).backward()
+    return state, None
+
+
+def prints(state: Any, batch: Any) -> Any:
+    print("total", state["total"])  # noqa: T201  what a user would do
+    return state, None
+
+
 def host_branch(state: Any, batch: Any) -> Any:
     if state["total"] > 1:
         return state, None
@@ -361,6 +376,12 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "unroll": (lambda: jit(add, unroll=0), ValueError, "unroll must be 1 or more; got 0"),
     "unroll kind": (lambda: jit(add, unroll=1.5), TypeError, "unroll must be an integer; got 1.5"),  # type: ignore[arg-type]
     "backend": (lambda: jit(add, backend=None), TypeError, "backend must be a string; got None"),  # type: ignore[arg-type]
+    "jit of jit": (lambda: jit(eager_backend(add)), TypeError, r"compiled already"),
+    "array": (lambda: eager_backend(add)(start(), {"x": [numpy.zeros(2)]}), TypeError, r"batch\['x'\]\[0\] must be a tensor, or a constant"),
+    "sparse": (lambda: eager_backend(add)(start(), {"x": torch.eye(2).to_sparse()}), TypeError, r"batch\['x'\] must be strided; got layout torch.sparse_coo"),
+    "numpy": (lambda: eager_backend(host_numpy)(start(), X), RuntimeError, r"must not read .*test_jit.py:\d+ \(return .*numpy\(\).*\) does"),
+    "backward": (lambda: eager_backend(backward)(start(), X), RuntimeError, r"must differentiate with torch.func.*test_jit.py:\d+ \(.*backward\(\)\) uses it"),
+    "print": (lambda: eager_backend(prints)(start(), X), RuntimeError, r"cannot be compiled into one graph: .*test_jit.py:\d+ \(print"),
     "item": (lambda: eager_backend(host_item)(start(), X), RuntimeError, r"must not read .*test_jit.py:\d+ \(return state, .*item\(\).*\) does"),
     "branch": (lambda: eager_backend(host_branch)(start(), X), RuntimeError, r"must not read .*\(if state\[\"total\"\] > 1:\) does"),
     "moves": (lambda: eager_backend(moves)(start(), X), RuntimeError, r"one type of device; .*to\(\"meta\"\).* moves a tensor to meta"),

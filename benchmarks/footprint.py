@@ -149,7 +149,7 @@ def main() -> None:
         "",
         f"- date: {today}",
         "- command: python benchmarks/footprint.py",
-        f"- device: CPU, {torch.get_num_threads()} threads",
+        f"- device: {whole.device_name('cpu')}",
         f"- torch {torch.__version__}, Python {platform.python_version()}",
         "",
         "| first call, 12 blocks of width 64 | seconds, cold | seconds, compiled artifacts kept |",

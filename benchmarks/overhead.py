@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import step as whole
 import torch
 from torch import Tensor
 
@@ -103,7 +104,7 @@ def main() -> None:
         for name, call in calls.items():
             times[name].append(microseconds(call, args.device))
     rows = {name: statistics.quantiles(values[1:], n=4) for name, values in times.items()}
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    device = whole.device_name(args.device)
     today = datetime.date.today().isoformat()
     lines = [
         "# Host time of a captured step beyond the launch",

@@ -112,6 +112,16 @@ VARIANTS: dict[str, Callable[..., Callable[[], None]]] = {
 ON_A_GPU = {"funcamp.jit, capture=False": functools.partial(funcamp_step, compiled=True, capture=False)}
 
 
+def device_name(device: str) -> str:
+    """The processor and how much of it is used."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"CPU, {torch.get_num_threads()} threads, {found[0] if found else platform.processor()}"
+
+
 def timed(step: Callable[[], None], repeats: int, device: str) -> float:
     """Milliseconds a step."""
     if device == "cuda":
@@ -170,11 +180,10 @@ def main() -> None:
     cold = tempfile.TemporaryDirectory()  # so that the first call shows the whole compilation
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
     rows = [row for size in args.sizes.split(",") for row in measure(size, args.device, args.rounds)]
-    name = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     about = {
         "date": datetime.date.today().isoformat(),
         "command": "python " + " ".join(["benchmarks/step.py", *sys.argv[1:]]),
-        "device": name,
+        "device": device_name(args.device),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "funcamp": funcamp.__version__,

@@ -35,7 +35,7 @@ class Owned:
             flat, spec = _tree.flatten(state)
             return spec == self.spec and all(flat[place] is leaf for place, leaf in zip(self._places, self.leaves))
         for node, keys, held in self._contents:
-            if len(node) != len(held) or (keys is not None and tuple(node) != keys):
+            if len(node) != len(held) or (keys is not None and list(node) != keys):
                 return False
             if not all(map(operator.is_, node if keys is None else node.values(), held)):
                 return False

@@ -72,9 +72,9 @@ def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
     return unflatten([fn(n, *more) if isinstance(n, cls) else (more or [n])[0] for n, more in zip(nodes, rest)], spec)
 
 
-def contents(tree: Tree) -> list[tuple[Any, tuple[Any, ...] | None, tuple[Any, ...]]] | None:
+def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[Any, ...]]] | None:
     """Every dict and list of a tree, its keys and what it holds now; None where a node of another kind could change."""
-    held: list[tuple[Any, tuple[Any, ...] | None, tuple[Any, ...]]] = []
+    held: list[tuple[Any, list[Any] | None, tuple[Any, ...]]] = []
     stack = [tree]
     while stack:
         node = stack.pop()
@@ -83,7 +83,7 @@ def contents(tree: Tree) -> list[tuple[Any, tuple[Any, ...] | None, tuple[Any, .
             continue
         children, _ = _pytree.SUPPORTED_NODES[kind].flatten_fn(node)
         if isinstance(node, dict):
-            held.append((node, tuple(node), tuple(node.values())))
+            held.append((node, list(node), tuple(node.values())))
         elif isinstance(node, list):
             held.append((node, None, tuple(node)))
         elif not isinstance(node, tuple) and kind not in _immutable:

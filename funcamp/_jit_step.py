@@ -13,6 +13,7 @@ from funcamp import _capture, _tree
 from funcamp._dry_run import dry_run
 from funcamp._mended import mended
 from funcamp._owned import Owned, arranged, own, storage_of, strides_for
+from funcamp._scratch import Scratch, asked, wanted
 from funcamp._signature import check_batch, difference, flat, kinds, signature
 from funcamp._trace import Flat, HostError, Outline, SharedError, Traced, check_compiler, trace
 from funcamp._types import Tree
@@ -50,6 +51,7 @@ class JitStep:
         self._like: Tree = None
         self._captured: list[Tensor] = []
         self._graphs: _capture.Graphs | None = None
+        self._scratch: Scratch | None = None
         self._last: Any = None
 
     def __repr__(self) -> str:
@@ -92,7 +94,7 @@ class JitStep:
             results = (
                 program.run(given)
                 if isinstance(program.run, _capture.Captured)
-                else program.run([*owned.leaves, *given])
+                else self._run(program.run, owned, given)
             )
         self._last = key
         metrics, first = list(program.outline.constants), len(results) - len(program.outline.tensors)
@@ -104,6 +106,12 @@ class JitStep:
                 self._owned = fresh
             return fresh.tree, _tree.unflatten(metrics, program.outline.spec)
         return owned.tree, _tree.unflatten(metrics, program.outline.spec)
+
+    def _run(self, run: Flat, owned: Owned, given: list[Tensor]) -> list[Tensor]:
+        if self._scratch is None:
+            return run([*owned.leaves, *given])
+        with self._scratch.used():
+            return run([*owned.leaves, *given])
 
     def _own(self, state: Tree) -> Owned:
         """The state's leaves, in storage that is this step's to write, or for graphs in their static storage."""
@@ -201,8 +209,10 @@ class JitStep:
         state = [leaf.clone() if self._graphs is not None else leaf.detach() for leaf in owned.leaves]
         args = [*state, *[leaf.detach() for leaf in given]]
         home = {leaf.device.type for leaf in owned.leaves}
+        if self._scratch is None and wanted(args):
+            self._scratch = Scratch()
         try:
-            with mended(exact=options.exact):
+            with mended(exact=options.exact), asked() if self._scratch else contextlib.nullcontext():
                 return trace(body, args, home, owned.storages if options.donate else set(), options.backend, patches)
         except SharedError:
             self._owned = own(owned.tree, like, set(), copy=True)

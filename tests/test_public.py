@@ -27,7 +27,7 @@ LAYERS = [
     {"_train_state"},
     {"_step"},
     {"_make_step"},
-    {"_mended", "_metrics", "_signature", "_user_line", "_writeback"},
+    {"_mended", "_metrics", "_scratch", "_signature", "_user_line", "_writeback"},
     {"_dry_run", "_owned"},
     {"_trace"},
     {"_capture", "_unroll"},

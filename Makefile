@@ -1,6 +1,7 @@
 # make demo    train a small language model in float16
 # make test    lint, types, tests; TORCH=2.11.0 runs the tests on the other end, in an environment of its own
 # make bench   measure on this machine's CPU: half an hour; results under benchmarks/results
+# make peers   the rules of jmp, flax, Keras and DeepSpeed against the packages themselves
 # make gpu     the CUDA tests and benchmarks, with the Python at hand: it installs nothing
 
 PYTHON ?= python3
@@ -10,11 +11,11 @@ VENV := .venv-$(TORCH)
 BIN := $(VENV)/bin
 CXX_FOUND := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
 RESULTS ?= benchmarks/results
-SELECT := $(if $(CXX_FOUND),not cuda,not cuda and not inductor)
+SELECT := not cuda and not peers$(if $(CXX_FOUND),, and not inductor)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench gpu clean
+.PHONY: demo test lint bench peers gpu clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -34,17 +35,27 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/step.py --out $(RESULTS) --keep-memory $(ARGS)
 	$(BIN)/python benchmarks/footprint.py --out $(RESULTS)
 	$(BIN)/python benchmarks/overhead.py --out $(RESULTS)
+	$(BIN)/python benchmarks/grad_scaler.py --out $(RESULTS)
+	$(BIN)/python benchmarks/warm_start.py --out $(RESULTS)
+
+# DeepSpeed's scaler is one file of plain Python: the rest of the package is not asked for.
+peers:
+	$(PYTHON) -m venv .venv-peers
+	PIP_CONSTRAINT=constraints.txt .venv-peers/bin/pip install --quiet --editable '.[peers]'
+	PIP_CONSTRAINT=constraints.txt .venv-peers/bin/pip install --quiet --no-deps deepspeed==0.19.8
+	KERAS_BACKEND=torch .venv-peers/bin/python -m pytest -q -m peers tests/peers $(ARGS)
 
 gpu:
 	$(PYTHON) -m pytest -q -m cuda tests/cuda $(ARGS)
 	$(PYTHON) -m funcamp doctor --device cuda
 	$(PYTHON) benchmarks/step.py --device cuda $(if $(OUT),--out $(OUT),)
 	$(PYTHON) benchmarks/overhead.py --device cuda $(if $(OUT),--out $(OUT),)
+	$(PYTHON) benchmarks/grad_scaler.py --device cuda $(if $(OUT),--out $(OUT),)
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
-	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --editable '.[demo,plot,test,dev]'
+	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --editable '.[demo,plot,test,clients,dev]'
 	touch $@
 
 clean:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from pathlib import Path
 from typing import Any
 
-import torch
+from funcamp import load, save
 
 try:
     import rich.progress as rich_progress
@@ -20,26 +19,26 @@ MUST_AGREE = ("batch", "context", "width", "layers", "heads", "lr", "seed", "eva
 
 
 def save_checkpoint(file: Path, state: dict[str, Any], history: dict[str, Any], args: argparse.Namespace) -> None:
-    """Write tensors and numbers in plain dicts, in one step: a reader sees the old file or the new one."""
+    """Write tensors and numbers in plain dicts; a kill leaves the last checkpoint."""
     saved = {
         "state": state,
         "history": history,
         "args": {name: getattr(args, name) for name in (*MUST_AGREE, "total")},
     }
-    part = file.with_suffix(".part")
-    torch.save(saved, part)
-    os.replace(part, file)
+    save(saved, file)
 
 
 def load_checkpoint(file: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Read a checkpoint of a run with the same arguments; sets args.total to what it was."""
     try:
-        saved: dict[str, Any] = torch.load(file, map_location=args.device, weights_only=True)
+        saved = load(file)
         given, _ = saved["args"], [saved[key] for key in ("state", "history")]
     except FileNotFoundError:
         raise SystemExit(f"train_gpt: --resume needs a checkpoint; there is none at {file}") from None
-    except Exception as error:  # torch.load raises whatever a broken file leads it to
-        raise SystemExit(f"train_gpt: {file} is no checkpoint of this program ({type(error).__name__})") from None
+    except KeyError as error:
+        raise SystemExit(f"train_gpt: {file} is no checkpoint of this program; it lacks {error}") from None
+    except ValueError as error:
+        raise SystemExit(f"train_gpt: {file} is no checkpoint of this program\n{error}") from None
     for name in MUST_AGREE:
         if given[name] != getattr(args, name):
             raise SystemExit(

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from funcamp._trace import Flat
 
+#: Numbers of these types come out of the graph together: one copy for all.
+_PACKED = (torch.float32, torch.int64)
 _WARM_UPS = 3
 
 
@@ -91,15 +93,16 @@ class Captured:
         clones = [leaf.clone() for leaf in state]
         graphs.warm_up(functools.partial(run, [*clones, *self._batch]), _WARM_UPS)
         del clones
-        self._packed: list[int] = []
+        self._packed: list[list[int]] = []
         self._first = 0
 
         def body() -> list[Tensor]:
             results = run([*state, *self._batch])
             self._first = len(results) - metrics
-            numbers = [i for i in range(self._first, len(results)) if _is_number(results[i])]
-            self._packed = numbers if len(numbers) > 1 else []
-            return [*results, torch.stack([results[i] for i in self._packed])] if self._packed else results
+            later = range(self._first, len(results))
+            alike = [[i for i in later if not results[i].dim() and results[i].dtype == dtype] for dtype in _PACKED]
+            self._packed = [indices for indices in alike if len(indices) > 1]
+            return [*results, *(torch.stack([results[i] for i in indices]) for indices in self._packed)]
 
         try:
             self._replay, self._results = graphs.capture(body)
@@ -111,15 +114,9 @@ class Captured:
         if batch:
             torch._foreach_copy_(self._batch, batch, non_blocking=True)
         self._replay()
-        if not self._packed:
-            return [result.clone() for result in self._results]
-        *results, numbers = self._results
-        copied = numbers.clone().unbind()
-        if len(copied) == len(results):
-            return list(copied)
-        copies, packed = iter(copied), set(self._packed)
-        return [next(copies) if i in packed else result.clone() for i, result in enumerate(results)]
-
-
-def _is_number(result: Tensor) -> bool:
-    return result.dim() == 0 and result.dtype == torch.float32
+        count = len(self._results) - len(self._packed)
+        copies: list[Tensor | None] = [None] * count
+        for indices, numbers in zip(self._packed, self._results[count:]):
+            for index, number in zip(indices, numbers.clone().unbind()):
+                copies[index] = number
+        return [result.clone() if copy is None else copy for copy, result in zip(copies, self._results)]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from funcamp._clip import check_limit
+from funcamp._config import ScalerConfig, check_config
 from funcamp._ema import check_decay
 from funcamp._flat import matrix_or_vector
 from funcamp._groups import GroupedOptimizer, check_optimizer
 from funcamp._policy import Policy, check_policy
-from funcamp._state import ScalerConfig, check_config
 from funcamp._step import Options, TrainStep
 from funcamp._types import Reduce
 

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._config import ScalerConfig
 from funcamp._copies import clone, for_loss, gather, refresh, store
 from funcamp._ema import ema_update
 from funcamp._fold import judge, unscale_and_clip
 from funcamp._grad import differentiate
+from funcamp._limits import exhausted, saturated
 from funcamp._policy import Policy
-from funcamp._state import ScalerConfig, init
+from funcamp._rulebook import init
 from funcamp._train_state import Metrics, TrainState, export, restore
 from funcamp._types import Reduce, Tree
 from funcamp._update import skip_step, update
@@ -37,6 +39,10 @@ class Options(NamedTuple):
     keep_buffers: bool
     flat: bool
     group: Callable[[str, Tensor], str]
+
+
+def _count(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 class TrainStep:
@@ -84,7 +90,9 @@ class TrainStep:
         if device is None:
             raise ValueError(f"init: params must hold a tensor; got {params!r}")
         return TrainState(
-            step=torch.zeros((), dtype=torch.int64, device=device),
+            step=_count(device),
+            skipped=_count(device),
+            consecutive_skips=_count(device),
             params=clone(stored),
             opt_state=self.optimizer.init(stored),
             scaler=init(self.config, device=device),
@@ -116,8 +124,8 @@ class TrainStep:
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
-            >>> list(step.state_dict(step.init({"w": torch.ones(2)})))[:3]
-            ['step', 'params.w', 'opt_state.applied']
+            >>> list(step.state_dict(step.init({"w": torch.ones(2)})))[:4]
+            ['step', 'skipped', 'consecutive_skips', 'params.w']
         """
         return export(state)
 
@@ -173,8 +181,12 @@ class TrainStep:
             ema = skip_step(scaler, new=ema_update(ema, params, options.ema_decay), old=ema)
         if not options.keep_buffers:
             buffers = skip_step(scaler, new=buffers, old=state.buffers)
+        found = scaler.found_inf.long()
+        step, skipped = state.step + 1, state.skipped + found
         after = TrainState(
-            step=state.step + 1,
+            step=step,
+            skipped=skipped,
+            consecutive_skips=(state.consecutive_skips + 1) * found,
             params=params,
             opt_state=opt_state,
             scaler=update(scaler, self.config),
@@ -182,7 +194,19 @@ class TrainStep:
             copies=refresh(params, state.copies.plan),
             ema=ema,
         )
-        return after, Metrics(loss, norm.float(), state.scaler.scale.clone(), scaler.found_inf, aux)
+        metrics = Metrics(
+            loss=loss,
+            grad_norm=norm.float(),
+            scale=state.scaler.scale.clone(),
+            found_inf=scaler.found_inf,
+            exhausted=exhausted(scaler, self.config).float(),
+            saturated=saturated(scaler, self.config).float(),
+            applied=step - skipped,
+            skipped=skipped.clone(),
+            consecutive_skips=after.consecutive_skips.clone(),
+            aux=aux,
+        )
+        return after, metrics
 
     def _call(self, tree: Tree, buffers: dict[str, Tensor], batch: Any) -> Any:
         policy = self._options.policy

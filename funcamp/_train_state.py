@@ -18,6 +18,10 @@ class TrainState(NamedTuple):
 
     step: Tensor
     """int64, shape (): calls so far, skipped ones too."""
+    skipped: Tensor
+    """int64, shape (): those of them that were skipped."""
+    consecutive_skips: Tensor
+    """int64, shape (): those since the last step that was applied."""
     params: Tree
     """The parameters in full precision: a `FlatParams`, or a plain tree where flat=False."""
     opt_state: Any
@@ -33,7 +37,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a step reports: tensors, shape (), float32, but aux."""
+    """What a step reports: tensors, shape (), float32 but for the counts, which are int64, and aux."""
 
     loss: Tensor
     """The unscaled loss in the loss's dtype; its mean over micro-batches."""
@@ -43,6 +47,16 @@ class Metrics(NamedTuple):
     """The scale that multiplied this step's loss."""
     found_inf: Tensor
     """1.0 if this step was skipped."""
+    exhausted: Tensor
+    """1.0 if it was skipped and the scale cannot get lower (`funcamp.exhausted`)."""
+    saturated: Tensor
+    """1.0 if the scale should have grown and cannot (`funcamp.saturated`)."""
+    applied: Tensor
+    """Steps applied so far, this one included."""
+    skipped: Tensor
+    """Steps skipped so far, this one included."""
+    consecutive_skips: Tensor
+    """Steps skipped since the last one that was applied, this one included."""
     aux: Any
     """What the loss returned beside itself, stacked over micro-batches; `()` without has_aux."""
 

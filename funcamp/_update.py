@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._rules import RULES
-from funcamp._state import ScalerConfig, ScalerState, check_config, check_state, replace
+from funcamp._config import ScalerConfig, check_config
+from funcamp._rulebook import bounded, check_suits, outcome
+from funcamp._state import ScalerState, check_state, replace
 from funcamp._types import Tree
 
 
@@ -57,12 +58,11 @@ def update(
         torch/amp/grad_scaler.py, PyTorch 2.13.
     """
     state, config = check_state("update", state), check_config("update", config)
+    check_suits("update", state, config)
     if new_scale is None:
-        state = RULES[config.rule](state, config)
+        state = bounded(outcome(state, config).state, config)
     else:
-        state = replace(state, scale=_new_scale(state, new_scale))
-    if config.min_scale is not None or config.max_scale is not None:
-        state = replace(state, scale=state.scale.clamp(config.min_scale, config.max_scale))
+        state = bounded(replace(state, scale=_new_scale(state, new_scale)), config)
     return replace(state, found_inf=torch.zeros_like(state.found_inf))
 
 

@@ -84,7 +84,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "min above max": (lambda: ScalerConfig(min_scale=8.0, max_scale=4.0), ValueError, "min_scale must not be above max_scale"),
     "init below min": (lambda: ScalerConfig(2.0, min_scale=4.0), ValueError, "init_scale must be within .*got 2.0"),
     "init above max": (lambda: ScalerConfig(8.0, max_scale=4.0), ValueError, "init_scale must be within .*got 8.0"),
-    "rule": (lambda: ScalerConfig(rule="fast"), ValueError, "rule must be 'dynamic' or 'static'; got 'fast'"),
+    "hysteresis": (lambda: ScalerConfig(hysteresis=0), ValueError, r"hysteresis must be from 1 to 2\*\*31 - 1; got 0"),
+    "tolerance": (lambda: ScalerConfig(tolerance=1.5), ValueError, r"tolerance must be from 0 to 1; got 1\.5"),
+    "stop_scale": (lambda: ScalerConfig(rule="fairseq"), ValueError, "stop_scale must be given for the rule 'fairseq'; got None"),
+    "rule": (lambda: ScalerConfig(rule="fast"), ValueError, "rule must be one of dynamic, static, .*; got 'fast'"),
     "static zero": (lambda: ScalerConfig.static(0), ValueError, "init_scale must be positive"),
     # the state
     "init config": (lambda: init({"init_scale": 2}), TypeError, "init: config must be a ScalerConfig .*got {"),  # type: ignore[arg-type]
@@ -196,7 +199,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step loss shape": (lambda: make_train_step(lambda p, b: p["w"] * b, SGD)(START, W), ValueError, r"loss of shape \(\); got \(2,\)"),
     "step window": (lambda: WINDOW(START, torch.ones(3, 2)), ValueError, r"1 to 2 micro-batches.*got \[\(3, 2\)\]"),
     "step window ragged": (lambda: WINDOW(START, (W, torch.ones(1))), ValueError, "all the same number"),
-    "load missing": (lambda: STEP.load_state_dict({}, like=START), ValueError, "it lacks 'opt_state.applied'"),
+    "load missing": (lambda: STEP.load_state_dict({}, like=START), ValueError, "it lacks 'consecutive_skips'"),
     "load unknown": (lambda: STEP.load_state_dict({**STEP.state_dict(START), "x": W}, like=START), ValueError, "has unknown 'x'"),
     "load shape": (lambda: STEP.load_state_dict({**STEP.state_dict(START), "params.w": W[:1]}, like=START), ValueError, r"saved\['params.w'\] must be like"),
     "ema tree": (lambda: ema_update({"a": W}, {"b": W}, 0.5), ValueError, "average and params must have one tree structure"),

@@ -63,7 +63,8 @@ def test_skipped_step_changes_nothing_but_the_scale(flat: bool, transform: Calla
     assert metrics.found_inf == 0
     after, metrics = run(state, torch.full((3, 4), torch.inf))
     assert metrics.found_inf == 1
-    assert_same(after, state._replace(step=state.step + 1, scaler=after.scaler))
+    counts = {"step": torch.tensor(2), "skipped": torch.tensor(1), "consecutive_skips": torch.tensor(1)}
+    assert_same(after, state._replace(**counts, scaler=after.scaler))
     assert after.scaler.scale == state.scaler.scale / 2
     again, metrics = run(after, torch.randn(3, 4))
     assert metrics.found_inf == 0
@@ -356,4 +357,25 @@ def test_metrics_say_what_happened() -> None:
     step = make_train_step(linear, SGD, ScalerConfig(8.0))
     state = step.init({"a": torch.zeros(2)})
     _, metrics = step(state, torch.tensor([[3.0, 4.0]]))
-    assert_same(tuple(metrics), (torch.tensor(0.0), torch.tensor(5.0), torch.tensor(8.0), torch.tensor(0.0), ()))
+    zero, count = torch.tensor(0.0), torch.tensor(0)
+    expected = (zero, torch.tensor(5.0), torch.tensor(8.0), zero, zero, zero, count + 1, count, count, ())
+    assert_same(tuple(metrics), expected)
+
+
+def test_metrics_count_skips_and_tell_the_limits() -> None:
+    step = make_train_step(linear, SGD, ScalerConfig(4.0, min_scale=2.0, max_scale=4.0, growth_interval=1))
+    state, rows = step.init({"a": torch.zeros(2)}), []
+    for overflows in (True, True, False, False, True, True, True):
+        state, metrics = step(state, torch.tensor([[3.0, torch.inf if overflows else 4.0]]))
+        names = ("applied", "skipped", "consecutive_skips", "exhausted", "saturated")
+        rows.append(tuple(int(getattr(metrics, name)) for name in names))
+    assert rows == [
+        (0, 1, 1, 0, 0),
+        (0, 2, 2, 1, 0),  # at min_scale
+        (1, 2, 0, 0, 0),  # grows to max_scale
+        (2, 2, 0, 0, 1),
+        (2, 3, 1, 0, 0),
+        (2, 4, 2, 1, 0),
+        (2, 5, 3, 1, 0),
+    ]
+    assert [int(count) for count in (state.step, state.skipped, state.consecutive_skips)] == [7, 5, 3]

@@ -107,8 +107,8 @@ def run(task: Task, step: Any, transform: Callable[[Any], Any], parts: int = 1) 
         skipped = bool(metrics.found_inf)
         trace.append((metrics.scale.item(), skipped))
         if skipped:
-            unchanged = {"step": before.step + 1, "scaler": state.scaler}
-            assert_same(state, before._replace(**unchanged))
+            counts = {name: getattr(before, name) + 1 for name in ("step", "skipped", "consecutive_skips")}
+            assert_same(state, before._replace(**counts, scaler=state.scaler))
             assert state.scaler.scale < before.scaler.scale
     return trace, state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import pytest
@@ -101,3 +102,47 @@ def test_inductor_reads_back_an_unrounded_value() -> None:
     there_and_back = torch.compile(lambda x: x.half().float(), fullgraph=True, options=options)
     x = 1.0 + 2.0**-12
     assert there_and_back(torch.tensor([x])).item() == (x if VERSION == (2, 11) else 1.0)
+
+
+def test_dynamo_keeps_a_source_on_its_none() -> None:
+    # ConstantVariable's one None gets the source of the first `.grad` that is None (torch 2.13, variables/tensor.py),
+    # and a later function that returns None is refused. conftest.py clears it, GradScaler's docstring says to return a
+    # value: until this fails.
+    def loop(model: torch.nn.Module) -> Any:
+        def returns(x: Tensor) -> Tensor:
+            model.zero_grad()
+            model(x).sum().backward()
+            return x.sum()
+
+        return returns
+
+    module = torch.nn.Linear(2, 1)
+
+    def nothing(x: Tensor) -> None:
+        module.zero_grad()
+        module(x).sum().backward()
+
+    first = torch.compile(loop(torch.nn.Linear(2, 1)), fullgraph=True, backend="eager")
+    second = torch.compile(nothing, fullgraph=True, backend="eager")
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        first(torch.ones(1, 2))
+        first(torch.ones(1, 2))
+        expected = (
+            contextlib.nullcontext() if VERSION == (2, 11) else pytest.raises(AssertionError, match="cell_and_free")
+        )
+        with expected:
+            second(torch.ones(1, 2))
+
+
+def test_dynamo_traces_no_step_on_gradients_of_its_own_graph() -> None:
+    # https://github.com/pytorch/pytorch/issues/104053: `_select_compiled` may call Optimizer.step when this passes.
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+
+    def loop() -> Tensor:
+        weight.sum().backward()
+        optimizer.step()
+        return weight.detach()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True), pytest.raises(Exception, match="graph_break"):
+        torch.compile(loop, fullgraph=True, backend="eager")()

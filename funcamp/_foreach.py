@@ -1,0 +1,121 @@
+"""Unscale and check the gradients of an ordinary loop where they lie: `GradScaler`'s two passes over them.
+
+    grad      <- f32(grad) * f32(1 / f64(scale)), rounded once to the gradient's type
+    found_inf <- 1 if any product is not finite
+
+Multiplication by a positive number is monotone, rounding too, so every product is finite if and only if the product of
+the largest magnitude is: one reading for the check, whatever the scale. torch's kernel checks before it multiplies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+
+def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.device, list[Tensor]]:
+    """The gradients of an optimizer's parameters; of a sparse one its values, of a float16 one coalesced first.
+
+    Raises:
+        AssertionError: a parameter is no tensor.
+        ValueError: a gradient is float16, without allow_fp16.
+    """
+    grads: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not isinstance(param, Tensor):
+                raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}")
+            if param.grad is None:
+                continue
+            if param.grad.dtype == torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            if param.grad.is_sparse and param.grad.dtype == torch.float16:
+                param.grad = param.grad.coalesce()  # its sums may overflow: they are what is checked
+            grad = param.grad._values() if param.grad.is_sparse else param.grad
+            grads[grad.device].append(grad)
+    return grads
+
+
+def joined(flags: list[Tensor], device: torch.device | None) -> Tensor:
+    """One flag of several, 1.0 or 0.0, on a device; by default the first one's."""
+    found = flags[0] if device is None else flags[0].to(device, non_blocking=True)
+    for flag in flags[1:]:
+        found = torch.maximum(found, flag.to(found.device, non_blocking=True))
+    return found
+
+
+def unscale(grads: list[Tensor], inv_scale: Tensor, *, grows: bool = True) -> Tensor:
+    """Multiply gradients on one device in place; return the flag, float32, shape (), 1.0 or 0.0.
+
+    grows: whether inv_scale may be above 1; where it is known not to be, torch's one kernel is right.
+    """
+    found = torch.zeros_like(inv_scale)
+    for group in _by_dtype(grads):
+        if type(group[0]) is not Tensor or not grows:
+            found = torch.maximum(found, _by_torch(group, inv_scale))
+            continue
+        if torch.compiler.is_compiling():
+            products = [_times(grad, inv_scale) for grad in group]
+            finite = torch.stack([torch.isfinite(product).all() for product in products]).all()
+            for grad, product in zip(group, products):
+                grad.copy_(product)
+        else:
+            finite = torch.isfinite(_times(_largest(group), inv_scale))
+            _multiply(group, inv_scale)
+        found = torch.maximum(found, (~finite).float())
+    return found
+
+
+def check(grads: list[Tensor], inv_scale: Tensor, scale: Tensor, *, grows: bool = True) -> Tensor:
+    """Return the flag that unscaling would give, by multiplication or by division, and change nothing."""
+    found = torch.zeros_like(inv_scale)
+    for group in _by_dtype(grads):
+        if type(group[0]) is not Tensor or not grows:
+            found = torch.maximum(found, _by_torch(group, torch.ones_like(inv_scale)))
+            continue
+        top = _largest(group)
+        finite = torch.isfinite(_times(top, inv_scale)) & torch.isfinite(top / scale)
+        found = torch.maximum(found, (~finite).float())
+    return found
+
+
+def _by_dtype(grads: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[type, torch.dtype], list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        if grad.numel():
+            plain = Tensor if type(grad) is torch.nn.Parameter else type(grad)
+            real = torch.view_as_real(grad) if grad.is_complex() else grad
+            groups[plain, real.dtype].append(real)
+    return list(groups.values())
+
+
+def _largest(grads: list[Tensor]) -> Tensor:
+    """The largest magnitude, NaN where there is one."""
+    if grads[0].device.type == "cpu" or torch.compiler.is_compiling():
+        # eager CPU norms take ten times as long as this
+        ends = [torch.stack(torch.aminmax(grad)) for grad in grads]
+        return torch.stack(ends).abs().max()
+    return torch.stack(torch._foreach_norm(grads, math.inf)).max()
+
+
+def _times(grad: Tensor, inv_scale: Tensor) -> Tensor:
+    if grad.dtype.itemsize < 4:
+        return (grad.float() * inv_scale).to(grad.dtype)
+    return grad * inv_scale
+
+
+def _multiply(grads: list[Tensor], inv_scale: Tensor) -> None:
+    if grads[0].dtype.itemsize < 4:
+        torch._foreach_copy_(grads, [_times(grad, inv_scale) for grad in grads])
+    else:
+        torch._foreach_mul_(grads, inv_scale)
+
+
+def _by_torch(grads: list[Tensor], inv_scale: Tensor) -> Tensor:
+    """Tensor subclasses go through torch's kernel: DTensor's own rule for it takes the MAX over its ranks."""
+    found = torch.zeros_like(inv_scale)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
+    return found

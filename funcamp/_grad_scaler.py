@@ -1,0 +1,414 @@
+"""torch.amp.GradScaler's interface on the pure core: for loops and frameworks that own an optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import abc, defaultdict
+from dataclasses import replace as changed
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState as Stage
+
+from funcamp import _foreach
+from funcamp._config import ScalerConfig, check_config
+from funcamp._rulebook import first_counters, state_type
+from funcamp._rules import widen
+from funcamp._select import Flags, Made, read, select
+from funcamp._select_compiled import prepare, select_compiled
+from funcamp._state import ScalerState
+from funcamp._update import update
+
+_INT32_MAX = torch.iinfo(torch.int32).max
+_NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
+
+
+def _no_cuda() -> bool:
+    return bool(torch.cuda.amp.common.amp_definitely_not_available())  # type: ignore[no-untyped-call]
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    # Accelerate tells a skipped step by that `step` was not called, and holds its schedulers back then
+    return getattr(vars(optimizer).get("step"), "__module__", None) == "accelerate.optimizer"
+
+
+def _per_optimizer() -> dict[str, Any]:
+    return {"stage": Stage.READY, "found_inf_per_device": {}}
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` without a host read: the same calls, scales, skips, errors and `state_dict`.
+
+    `scale(loss).backward()`, `step(optimizer)`, `update()`; `unscale_(optimizer)` before clipping. A fused optimizer
+    (`fused=True`) skips inside its kernel. Another takes its step, and what it changed is put back by selection: its
+    parameters and state are copied before and chosen after. That is more memory traffic, and a launch a tensor, where
+    a host read would stall the device once: prefer fused=True, or skip="host". Under
+    `torch.compile(fullgraph=True)` with `torch._dynamo.config.trace_autograd_ops = True` the loop is one graph, the
+    selection a part of the optimizer's kernels; zero the gradients by `model.zero_grad()`, return a value (the detached
+    loss), and make a learning rate that changes a tensor.
+
+    Safe where torch's class is not:
+
+    - a gradient that is finite before it is unscaled and not after (a scale below 1, or 0) skips the step;
+    - a fused optimizer gets a found_inf of 1.0 whatever the number of devices: torch adds their flags, and a kernel
+      given 2.0 takes the step and moves its count by -1;
+    - a fused SGD with momentum whose first step is skipped: torch leaves uninitialized memory in its momentum;
+    - `growth_factor`, `backoff_factor` and `init_scale` that could never recover (a backoff of 0) raise ValueError.
+
+    Args:
+        device: "cuda", "cpu" or another device type with a scaler.
+        init_scale: the first scale.
+        growth_factor: what the scale is multiplied by after `growth_interval` clean steps.
+        backoff_factor: what it is multiplied by after a step with a non-finite gradient.
+        growth_interval: clean steps in a row that make it grow.
+        enabled: False makes every call but `step` do nothing.
+        config: another rule, or bounds: replaces the four numbers. `state_dict` then has the rule's counters too.
+        skip: "select" or "host" (the flag is read, and `step` is not called where it is set, as torch does). By
+            default selection, but "host" on a CPU, where the flag is there already, and under Accelerate, which asks.
+        allow_fp16: unscale float16 gradients, multiplied in float32 and rounded back, where torch refuses them.
+
+    Raises:
+        AssertionError: growth_factor is not above 1, or backoff_factor not below 1.
+        TypeError: config is no `ScalerConfig`, or allow_fp16 no bool.
+        ValueError: config is given with one of the four numbers; skip is neither; a number cannot be used.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> sgd, scaler = torch.optim.SGD([weight], lr=0.5), GradScaler("cpu", init_scale=8.0)
+        >>> scaler.scale(weight.sum()).backward()
+        >>> scaler.step(sgd)
+        >>> scaler.update()
+        >>> weight.data, scaler.get_scale()
+        (tensor([0.5000, 0.5000]), 8.0)
+
+    References:
+        torch/amp/grad_scaler.py, PyTorch 2.11 to 2.13.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        config: ScalerConfig | None = None,
+        skip: Literal["select", "host"] | None = None,
+        allow_fp16: bool = False,
+    ) -> None:
+        if skip not in (None, "select", "host"):
+            raise ValueError(f'GradScaler: skip must be "select", "host" or None; got {skip!r}')
+        if not isinstance(allow_fp16, bool):
+            raise TypeError(f"GradScaler: allow_fp16 must be True or False; got {allow_fp16!r}")
+        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        if config is not None:
+            check_config("GradScaler", config)
+            if numbers != (2.0**16, 2.0, 0.5, 2000):
+                raise ValueError(
+                    "GradScaler: init_scale, growth_factor, backoff_factor and growth_interval must be left out where "
+                    f"config is given; got {numbers}"
+                )
+            numbers = (config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval)
+        if enabled and device == "cuda" and _no_cuda():
+            warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
+            enabled = False
+        super().__init__(device, *numbers, enabled=enabled)
+        self._skip, self._allow_fp16 = skip, allow_fp16
+        if enabled:
+            prepare()
+            self._config = ScalerConfig(init_scale) if config is None else config
+            self._configure()
+            self._counters: tuple[Tensor, ...] = ()
+            self._init_counters = first_counters(self._config)
+            self._found_inf: Tensor | None = None
+            self._per_optimizer_states = defaultdict(_per_optimizer)
+
+    def _configure(self, **values: Any) -> None:
+        """Change what torch's class lets its users change; where a value is refused nothing changes."""
+        growth = values.get("growth_factor", self._growth_factor)
+        backoff = values.get("backoff_factor", self._backoff_factor)
+        interval = values.get("growth_interval", self._growth_interval)
+        # torch never grows at an interval of 0, nor at one that its counter cannot reach
+        reached = interval if 0 < interval <= _INT32_MAX else _INT32_MAX
+        self._config = changed(self._config, growth_factor=growth, backoff_factor=backoff, growth_interval=reached)
+        self._growth_factor, self._backoff_factor, self._growth_interval = growth, backoff, interval
+
+    def _read_counters(self) -> dict[str, int]:
+        if self._scale is None:
+            return self._init_counters
+        return {name: int(counter.item()) for name, counter in zip(self._init_counters, self._counters)}
+
+    # torch's methods, where they read the host or Dynamo cannot trace them
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if self._scale is None:
+            raise AssertionError(f"Attempted {funcname} but _scale is None.  " + _NOT_SCALED)
+        if self._growth_tracker is None:
+            raise AssertionError(f"Attempted {funcname} but _growth_tracker is None.  " + _NOT_SCALED)
+        return self._scale, self._growth_tracker
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._growth_tracker is not None:
+            raise AssertionError("_growth_tracker initialized before _scale")
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
+        self._counters = tuple(
+            [torch.full((), value, dtype=torch.int32, device=dev) for value in self._init_counters.values()]
+        )
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or every tensor of nested iterables, by the scale. No sync.
+
+        Raises:
+            ValueError: outputs is neither a tensor nor an iterable of them.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            return outputs * cast(Tensor, self._scale).to(device=outputs.device, non_blocking=True)
+        if isinstance(outputs, abc.Iterable):
+            scaled = map(self.scale, outputs)
+            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Multiply an optimizer's gradients by 1 / scale in place, and note whether one is not finite. No sync.
+
+        Optional: for clipping, or looking at gradients, between `backward` and `step`. Sparse float16 gradients are
+        replaced by coalesced ones.
+
+        Raises:
+            AssertionError: `scale` was not called before.
+            RuntimeError: it was called for this optimizer since the last `update`, or after `step`.
+            ValueError: a gradient is float16, without allow_fp16.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        noted = self._per_optimizer_states[id(optimizer)]
+        if noted["stage"] is Stage.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if noted["stage"] is Stage.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        noted["found_inf_per_device"] = self._unscale_grads_(
+            optimizer, widen(scale).reciprocal().float(), torch.zeros_like(scale), self._allow_fp16
+        )
+        noted["stage"] = Stage.UNSCALED
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale the gradients, unless `unscale_` did, and take the optimizer's step where all are finite.
+
+        No sync; with skip="host", and for an optimizer that keeps Python numbers or tensors on the host, the flag is
+        read; so it is at a first step that makes state which selection cannot make in advance (a momentum with
+        dampening, a class of your own). Returns what `optimizer.step(*args, **kwargs)` returned: None where it was not
+        called, or is compiled.
+
+        Raises:
+            AssertionError: `scale` was not called before, or no parameter has a gradient.
+            RuntimeError: it was called for this optimizer since the last `update`; a closure is given.
+            ValueError: a gradient is float16, without allow_fp16.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs or any(callable(arg) for arg in args):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._check_scale_growth_tracker("step")
+        noted = self._per_optimizer_states[id(optimizer)]
+        if noted["stage"] is Stage.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and not torch.compiler.is_compiling():
+            result = self._fused_step(optimizer, noted, *args, **kwargs)
+        else:
+            if noted["stage"] is Stage.READY:
+                self.unscale_(optimizer)
+            if len(noted["found_inf_per_device"]) == 0:
+                raise AssertionError("No inf checks were recorded for this optimizer.")
+            result = self._maybe_opt_step(optimizer, noted, *args, **kwargs)
+        noted["stage"] = Stage.STEPPED
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Back off or grow the scale by its rule, or set it. No sync.
+
+        Raises:
+            AssertionError: `scale` was not called before; no optimizer was stepped; new_scale is a tensor of several
+                elements, on another type of device, or requires grad.
+        """
+        if not self._enabled:
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        flags = [
+            flag for noted in self._per_optimizer_states.values() for flag in noted["found_inf_per_device"].values()
+        ]
+        if flags:
+            self._found_inf = _foreach.joined(flags, scale.device)
+        if new_scale is not None:
+            self._set_scale(scale, new_scale)
+        elif not flags:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        else:
+            found_inf = cast(Tensor, self._found_inf)
+            with torch.no_grad():
+                config = self._config
+                bounded = config.min_scale is not None or config.max_scale is not None
+                if config.rule == "dynamic" and not bounded and not torch.compiler.is_compiling():
+                    # the same rule in one kernel
+                    torch._amp_update_scale_(
+                        scale, tracker, found_inf, config.growth_factor, config.backoff_factor, config.growth_interval
+                    )
+                else:
+                    new = update(state_type(config)(scale, tracker, found_inf, *self._counters), config)
+                    scale.copy_(new.scale)
+                    tracker.copy_(new.growth_tracker)
+                    for index, counter in enumerate(self._counters):
+                        counter.copy_(new[3 + index])
+        self._per_optimizer_states = defaultdict(_per_optimizer)
+
+    def _set_scale(self, scale: Tensor, value: float | Tensor) -> None:
+        if isinstance(value, (int, float)):
+            scale.fill_(value)
+        else:
+            reason = (
+                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+                "torch.FloatTensor with requires_grad=False."
+            )
+            if value.device.type != self._device or value.numel() != 1 or value.requires_grad:
+                raise AssertionError(reason)
+            scale.copy_(value.reshape(()))
+        if self._config.min_scale is not None or self._config.max_scale is not None:
+            scale.clamp_(self._config.min_scale, self._config.max_scale)
+
+    def metrics(self) -> ScalerState:
+        """The scale, the growth tracker and the last update's found_inf, as copies: for a `MetricReader`. No sync."""
+        if not self._enabled or self._scale is None or self._growth_tracker is None:
+            return ScalerState(torch.tensor(self.get_scale()), torch.tensor(0, dtype=torch.int32), torch.tensor(0.0))
+        found_inf = torch.zeros_like(self._scale) if self._found_inf is None else self._found_inf.clone()
+        return ScalerState(self._scale.clone(), self._growth_tracker.clone(), found_inf)
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor of growth, above 1."""
+        self._configure(growth_factor=new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor of backoff, above 0 and below 1."""
+        self._configure(backoff_factor=new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the clean steps in a row that make the scale grow."""
+        self._configure(growth_interval=new_interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The five entries of torch's class, and the counters of another rule by their names. Reads the device."""
+        saved = super().state_dict()
+        return saved | self._read_counters() if self._enabled else saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, of this class or torch's. A dict that is refused changes nothing.
+
+        Raises:
+            KeyError: an entry is missing.
+            RuntimeError: it is empty: a disabled scaler's.
+            ValueError: a number in it cannot be used.
+        """
+        if not self._enabled:
+            return
+        if len(state_dict) == 0:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+            )
+        scale = float(state_dict["scale"])
+        rule = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
+        tracker = int(state_dict["_growth_tracker"])
+        counters = {name: int(state_dict[name]) for name in state_type(self._config)._fields[3:] if name in state_dict}
+        self._configure(**rule)
+        self._init_scale, self._init_growth_tracker = scale, tracker
+        self._init_counters = self._init_counters | counters
+        if self._scale is not None and self._growth_tracker is not None:
+            self._scale.fill_(scale)
+            self._growth_tracker.fill_(tracker)
+            for counter, first in zip(self._counters, self._init_counters.values()):
+                counter.fill_(first)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled:
+            state |= {"_init_counters": self._read_counters(), "_counters": (), "_found_inf": None}
+        return state
+
+    # what torch's class keeps apart for its subclasses
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Flags:
+        grads = _foreach.by_device(optimizer, allow_fp16)
+        grows = self._may_grow(inv_scale)
+        with torch.no_grad():
+            return {
+                device: torch.maximum(found_inf.to(device), _foreach.unscale(held, inv_scale.to(device), grows=grows))
+                for device, held in grads.items()
+            }
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        inv_scale = widen(scale).reciprocal().float()
+        grows = self._may_grow(inv_scale)
+        with torch.no_grad():
+            flags = {
+                device: _foreach.check(held, inv_scale.to(device), scale.to(device), grows=grows)
+                for device, held in _foreach.by_device(optimizer, allow_fp16=True).items()
+            }
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags
+
+    def _may_grow(self, inv_scale: Tensor) -> bool:
+        """Whether unscaling may multiply by more than 1: known where the scale lies on a CPU and may be read."""
+        if torch.compiler.is_compiling() or self._skip == "select" or inv_scale.device.type != "cpu":
+            return True
+        return not inv_scale.item() <= 1.0
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        flags: Flags = optimizer_state["found_inf_per_device"]
+        if torch.compiler.is_compiling():
+            select_compiled(optimizer, _foreach.joined(list(flags.values()), None) != 0)
+            return None
+        on_cpu = all(device.type == "cpu" for device in flags)
+        if self._skip == "host" or (self._skip is None and (on_cpu or _is_watched(optimizer))):
+            return None if read(flags) else optimizer.step(*args, **kwargs)
+        return select(optimizer, flags, lambda: optimizer.step(*args, **kwargs))
+
+    def _fused_step(self, optimizer: Any, noted: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """For an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
+        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            warnings.warn(
+                "GradScaler is going to stop passing itself as a keyword argument to the passed "
+                "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+                "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+                FutureWarning,
+                stacklevel=3,
+            )
+            return optimizer.step(*args, **kwargs, grad_scaler=self)
+        scale, _ = self._check_scale_growth_tracker("step")
+        unscaled = noted["stage"] is Stage.UNSCALED
+        if not unscaled:
+            self._check_inf_per_device(optimizer)
+        given = getattr(optimizer, "grad_scale", None)
+        optimizer.grad_scale = given if unscaled else (scale if given is None else scale * given)
+        optimizer.found_inf = _foreach.joined(
+            list(noted["found_inf_per_device"].values()) or [torch.zeros_like(scale)], scale.device
+        )
+        made = Made(optimizer) if isinstance(optimizer, torch.optim.SGD) else None
+        try:
+            result = optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        if made is not None:
+            made.remove(noted["found_inf_per_device"])
+        return result

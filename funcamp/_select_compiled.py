@@ -1,0 +1,112 @@
+"""An optimizer's selected step inside torch.compile: the class's arithmetic on values, written back where it holds.
+
+Dynamo cannot trace `Optimizer.step` in the graph that computed the gradients: torch.optim breaks the graph on purpose
+(https://github.com/pytorch/pytorch/issues/104053), and `_init_group` refuses gradients made in it. So the step runs as
+`stateless` runs it. tests/test_upstream.py tells when this can go.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from funcamp._optim import stateless
+from funcamp._optim_run import LeafState, first_values, narrow_counters, run_step
+
+#: What torch.compile decides instead, and what is no argument of a class.
+_NONE = "<None>"
+_DROPPED = ("params", "foreach", "fused", "differentiable", "capturable")
+
+
+def select_compiled(optimizer: torch.optim.Optimizer, found: Tensor) -> None:
+    """Step the optimizer where found, bool, shape (), is False. Hooks of its `step` do not run.
+
+    A learning rate that changes must be a tensor: a number is a constant of the graph, and a new one compiles again.
+    """
+    for group in optimizer.param_groups:
+        params = [param for param in group["params"] if param.grad is not None]
+        if not params:
+            continue
+        options = {name: _sendable(value) for name, value in group.items() if name not in _DROPPED}
+        states = [dict(optimizer.state[param]) if param in optimizer.state else {} for param in params]
+        new, before, after = _traced(id(type(optimizer)), options, params, [param.grad for param in params], states)
+        with torch.no_grad():
+            for param, value, first, later in zip(params, new, before, after):
+                param.copy_(torch.where(found, param, value))
+                if param in optimizer.state and len(optimizer.state[param]) > 0:
+                    kept = optimizer.state[param]
+                    for name, entry in later.items():
+                        kept[name].copy_(torch.where(found, kept[name], entry))
+                else:
+                    optimizer.state[param] = {name: torch.where(found, first[name], later[name]) for name in later}
+
+
+def _traced(*_: Any) -> Any:
+    raise RuntimeError("GradScaler.step: prepare() must have run before it is compiled")
+
+
+def prepare() -> None:
+    """Make this file ready for torch.compile. It imports torch._dynamo, as any optimizer's first step does."""
+    global _traced
+    if _traced.__name__ != _step.__name__:
+        from torch._dynamo import nonstrict_trace
+
+        _traced = nonstrict_trace(_step)
+
+
+def _step(
+    kind: int, options: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[LeafState]
+) -> tuple[list[Tensor], list[LeafState], list[LeafState]]:
+    """New parameters, the states before the step (made where there were none), and after it."""
+    # an object cannot be passed in here, and a number is guarded on
+    cls = next(cls for cls in _subclasses(torch.optim.Optimizer) if id(cls) == kind)
+    accepted = inspect.signature(cls.__init__).parameters
+    options = {name: _sent(value) for name, value in options.items()}
+    with _disable_current_modes():  # it runs the class on numbers
+        optimizer = stateless(cls, **{name: value for name, value in options.items() if name in accepted})
+    traits = optimizer._traits
+    hyper = {name: options[name] for name in traits.dynamic}
+
+    def run(params: list[Tensor], grads: list[Tensor], states: list[LeafState] | None) -> tuple[list[Tensor], Any]:
+        new, after, _ = run_step(
+            optimizer._runs, traits.arguments, hyper, params, grads, states, writes_grads=traits.writes_grads
+        )
+        return new, after
+
+    if traits.first_step_differs and not all(states):
+        raise ValueError(
+            f"GradScaler.step: optimizer must have taken a step before it is compiled, for the first step of "
+            f"{cls.__name__} with these hyperparameters is another formula; got one without state"
+        )
+    before = []
+    for param, state in zip(params, states):
+        if not state:
+            _, (recorded,) = run([param], [torch.zeros_like(param)], None)
+            state = first_values(recorded, param, traits.starts_at_zero)
+        before.append(state)
+    new, after = run(params, grads, before)
+    return new, before, [narrow_counters(old, state, param) for old, state, param in zip(before, after, params)]
+
+
+def _sendable(value: Any) -> Any:
+    # None is no leaf that a traced function takes
+    if isinstance(value, (tuple, list)):
+        return tuple([_sendable(item) for item in value])
+    return _NONE if value is None else value
+
+
+def _sent(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_sent(item) for item in value)
+    return None if isinstance(value, str) and value == _NONE else value
+
+
+def _subclasses(cls: type[torch.optim.Optimizer]) -> Iterator[type[torch.optim.Optimizer]]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

@@ -1,0 +1,213 @@
+"""On a GPU: GradScaler against torch's, without a sync, captured into one graph, eager and compiled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcamp import GradScaler
+from tests.helpers import assert_close, assert_same
+
+pytestmark = pytest.mark.cuda
+
+STEPS = 24
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05}),
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "SGD momentum fused": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "fused": True}),
+    "AdamW capturable": (torch.optim.AdamW, {"lr": 0.01, "capturable": True}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "NAdam capturable": (torch.optim.NAdam, {"lr": 0.01, "capturable": True}),
+}
+
+
+@contextlib.contextmanager
+def no_sync() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """The first two overflow, and a later one."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(8, 16, generator=generator), torch.randn(8, 1, generator=generator)
+    return x.cuda(), y.cuda() * (1e4 if step in (0, 1, 11) else 1.0)
+
+
+class Loop:
+    """A model, an optimizer and a scaler."""
+
+    def __init__(self, scaler: Any, name: str, clip: bool = False) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)]
+        self.model = torch.nn.Sequential(*layers).cuda()
+        cls, arguments = OPTIMIZERS[name]
+        self.optimizer = cls(self.model.parameters(), **arguments)
+        self.scaler, self.clip = scaler, clip
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        self.model.zero_grad()
+        with torch.autocast("cuda", torch.float16, cache_enabled=False):
+            loss = torch.nn.functional.mse_loss(self.model(x).float(), y)
+        self.scaler.scale(loss).backward()
+        if self.clip:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5, foreach=True)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.detach()
+
+    def params(self) -> list[Tensor]:
+        return [param.detach() for param in self.model.parameters()]
+
+
+def make(cls: Any, **options: Any) -> Any:
+    return cls("cuda", init_scale=2.0**14, growth_interval=3, **options)
+
+
+def first_skips(name: str) -> int:
+    # torch leaves uninitialized memory in a fused momentum whose first step is skipped
+    return 2 if name == "SGD momentum fused" else 0
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_loop_follows_torch_without_a_sync(name: str, clip: bool) -> None:
+    ours, theirs = Loop(make(GradScaler), name, clip), Loop(make(torch.amp.GradScaler), name, clip)
+    scales = []
+    for step in range(first_skips(name), STEPS):
+        x, y = batch(step)
+        theirs.step(x, y)
+        # the first calls load kernels and set up cuBLAS
+        with no_sync() if step > 3 else contextlib.nullcontext():
+            ours.step(x, y)
+        assert ours.scaler.state_dict() == theirs.scaler.state_dict()
+        assert_same(ours.params(), theirs.params())
+        scales.append(ours.scaler.get_scale())
+    assert len(set(scales)) > 2
+
+
+def captured(loop: Loop, run: Callable[[Tensor, Tensor], Tensor], warm_up: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """The whole iteration in one CUDA graph, after some eager ones on the first batches."""
+    x, y = (leaf.clone() for leaf in batch(0))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for step in range(warm_up):
+            for static, value in zip((x, y), batch(step)):
+                static.copy_(value)
+            run(x, y)
+    torch.cuda.current_stream().wait_stream(stream)
+    loop.model.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = run(x, y)
+
+    def replay(new_x: Tensor, new_y: Tensor) -> Tensor:
+        x.copy_(new_x)
+        y.copy_(new_y)
+        graph.replay()
+        return loss.clone()
+
+    return replay
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_whole_loop_in_one_graph_follows_torch(name: str, clip: bool) -> None:
+    ours, theirs = Loop(make(GradScaler), name, clip), Loop(make(torch.amp.GradScaler), name, clip)
+    if first_skips(name):
+        for loop in (ours, theirs):
+            loop.step(*batch(5))
+    replay = captured(ours, ours.step, warm_up=4)
+    for step in range(4):
+        theirs.step(*batch(step))
+    assert ours.scaler.state_dict() == theirs.scaler.state_dict()
+    for step in range(4, STEPS):
+        x, y = batch(step)
+        with no_sync():
+            replay(x, y)
+        theirs.step(x, y)
+        assert ours.scaler.state_dict() == theirs.scaler.state_dict()
+        assert_close(ours.params(), theirs.params(), 1e-5)
+        assert ours.scaler.metrics().found_inf.item() == float(step == 11)
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW capturable"])
+def test_compiled_loop_captures_and_follows_torch(name: str) -> None:
+    ours, theirs = Loop(make(GradScaler), name), Loop(make(torch.amp.GradScaler), name)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        compiled = torch.compile(ours.step, fullgraph=True)
+        replay = captured(ours, compiled, warm_up=4)
+        for step in range(4):
+            theirs.step(*batch(step))
+        for step in range(4, STEPS):
+            x, y = batch(step)
+            replay(x, y)
+            theirs.step(x, y)
+            assert ours.scaler.get_scale() == theirs.scaler.get_scale()
+            assert_close(ours.params(), theirs.params(), 1e-2)  # fused float16 products are not rounded in between
+
+
+def test_counters_on_the_host_are_read_for_with_a_warning_and_refused_in_a_capture() -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    scaler = make(GradScaler)
+    scaler.scale(torch.zeros((), device="cuda"))
+    weight.grad = torch.full((4,), torch.inf, device="cuda")
+    with pytest.warns(UserWarning, match="Adam keeps tensors on the host"):
+        scaler.step(optimizer)
+    scaler.update()
+    assert_same(weight.detach(), torch.ones(4, device="cuda"))
+    assert not any(state["step"] for state in optimizer.state.values())
+    weight.grad = torch.ones(4, device="cuda")
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(state["step"] == 1 for state in optimizer.state.values())
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="capturable=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        scaler.step(optimizer)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0**-128, 2.0**-60])
+@pytest.mark.parametrize("name", ["SGD", "AdamW fused", "AdamW capturable"])
+def test_nothing_infinite_reaches_an_optimizer_at_any_scale(name: str, scale: float) -> None:
+    loop = Loop(make(GradScaler), name)
+    loop.scaler.scale(torch.zeros((), device="cuda"))
+    for size in (2.0**100, 0.0):
+        loop.scaler.update(scale)
+        for param in loop.model.parameters():
+            param.grad = torch.full_like(param, size)
+        loop.scaler.step(loop.optimizer)
+        loop.scaler.update()
+        assert all(bool(param.isfinite().all()) for param in loop.params())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_unscaling_is_torchs_in_every_dtype(dtype: torch.dtype) -> None:
+    for bad in (None, torch.inf, torch.nan):
+        grads = [torch.randn(n, device="cuda").to(dtype) for n in (1, 1000, 70_000)]
+        if bad is not None:
+            grads[1][7] = bad
+        params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+        for param, grad in zip(params, grads):
+            param.grad = grad.clone()
+        scaler = GradScaler("cuda", init_scale=2.0**10, allow_fp16=True)
+        scaler.scale(torch.zeros((), device="cuda"))
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        scaler.unscale_(optimizer)
+        if bad is None:
+            assert_same([param.grad for param in params], [(grad.double() * 2.0**-10).to(dtype) for grad in grads])
+        (flag,) = scaler._found_inf_per_device(optimizer).values()
+        assert flag.item() == float(bad is not None)

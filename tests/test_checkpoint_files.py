@@ -1,0 +1,556 @@
+"""Checkpoints: a run goes on from one bit for bit, a kill at any moment leaves one whole, a bad file says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as checkpoint_module
+
+import funcamp
+from funcamp import load, save
+from funcamp._checkpoint import _folder_beside
+from tests.helpers import assert_same, clone
+from tests.models import Task, cnn, mlp, tied
+
+dcp: Any = checkpoint_module  # its functions are untyped re-exports
+FORMATS = ["checkpoint.pt", "checkpoint.safetensors"]
+ROOT = Path(__file__).parent.parent
+
+
+def make(task: Task, *, flat: bool = True) -> funcamp.TrainStep:
+    """Float16, moments, buffers, an average, and a scale that overflows at first."""
+    return funcamp.make_train_step(
+        funcamp.module_loss(task.model, task.criterion),
+        funcamp.stateless(torch.optim.AdamW, lr=1e-2),
+        funcamp.ScalerConfig(init_scale=2.0**20, growth_interval=2),
+        policy="float16",
+        ema_decay=0.9,
+        flat=flat,
+    )
+
+
+def train(step: funcamp.TrainStep, state: funcamp.TrainState, task: Task, numbers: range) -> funcamp.TrainState:
+    for number in numbers:
+        state, _ = step(state, task.batch(number))
+    return state
+
+
+def through_file(name: str) -> Callable[[dict[str, Any], dict[str, Any], Path], dict[str, Any]]:
+    def trip(saved: dict[str, Any], like: dict[str, Any], folder: Path) -> dict[str, Any]:
+        save(saved, folder / name)
+        return load(folder / name)
+
+    return trip
+
+
+def through_dcp(saved: dict[str, Any], like: dict[str, Any], folder: Path) -> dict[str, Any]:
+    dcp.save(saved, checkpoint_id=folder / "dcp", no_dist=True)
+    dcp.load(like, checkpoint_id=folder / "dcp", no_dist=True)
+    return like
+
+
+def through_async_dcp(saved: dict[str, Any], like: dict[str, Any], folder: Path) -> dict[str, Any]:
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+    )
+    try:
+        dcp.async_save(saved, checkpoint_id=folder / "dcp").result()
+        dcp.load(like, checkpoint_id=folder / "dcp")
+    finally:
+        dist.destroy_process_group()
+    return like
+
+
+TRIPS = {name: through_file(name) for name in FORMATS} | {"dcp": through_dcp, "async dcp": through_async_dcp}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(
+    ("before", "after"), [(True, True), (False, False), (True, False)], ids=["flat", "dict", "to dict"]
+)
+@pytest.mark.parametrize("trip", TRIPS.values(), ids=TRIPS)
+def test_run_goes_on_from_a_checkpoint_bit_for_bit(trip: Any, before: bool, after: bool, tmp_path: Path) -> None:
+    task = cnn()
+    first, second = make(task, flat=before), make(task, flat=after)
+    half = train(first, first.init(), task, range(5))
+    assert 0 < half.opt_state.applied < 5
+    saved, like = first.state_dict(half), second.state_dict(second.init())
+    resumed = second.load_state_dict(trip(saved, like, tmp_path), like=second.init())
+    assert_same(second.state_dict(resumed), saved)
+    whole = train(second, second.init(), task, range(10))
+    assert_same(train(second, resumed, task, range(5, 10)), whole)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tied_weights_stay_tied(name: str, tmp_path: Path) -> None:
+    task = tied()
+    step = make(task)
+    half = train(step, step.init(), task, range(3))
+    save(step.state_dict(half), tmp_path / name)
+    resumed = step.load_state_dict(load(tmp_path / name), like=step.init())
+    assert_same(train(step, resumed, task, range(3, 6)), train(step, half, task, range(3, 6)))
+
+
+def test_torch_and_safetensors_read_what_save_wrote(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    step = make(mlp())
+    saved = step.state_dict(step.init())
+    for name in FORMATS:
+        save(saved, tmp_path / name)
+    assert_same(torch.load(tmp_path / FORMATS[0], weights_only=True), saved)
+    read = safetensors.torch.load_file(tmp_path / FORMATS[1])
+    assert_same({key: read[key] for key in saved}, saved)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_layout_comes_back(name: str, tmp_path: Path) -> None:
+    base = torch.randn(4, 6, dtype=torch.complex64)
+    saved = {
+        "base": base,
+        "same": base,
+        "transposed": base.T,
+        "row": base[1],
+        "strided": base[:, ::2],
+        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "scalar of many": base[2, 3],
+        "empty": torch.empty(0, 3),
+        "empty too": torch.empty(0),
+        "bfloat16": torch.randn(3).bfloat16(),
+        "float8": torch.randn(3).to(torch.float8_e4m3fn),
+        "bool": torch.tensor([True, False]),
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+        "result": torch.ones(2, requires_grad=True) * 2,
+    }
+    save(saved, tmp_path / name)
+    back = load(tmp_path / name)
+    assert back.keys() == saved.keys()
+    for key, value in saved.items():
+        assert (back[key].dtype, back[key].shape) == (value.dtype, value.shape), key
+        assert torch.equal(
+            back[key].float() if key == "float8" else back[key], value.float() if key == "float8" else value
+        )
+
+
+def test_numbers_strings_and_nesting_come_back(tmp_path: Path) -> None:
+    model = torch.nn.BatchNorm1d(2)
+    saved = {
+        "model": model.state_dict(),
+        "history": [1, 2.5, None, True, 1j, "text", b"bytes", (1, [2])],
+        "about": {3: torch.float16, "shape": torch.Size([2]), "device": torch.device("cpu")},
+    }
+    save(saved, tmp_path / "checkpoint.pt")
+    back = load(tmp_path / "checkpoint.pt")
+    assert_same(back, saved)
+    model.load_state_dict(back["model"])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_loaded_tensors_are_on_the_device_asked_for_and_free_of_the_file(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    save({"w": torch.ones(1000)}, file)
+    assert load(file, map_location="meta")["w"].device.type == "meta"
+    loaded = load(file, map_location=torch.device("cpu"))
+    with open(file, "r+b") as stream:  # in place, as another program may
+        stream.write(b"\0" * file.stat().st_size)
+    assert_same(loaded, {"w": torch.ones(1000)})
+
+
+# What is no checkpoint.
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.file),)
+
+
+def zipped(file: Path, **entries: bytes) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        for entry, content in entries.items():
+            archive.writestr(entry.replace("__", "/"), content)
+
+
+def halved(file: Path) -> None:
+    save({"w": torch.ones(1000)}, file)
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def cross(file: Path) -> None:
+    """The other format under this name."""
+    other = file.with_suffix(".pt" if file.suffix == ".safetensors" else ".safetensors")
+    save({"w": torch.ones(1000)}, other)
+    other.rename(file)
+
+
+def header(file: Path, **tensors: Any) -> None:
+    head = json.dumps(tensors).encode()
+    file.write_bytes(len(head).to_bytes(8, "little") + head + bytes(8))
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "text": (lambda file: file.write_text("step 1 loss 2.0\n" * 99), r"no zip file as torch.save makes \(1584 bytes\)"),
+    "empty": (lambda file: file.write_bytes(b""), r"\(0 bytes\)"),
+    "half": (halved, "is cut short"),
+    "folder": (lambda file: file.mkdir(), "which is a folder"),
+    "pickle": (lambda file: file.write_bytes(pickle.dumps(Touch(file.with_name("ran")))), "no zip file"),
+    "object": (
+        lambda file: torch.save({"a": Touch(file.with_name("ran"))}, file),
+        "holds a posix.mkdir, which only code",
+    ),
+    "module": (lambda file: torch.save(torch.nn.Linear(1, 1), file), "holds a torch.nn.modules.linear.Linear, which"),
+    "tensor": (lambda file: torch.save(torch.ones(1), file), "holds a Tensor instead of a dict"),
+    "zip": (lambda file: zipped(file, hello=b"hi"), "cannot be read: RuntimeError: "),
+    "wheel": (lambda file: zipped(file, a__hello=b"hi", a__b__c=b"hi"), "cannot be read: RuntimeError: "),
+    "script": (lambda file: zipped(file, a__version=b"3\n", a__constants__pkl=b""), "cannot be read: "),
+    "no pickle": (
+        lambda file: zipped(file, a__version=b"3\n", **{"a__data.pkl": b"text"}),
+        "is damaged|cannot be read: ",
+    ),
+    "safetensors": (cross, "no zip file"),
+}
+BAD_SAFE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "text": (BAD["text"][0], "SafetensorError: .*header too large"),
+    "empty": (BAD["empty"][0], "SafetensorError: .*header too small"),
+    "half": (halved, "SafetensorError: .*not fully covered"),
+    "folder": (BAD["folder"][0], "which is a folder"),
+    "pickle": (BAD["pickle"][0], "SafetensorError: "),
+    "zip": (cross, "SafetensorError: .*header too large"),
+    "unknown dtype": (lambda file: header(file, a={"dtype": "Q9", "shape": [1], "data_offsets": [0, 8]}), "Q9"),
+    "short": (
+        lambda file: header(file, a={"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}),
+        "SafetensorError: ",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "message"),
+    [(FORMATS[0], *case) for case in BAD.values()] + [(FORMATS[1], *case) for case in BAD_SAFE.values()],
+    ids=[*BAD, *(f"safe {case}" for case in BAD_SAFE)],
+)
+def test_bad_file_is_named_with_its_fault_and_never_run(
+    name: str, write: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    write(file)
+    with pytest.raises(ValueError, match=message) as caught:
+        load(file)
+    text = str(caught.value)
+    assert text.startswith(f"load: path must name a whole checkpoint; got {str(file)!r}, which ")
+    assert "\n" not in text
+    assert "\x1b" not in text
+    assert "weights_only" not in text or "TorchScript" in text
+    assert len(text) < 300 + len(str(file))
+    assert os.listdir(tmp_path) == [name]  # nothing ran
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_missing_file_is_a_missing_file(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=name):
+        load(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_file_cut_anywhere_is_refused(name: str, tmp_path: Path) -> None:
+    step = make(mlp())
+    save(step.state_dict(step.init()), tmp_path / "whole")
+    save(step.state_dict(step.init()), tmp_path / name)
+    whole = (tmp_path / name).read_bytes()
+    spread = {len(whole) * part // 40 for part in range(40)}
+    for length in sorted(spread | {1, 4, 8, 30, len(whole) - 1, len(whole) - 22, len(whole) - 23}):
+        (tmp_path / name).write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="must name a whole checkpoint"):
+            load(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_flipped_byte_of_data_goes_unnoticed_as_the_docstring_says(name: str, tmp_path: Path) -> None:
+    # Not wanted but so: whoever sees this fail may take the sentence out of load's docstring.
+    file, value = tmp_path / name, torch.full((1000,), 1.2345)
+    save({"w": value}, file)
+    content = bytearray(file.read_bytes())
+    content[content.index(value.numpy().tobytes()) + 400] ^= 1
+    file.write_bytes(content)
+    assert (load(file)["w"] != value).sum() == 1
+
+
+def test_checkpoint_of_another_model_is_refused_and_the_state_stays(tmp_path: Path) -> None:
+    other, step = make(mlp()), make(cnn())
+    save(other.state_dict(other.init()), tmp_path / "checkpoint.pt")
+    state = step.init()
+    before = clone(state)
+    with pytest.raises(ValueError, match="load_state_dict: saved must hold the names that state_dict gives; it lacks"):
+        step.load_state_dict(load(tmp_path / "checkpoint.pt"), like=state)
+    assert_same(state, before)
+
+
+# What cannot be saved.
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "message"),
+    [
+        ("checkpoint.pt", [torch.ones(1)], "saved must be a dict, as state_dict gives it; got a list"),
+        ("checkpoint.pt", mlp(), "saved must be a dict, as state_dict gives it; got a Task"),
+        ("checkpoint.pt", {"a": [1, {"b": Task}]}, r"saved['a'][1]['b'] must be a tensor, a number, a string, or a"),
+        ("checkpoint.pt", {"a": funcamp.init()}, "saved['a'] must be a tensor, a number, a string, or a dict, list or"),
+        ("checkpoint.pt", {"a": torch.ones(2).numpy()[0]}, "got a numpy.float32"),
+        ("checkpoint.pt", {funcamp.ScalerConfig(): 1}, "a key of saved must be a tensor, a number, a string"),
+        (
+            "checkpoint.safetensors",
+            {"a": {"b": torch.ones(1)}},
+            "saved['a'] must be a dense tensor in safetensors; got {",
+        ),
+        ("checkpoint.safetensors", {"a": 3}, "saved['a'] must be a dense tensor in safetensors; got 3 of type int"),
+        ("checkpoint.safetensors", {"a": torch.eye(2).to_sparse()}, "saved['a'] must be a dense tensor in safetensors"),
+        (
+            "checkpoint.safetensors",
+            {"a": torch.ones(1, dtype=torch.complex128)},
+            "saved['a'] must have a dtype of safeten",
+        ),
+        ("checkpoint.safetensors", {1: torch.ones(1)}, "saved must have strings as keys, and no '__metadata__'"),
+        (
+            "checkpoint.safetensors",
+            {"__metadata__": torch.ones(1)},
+            "saved must have strings as keys, and no '__metada",
+        ),
+    ],
+    ids=lambda value: value[:48] if isinstance(value, str) else type(value).__name__,
+)
+def test_what_could_not_be_read_back_is_not_written(name: str, saved: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="^save: .*" + re.escape(message)):
+        save(saved, tmp_path / name)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("path", [3, None, b"checkpoint.pt", sys.stdout], ids=str)
+def test_path_must_be_one(path: Any) -> None:
+    with pytest.raises(TypeError, match=r"^save: path must be a str or an os.PathLike; got "):
+        save({}, path)
+    with pytest.raises(TypeError, match=r"^load: path must be a str or an os.PathLike; got "):
+        load(path)
+
+
+def test_map_location_must_be_a_device_of_the_machine(tmp_path: Path) -> None:
+    save({}, tmp_path / "checkpoint.pt")
+    with pytest.raises(TypeError, match="load: map_location must be a device; got None"):
+        load(tmp_path / "checkpoint.pt", map_location=None)  # type: ignore[arg-type]
+    for missing in ["nonsense", *([] if torch.cuda.is_available() else ["cuda"])]:
+        with pytest.raises(ValueError, match=f"load: map_location must be a device of this machine; got '{missing}'"):
+            load(tmp_path / "checkpoint.pt", map_location=missing)
+
+
+def test_missing_safetensors_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    file = tmp_path / "checkpoint.safetensors"
+    for call in (lambda: save({"a": torch.ones(1)}, file), lambda: load(file)):
+        with pytest.raises(ImportError, match="needs the package safetensors: pip install safetensors"):
+            call()
+    save({"a": torch.ones(1)}, tmp_path / "checkpoint.pt")
+    assert os.listdir(tmp_path) == ["checkpoint.pt"]
+
+
+# How a file is replaced.
+
+
+def test_pipe_or_folder_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(ValueError, match=r"save: path must name a file; got .* a folder or a device"):
+            save({}, tmp_path / name)
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_link_stays_a_link_and_the_file_is_one_that_open_would_make(name: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / name).symlink_to(tmp_path / "data" / "real")
+    save({"w": torch.ones(1)}, tmp_path / name)
+    save({"w": torch.zeros(1)}, tmp_path / name)
+    assert (tmp_path / name).is_symlink()
+    assert_same(load(tmp_path / name), {"w": torch.zeros(1)})
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "data" / "real").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert os.listdir(tmp_path / "data") == ["real"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_file_is_on_disk_before_it_gets_the_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        calls.append(("sync", os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def replaced(source: str, target: str) -> None:
+        calls.append(("replace", os.stat(source).st_ino, os.stat(source).st_size))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    save({"w": torch.ones(1000)}, tmp_path / name)
+    file = (tmp_path / name).stat()
+    assert calls[:2] == [("sync", file.st_ino, file.st_size), ("replace", file.st_ino, file.st_size)]
+    assert [call[:2] for call in calls[2:]] == [("sync", tmp_path.stat().st_ino)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_full_disk_is_an_os_error_that_leaves_the_old_file_alone(name: str, tmp_path: Path) -> None:
+    save({"w": torch.ones(2)}, tmp_path / name)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, limits[1]))  # the write that crosses it fails
+    try:
+        with pytest.raises(OSError, match=r"save: .*File too large"):
+            save({"v": torch.ones(10), "w": torch.ones(2**20)}, tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path) == [name]
+    assert_same(load(tmp_path / name), {"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_interrupted_save_leaves_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"w": torch.ones(2)}, tmp_path / name)
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    for where in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, where, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                save({"w": torch.zeros(2)}, tmp_path / name)
+        assert os.listdir(tmp_path) == [name]
+        assert_same(load(tmp_path / name), {"w": torch.ones(2)})
+
+
+def test_save_removes_what_killed_saves_left_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "a[1].pt"
+    stale = tmp_path / "a[1].pt.0123abcd.part"
+    others = [tmp_path / other for other in ("a1.pt.0123abcd.part", "a[1].pt.mine.part", "a[1].pt.x.0123abcd.part")]
+    for folder in (stale, *others):
+        folder.mkdir()
+        (folder / "a[1].pt").write_text("half")
+    with _folder_beside(str(file)) as busy:
+        save({}, file)
+        assert Path(busy).exists()
+        assert not stale.exists()
+    assert sorted(tmp_path.iterdir()) == sorted([file, *others])
+
+
+def test_saves_of_one_file_at_once_each_succeed_and_one_wins(tmp_path: Path) -> None:
+    file, errors = tmp_path / "checkpoint.pt", []
+
+    def saves(rank: int) -> None:
+        try:
+            for _ in range(20):
+                save({"a": torch.full((1000,), rank), "b": torch.full((1000,), rank)}, file)
+                assert_same(*({"w": value} for value in load(file).values()))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=saves, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert os.listdir(tmp_path) == [file.name]
+
+
+#: For every number it reads, forks a process that saves states of this and the following numbers until it is killed.
+SAVER = """
+import os, sys, torch
+from funcamp import save
+torch.set_num_threads(1)
+for line in sys.stdin:
+    if os.fork():
+        os.wait()
+        os.write(1, b"dead\\n")
+        continue
+    number = int(line)
+    while True:
+        state = {f"tensor{index}": torch.full((2**19,), float(number)) for index in range(4)}
+        os.write(1, b"begin %d %d\\n" % (number, os.getpid()))
+        save(state, sys.argv[1])
+        os.write(1, b"saved %d\\n" % number)
+        number += 1
+"""
+
+
+@pytest.fixture
+def saver(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-W", "ignore", "-c", SAVER, str(tmp_path / name)]
+        process = subprocess.Popen(command, text=True, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.communicate()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_kill_at_any_moment_leaves_a_whole_checkpoint(name: str, tmp_path: Path, saver: Any) -> None:
+    process, file = saver(name), tmp_path / name
+
+    def message() -> tuple[str, int, int]:
+        word, *numbers = process.stdout.readline().split()
+        return word, *(int(number) for number in [*numbers, 0, 0][:2])
+
+    number, interrupted = 0, 0
+    for kill in range(12):
+        process.stdin.write(f"{number + 1}\n")
+        process.stdin.flush()
+        assert [message()[0] for _ in range(2)] == ["begin", "saved"]
+        began, (_, _, pid), _ = time.perf_counter(), message(), message()
+        took = time.perf_counter() - began
+        assert message()[:2] == ("begin", number + 3)
+        time.sleep(took * kill / 10)  # from the start of a save to a bit into the next
+        os.kill(pid, signal.SIGKILL)
+        begun, saved = number + 3, number + 2
+        while (received := message())[0] != "dead":
+            begun, saved = max(begun, received[1]), max(saved, received[1] - (received[0] == "begin"))
+        loaded = load(file)
+        number = int(loaded["tensor0"][0])
+        assert number in (saved, begun)
+        assert_same(loaded, {f"tensor{index}": torch.full((2**19,), float(number)) for index in range(4)})
+        left = [entry for entry in os.listdir(tmp_path) if entry != name]
+        assert all(re.fullmatch(re.escape(name) + r"\.[0-9a-f]{8}\.part", entry) for entry in left)
+        interrupted += len(left)
+    assert interrupted >= 3  # else the kills came between the saves
+    save({}, file)
+    assert os.listdir(tmp_path) == [name]

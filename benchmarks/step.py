@@ -100,16 +100,60 @@ def funcamp_step(
     return call
 
 
+def loop_step(size: str, device: str, dtype: torch.dtype, *, compiled: bool, captured: bool) -> Callable[[], None]:
+    """The loop of `torch_step` with funcamp.GradScaler: compiled whole, captured into one CUDA graph, or both."""
+    model, x, y = build(size, device)
+    scaler = funcamp.GradScaler(device, growth_interval=10**6)
+    options: dict[str, Any] = {} if compiled else {"fused": True}
+    if device == "cuda" and compiled:
+        options = {"capturable": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **options)
+
+    def step() -> Tensor:
+        model.zero_grad()
+        with torch.autocast(device, dtype, cache_enabled=not captured):
+            loss = nn.functional.cross_entropy(model(x).float(), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    run: Callable[[], Any] = torch.compile(step, fullgraph=True) if compiled else step
+
+    def traced() -> None:
+        with torch._dynamo.config.patch(trace_autograd_ops=True):
+            run()
+
+    if not captured:
+        return traced
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            traced()
+    torch.cuda.current_stream().wait_stream(stream)
+    model.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        traced()
+    return graph.replay
+
+
 VARIANTS: dict[str, Callable[..., Callable[[], None]]] = {
     "eager torch.amp.GradScaler, fused AdamW": functools.partial(torch_step, compiled=False),
     "torch.compile(model), torch.amp.GradScaler, fused AdamW": functools.partial(torch_step, compiled=True),
+    "funcamp.GradScaler, the loop compiled whole": functools.partial(loop_step, compiled=True, captured=False),
     "funcamp, eager": functools.partial(funcamp_step, compiled=False),
     "funcamp.jit, a tensor a parameter": functools.partial(funcamp_step, compiled=True, flat=False),
     "funcamp.jit, donate=False": functools.partial(funcamp_step, compiled=True, donate=False),
     "funcamp.jit": functools.partial(funcamp_step, compiled=True),
     "funcamp.jit, exact=True": functools.partial(funcamp_step, compiled=True, exact=True),
 }
-ON_A_GPU = {"funcamp.jit, capture=False": functools.partial(funcamp_step, compiled=True, capture=False)}
+ON_A_GPU = {
+    "funcamp.jit, capture=False": functools.partial(funcamp_step, compiled=True, capture=False),
+    "funcamp.GradScaler, fused AdamW, the loop captured": functools.partial(loop_step, compiled=False, captured=True),
+    "funcamp.GradScaler, the loop compiled and captured": functools.partial(loop_step, compiled=True, captured=True),
+}
 
 
 def device_name(device: str) -> str:

@@ -9,6 +9,7 @@ import pickle
 import re
 import secrets
 import shutil
+import stat
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
         raise ValueError(f"save: path must name a file; got {name!r}, which is a folder or a device")
     if not isinstance(saved, dict):
         raise TypeError(f"save: saved must be a dict, as state_dict gives it; got a {type(saved).__name__}")
-    package = _safetensors("save", name)
+    package = _safetensors("save", target)
     if package:
         saved = _packed(saved)
     else:
@@ -66,6 +67,9 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
             _write_safetensors(package, saved, part)
         else:
             _write_zip(saved, part)
+            _check_readable(part)
+        if os.path.exists(target):
+            os.chmod(part, stat.S_IMODE(os.stat(target).st_mode))
         _sync(part, os.O_RDWR)
         os.replace(part, target)
         with contextlib.suppress(OSError):  # some file systems sync no folder; the file is whole all the same
@@ -105,7 +109,7 @@ def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cp
         device = torch.empty(0, device=map_location).device  # a missing device must not be blamed on the file
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"load: map_location must be a device of this machine; got {map_location!r}") from error
-    package = _safetensors("load", name)
+    package = _safetensors("load", os.path.realpath(name))
     rule = f"load: path must name a whole checkpoint; got {name!r}, which"
     if os.path.isdir(name):
         raise ValueError(f"{rule} is a folder")
@@ -203,6 +207,16 @@ def _write_zip(saved: dict[str, Any], part: str) -> None:
             if isinstance(error.__context__, OSError):
                 raise OSError(error.__context__.errno, f"save: {error.__context__.strerror}", part) from error
             raise
+
+
+def _check_readable(part: str) -> None:
+    """Refuse what only writing shows: attributes of a tensor, a number that the reader does not know."""
+    try:
+        torch.load(part, map_location="meta", weights_only=True, mmap=True)
+    except Exception as error:
+        raise TypeError(
+            f"save: saved must hold what load can read back; the file {_reason(error)} (attributes of a tensor count)"
+        ) from error
 
 
 @contextlib.contextmanager

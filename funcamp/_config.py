@@ -13,8 +13,9 @@ class ScalerConfig(Presets):
 
     Args:
         init_scale: the scale before the first step; positive, finite in float32.
-        growth_factor: what the scale is multiplied by after `growth_interval` clean steps; finite, above 1.
-        backoff_factor: what the scale is multiplied by after a step with a non-finite gradient; in (0, 1).
+        growth_factor: what the scale is multiplied by after `growth_interval` clean steps; finite, 1 or more.
+        backoff_factor: what the scale is multiplied by after a step with a non-finite gradient; in (0, 1]. The rules of
+            apex, DeepSpeed, jmp, TensorFlow and fairseq divide by growth_factor: there it is 1 / growth_factor.
         growth_interval: clean steps in a row that make the scale grow; an integer from 1 to 2**31 - 1.
         min_scale: the scale is never below it; None for no bound. Without one repeated backoff reaches 0, as in torch.
         max_scale: the scale is never above it; None for no bound but float32's.
@@ -70,10 +71,10 @@ class ScalerConfig(Presets):
     ) -> ScalerConfig:
         """Torch's rule, after a search for the scale at the start.
 
-        Overflows divide the scale by 2, 4, 16, 256, ... until a step is clean; clean steps double it, up to a quarter
-        of what overflowed last, to the first overflow (then it is quartered), to max_scale, or to 2**24. From there on
-        the rule is torch's. Worth it where init_scale may be far off: beside torch's rule it loses a step or two where
-        init_scale is right, and a third of the steps where it is 2**15 too high.
+        Overflows divide the scale by 2, 4, 16, 256, ... until a step is clean; clean steps double it, up to about a
+        quarter of what overflowed last, to the first overflow (then it is quartered), to max_scale, or to 2**24. From
+        there on the rule is torch's. Worth it where init_scale may be far off: beside torch's rule it loses a step or
+        two more where init_scale is right, and a third of the steps where it is 2**15 too high.
 
         Example:
             >>> ScalerConfig.warm_start(init_scale=2.0**24).rule

@@ -20,12 +20,33 @@ RULES = (
     "megatron", "paddle", "paddle_dygraph", "tensorflow",
 )  # fmt: skip
 
+_DIVIDES = (
+    "apex", "deepspeed", "deepspeed_consecutive", "deepspeed_old", "deepspeed_old_consecutive", "deepspeed_fp16",
+    "fairseq", "jmp", "tensorflow",
+)  # fmt: skip
+
 
 def _real(name: str, value: object) -> float:
     """A Python or NumPy real number as a float; a tensor is refused, for it would be read on the host."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"ScalerConfig: {name} must be a Python number; got {value!r} of type {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def inverse(name: str, factor: object) -> float:
+    """1 / factor, for a library that divides by the factor that it multiplies with.
+
+    Raises:
+        TypeError: factor is no number.
+        ValueError: factor is not above 1.
+    """
+    number = _real(name, factor)
+    if not number > 1.0:
+        raise ValueError(f"ScalerConfig: {name} must be above 1; got {factor}")
+    return 1.0 / number
 
 
 def _scale_value(name: str, value: object) -> float:
@@ -65,10 +86,17 @@ class Constants:
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {"init_scale": _scale_value("init_scale", self.init_scale)}
         growth, backoff = _real("growth_factor", self.growth_factor), _real("backoff_factor", self.backoff_factor)
-        if not (math.isfinite(growth) and growth > 1.0):
-            raise ValueError(f"ScalerConfig: growth_factor must be finite and above 1; got {self.growth_factor}")
-        if not 0.0 < backoff < 1.0:
-            raise ValueError(f"ScalerConfig: backoff_factor must be above 0 and below 1; got {self.backoff_factor}")
+        if not 1.0 <= growth <= _FLOAT32_MAX:
+            raise ValueError(
+                f"ScalerConfig: growth_factor must be 1 or more and finite in float32; got {self.growth_factor}"
+            )
+        if not 0.0 < backoff <= 1.0:
+            raise ValueError(f"ScalerConfig: backoff_factor must be above 0 and at most 1; got {self.backoff_factor}")
+        if self.rule in _DIVIDES and backoff != 1.0 / growth:
+            raise ValueError(
+                f"ScalerConfig: backoff_factor must be 1 / growth_factor for the rule {self.rule!r}, which divides by "
+                f"it; got {self.backoff_factor} with growth_factor {self.growth_factor}"
+            )
         checked |= {"growth_factor": growth, "backoff_factor": backoff}
         for name in ("growth_interval", "hysteresis"):
             checked[name] = _count(name, getattr(self, name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from dataclasses import replace as changed
 from typing import Any, cast
 
@@ -79,14 +81,12 @@ def from_state_dict(
         if name not in saved:
             why = "is empty, as a disabled scaler saves it" if not saved else f"has {', '.join(map(str, saved))}"
             raise ValueError(f"{call}: saved must have {name!r}; it {why}")
-    scale = _number(call, "scale", saved["scale"])
-    if not scale >= 0.0:
-        raise ValueError(f"{call}: saved['scale'] must be 0 or more; got {saved['scale']!r}")
+    scale = saved_scale(call, saved["scale"])
     config = changed(config, **{name: saved[name] for name in _CONSTANTS})
     first = init(config, device=device)
-    counts = {"growth_tracker": _count(call, "_growth_tracker", saved["_growth_tracker"])}
+    counts = {"growth_tracker": saved_count(call, "_growth_tracker", saved["_growth_tracker"])}
     for name, value in first_counters(config).items():
-        counts[name] = _count(call, name, saved.get(name, value))
+        counts[name] = saved_count(call, name, saved.get(name, value))
     values = [
         torch.full_like(leaf, scale if name == "scale" else counts.get(name, 0.0))
         for name, leaf in zip(first._fields, first)
@@ -95,16 +95,24 @@ def from_state_dict(
     return cast(ScalerState, kind(*values)), config
 
 
-def _number(call: str, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{call}: saved[{name!r}] must be a number; got {value!r}")
-    return float(value)
+def saved_scale(call: str, value: object) -> float:
+    """A saved scale: 0 or more, a float32; infinite too, for torch saves what it came to."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{call}: saved['scale'] must be a number; got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.nan
+    if not (0.0 <= number <= torch.finfo(torch.float32).max or number == math.inf):
+        raise ValueError(f"{call}: saved['scale'] must be 0 or more, within float32's range; got {value!r}")
+    return number
 
 
-def _count(call: str, name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+def saved_count(call: str, name: str, value: object) -> int:
+    """A saved counter: an int32."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{call}: saved[{name!r}] must be an integer; got {value!r}")
-    limits = torch.iinfo(torch.int32)
-    if not limits.min <= value <= limits.max:
+    limits, number = torch.iinfo(torch.int32), int(value)
+    if not limits.min <= number <= limits.max:
         raise ValueError(f"{call}: saved[{name!r}] must fit int32; got {value}")
-    return value
+    return number

@@ -57,7 +57,7 @@ def unscale(grads: list[Tensor], inv_scale: Tensor, *, grows: bool = True) -> Te
         if type(group[0]) is not Tensor or not grows:
             found = torch.maximum(found, _by_torch(group, inv_scale))
             continue
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             products = [_times(grad, inv_scale) for grad in group]
             finite = torch.stack([torch.isfinite(product).all() for product in products]).all()
             for grad, product in zip(group, products):
@@ -94,7 +94,7 @@ def _by_dtype(grads: list[Tensor]) -> list[list[Tensor]]:
 
 def _largest(grads: list[Tensor]) -> Tensor:
     """The largest magnitude, NaN where there is one."""
-    if grads[0].device.type == "cpu" or torch.compiler.is_compiling():
+    if grads[0].device.type == "cpu" or torch.compiler.is_dynamo_compiling():
         # eager CPU norms take ten times as long as this
         ends = [torch.stack(torch.aminmax(grad)) for grad in grads]
         return torch.stack(ends).abs().max()

@@ -5,49 +5,36 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import abc, defaultdict
-from dataclasses import replace as changed
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState as Stage
 
 from funcamp import _foreach
-from funcamp._config import ScalerConfig, check_config
-from funcamp._rulebook import first_counters, state_type
+from funcamp._held_scaler import HeldScaler, per_optimizer
+from funcamp._rulebook import state_type
 from funcamp._rules import widen
-from funcamp._select import Flags, Made, read, select
-from funcamp._select_compiled import prepare, select_compiled
-from funcamp._state import ScalerState
+from funcamp._select import Flags, Made, is_watched, obstacle, read, select
+from funcamp._select_compiled import select_compiled
 from funcamp._update import update
 
-_INT32_MAX = torch.iinfo(torch.int32).max
-_NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 
-
-def _no_cuda() -> bool:
-    return bool(torch.cuda.amp.common.amp_definitely_not_available())  # type: ignore[no-untyped-call]
-
-
-def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    # Accelerate tells a skipped step by that `step` was not called, and holds its schedulers back then
-    return getattr(vars(optimizer).get("step"), "__module__", None) == "accelerate.optimizer"
-
-
-def _per_optimizer() -> dict[str, Any]:
-    return {"stage": Stage.READY, "found_inf_per_device": {}}
-
-
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(HeldScaler):
     """`torch.amp.GradScaler` without a host read: the same calls, scales, skips, errors and `state_dict`.
 
     `scale(loss).backward()`, `step(optimizer)`, `update()`; `unscale_(optimizer)` before clipping. A fused optimizer
-    (`fused=True`) skips inside its kernel. Another takes its step, and what it changed is put back by selection: its
-    parameters and state are copied before and chosen after. That is more memory traffic, and a launch a tensor, where
-    a host read would stall the device once: prefer fused=True, or skip="host". Under
-    `torch.compile(fullgraph=True)` with `torch._dynamo.config.trace_autograd_ops = True` the loop is one graph, the
-    selection a part of the optimizer's kernels; zero the gradients by `model.zero_grad()`, return a value (the detached
-    loss), and make a learning rate that changes a tensor.
+    (`fused=True`) skips inside its kernel. Another class of torch.optim takes its step, and what it changed is put back
+    by selection: its parameters and state are copied before and chosen after. That is more memory traffic, and a launch
+    a tensor, where a host read would stall the device once: prefer fused=True, or skip="host". What selection could not
+    put back is read for, as torch does: an optimizer of another class, hooks or a `step` put in place of the class's
+    (unless skip="select" asks for them to see a step that is put back), parameters that are tensor subclasses, counters
+    on the host (Adam on a GPU without capturable=True).
+
+    Under `torch.compile(fullgraph=True)` with `torch._dynamo.config.trace_autograd_ops = True` the loop is one graph,
+    the selection a part of the optimizer's kernels, for torch.optim's classes without hooks; without fullgraph another
+    breaks the graph. Zero the gradients by `model.zero_grad()` and return a value (the detached loss). Numbers of a
+    parameter group are constants of the graph: make a learning rate that changes a tensor.
 
     Safe where torch's class is not:
 
@@ -55,7 +42,7 @@ class GradScaler(torch.amp.GradScaler):
     - a fused optimizer gets a found_inf of 1.0 whatever the number of devices: torch adds their flags, and a kernel
       given 2.0 takes the step and moves its count by -1;
     - a fused SGD with momentum whose first step is skipped: torch leaves uninitialized memory in its momentum;
-    - `growth_factor`, `backoff_factor` and `init_scale` that could never recover (a backoff of 0) raise ValueError.
+    - a backoff to 0 or below, from which no scale recovers, raises ValueError; so does an init_scale of 0 or infinity.
 
     Args:
         device: "cuda", "cpu" or another device type with a scaler.
@@ -86,79 +73,6 @@ class GradScaler(torch.amp.GradScaler):
     References:
         torch/amp/grad_scaler.py, PyTorch 2.11 to 2.13.
     """
-
-    def __init__(
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        config: ScalerConfig | None = None,
-        skip: Literal["select", "host"] | None = None,
-        allow_fp16: bool = False,
-    ) -> None:
-        if skip not in (None, "select", "host"):
-            raise ValueError(f'GradScaler: skip must be "select", "host" or None; got {skip!r}')
-        if not isinstance(allow_fp16, bool):
-            raise TypeError(f"GradScaler: allow_fp16 must be True or False; got {allow_fp16!r}")
-        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-        if config is not None:
-            check_config("GradScaler", config)
-            if numbers != (2.0**16, 2.0, 0.5, 2000):
-                raise ValueError(
-                    "GradScaler: init_scale, growth_factor, backoff_factor and growth_interval must be left out where "
-                    f"config is given; got {numbers}"
-                )
-            numbers = (config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval)
-        if enabled and device == "cuda" and _no_cuda():
-            warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
-            enabled = False
-        super().__init__(device, *numbers, enabled=enabled)
-        self._skip, self._allow_fp16 = skip, allow_fp16
-        if enabled:
-            prepare()
-            self._config = ScalerConfig(init_scale) if config is None else config
-            self._configure()
-            self._counters: tuple[Tensor, ...] = ()
-            self._init_counters = first_counters(self._config)
-            self._found_inf: Tensor | None = None
-            self._per_optimizer_states = defaultdict(_per_optimizer)
-
-    def _configure(self, **values: Any) -> None:
-        """Change what torch's class lets its users change; where a value is refused nothing changes."""
-        growth = values.get("growth_factor", self._growth_factor)
-        backoff = values.get("backoff_factor", self._backoff_factor)
-        interval = values.get("growth_interval", self._growth_interval)
-        # torch never grows at an interval of 0, nor at one that its counter cannot reach
-        reached = interval if 0 < interval <= _INT32_MAX else _INT32_MAX
-        self._config = changed(self._config, growth_factor=growth, backoff_factor=backoff, growth_interval=reached)
-        self._growth_factor, self._backoff_factor, self._growth_interval = growth, backoff, interval
-
-    def _read_counters(self) -> dict[str, int]:
-        if self._scale is None:
-            return self._init_counters
-        return {name: int(counter.item()) for name, counter in zip(self._init_counters, self._counters)}
-
-    # torch's methods, where they read the host or Dynamo cannot trace them
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        if self._scale is None:
-            raise AssertionError(f"Attempted {funcname} but _scale is None.  " + _NOT_SCALED)
-        if self._growth_tracker is None:
-            raise AssertionError(f"Attempted {funcname} but _growth_tracker is None.  " + _NOT_SCALED)
-        return self._scale, self._growth_tracker
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._growth_tracker is not None:
-            raise AssertionError("_growth_tracker initialized before _scale")
-        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
-        self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
-        self._counters = tuple(
-            [torch.full((), value, dtype=torch.int32, device=dev) for value in self._init_counters.values()]
-        )
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or every tensor of nested iterables, by the scale. No sync.
@@ -215,6 +129,9 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: a gradient is float16, without allow_fp16.
         """
         if not self._enabled:
+            if torch.compiler.is_dynamo_compiling() and self._compiles(optimizer, args, kwargs):
+                select_compiled(optimizer, None)
+                return None
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or any(callable(arg) for arg in args):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
@@ -222,7 +139,7 @@ class GradScaler(torch.amp.GradScaler):
         noted = self._per_optimizer_states[id(optimizer)]
         if noted["stage"] is Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and not torch.compiler.is_compiling():
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and not torch.compiler.is_dynamo_compiling():
             result = self._fused_step(optimizer, noted, *args, **kwargs)
         else:
             if noted["stage"] is Stage.READY:
@@ -257,7 +174,7 @@ class GradScaler(torch.amp.GradScaler):
             with torch.no_grad():
                 config = self._config
                 bounded = config.min_scale is not None or config.max_scale is not None
-                if config.rule == "dynamic" and not bounded and not torch.compiler.is_compiling():
+                if config.rule == "dynamic" and not bounded and not torch.compiler.is_dynamo_compiling():
                     # the same rule in one kernel
                     torch._amp_update_scale_(
                         scale, tracker, found_inf, config.growth_factor, config.backoff_factor, config.growth_interval
@@ -268,7 +185,7 @@ class GradScaler(torch.amp.GradScaler):
                     tracker.copy_(new.growth_tracker)
                     for index, counter in enumerate(self._counters):
                         counter.copy_(new[3 + index])
-        self._per_optimizer_states = defaultdict(_per_optimizer)
+        self._per_optimizer_states = defaultdict(per_optimizer)
 
     def _set_scale(self, scale: Tensor, value: float | Tensor) -> None:
         if isinstance(value, (int, float)):
@@ -283,63 +200,6 @@ class GradScaler(torch.amp.GradScaler):
             scale.copy_(value.reshape(()))
         if self._config.min_scale is not None or self._config.max_scale is not None:
             scale.clamp_(self._config.min_scale, self._config.max_scale)
-
-    def metrics(self) -> ScalerState:
-        """The scale, the growth tracker and the last update's found_inf, as copies: for a `MetricReader`. No sync."""
-        if not self._enabled or self._scale is None or self._growth_tracker is None:
-            return ScalerState(torch.tensor(self.get_scale()), torch.tensor(0, dtype=torch.int32), torch.tensor(0.0))
-        found_inf = torch.zeros_like(self._scale) if self._found_inf is None else self._found_inf.clone()
-        return ScalerState(self._scale.clone(), self._growth_tracker.clone(), found_inf)
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor of growth, above 1."""
-        self._configure(growth_factor=new_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor of backoff, above 0 and below 1."""
-        self._configure(backoff_factor=new_factor)
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the clean steps in a row that make the scale grow."""
-        self._configure(growth_interval=new_interval)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The five entries of torch's class, and the counters of another rule by their names. Reads the device."""
-        saved = super().state_dict()
-        return saved | self._read_counters() if self._enabled else saved
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, of this class or torch's. A dict that is refused changes nothing.
-
-        Raises:
-            KeyError: an entry is missing.
-            RuntimeError: it is empty: a disabled scaler's.
-            ValueError: a number in it cannot be used.
-        """
-        if not self._enabled:
-            return
-        if len(state_dict) == 0:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
-            )
-        scale = float(state_dict["scale"])
-        rule = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
-        tracker = int(state_dict["_growth_tracker"])
-        counters = {name: int(state_dict[name]) for name in state_type(self._config)._fields[3:] if name in state_dict}
-        self._configure(**rule)
-        self._init_scale, self._init_growth_tracker = scale, tracker
-        self._init_counters = self._init_counters | counters
-        if self._scale is not None and self._growth_tracker is not None:
-            self._scale.fill_(scale)
-            self._growth_tracker.fill_(tracker)
-            for counter, first in zip(self._counters, self._init_counters.values()):
-                counter.fill_(first)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        if self._enabled:
-            state |= {"_init_counters": self._read_counters(), "_counters": (), "_found_inf": None}
-        return state
 
     # what torch's class keeps apart for its subclasses
 
@@ -368,7 +228,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _may_grow(self, inv_scale: Tensor) -> bool:
         """Whether unscaling may multiply by more than 1: known where the scale lies on a CPU and may be read."""
-        if torch.compiler.is_compiling() or self._skip == "select" or inv_scale.device.type != "cpu":
+        if torch.compiler.is_dynamo_compiling() or self._skip == "select" or inv_scale.device.type != "cpu":
             return True
         return not inv_scale.item() <= 1.0
 
@@ -376,13 +236,22 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         flags: Flags = optimizer_state["found_inf_per_device"]
-        if torch.compiler.is_compiling():
-            select_compiled(optimizer, _foreach.joined(list(flags.values()), None) != 0)
-            return None
-        on_cpu = all(device.type == "cpu" for device in flags)
-        if self._skip == "host" or (self._skip is None and (on_cpu or _is_watched(optimizer))):
+        if torch.compiler.is_dynamo_compiling():
+            if self._compiles(optimizer, args, kwargs):
+                select_compiled(optimizer, _foreach.joined(list(flags.values()), None) != 0)
+                return None
+            torch._dynamo.graph_break(
+                msg="GradScaler.step compiles where optimizer is of a class of torch.optim's own that keeps to the "
+                "device, its step has no argument, hook or replacement, and skip is not 'host'"
+            )
+        reads = all(device.type == "cpu" for device in flags) or (obstacle(optimizer) is None and is_watched(optimizer))
+        if self._skip == "host" or (self._skip is None and reads):
             return None if read(flags) else optimizer.step(*args, **kwargs)
         return select(optimizer, flags, lambda: optimizer.step(*args, **kwargs))
+
+    def _compiles(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
+        plain = not (args or kwargs) and self._skip != "host"
+        return plain and obstacle(optimizer) is None and not is_watched(optimizer)
 
     def _fused_step(self, optimizer: Any, noted: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """For an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""

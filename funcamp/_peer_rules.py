@@ -48,6 +48,13 @@ def _due(state: Any, steps: int) -> Tensor:
     return due
 
 
+def _due_again(state: Any, steps: int, first: int = 0) -> Tensor:
+    """Every `steps` clean steps after the `first`: a tracker that is beyond the interval, by a resume, grows too."""
+    count = state.growth_tracker + 1 - first
+    due: Tensor = (state.found_inf == 0) & (count > 0) & (count % steps == 0)
+    return due
+
+
 def _moved(state: Any, backs_off: Tensor, lower: Tensor, grows: Tensor, higher: Tensor, **counters: Tensor) -> Outcome:
     """What follows a decision; the growth tracker starts again at growth and at every overflow."""
     tracker = state.growth_tracker + 1
@@ -90,7 +97,7 @@ def apex(state: ScalerState, config: ScalerConfig) -> Outcome:
 
 def deepspeed_fp16(state: ScalerState, config: ScalerConfig) -> Outcome:
     """The first growth takes a clean step more than growth_interval, later ones do not."""
-    grows = _due(state, config.growth_interval + 1)
+    grows = _due_again(state, config.growth_interval, first=1)
     lower, higher = _over64(state.scale, config.growth_factor), _times64(state.scale, config.growth_factor)
     return _one_ahead(_moved(state, state.found_inf != 0, lower, grows, higher))
 
@@ -102,7 +109,7 @@ def _one_ahead(after: Outcome) -> Outcome:
 
 def _deepspeed(state: Any, config: ScalerConfig, grows: Tensor, consecutive: bool) -> Outcome:
     found, left = state.found_inf != 0, state.hysteresis_tracker
-    backs_off = found & (left == 1)
+    backs_off = found & (left <= 1)  # another library's counter may be below
     left = _refilled(left - (found & ~backs_off).int(), ~found if consecutive else grows, config)
     lower, higher = _over64(state.scale, config.growth_factor), _times64(state.scale, config.growth_factor)
     return _moved(state, backs_off, lower, grows, higher, hysteresis_tracker=left)
@@ -110,29 +117,31 @@ def _deepspeed(state: Any, config: ScalerConfig, grows: Tensor, consecutive: boo
 
 def deepspeed(state: Any, config: ScalerConfig) -> Outcome:
     """A spent hysteresis stays spent until growth refills it; the first growth is a clean step late."""
-    return _one_ahead(_deepspeed(state, config, _due(state, config.growth_interval + 1), consecutive=False))
+    return _one_ahead(_deepspeed(state, config, _due_again(state, config.growth_interval, first=1), consecutive=False))
 
 
 def deepspeed_consecutive(state: Any, config: ScalerConfig) -> Outcome:
     """As `deepspeed`, refilled by any clean step."""
-    return _one_ahead(_deepspeed(state, config, _due(state, config.growth_interval + 1), consecutive=True))
+    return _one_ahead(_deepspeed(state, config, _due_again(state, config.growth_interval, first=1), consecutive=True))
 
 
 def deepspeed_old(state: Any, config: ScalerConfig) -> Outcome:
     """As `deepspeed`, the first growth on time: before 0.17.1."""
-    return _deepspeed(state, config, _due(state, config.growth_interval), consecutive=False)
+    return _deepspeed(state, config, _due_again(state, config.growth_interval), consecutive=False)
 
 
 def deepspeed_old_consecutive(state: Any, config: ScalerConfig) -> Outcome:
     """As `deepspeed_old`, refilled by any clean step."""
-    return _deepspeed(state, config, _due(state, config.growth_interval), consecutive=True)
+    return _deepspeed(state, config, _due_again(state, config.growth_interval), consecutive=True)
 
 
 def jmp(state: ScalerState, config: ScalerConfig) -> Outcome:
-    """Torch's rule in float32, backoff a division by the factor of growth."""
+    """The rule of torch in float32, backoff a division by the factor of growth; a tracker modulo the interval."""
     higher = _if_finite(_times32(state.scale, config.growth_factor), state.scale)
-    grows = _due(state, config.growth_interval)
-    return _moved(state, state.found_inf != 0, _over32(state.scale, config.growth_factor), grows, higher)
+    lower, grows = _over32(state.scale, config.growth_factor), _due(state, config.growth_interval)
+    after = _moved(state, state.found_inf != 0, lower, grows, higher)
+    tracker = after.state.growth_tracker % config.growth_interval
+    return Outcome(replace(after.state, growth_tracker=tracker), after.backs_off, after.grows)
 
 
 def flax(state: ScalerState, config: ScalerConfig) -> Outcome:
@@ -168,7 +177,7 @@ def paddle_dygraph(state: Any, config: ScalerConfig) -> Outcome:
 def _paddle(state: Any, config: ScalerConfig, higher: Tensor) -> Outcome:
     found = state.found_inf != 0
     left = state.hysteresis_tracker - found.int()
-    backs_off = found & (left == 0)
+    backs_off = found & (left <= 0)
     left = _refilled(left, backs_off | ~found, config)
     lower, grows = _times32(state.scale, config.backoff_factor), _due(state, config.growth_interval)
     return _moved(state, backs_off, lower, grows, higher, hysteresis_tracker=left)
@@ -183,7 +192,7 @@ def fairseq(state: Any, config: ScalerConfig) -> Outcome:
     overflows = state.overflows + found.int()
     since = torch.where(state.since_rescale == 0, one * 1000, state.since_rescale)
     backs_off = found & (widen(overflows.float()) / widen(since.float()) >= config.tolerance)
-    grows = _due(state, config.growth_interval)
+    grows = _due_again(state, config.growth_interval)
     lower = _over64(state.scale, config.growth_factor)
     if config.min_scale is not None:
         lower = lower.clamp(min=config.min_scale)

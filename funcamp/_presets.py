@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from funcamp._constants import Constants
+from funcamp._constants import Constants, inverse
 
 Config = TypeVar("Config", bound="Presets")
 
@@ -85,7 +85,16 @@ class Presets(Constants):
             deepspeed/runtime/fp16/loss_scaler.py, DeepSpeed 0.17.0.
         """
         rule = "deepspeed_old_consecutive" if consecutive_hysteresis else "deepspeed_old"
-        return cls(init_scale, scale_factor, 1.0 / scale_factor, scale_window, min_scale, None, rule, delayed_shift)
+        return cls(
+            init_scale,
+            scale_factor,
+            inverse("scale_factor", scale_factor),
+            scale_window,
+            min_scale,
+            None,
+            rule,
+            delayed_shift,
+        )
 
     @classmethod
     def deepspeed_fp16(
@@ -126,8 +135,10 @@ class Presets(Constants):
         References:
             apex/amp/scaler.py, NVIDIA/apex before amp was removed.
         """
-        first = min(max_loss_scale, init_scale)
-        return cls(first, 2.0, 0.5, scale_window, min_loss_scale or None, max_loss_scale, "apex")
+        least = None if min_loss_scale == 0 else min_loss_scale
+        cls(init_scale, 2.0, 0.5, scale_window, least, None, "apex")  # checked before it is compared
+        cls(max_loss_scale)
+        return cls(min(max_loss_scale, init_scale), 2.0, 0.5, scale_window, least, max_loss_scale, "apex")
 
     @classmethod
     def apex_hysteresis(
@@ -170,7 +181,7 @@ class Presets(Constants):
         References:
             jmp/_src/loss_scale.py, jmp 0.0.4.
         """
-        return cls(loss_scale, factor, 1.0 / factor, period, min_loss_scale, None, "jmp")
+        return cls(loss_scale, factor, inverse("factor", factor), period, min_loss_scale, None, "jmp")
 
     @classmethod
     def flax(
@@ -294,7 +305,7 @@ class Presets(Constants):
         return cls(
             init_scale,
             scale_factor,
-            1.0 / scale_factor,
+            inverse("scale_factor", scale_factor),
             scale_window,
             threshold,
             rule="fairseq",

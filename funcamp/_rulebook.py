@@ -107,8 +107,9 @@ def bounded(state: ScalerState, config: ScalerConfig) -> ScalerState:
 def check_suits(call: str, state: ScalerState, config: ScalerConfig) -> None:
     """Raise TypeError where the state lacks what the configuration's rule counts."""
     kind = state_type(config)
-    if state._fields[: len(kind._fields)] != kind._fields:
+    known = type(state) in (ScalerState, HysteresisState, ToleranceState, WarmUpState)
+    if type(state) is not kind if known else state._fields[: len(kind._fields)] != kind._fields:
         raise TypeError(
             f"{call}: state must be a {kind.__name__}, as init makes it for the rule {config.rule!r}; "
-            f"got {type(state).__name__}"
+            f"got {type(state).__name__} (config must be the one that the state was made with)"
         )

@@ -1,7 +1,8 @@
 """Take an optimizer's step and put back what it changed where a flag says so, without reading the flag.
 
 The optimizer's own `step` runs in place; parameters and state are copied before it and chosen after it, element by
-element: new where found_inf is 0, old elsewhere.
+element: new where found_inf is 0, old elsewhere. That is right only where everything a step writes is known, so it is
+done for torch.optim's own classes, as they are.
 """
 
 from __future__ import annotations
@@ -14,11 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as _optimizer
 
 #: found_inf for every device that holds gradients: float32, shape (), 1.0 or 0.0.
 Flags = dict[torch.device, Tensor]
 
-_reads_host: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+#: What a step of these writes: parameters, and tensors in the state of a parameter.
+_KNOWN = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.RMSprop, torch.optim.ASGD,
+    torch.optim.Rprop, torch.optim.Muon,
+)  # fmt: skip
+
+_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def read(flags: Flags) -> bool:
@@ -26,49 +35,63 @@ def read(flags: Flags) -> bool:
     return any(bool(flag != 0) for flag in flags.values())
 
 
-def select(optimizer: torch.optim.Optimizer, flags: Flags, step: Callable[[], Any]) -> Any:
+def obstacle(optimizer: Any) -> str | None:
+    """Why a step that ran where found_inf is set cannot be undone; None where it can."""
+    return None if type(optimizer) in _KNOWN else f"{type(optimizer).__name__} is no class of torch.optim's own"
+
+
+def is_watched(optimizer: Any) -> bool:
+    """Whether something runs around the step that would see a step which is undone: a hook, a `step` put in place.
+
+    Accelerate puts one there, and takes a step for skipped that was not called.
+    """
+    patched = vars(optimizer).get("step")
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return bool(
+        any(hooks)
+        or _optimizer._global_optimizer_pre_hooks
+        or _optimizer._global_optimizer_post_hooks
+        or (patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"))
+    )
+
+
+def select(optimizer: Any, flags: Flags, step: Callable[[], Any]) -> Any:
     """Call `step`, which steps the optimizer, and undo it where a flag is set; return what it returned.
 
-    Where the optimizer keeps what no selection can undo (Python numbers, tensors that lie elsewhere than their
-    parameter), the flag is read on the host instead, with a warning once an optimizer.
+    Where there is an obstacle the flag is read on the host instead, with a warning once an optimizer.
 
     Raises:
         RuntimeError: the flag would be read while a CUDA graph is being captured.
     """
-    made = Made(optimizer)
-    params = made.params
-    apart = any(
-        isinstance(value, Tensor) and value.device != param.device
-        for param in params
-        for value in optimizer.state.get(param, {}).values()
-    )
-    if apart or optimizer in _reads_host:
-        _warn(optimizer, "tensors on the host" if apart else "Python numbers")
+    reason = obstacle(optimizer)
+    if reason is None:
+        made = Made(optimizer)
+        changing = [*made.params, *(v for entry in made.entries for v in entry.values() if isinstance(v, Tensor))]
+        reason = _obstacle_of_tensors(optimizer, made.params)
+    if reason is not None:
+        _warn(optimizer, reason)
         return None if read(flags) else step()
-    numbers = [
-        (place, name, value)
-        for place in (*made.entries, *optimizer.param_groups, vars(optimizer))
-        for name, value in place.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    ]
-    changing = [*params, *(value for entry in made.entries for value in entry.values() if isinstance(value, Tensor))]
     with torch.no_grad():
         kept = [torch.empty_like(tensor) for tensor in changing]
         torch._foreach_copy_(kept, changing)
-        result = step()
-        found = {device: flag != 0 for device, flag in flags.items()}
-        for tensor, old in zip(changing, kept):
-            if tensor.device not in found:
-                found[tensor.device] = next(iter(flags.values())).to(tensor.device, non_blocking=True) != 0
-            torch.where(found[tensor.device], old, tensor, out=tensor)
-    counted = [(place, name, value) for place, name, value in numbers if place.get(name) != value]
-    if counted:
-        _warn(optimizer, "Python numbers")
-        if read(flags):
-            for place, name, value in counted:
-                place[name] = value
-    made.remove(flags)
-    return result
+    try:
+        return step()
+    finally:
+        with torch.no_grad():
+            found = {device: flag != 0 for device, flag in flags.items()}
+            for tensor, old in zip(changing, kept):
+                torch.where(found[tensor.device], old, tensor, out=tensor)
+        made.remove(flags)
+
+
+def _obstacle_of_tensors(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> str | None:
+    for param in params:
+        if type(param) not in (Tensor, torch.nn.Parameter):
+            return f"a parameter is a {type(param).__name__}"
+        for value in optimizer.state.get(param, {}).values():
+            if isinstance(value, Tensor) and value.device != param.device:
+                return f"{type(optimizer).__name__} keeps tensors on the host (capturable=True or fused=True does not)"
+    return None
 
 
 class Made:
@@ -77,14 +100,17 @@ class Made:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         _make_state(optimizer, self.params)
+        self.entries = [optimizer.state[param] for param in self.params if param in optimizer.state]
+        self._names = [{name for name, value in entry.items() if value is not None} for entry in self.entries]
         self._state = optimizer.state
-        self.entries = [self._state[param] for param in self.params if param in self._state]
-        self._names = [set(entry) for entry in self.entries]
 
     def remove(self, flags: Flags) -> None:
         """Remove what the step made, if it made anything and a flag is set: only then is the flag read."""
         made: list[tuple[Any, Any]] = [
-            (entry, name) for entry, names in zip(self.entries, self._names) for name in entry if name not in names
+            (entry, name)
+            for entry, names in zip(self.entries, self._names)
+            for name, value in entry.items()
+            if value is not None and name not in names
         ]
         known = {id(entry) for entry in self.entries}
         made += [(self._state, p) for p in self.params if p in self._state and id(self._state[p]) not in known]
@@ -94,35 +120,29 @@ class Made:
 
 
 def _make_state(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
-    """Give torch.optim's classes the state that their first step would begin with, so that it can be selected."""
-    if all(optimizer.state.get(param) for param in params):
+    """Make the state that the first step of a known class would begin with, so that it can be selected."""
+    if type(optimizer) not in _KNOWN or all(optimizer.state.get(param) for param in params):
         return
-    init_group = getattr(optimizer, "_init_group", None)
-    if init_group is None or not init_group.__module__.startswith("torch.optim."):
-        return
+    init_group = optimizer._init_group  # type: ignore[attr-defined]
     lists = len(inspect.signature(init_group).parameters) - 1
     with torch.no_grad():
         for group in optimizer.param_groups:
             init_group(group, *([] for _ in range(lists)))
-            if isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0 and group["dampening"] == 0:
+            if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
                 # its first buffer is the gradient itself, which a later step makes of zeros; the fused kernel, where
                 # the first step is skipped, leaves uninitialized memory in it
                 for param in group["params"]:
                     if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
-                        optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+                        optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
 
 
-def _warn(optimizer: torch.optim.Optimizer, what: str) -> None:
+def _warn(optimizer: torch.optim.Optimizer, reason: str) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"GradScaler.step: optimizer must keep its state in tensors beside its parameters to be captured; "
-            f"{type(optimizer).__name__} keeps {what}: pass capturable=True or fused=True where it has them"
-        )
-    if optimizer not in _reads_host:
-        _reads_host.add(optimizer)
+        raise RuntimeError(f"GradScaler.step: optimizer must be one whose step can be undone to be captured; {reason}")
+    if optimizer not in _warned:
+        _warned.add(optimizer)
         warnings.warn(
-            f"GradScaler.step: {type(optimizer).__name__} keeps {what}, which cannot be put back without reading "
-            "found_inf on the host, as torch.amp.GradScaler does; pass it capturable=True or fused=True where it has "
-            'them, or skip="host" to GradScaler to say that you know',
-            stacklevel=4,
+            f"GradScaler.step: a skipped step cannot be undone on the device, so found_inf is read on the host, as "
+            f'torch.amp.GradScaler does: {reason}; skip="host" says that you know',
+            stacklevel=5,
         )

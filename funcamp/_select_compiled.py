@@ -23,8 +23,8 @@ _NONE = "<None>"
 _DROPPED = ("params", "foreach", "fused", "differentiable", "capturable")
 
 
-def select_compiled(optimizer: torch.optim.Optimizer, found: Tensor) -> None:
-    """Step the optimizer where found, bool, shape (), is False. Hooks of its `step` do not run.
+def select_compiled(optimizer: torch.optim.Optimizer, found: Tensor | None) -> None:
+    """Step an optimizer of torch.optim where found, bool, shape (), is False; everywhere for None.
 
     A learning rate that changes must be a tensor: a number is a constant of the graph, and a new one compiles again.
     """
@@ -37,13 +37,17 @@ def select_compiled(optimizer: torch.optim.Optimizer, found: Tensor) -> None:
         new, before, after = _traced(id(type(optimizer)), options, params, [param.grad for param in params], states)
         with torch.no_grad():
             for param, value, first, later in zip(params, new, before, after):
-                param.copy_(torch.where(found, param, value))
+                param.copy_(_chosen(found, param, value))
                 if param in optimizer.state and len(optimizer.state[param]) > 0:
                     kept = optimizer.state[param]
                     for name, entry in later.items():
-                        kept[name].copy_(torch.where(found, kept[name], entry))
+                        kept[name].copy_(_chosen(found, kept[name], entry))
                 else:
-                    optimizer.state[param] = {name: torch.where(found, first[name], later[name]) for name in later}
+                    optimizer.state[param] = {name: _chosen(found, first[name], later[name]) for name in later}
+
+
+def _chosen(found: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
+    return new if found is None else torch.where(found, old, new)
 
 
 def _traced(*_: Any) -> Any:
@@ -101,6 +105,9 @@ def _sendable(value: Any) -> Any:
 
 
 def _sent(value: Any) -> Any:
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        # Dynamo's own wish to keep a number that changed open; the class checks it, so it is a constant, and guarded
+        return float(value) if isinstance(value, torch.SymFloat) else int(value)
     if isinstance(value, (tuple, list)):
         return tuple(_sent(item) for item in value)
     return None if isinstance(value, str) and value == _NONE else value

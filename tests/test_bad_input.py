@@ -74,9 +74,15 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "init_scale text": (lambda: ScalerConfig("2"), TypeError, "init_scale must be a Python number; got '2'"),  # type: ignore[arg-type]
     "init_scale tensor": (lambda: ScalerConfig(W[0]), TypeError, "init_scale must be a Python number; got tensor"),  # type: ignore[arg-type]
     "init_scale bool": (lambda: ScalerConfig(True), TypeError, "init_scale must be a Python number; got True"),
-    "growth_factor one": (lambda: ScalerConfig(growth_factor=1.0), ValueError, "growth_factor must be .*above 1; got 1.0"),
-    "growth_factor inf": (lambda: ScalerConfig(growth_factor=math.inf), ValueError, "growth_factor must be finite.*got inf"),
-    "backoff_factor one": (lambda: ScalerConfig(backoff_factor=1.0), ValueError, "backoff_factor must be .*got 1.0"),
+    "growth_factor below one": (lambda: ScalerConfig(growth_factor=0.9), ValueError, r"growth_factor must be 1 or more.*got 0\.9"),
+    "growth_factor beyond float32": (lambda: ScalerConfig.megatron(growth_factor=1e39), ValueError, "finite in float32; got 1e\\+39"),
+    "growth_factor inf": (lambda: ScalerConfig(growth_factor=math.inf), ValueError, "growth_factor must be .*finite.*got inf"),
+    "backoff_factor above one": (lambda: ScalerConfig(backoff_factor=1.1), ValueError, "backoff_factor must be .*got 1.1"),
+    "backoff_factor of a division": (lambda: ScalerConfig(rule="jmp", backoff_factor=0.3), ValueError, "must be 1 / growth_factor for the rule 'jmp'.*got 0.3"),
+    "jmp factor": (lambda: ScalerConfig.jmp(factor=0), ValueError, "factor must be above 1; got 0"),
+    "fairseq scale_factor": (lambda: ScalerConfig.fairseq(scale_factor="2"), TypeError, "scale_factor must be a Python number; got '2'"),  # type: ignore[arg-type]
+    "apex nan": (lambda: ScalerConfig.apex(init_scale=math.nan), ValueError, "init_scale must be positive and finite"),
+    "init_scale huge": (lambda: ScalerConfig(10**400), ValueError, "init_scale must be positive and finite"),
     "backoff_factor zero": (lambda: ScalerConfig(backoff_factor=0.0), ValueError, "backoff_factor must be .*got 0.0"),
     "growth_interval zero": (lambda: ScalerConfig(growth_interval=0), ValueError, "growth_interval must be from 1.*got 0"),
     "growth_interval float": (lambda: ScalerConfig(growth_interval=2.0), TypeError, "growth_interval must be an integer; got 2.0"),  # type: ignore[arg-type]

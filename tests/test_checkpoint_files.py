@@ -554,3 +554,39 @@ def test_kill_at_any_moment_leaves_a_whole_checkpoint(name: str, tmp_path: Path,
     assert interrupted >= 3  # else the kills came between the saves
     save({}, file)
     assert os.listdir(tmp_path) == [name]
+
+
+class Tag:
+    """An object that only code could make."""
+
+
+def _tagged() -> Any:
+    weight: Any = torch.nn.Parameter(torch.ones(2))
+    weight.tag = Tag()
+    return weight
+
+
+@pytest.mark.parametrize("value", [b"", 2**2040, _tagged()], ids=["empty bytes", "long", "tagged parameter"])
+def test_what_only_writing_shows_is_refused_before_the_old_file_is_replaced(value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    save({"w": torch.ones(2)}, path)
+    with pytest.raises(TypeError, match="save: saved must hold what load can read back"):
+        save({"x": value}, path)
+    assert_same(load(path), {"w": torch.ones(2)})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.pt"]
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_a_private_file_stays_private(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    save({"w": torch.ones(2)}, path)
+    path.chmod(0o600)
+    save({"w": torch.zeros(2)}, path)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_format_is_the_files_not_the_links(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").symlink_to(tmp_path / "b.safetensors")
+    save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    assert_same(load(tmp_path / "b.safetensors"), {"w": torch.ones(2)})
+    assert_same(load(tmp_path / "a.pt"), {"w": torch.ones(2)})

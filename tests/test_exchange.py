@@ -6,6 +6,7 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +52,11 @@ def test_a_dict_before_the_first_scale_is_a_state() -> None:
     assert config == ScalerConfig(growth_interval=7)
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    state, _ = from_state_dict(FIVE | {"scale": np.float32(8.0), "_growth_tracker": np.int64(2)})
+    assert_same(state, from_state_dict(FIVE)[0])
+
+
 @pytest.mark.parametrize("preset", [ScalerConfig.megatron, ScalerConfig.fairseq, ScalerConfig.warm_start])
 def test_counters_of_a_rule_go_along(preset: Any) -> None:
     config = preset()
@@ -60,7 +66,7 @@ def test_counters_of_a_rule_go_along(preset: Any) -> None:
         again, same = from_state_dict(to_state_dict(state, config), config)
         assert_same(again, state)
         assert same == config
-    bare, _ = from_state_dict(FIVE, config)  # torch's own dict
+    bare, _ = from_state_dict(FIVE | {"backoff_factor": 1 / 3}, config)  # torch's own dict
     assert_same(tuple(bare)[3:], tuple(init(config))[3:])
 
 
@@ -77,11 +83,11 @@ def test_bounds_and_rule_stay_the_configurations() -> None:
         ({}, ValueError, "saved must have 'scale'; it is empty, as a disabled scaler saves it"),
         ({"scale": 1.0}, ValueError, "saved must have 'growth_factor'; it has scale"),
         (FIVE | {"scale": "8"}, TypeError, "saved['scale'] must be a number; got '8'"),
-        (FIVE | {"scale": -1.0}, ValueError, "saved['scale'] must be 0 or more; got -1.0"),
-        (FIVE | {"scale": math.nan}, ValueError, "saved['scale'] must be 0 or more; got nan"),
+        (FIVE | {"scale": -1.0}, ValueError, "saved['scale'] must be 0 or more, within float32's range; got -1.0"),
+        (FIVE | {"scale": math.nan}, ValueError, "must be 0 or more, within float32's range; got nan"),
         (FIVE | {"_growth_tracker": 1.5}, TypeError, "saved['_growth_tracker'] must be an integer; got 1.5"),
         (FIVE | {"_growth_tracker": 2**40}, ValueError, "saved['_growth_tracker'] must fit int32"),
-        (FIVE | {"backoff_factor": 2.0}, ValueError, "backoff_factor must be above 0 and below 1; got 2.0"),
+        (FIVE | {"backoff_factor": 2.0}, ValueError, "backoff_factor must be above 0 and at most 1; got 2.0"),
     ],
 )
 def test_a_foreign_dict_is_refused_by_the_entry(saved: Any, error: type[Exception], message: str) -> None:

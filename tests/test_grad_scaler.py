@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcamp
 from funcamp import GradScaler, ScalerConfig, _foreach, init, update
+from funcamp._optim_run import _as_if_compiling
+from funcamp._select import is_watched
 from tests.helpers import assert_same
 
 Optimizers = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -285,7 +287,14 @@ def test_state_dict_before_the_first_scale_is_torchs() -> None:
 def test_a_refused_state_dict_changes_nothing() -> None:
     scaler = make(GradScaler)
     before = scaler.state_dict()
-    for bad in ({"growth_factor": 0.5}, {"backoff_factor": 0.0}, {"scale": "high"}):
+    for bad in (
+        {"growth_factor": 0.5},
+        {"backoff_factor": 0.0},
+        {"scale": "high"},
+        {"scale": math.nan},
+        {"_growth_tracker": 2**40},
+        {"_growth_tracker": 1.5},
+    ):
         with pytest.raises((ValueError, TypeError)):
             scaler.load_state_dict({**before, "scale": 5.0, **bad})
         assert scaler.state_dict() == before
@@ -298,9 +307,13 @@ def test_setters_take_effect_and_refuse() -> None:
         loop.scaler.set_backoff_factor(0.7)
         loop.scaler.set_growth_interval(1)
     same_runs(mine, theirs)
-    with pytest.raises(ValueError, match=r"backoff_factor must be above 0 and below 1; got 0\.0"):
+    with pytest.raises(ValueError, match=r"backoff_factor must be above 0 and at most 1; got 0\.0"):
         mine.scaler.set_backoff_factor(0.0)
     assert mine.scaler.get_backoff_factor() == 0.7
+    for loop in (mine, theirs):  # freezing the scale
+        loop.scaler.set_growth_factor(1.0)
+        loop.scaler.set_backoff_factor(1.0)
+    same_runs(mine, theirs)
     for interval in (0, 10**12):  # torch takes them for never
         mine.scaler.set_growth_interval(interval)
         before = mine.scaler.get_scale()
@@ -463,7 +476,7 @@ def test_positional_closure_is_refused() -> None:
         ({"config": 3}, TypeError, "config must be a ScalerConfig"),
         ({"config": ScalerConfig(), "init_scale": 4.0}, ValueError, "must be left out where config is given"),
         ({"init_scale": 0.0}, ValueError, "init_scale must be positive and finite"),
-        ({"backoff_factor": -1.0}, ValueError, "backoff_factor must be above 0 and below 1; got -1.0"),
+        ({"backoff_factor": -1.0}, ValueError, "backoff_factor must be above 0 and at most 1; got -1.0"),
     ],
 )
 def test_a_bad_argument_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -507,42 +520,92 @@ def test_the_read_that_torch_makes_is_caught() -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Keeps Python numbers in its state, in its group and on itself."""
+    """Keeps what no selection could put back: Python numbers, a tensor of its own, a new state at every step."""
 
-    steps = 0
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.steps, self.mean = 0, torch.zeros(())
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
         self.steps += 1
         self.param_groups[0]["taken"] = self.param_groups[0].get("taken", 0) + 1
         for param in self.param_groups[0]["params"]:
-            self.state[param]["count"] = self.state[param].get("count", 0) + 1
+            self.mean += param.detach().mean()
+            self.state[param] = {"momentum_buffer": self.state[param]["momentum_buffer"] * 1.0}
 
 
-def test_python_numbers_are_put_back_and_warned_of_once() -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = Counting([weight], lr=1.0)
-    optimizer.steps, optimizer.param_groups[0]["taken"] = 0, 0
-    scaler = GradScaler("cpu", init_scale=1.0, skip="select")
-    scaler.scale(torch.zeros(()))
-    first = True
-    for grad in (math.inf, 1.0, math.nan, 1.0):
-        weight.grad = torch.full((2,), grad)
-        with pytest.warns(UserWarning, match="keeps Python numbers") if first else contextlib.nullcontext():
-            scaler.step(optimizer)
-        scaler.update(1.0)
-        first = False
-    assert (optimizer.steps, optimizer.param_groups[0]["taken"], optimizer.state[weight]["count"]) == (2, 2, 2)
-    assert weight.tolist() == [-1.0, -1.0]
+def test_another_class_is_read_for_with_a_warning_and_follows_torch() -> None:
+    """Selection would leave in it what a skipped step wrote."""
+    results = []
+    for scaler in (make(GradScaler, skip="select"), make(torch.amp.GradScaler)):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = Counting([weight], lr=1.0, momentum=0.9)
+        scaler.scale(torch.zeros(()))
+        first = isinstance(scaler, GradScaler)
+        for grad in (math.inf, 1.0, math.nan, 1.0):
+            weight.grad = torch.full((2,), grad)
+            with pytest.warns(UserWarning, match="Counting is no class") if first else contextlib.nullcontext():
+                scaler.step(optimizer)
+            scaler.update(1.0)
+            first = False
+        results.append((weight.detach(), optimizer.state[weight], optimizer.mean, optimizer.steps))
+        assert optimizer.param_groups[0]["taken"] == 2
+    assert_same(*results)
 
 
-def test_return_value_and_hooks_are_the_steps() -> None:
-    loop, called = Loop(make(GradScaler, skip="select"), "SGD"), []
+def test_hooks_see_no_step_that_is_put_back_unless_asked_to() -> None:
+    expectations: list[tuple[Any, list[int]]] = [(None, [1]), ("host", [1]), ("select", [1, 1])]
+    for skip, expected in expectations:
+        loop = Loop(make(GradScaler, skip=skip), "SGD")
+        called: list[int] = []
+        (optimizer,) = loop.optimizers
+        optimizer.register_step_post_hook(lambda *_, called=called: called.append(1))
+        loop.step(grads_for(loop.params, random.Random(0), True))
+        loop.step(grads_for(loop.params, random.Random(0), False))
+        assert called == expected
+        assert is_watched(optimizer)
+    optimizer = torch.optim.SGD(loop.params, lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert not is_watched(optimizer)
+
+
+def test_an_exception_in_a_step_that_is_to_be_skipped_leaves_the_parameters() -> None:
+    loop = Loop(make(GradScaler, skip="select"), "AdamW")
     (optimizer,) = loop.optimizers
-    optimizer.register_step_post_hook(lambda *_: called.append(1))
-    loop.step(grads_for(loop.params, random.Random(0), True))
-    loop.step(grads_for(loop.params, random.Random(0), False))
-    assert called == [1, 1]
+    before = [param.detach().clone() for param in loop.params]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    optimizer.register_step_post_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loop.step(grads_for(loop.params, random.Random(0), True))
+    assert_same([param.detach() for param in loop.params], before)
+    assert all(state["step"] == 0 for state in optimizer.state.values())
+
+
+def test_a_tensor_subclass_is_read_for() -> None:
+    class Named(torch.nn.Parameter):
+        pass
+
+    weight = Named(torch.ones(2))
+    scaler = GradScaler("cpu", skip="select")
+    scaler.scale(torch.zeros(()))
+    weight.grad = torch.full((2,), math.inf)
+    with pytest.warns(UserWarning, match="a parameter is a Named"):
+        scaler.step(torch.optim.SGD([weight], lr=0.1))
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def test_another_thread_that_runs_a_stateless_optimizer_changes_nothing() -> None:
+    """`stateless` says to torch.optim that it is compiling, to the whole process."""
+    loop = Loop(make(GradScaler, skip="select"), "SGD")
+    called: list[int] = []
+    loop.optimizers[0].register_step_post_hook(lambda *_: called.append(1))
+    with _as_if_compiling():
+        loop.step(grads_for(loop.params, random.Random(0), False))
+    assert called == [1]
 
 
 def test_optimizer_that_takes_the_scaler_itself() -> None:

@@ -198,15 +198,76 @@ def test_a_first_step_of_another_formula_must_be_eager() -> None:
     compiled(*batch(1))
 
 
-def test_an_optimizer_that_reads_the_host_is_refused_with_the_reason() -> None:
-    scaler = make(GradScaler)
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.LBFGS([weight])
+class Twice(torch.optim.SGD):
+    """Not torch's own."""
 
-    def loop() -> None:
-        scaler.scale(weight.sum()).backward()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return super().step(closure)
+
+
+# Dynamo itself looks at the scaled loss, where it goes on behind the break of backward()
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+def test_what_does_not_compile_breaks_the_graph_and_follows_torch() -> None:
+    """A class of one's own, a hook, an argument: as torch's scaler under torch.compile, and refused in one graph."""
+
+    def double(optimizer: Any, *_: Any) -> None:
+        optimizer.param_groups[0]["params"][0].grad.mul_(2.0)
+
+    def hooked(weight: Tensor) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        optimizer.register_step_pre_hook(double)
+        return optimizer
+
+    cases: list[Callable[[Tensor], torch.optim.Optimizer]] = [lambda weight: Twice([weight], lr=0.1), hooked]
+    for case in cases:
+        results = []
+        for cls in (GradScaler, torch.amp.GradScaler):
+            weight, scaler = torch.nn.Parameter(torch.ones(2)), make(cls)
+            loop = one_step(weight, case(weight), scaler)
+            compiled = torch.compile(loop, backend="aot_eager")
+            with torch._dynamo.config.patch(trace_autograd_ops=False):  # whose break is another
+                for size in (1.0, math.inf, 2.0):
+                    compiled(torch.full((2,), size))
+                    weight.grad = None
+            results.append((weight.detach(), torch.tensor(scaler.get_scale())))
+        assert_same(*results)
+        torch._dynamo.reset()
+        weight = torch.nn.Parameter(torch.ones(2))
+        with pytest.raises(Exception, match=r"compiles where optimizer is of a class of torch\.optim's own"):
+            torch.compile(one_step(weight, case(weight), make(GradScaler)), fullgraph=True, backend="aot_eager")(
+                torch.ones(2)
+            )
+
+
+def one_step(weight: Tensor, optimizer: torch.optim.Optimizer, scaler: Any) -> Callable[[Tensor], Tensor]:
+    def loop(x: Tensor) -> Tensor:
+        scaler.scale((weight * x).sum()).backward()
         scaler.step(optimizer)
+        scaler.update()
+        return x.sum()
 
-    assert "LBFGS cannot be made pure: its step needs closure" in reason(
-        torch.compile(loop, fullgraph=True, backend="aot_eager")
-    )
+    return loop
+
+
+def test_hyperparameters_may_change_between_calls_and_loops() -> None:
+    """Numbers that Dynamo would rather keep open: another optimizer through the same code, momentum that cycles."""
+    for betas in ((0.9, 0.999), (0.5, 0.9), (0.7, 0.999)):
+        ours, theirs = make(GradScaler), make(torch.amp.GradScaler)
+        model, optimizer, loop = build(ours, "AdamW")
+        expected, other, plain = build(theirs, "AdamW")
+        compiled = torch.compile(loop, fullgraph=True, backend="aot_eager")
+        for step in range(1, 4):
+            for group in (optimizer.param_groups[0], other.param_groups[0]):
+                group["lr"], group["betas"] = 0.1 * max(betas), betas
+            compiled(*batch(step))
+            plain(*batch(step))
+            assert_close(list(model.parameters()), list(expected.parameters()), 1e-5)
+
+
+def test_a_disabled_scaler_compiles() -> None:
+    model, _, loop = build(GradScaler("cpu", enabled=False), "AdamW")
+    torch.compile(loop, fullgraph=True, backend="aot_eager")(*batch(1))
+    expected, _, plain = build(torch.amp.GradScaler("cpu", enabled=False), "AdamW")
+    plain(*batch(1))
+    assert_close(list(model.parameters()), list(expected.parameters()), 1e-5)

@@ -305,7 +305,51 @@ def test_preset_starts_with_its_librarys_defaults(preset: Callable[[], ScalerCon
     assert config.growth_interval == next(getattr(rule, name) for name in names if hasattr(rule, name))
 
 
+@pytest.mark.parametrize("name", ["deepspeed", "deepspeed consecutive", "deepspeed old", "paddle", "paddle dygraph"])
+def test_a_spent_counter_of_megatrons_backs_off(name: str) -> None:
+    """One type of state for all that count overflows: a resume under another rule must not be stuck."""
+    config = CASES[name][1](**CASES[name][2])
+    fresh: Any = init(config)
+    for spent in (0, -7):
+        state = type(fresh)(*fresh[:2], torch.tensor(1.0), torch.tensor(spent, dtype=torch.int32))
+        assert update(state, config).scale < fresh.scale
+
+
+@pytest.mark.parametrize(
+    ("oracle", "config", "counters"),
+    [
+        (peer_rules.Jmp(8.0, counter=5, period=3), ScalerConfig.jmp(8.0, 3), {}),
+        (peer_rules.DeepSpeedDynamic(8.0, 3), ScalerConfig.deepspeed(8.0, 3), {"last_overflow_iter": -6}),
+        (
+            peer_rules.DeepSpeedDynamicOld(8.0, 2.0, 3),
+            ScalerConfig.deepspeed_old(8.0, 2.0, 3),
+            {"last_overflow_iter": -6},
+        ),
+        (peer_rules.DeepSpeedFP16(8.0, 3), ScalerConfig.deepspeed_fp16(8.0, 3), {"last_overflow_iter": -6}),
+        (
+            peer_rules.Fairseq(8.0, scale_window=3),
+            ScalerConfig.fairseq(8.0, scale_window=3),
+            {"_last_overflow_iter": -6},
+        ),
+    ],
+)
+def test_a_tracker_beyond_a_shortened_interval_grows_as_the_library_does(
+    oracle: Any, config: ScalerConfig, counters: dict[str, int]
+) -> None:
+    for name, value in counters.items():
+        setattr(oracle, name, value)
+    state = init(config)
+    state = type(state)(state.scale, torch.tensor(5, dtype=torch.int32), *state[2:])
+    for _ in range(12):
+        state = update(state, config)
+        oracle.update(False)
+        assert state.scale.item() == oracle.scale
+    assert state.scale.item() > 8.0
+
+
 def test_a_state_of_another_rule_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"update: state must be a ScalerState, .* 'dynamic'; got HysteresisState"):
+        update(init(ScalerConfig.megatron()))
     with pytest.raises(TypeError, match=r"update: state must be a HysteresisState, .* 'megatron'; got ScalerState"):
         update(init(), ScalerConfig.megatron())
     with pytest.raises(TypeError, match="exhausted: state must be a ToleranceState"):

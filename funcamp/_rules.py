@@ -58,9 +58,9 @@ def warm_start(state: Any, config: ScalerConfig) -> Outcome:
     """Find the scale, then `dynamic`.
 
     stride > 0, no clean step yet: an overflow divides the scale by 2**stride, from above 1 down to 1 at the least, at 1
-    and below by 2; and doubles the stride. The first clean step leaves the doublings that lead up to
-    a quarter of what overflowed last, or many where none did. stride < 0: a clean step doubles the scale, an overflow
-    quarters it and ends the search: half the largest clean scale lasts longer, for gradients grow in the first steps
+    and below by 2; and doubles the stride. The first clean step leaves the doublings that lead up to a quarter of what
+    overflowed last, or many where none did. stride < 0: a clean step doubles the scale, an overflow quarters it and
+    ends the search: half the largest clean scale lasts longer, for gradients grow in the first steps
     (benchmarks/warm_start.py: a step less is lost).
     """
     found, stride = state.found_inf != 0, state.stride

@@ -8,7 +8,6 @@ Dynamo cannot trace `Optimizer.step` in the graph that computed the gradients: t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,7 +33,9 @@ def select_compiled(optimizer: torch.optim.Optimizer, found: Tensor | None) -> N
             continue
         options = {name: _sendable(value) for name, value in group.items() if name not in _DROPPED}
         states = [dict(optimizer.state[param]) if param in optimizer.state else {} for param in params]
-        new, before, after = _traced(id(type(optimizer)), options, params, [param.grad for param in params], states)
+        new, before, after = _traced(
+            type(optimizer).__name__, options, params, [param.grad for param in params], states
+        )
         with torch.no_grad():
             for param, value, first, later in zip(params, new, before, after):
                 param.copy_(_chosen(found, param, value))
@@ -64,11 +65,10 @@ def prepare() -> None:
 
 
 def _step(
-    kind: int, options: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[LeafState]
+    name: str, options: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[LeafState]
 ) -> tuple[list[Tensor], list[LeafState], list[LeafState]]:
     """New parameters, the states before the step (made where there were none), and after it."""
-    # an object cannot be passed in here, and a number is guarded on
-    cls = next(cls for cls in _subclasses(torch.optim.Optimizer) if id(cls) == kind)
+    cls = getattr(torch.optim, name)  # a class cannot be passed in here
     accepted = inspect.signature(cls.__init__).parameters
     options = {name: _sent(value) for name, value in options.items()}
     with _disable_current_modes():  # it runs the class on numbers
@@ -111,9 +111,3 @@ def _sent(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_sent(item) for item in value)
     return None if isinstance(value, str) and value == _NONE else value
-
-
-def _subclasses(cls: type[torch.optim.Optimizer]) -> Iterator[type[torch.optim.Optimizer]]:
-    for subclass in cls.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)

@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcamp
@@ -596,6 +599,27 @@ def test_a_tensor_subclass_is_read_for() -> None:
     with pytest.warns(UserWarning, match="a parameter is a Named"):
         scaler.step(torch.optim.SGD([weight], lr=0.1))
     assert weight.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_distributed_tensors_follow_torch(fused: bool) -> None:
+    """FSDP2's parameters, in a group of one process: torch's kernel takes the MAX over ranks of their flags."""
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh, results = init_device_mesh("cpu", (1,)), []
+        for scaler in (make(GradScaler), make(torch.amp.GradScaler)):
+            weight = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+            optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+            scaler.scale(torch.zeros(()))
+            for size in (1.0, math.inf, 3.0):
+                weight.grad = distribute_tensor(torch.full((4,), size), mesh, [Shard(0)])
+                scaler.step(optimizer)
+                scaler.update()
+            results.append((weight.detach().full_tensor(), torch.tensor(scaler.get_scale())))  # type: ignore[attr-defined]
+        assert_same(*results)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_another_thread_that_runs_a_stateless_optimizer_changes_nothing() -> None:

@@ -38,7 +38,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/grad_scaler.py --out $(RESULTS)
 	$(BIN)/python benchmarks/warm_start.py --out $(RESULTS)
 
-# DeepSpeed's scaler is one file of plain Python: the rest of the package is not asked for.
+# From Python 3.11 on. DeepSpeed's scaler is one file of plain Python: the rest of the package is not asked for.
 peers:
 	$(PYTHON) -m venv .venv-peers
 	PIP_CONSTRAINT=constraints.txt .venv-peers/bin/pip install --quiet --editable '.[peers]'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,13 @@ from funcamp._scaler import scale, unscale_and_check
 from funcamp._state import ScalerState, check_state
 
 
-def scaled_grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+#: What differentiates: torch.func.grad, or torch.autograd.grad on detached copies of the parameters.
+Engine = Literal["func", "autograd"]
+
+
+def scaled_grad_and_value(
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, engine: Engine = "func"
+) -> Callable[..., Any]:
     """Turn a loss function into one that returns unscaled, checked gradients and the loss.
 
     grads = d(scale * loss)/d(params) * f32(1 / f64(scale)), found_inf as in `unscale_and_check`. The loss comes back as
@@ -23,6 +29,8 @@ def scaled_grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False)
         loss_fn: `(params, *args, **kwargs) -> loss`, or `-> (loss, aux)` with has_aux; the loss is a floating-point
             tensor of shape (), aux a pytree of tensors. Autocast goes inside it.
         has_aux: whether loss_fn returns `(loss, aux)`.
+        engine: "func" for torch.func, which nests and vmaps; "autograd" for torch.autograd, which takes
+            `torch.utils.checkpoint` and every autograd.Function, and neither nests nor vmaps.
 
     Returns:
         A function `(state, params, *args, **kwargs) -> ((grads, state), loss)`, or `-> ((grads, state), (loss, aux))`.
@@ -30,9 +38,9 @@ def scaled_grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False)
         same tree, float32 for narrower parameters.
 
     Raises:
+        ValueError: engine is another word; when called: the loss has a shape other than ().
         TypeError: when called: a leaf of params is an integer tensor or no tensor, the loss is no floating-point
             tensor, aux holds something else than tensors, or has_aux is set and loss_fn returns no pair.
-        ValueError: when called: the loss has a shape other than ().
 
     Example:
         >>> step = scaled_grad_and_value(lambda params, x: ((params["w"] * x) ** 2).sum())
@@ -43,6 +51,7 @@ def scaled_grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False)
     call = "scaled_grad_and_value"
     if not callable(loss_fn):
         raise TypeError(f"{call}: loss_fn must be callable; got {loss_fn!r}")
+    check_engine(call, engine)
 
     def grad_and_value(state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         state = check_state(call, state)
@@ -54,7 +63,7 @@ def scaled_grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False)
             return loss_fn(full, *args, **kwargs)
 
         present = [leaf for leaf in flat if leaf is not None]
-        scaled_grads, loss, aux = differentiate(call, state, loss_of, present, has_aux=has_aux)
+        scaled_grads, loss, aux = differentiate(call, state, loss_of, present, has_aux=has_aux, engine=engine)
         given = iter(scaled_grads)
         grads = _tree.unflatten([None if leaf is None else next(given) for leaf in flat], spec)
         checked = unscale_and_check(state, grads)
@@ -71,6 +80,7 @@ def differentiate(
     *,
     has_aux: bool,
     parts: int = 1,
+    engine: Engine = "func",
 ) -> tuple[list[Tensor], Tensor, Any]:
     """Gradients of scale * loss / parts with respect to every input, still scaled; the loss and aux as returned."""
 
@@ -78,8 +88,28 @@ def differentiate(
         loss, aux = _split(call, loss_of(inner), has_aux)
         return scale(state, loss if parts == 1 else loss / parts), (loss, aux)
 
-    grads, (_, (loss, aux)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(inputs)
-    return list(grads), loss, aux
+    if engine == "func":
+        grads, (_, (loss, aux)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(inputs)
+        return list(grads), loss, aux
+    with torch.enable_grad():
+        leaves = [_leaf(value) for value in inputs]
+        scaled, (loss, aux) = scaled_loss(leaves)
+        grads = torch.autograd.grad(scaled, leaves, allow_unused=True, materialize_grads=True)
+    return [grad.detach() for grad in grads], loss.detach(), _tree.map_leaves(Tensor.detach, *_tree.flatten(aux))
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().requires_grad_()
+
+
+def check_engine(call: str, engine: object) -> Engine:
+    """Return the engine; raise ValueError where it is another word."""
+    if engine not in get_args(Engine):
+        raise ValueError(f"{call}: engine must be 'func' or 'autograd'; got {engine!r}")
+    if engine == "autograd":
+        # torch 2.11's Dynamo does not trace requires_grad_ of a graph's own tensor (tests/test_upstream.py).
+        torch.compiler.allow_in_graph(_leaf)
+    return engine  # type: ignore[return-value]  # checked in the line above
 
 
 def _split(call: str, returned: Any, has_aux: bool) -> tuple[Tensor, Any]:

@@ -12,6 +12,7 @@ from funcamp._clip import check_limit
 from funcamp._config import ScalerConfig, check_config
 from funcamp._ema import check_decay
 from funcamp._flat import matrix_or_vector
+from funcamp._grad import Engine, check_engine
 from funcamp._groups import GroupedOptimizer, check_optimizer
 from funcamp._policy import Policy, check_policy
 from funcamp._step import Options, TrainStep
@@ -35,6 +36,8 @@ def make_train_step(
     has_aux: bool = False,
     has_buffers: bool | None = None,
     keep_buffers: bool = False,
+    has_scaler: bool = False,
+    engine: Engine = "func",
     flat: bool = True,
     group: Callable[[str, Tensor], str] | None = None,
 ) -> TrainStep:
@@ -64,6 +67,9 @@ def make_train_step(
         has_buffers: whether loss_fn takes and returns buffers; by default what `module_loss` found.
         keep_buffers: keep what the forward pass of a skipped step wrote in buffers (BatchNorm's running statistics), as
             torch's loop does, where it may be non-finite; by default they go back with the rest.
+        has_scaler: loss_fn takes the `ScalerState` before the batch, to scale gradients of its own: a gradient
+            penalty's, an inner loop's. Give it to `scaled_grad_and_value`, or to `scale` and `unscale`.
+        engine: "func" or "autograd", as in `scaled_grad_and_value`; "autograd" for activation checkpointing.
         flat: hold the parameters in a `FlatParams`, so that launches do not grow with the number of tensors.
         group: the groups of flat storage, as in `ravel`; by default those of the optimizer, or matrices and vectors.
 
@@ -73,7 +79,7 @@ def make_train_step(
 
     Raises:
         TypeError: an argument is of another kind than said above.
-        ValueError: a number is out of range, or both max_norm and max_value are given.
+        ValueError: a number is out of range, engine is another word, or both max_norm and max_value are given.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(4, 1), torch.nn.functional.mse_loss)
@@ -123,6 +129,8 @@ def make_train_step(
         has_aux=bool(has_aux),
         has_buffers=bool(found if has_buffers is None else has_buffers),
         keep_buffers=bool(keep_buffers),
+        has_scaler=bool(has_scaler),
+        engine=check_engine(call, engine),
         flat=bool(flat),
         group=group,
     )

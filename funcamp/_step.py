@@ -14,10 +14,11 @@ from funcamp._config import ScalerConfig
 from funcamp._copies import clone, for_loss, gather, refresh, store
 from funcamp._ema import ema_update
 from funcamp._fold import judge, unscale_and_clip
-from funcamp._grad import differentiate
+from funcamp._grad import Engine, differentiate
 from funcamp._limits import exhausted, saturated
 from funcamp._policy import Policy
 from funcamp._rulebook import init
+from funcamp._state import ScalerState
 from funcamp._train_state import Metrics, TrainState, export, restore
 from funcamp._types import Reduce, Tree
 from funcamp._update import skip_step, update
@@ -37,6 +38,8 @@ class Options(NamedTuple):
     has_aux: bool
     has_buffers: bool
     keep_buffers: bool
+    has_scaler: bool
+    engine: Engine
     flat: bool
     group: Callable[[str, Tensor], str]
 
@@ -114,7 +117,21 @@ class TrainStep:
         """
         with torch.no_grad():
             inputs, build = for_loss(state.params, state.copies)
-            return self._call(build(inputs), state.buffers, batch)
+            return self._call(build(inputs), state.buffers, state.scaler, batch)
+
+    def compute_params(self, state: TrainState) -> Tree:
+        """The parameters as the loss sees them: copies in the compute dtype where the policy made them.
+
+        For a forward pass outside the loss: another network's turn, acting, validation; detached, under an autocast of
+        your own. No sync.
+
+        Example:
+            >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD), policy="bfloat16")
+            >>> step.compute_params(step.init({"w": torch.ones(1, 2)}))
+            {'w': tensor([[1., 1.]], dtype=torch.bfloat16)}
+        """
+        inputs, build = for_loss(state.params, state.copies)
+        return build([value.detach() for value in inputs])
 
     def state_dict(self, state: TrainState) -> dict[str, Tensor]:
         """Every tensor of a state under a dotted name, for torch.save: `params.` and the module's own names, and so on.
@@ -208,7 +225,7 @@ class TrainStep:
         )
         return after, metrics
 
-    def _call(self, tree: Tree, buffers: dict[str, Tensor], batch: Any) -> Any:
+    def _call(self, tree: Tree, buffers: dict[str, Tensor], scaler: ScalerState, batch: Any) -> Any:
         policy = self._options.policy
         region: Any = contextlib.nullcontext()
         if policy.autocast and policy.compute_dtype != torch.float32:
@@ -216,7 +233,8 @@ class TrainStep:
             if device != "meta":  # no values, no autocast
                 region = torch.autocast(device, policy.compute_dtype)
         with region:
-            return self.loss_fn(tree, buffers, batch) if self._options.has_buffers else self.loss_fn(tree, batch)
+            before = ((buffers,) if self._options.has_buffers else ()) + ((scaler,) if self._options.has_scaler else ())
+            return self.loss_fn(tree, *before, batch)
 
     def _gradients(
         self, state: TrainState, buffers: dict[str, Tensor], batch: Any, parts: int
@@ -226,9 +244,11 @@ class TrainStep:
         beside = self._options.has_buffers or self._options.has_aux
 
         def loss_of(values: list[Tensor]) -> Any:
-            return self._call(build(values), buffers, batch)
+            return self._call(build(values), buffers, state.scaler, batch)
 
-        grads, loss, aux = differentiate("step", state.scaler, loss_of, inputs, has_aux=beside, parts=parts)
+        grads, loss, aux = differentiate(
+            "step", state.scaler, loss_of, inputs, has_aux=beside, parts=parts, engine=self._options.engine
+        )
         after = buffers
         if self._options.has_buffers:
             after, aux = aux if self._options.has_aux else (aux, ())

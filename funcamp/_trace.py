@@ -104,7 +104,8 @@ def trace(
     code = fn.__code__.replace(co_name=f"{fn.__code__.co_name}_{next(_serial)}")
     alone = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     try:
-        with torch.no_grad():
+        # Dynamo traces torch.autograd.grad of a step that differentiates by it.
+        with torch.no_grad(), torch._dynamo.config.patch(trace_autograd_ops=True):
             first, rest = torch.compile(alone, fullgraph=True, backend=compiler, dynamic=False)(args)
     except Exception as error:
         if failed:  # it was compiled, and failed at work: no matter of compilation

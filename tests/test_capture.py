@@ -13,45 +13,8 @@ from torch import Tensor
 from funcamp import MetricReader, ScalerConfig, _capture, _metrics, clone, jit, stateless
 from tests.helpers import assert_same
 from tests.models import mlp
+from tests.stand_in import StandIn
 from tests.test_step import build
-
-
-class StandIn:
-    """Replays by running the recorded call again into the tensors that its recording returned."""
-
-    def __init__(self, fails: bool = False) -> None:
-        self.fails, self.warm_ups, self.captures = fails, 0, 0
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        before = torch.get_rng_state()
-        yield
-        torch.set_rng_state(before)
-
-    def warm_up(self, run: Callable[[], Any], times: int) -> None:
-        with self.kept():
-            for _ in range(times):
-                run()
-                self.warm_ups += 1
-
-    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        self.captures += 1
-        static = [c.cell_contents for c in run.__closure__ or () if isinstance(c.cell_contents, list)]
-        tensors = [t for cell in static for t in cell if isinstance(t, Tensor)]
-        with self.kept():
-            before = clone(tensors)
-            outputs = run()
-            for tensor, value in zip(tensors, before):  # a recording executes nothing
-                tensor.copy_(value)
-        outputs = [torch.full_like(out, -1) for out in outputs]
-
-        def replay() -> None:
-            for out, value in zip(outputs, run()):
-                out.copy_(value)
-
-        return replay, outputs
 
 
 @pytest.fixture

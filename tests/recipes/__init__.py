@@ -1,0 +1,62 @@
+"""Every recipe's loop as one would write it with torch.autocast and torch.amp.GradScaler: what its example must equal.
+
+A module here has the name of an example in examples/recipes, an `oracle(recipe, steps, device)` that returns the
+parameters and, for every step, (scale, found_inf) as that loop has them, and a TOLERANCE for the parameters, relative
+to their norm.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parent.parent.parent / "examples" / "recipes"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+Trace = list[tuple[Any, Any]]
+
+
+def example(name: str) -> Any:
+    """The example's module, loaded once."""
+    full = f"recipes_{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[full] = module
+        spec.loader.exec_module(module)
+    return sys.modules[full]
+
+
+def oracle(name: str) -> Any:
+    """The module in this folder that states what the example must equal."""
+    return importlib.import_module(f"tests.recipes.{name}")
+
+
+def trace_of(history: list[Any]) -> Trace:
+    """(scale, found_inf) of every row, as numbers, or as lists where a step has several scalers."""
+    return [(row.scale.tolist(), row.found_inf.tolist()) for row in history]
+
+
+def scaler_for(config: Any, device: str) -> torch.amp.GradScaler:
+    """torch's scaler with a configuration's numbers."""
+    return torch.amp.GradScaler(
+        device, config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval
+    )
+
+
+def advance(scaler: torch.amp.GradScaler) -> tuple[float, float]:
+    """Updates the scaler; the scale of the step that ends, and whether a gradient of it was not finite."""
+    before = scaler.get_scale()
+    scaler.update()
+    return before, float(scaler.get_scale() < before)
+
+
+def values(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The parameters of a module, detached."""
+    return {name: value.detach() for name, value in model.named_parameters()}

@@ -1,9 +1,11 @@
 """Mixed-precision gradient scaling for PyTorch as pure functions on an immutable state."""
 
+from funcamp._by_leaf import found_inf_by_leaf, leaf_names
 from funcamp._checkpoint import load, save
 from funcamp._clip import clip_grad_norm, clip_grad_value
 from funcamp._config import ScalerConfig
 from funcamp._copies import clone
+from funcamp._custom_function import custom_function
 from funcamp._ema import ema_update
 from funcamp._exchange import from_state_dict, to_state_dict
 from funcamp._flat import FlatParams, matrix_or_vector, ravel
@@ -50,11 +52,14 @@ __all__ = [
     "clip_grad_norm",
     "clip_grad_value",
     "clone",
+    "custom_function",
     "ema_update",
     "exhausted",
+    "found_inf_by_leaf",
     "from_state_dict",
     "init",
     "jit",
+    "leaf_names",
     "load",
     "make_train_step",
     "matrix_or_vector",

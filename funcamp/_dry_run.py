@@ -10,7 +10,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._signature import check_like, kinds
 from funcamp._types import Tree
-from funcamp._user_line import READS, in_traceback
+from funcamp._user_line import INSTEAD, READS, in_traceback
 
 _READS = ("tensor subclass", "FakeTensor", "data is not allocated")
 
@@ -45,7 +45,7 @@ def dry_run(call: str, step: Any, state: Tree, batch: Tree) -> None:
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)) or any(
             sign in text for sign in _READS
         ):
-            raise RuntimeError(f"{call}: step must {READS}; {where} does") from None
+            raise RuntimeError(f"{call}: step must {READS}; {where} does: {INSTEAD}") from None
         if "does not require grad" in text:
             raise RuntimeError(
                 f"{call}: step must differentiate with torch.func, for it runs without autograd's tape; {where} uses it"

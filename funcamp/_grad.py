@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._advice import advise
 from funcamp._scaler import scale, unscale_and_check
 from funcamp._state import ScalerState, check_state
-
+from funcamp._whole import keep_functions_whole
 
 #: What differentiates: torch.func.grad, or torch.autograd.grad on detached copies of the parameters.
 Engine = Literal["func", "autograd"]
@@ -88,9 +89,26 @@ def differentiate(
         loss, aux = _split(call, loss_of(inner), has_aux)
         return scale(state, loss if parts == 1 else loss / parts), (loss, aux)
 
-    if engine == "func":
-        grads, (_, (loss, aux)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(inputs)
-        return list(grads), loss, aux
+    run = _by_func if engine == "func" else _by_autograd
+    if torch.compiler.is_dynamo_compiling():
+        keep_functions_whole()
+        return run(scaled_loss, inputs)
+    try:
+        return run(scaled_loss, inputs)
+    except RuntimeError as error:
+        advise(call, error)
+        raise
+
+
+_Scaled = Callable[[list[Tensor]], tuple[Tensor, tuple[Tensor, Any]]]
+
+
+def _by_func(scaled_loss: _Scaled, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor, Any]:
+    grads, (_, (loss, aux)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(inputs)
+    return list(grads), loss, aux
+
+
+def _by_autograd(scaled_loss: _Scaled, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor, Any]:
     with torch.enable_grad():
         leaves = [_leaf(value) for value in inputs]
         scaled, (loss, aux) = scaled_loss(leaves)
@@ -108,7 +126,7 @@ def check_engine(call: str, engine: object) -> Engine:
         raise ValueError(f"{call}: engine must be 'func' or 'autograd'; got {engine!r}")
     if engine == "autograd":
         # torch 2.11's Dynamo does not trace requires_grad_ of a graph's own tensor (tests/test_upstream.py).
-        torch.compiler.allow_in_graph(_leaf)
+        torch.compiler.allow_in_graph(_leaf)  # type: ignore[no-untyped-call]
     return engine  # type: ignore[return-value]  # checked in the line above
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _capture, _tree
+from funcamp._advice import advise
 from funcamp._dry_run import dry_run
 from funcamp._mended import mended
 from funcamp._owned import Owned, arranged, own, storage_of, strides_for
@@ -220,7 +221,10 @@ class JitStep:
         except HostError as error:
             raise RuntimeError(f"jit: step must {error}") from None
         except Exception as error:
-            if not isinstance(error, torch._dynamo.exc.TorchDynamoException | _UnlikeError):
+            advise("jit", error)
+            # torch 2.11 says so of a shape that follows from values.
+            told = isinstance(error, AssertionError) and "Expected FakeTensor" in str(error)
+            if not told and not isinstance(error, torch._dynamo.exc.TorchDynamoException | _UnlikeError):
                 raise
             dry_run("jit", step, owned.tree, batch)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

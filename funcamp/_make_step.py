@@ -38,6 +38,7 @@ def make_train_step(
     keep_buffers: bool = False,
     has_scaler: bool = False,
     engine: Engine = "func",
+    found_inf_by_leaf: bool = False,
     flat: bool = True,
     group: Callable[[str, Tensor], str] | None = None,
 ) -> TrainStep:
@@ -70,6 +71,8 @@ def make_train_step(
         has_scaler: loss_fn takes the `ScalerState` before the batch, to scale gradients of its own: a gradient
             penalty's, an inner loop's. Give it to `scaled_grad_and_value`, or to `scale` and `unscale`.
         engine: "func" or "autograd", as in `scaled_grad_and_value`; "autograd" for activation checkpointing.
+        found_inf_by_leaf: tell in the metrics which parameters' gradients are not finite, in the order of
+            `leaf_names(state.params)`. Reads the gradients once more.
         flat: hold the parameters in a `FlatParams`, so that launches do not grow with the number of tensors.
         group: the groups of flat storage, as in `ravel`; by default those of the optimizer, or matrices and vectors.
 
@@ -131,6 +134,7 @@ def make_train_step(
         keep_buffers=bool(keep_buffers),
         has_scaler=bool(has_scaler),
         engine=check_engine(call, engine),
+        found_inf_by_leaf=bool(found_inf_by_leaf),
         flat=bool(flat),
         group=group,
     )

@@ -55,7 +55,8 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
     if required:
         raise TypeError(
             f"stateless: {cls.__name__} cannot be made pure: its step needs {', '.join(required)}, through which it "
-            "evaluates the loss and branches on the value on the host"
+            "evaluates the loss and branches on the value on the host; use it in an ordinary float32 loop, without a "
+            "scaler, or take an optimizer without a closure"
         )
     dynamic = tuple(name for name, value in hyperparameters.items() if is_dynamic(value))
     arguments = {name: placeholder(value, name, accepted) for name, value in hyperparameters.items()}
@@ -102,7 +103,8 @@ def _refuse_host_reads(
             raise
         raise TypeError(
             f"stateless: {cls.__name__} cannot be made pure: its step fails on tensors without values, as it does where"
-            f" it reads one on the host ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+            f" it reads one on the host ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''});"
+            " use it in an ordinary loop with funcamp.GradScaler"
         ) from error
 
 

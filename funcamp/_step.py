@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._by_leaf import found_inf_by_leaf
 from funcamp._config import ScalerConfig
 from funcamp._copies import clone, for_loss, gather, refresh, store
 from funcamp._ema import ema_update
@@ -18,6 +19,7 @@ from funcamp._grad import Engine, differentiate
 from funcamp._limits import exhausted, saturated
 from funcamp._policy import Policy
 from funcamp._rulebook import init
+from funcamp._scaler import unscale
 from funcamp._state import ScalerState
 from funcamp._train_state import Metrics, TrainState, export, restore
 from funcamp._types import Reduce, Tree
@@ -40,6 +42,7 @@ class Options(NamedTuple):
     keep_buffers: bool
     has_scaler: bool
     engine: Engine
+    found_inf_by_leaf: bool
     flat: bool
     group: Callable[[str, Tensor], str]
 
@@ -190,6 +193,7 @@ class TrainStep:
                 one, state.params, state.buffers, batch, options.accumulate, scan=options.scan
             )
         scaler, norm = judge(state.scaler, grads, options.reduce)
+        by_leaf = found_inf_by_leaf(unscale(state.scaler, grads)) if options.found_inf_by_leaf else ()
         grads = unscale_and_clip(state.scaler, grads, norm, options.max_norm, options.max_value)
         new = self.optimizer.update(state.params, grads, state.opt_state)
         params, opt_state = skip_step(scaler, new=new, old=(state.params, state.opt_state))
@@ -221,6 +225,7 @@ class TrainStep:
             applied=step - skipped,
             skipped=skipped.clone(),
             consecutive_skips=after.consecutive_skips.clone(),
+            found_inf_by_leaf=by_leaf,
             aux=aux,
         )
         return after, metrics

@@ -20,7 +20,8 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._owned import storage_of
 from funcamp._types import Tree
-from funcamp._user_line import READS, in_text
+from funcamp._user_line import INSTEAD, READS, in_text
+from funcamp._whole import whole_functions
 
 Flat: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 _serial = itertools.count()
@@ -103,11 +104,15 @@ def trace(
     # Dynamo keeps its programs by code object: one of its own for each trace.
     code = fn.__code__.replace(co_name=f"{fn.__code__.co_name}_{next(_serial)}")
     alone = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    tape: Any = torch._C._autograd
+    hooks = tape._saved_tensors_hooks_is_enabled()
     try:
-        # Dynamo traces torch.autograd.grad of a step that differentiates by it.
-        with torch.no_grad(), torch._dynamo.config.patch(trace_autograd_ops=True):
+        # A step may differentiate by torch.autograd.grad, and have custom functions under torch.func.
+        with torch.no_grad(), whole_functions(), torch._dynamo.config.patch(trace_autograd_ops=True):
             first, rest = torch.compile(alone, fullgraph=True, backend=compiler, dynamic=False)(args)
     except Exception as error:
+        if hooks:  # a graph of torch.func turns them off, and does not turn them on again where it fails
+            tape._saved_tensors_hooks_enable()
         if failed:  # it was compiled, and failed at work: no matter of compilation
             raise failed[0] from None
         raise getattr(error, "inner_exception", error) from error.__cause__
@@ -134,7 +139,7 @@ def _check_graph(graph: torch.fx.GraphModule, home: Set[str]) -> None:
         if node.op not in ("call_function", "call_method"):
             continue
         if any(_follows_from_values(value) for value in _values([node])):
-            raise HostError(f"{READS}; {in_text(node.stack_trace or '')} does")
+            raise HostError(f"{READS}; {in_text(node.stack_trace or '')} does: {INSTEAD}")
         away = _devices([node]) - home
         if away and _devices(node.all_input_nodes) & home:
             line = in_text(node.stack_trace or "")

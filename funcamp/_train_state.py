@@ -57,6 +57,9 @@ class Metrics(NamedTuple):
     """Steps skipped so far, this one included."""
     consecutive_skips: Tensor
     """Steps skipped since the last one that was applied, this one included."""
+    found_inf_by_leaf: Any
+    """Bool, shape (leaves,): which parameters' gradients are not finite, in the order of `leaf_names`; `()` without
+    that option."""
     aux: Any
     """What the loss returned beside itself, stacked over micro-batches; `()` without has_aux."""
 

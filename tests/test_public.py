@@ -15,7 +15,7 @@ import funcamp
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"_types"},
-    {"_tree", "_constants"},
+    {"_advice", "_tree", "_constants", "_whole"},
     {"_presets"},
     {"_config", "_state", "_checkpoint"},
     {"_rules"},
@@ -23,8 +23,8 @@ LAYERS = [
     {"_rulebook"},
     {"_layout", "_policy", "_module"},
     {"_flat"},
-    {"_scaler", "_update", "_limits", "_exchange", "_clip", "_ema", "_hyper", "_optim_run", "_adafactor"},
-    {"_grad", "_fold", "_copies", "_window", "_optim_probe"},
+    {"_scaler", "_update", "_limits", "_exchange", "_clip", "_ema", "_hyper", "_optim_run", "_adafactor", "_custom_function"},
+    {"_by_leaf", "_grad", "_fold", "_copies", "_window", "_optim_probe"},
     {"_optim"},
     {"_groups"},
     {"_select_compiled", "_select", "_foreach"},

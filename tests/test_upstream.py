@@ -146,3 +146,55 @@ def test_dynamo_traces_no_step_on_gradients_of_its_own_graph() -> None:
 
     with torch._dynamo.config.patch(trace_autograd_ops=True), pytest.raises(Exception, match="graph_break"):
         torch.compile(loop, fullgraph=True, backend="eager")()
+
+
+class Seven(torch.autograd.Function):
+    """A backward that is told from that of the forward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 7 * g
+
+
+# Dynamo makes an instance of it.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_dynamo_loses_a_custom_backward_under_torch_func() -> None:
+    # `_whole` can go when all three are right; it is what makes them so in a funcamp step (test_custom_function.py).
+    def compiled(fn: Any) -> Any:
+        return torch.compile(fn, fullgraph=True, backend="aot_eager")(torch.tensor(2.0)).item()
+
+    def apply(x: Tensor) -> Any:
+        return Seven.apply(x)
+
+    assert compiled(torch.func.grad(apply)) == 1.0  # 7
+
+    def second(x: Tensor) -> Any:
+        return torch.func.grad(lambda x: torch.func.grad(lambda x: Seven.apply(x.view_as(x)) ** 2)(x))(x)
+
+    assert compiled(second) == 0.0  # 98
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="You tried to vmap over"):
+        compiled(lambda x: torch.func.vmap(torch.func.grad(lambda x: Seven.apply(x * x)))(x[None])[0])
+
+
+def test_dynamo_does_not_trace_requires_grad_of_its_own_tensor() -> None:
+    # `check_engine` need not put `_leaf` into graphs when 2.11 is no longer supported.
+    def fn(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            grad: Tensor = torch.autograd.grad(leaf.square(), leaf)[0]
+            return grad
+
+    expected: Any = pytest.raises(Exception, match="requires_grad_") if VERSION == (2, 11) else contextlib.nullcontext()
+    with torch._dynamo.config.patch(trace_autograd_ops=True), torch.no_grad(), expected:
+        assert torch.compile(fn, fullgraph=True, backend="aot_eager")(torch.tensor(3.0)) == 6.0

@@ -2,7 +2,7 @@
 
     python examples/recipes/typical.py
 
-Watch `skipped` and `scale`: it starts far too high, each overflow halves it, and each skipped step changes nothing else.
+Watch `skipped` and `scale`: it starts far too high, each overflow halves it, and a skipped step changes nothing else.
 """
 
 from __future__ import annotations

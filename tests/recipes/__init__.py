@@ -26,7 +26,8 @@ def example(name: str) -> Any:
     full = f"recipes_{name}"
     if full not in sys.modules:
         spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name}.py")
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[full] = module
         spec.loader.exec_module(module)

@@ -1,0 +1,20 @@
+"""What to do where torch says no: its own text, told from a part of it, and a way out."""
+
+from __future__ import annotations
+
+_WAYS_OUT = {
+    "support saved tensor hooks": "torch.func does not take torch.utils.checkpoint or other saved-tensor hooks; pass "
+    "engine='autograd'",
+    "must override the setup_context": "torch.func does not take an autograd.Function whose forward takes ctx; "
+    "decorate it with funcamp.custom_function, or pass engine='autograd'",
+    "call Tensor.requires_grad_() (or perhaps": "engine='autograd' does not nest in torch.func's transforms, vmap and "
+    "grad; pass engine='func'",
+}
+
+
+def advise(call: str, error: Exception) -> None:
+    """Raise RuntimeError with a way out, where one is known."""
+    text = str(error)
+    for part, way_out in _WAYS_OUT.items():
+        if part in text:
+            raise RuntimeError(f"{call}: {way_out}") from error

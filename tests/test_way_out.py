@@ -1,0 +1,108 @@
+"""What cannot work in a step says why, and what to do instead: eager where it fails there, and under jit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from funcamp import ScalerConfig, TrainStep, jit, make_train_step, stateless
+
+Loss = Callable[[dict[str, Tensor], Tensor], Tensor]
+
+
+class TakesCtx(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 2
+
+
+def checkpointed(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(lambda w: (w * x).sin(), p["w"], use_reentrant=False)
+    return out.sum()
+
+
+def takes_ctx(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    out: Tensor = TakesCtx.apply(p["w"])
+    return (out * x).sum()
+
+
+def selects(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return p["w"][x.nonzero().squeeze(1)].sum()
+
+
+def masks(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (p["w"] * x)[x > 0].sum()
+
+
+def unique(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return p["w"].sum() * len(torch.unique(x))
+
+
+def slices(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return p["w"][: int(x.sum())].sum()
+
+
+def branches(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return p["w"].sum() * (2 if x.sum() > 0 else 1)
+
+
+def step_of(loss: Loss, **options: Any) -> TrainStep:
+    return make_train_step(loss, stateless(torch.optim.SGD, lr=0.5), ScalerConfig(8.0), **options)
+
+
+def call(step: Any, loss_step: TrainStep) -> Any:
+    return step(loss_step.init({"w": torch.ones(4)}), torch.ones(4))
+
+
+CHECKPOINT = "torch.func does not take torch.utils.checkpoint .*; pass engine='autograd'"
+CTX = "torch.func does not take an autograd.Function whose forward takes ctx; decorate it with funcamp.custom_function"
+
+
+@pytest.mark.parametrize(("loss", "text"), [(checkpointed, CHECKPOINT), (takes_ctx, CTX)])
+def test_torch_func_does_not_take_it(loss: Loss, text: str) -> None:
+    step = step_of(loss)
+    with pytest.raises(RuntimeError, match=f"step: {text}"):
+        call(step, step)
+    if loss is takes_ctx or torch.__version__ >= "2.13":  # torch 2.11 compiles checkpoints under torch.func
+        with pytest.raises(RuntimeError, match=f"(step|jit): {text}"):
+            call(jit(step, backend="aot_eager"), step)
+    assert torch.equal(checkpointed({"w": torch.ones(2)}, torch.ones(2)), 2 * torch.ones(()).sin())  # as before
+
+
+# Dynamo's own, for a forward that takes ctx.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("loss", [checkpointed, takes_ctx])
+def test_that_way_out_works(loss: Loss) -> None:
+    step = step_of(loss, engine="autograd")
+    expected = torch.ones(4) - 0.5 * (torch.ones(4).cos() if loss is checkpointed else 2.0)
+    for run in (step, jit(step, backend="aot_eager")):
+        assert torch.equal(call(run, step)[0].params.tree()["w"], expected)
+
+
+@pytest.mark.parametrize("loss", [selects, masks, unique, slices, branches])
+def test_shape_or_branch_that_follows_from_values(loss: Loss) -> None:
+    step = step_of(loss)
+    call(step, step)
+    text = r"step must not read a tensor's value on the host .* does: take torch.where or a mask of fixed shape instead"
+    with pytest.raises(RuntimeError, match=text):
+        call(jit(step, backend="aot_eager"), step)
+
+
+def test_vmap_over_the_autograd_engine() -> None:
+    step = step_of(lambda p, x: (p["w"] * x).sum(), engine="autograd")
+    with pytest.raises(RuntimeError, match=r"step: engine='autograd' does not nest .*; pass engine='func'"):
+        torch.func.vmap(step, (None, 0))(step.init({"w": torch.ones(4)}), torch.ones(3, 4))
+
+
+def test_engine_is_one_of_two_words() -> None:
+    with pytest.raises(ValueError, match="make_train_step: engine must be 'func' or 'autograd'; got 'tape'"):
+        step_of(masks, engine="tape")

@@ -14,8 +14,9 @@ from funcamp._ema import check_decay
 from funcamp._flat import matrix_or_vector
 from funcamp._grad import Engine, check_engine
 from funcamp._groups import GroupedOptimizer, check_optimizer
+from funcamp._options import Options
 from funcamp._policy import Policy, check_policy
-from funcamp._step import Options, TrainStep
+from funcamp._step import TrainStep
 from funcamp._types import Reduce
 
 _NO_POLICY = Policy(torch.float32)

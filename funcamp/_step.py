@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,36 +15,16 @@ from funcamp._config import ScalerConfig
 from funcamp._copies import clone, for_loss, gather, refresh, store
 from funcamp._ema import ema_update
 from funcamp._fold import judge, unscale_and_clip
-from funcamp._grad import Engine, differentiate
+from funcamp._grad import differentiate
 from funcamp._limits import exhausted, saturated
-from funcamp._policy import Policy
+from funcamp._options import Options
 from funcamp._rulebook import init
 from funcamp._scaler import unscale
 from funcamp._state import ScalerState
 from funcamp._train_state import Metrics, TrainState, export, restore
-from funcamp._types import Reduce, Tree
+from funcamp._types import Tree
 from funcamp._update import skip_step, update
 from funcamp._window import accumulate as accumulate_window
-
-
-class Options(NamedTuple):
-    """The arguments of `make_train_step`, checked."""
-
-    policy: Policy
-    max_norm: float | Tensor | None
-    max_value: float | Tensor | None
-    accumulate: int
-    scan: bool
-    reduce: Reduce | None
-    ema_decay: float | None
-    has_aux: bool
-    has_buffers: bool
-    keep_buffers: bool
-    has_scaler: bool
-    engine: Engine
-    found_inf_by_leaf: bool
-    flat: bool
-    group: Callable[[str, Tensor], str]
 
 
 def _count(device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ LAYERS = [
     {"_optim"},
     {"_groups"},
     {"_select_compiled", "_select", "_foreach"},
-    {"_held_scaler", "_train_state"},
+    {"_held_scaler", "_options", "_train_state"},
     {"_grad_scaler"},
     {"_step"},
     {"_make_step"},

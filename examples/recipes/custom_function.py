@@ -1,0 +1,79 @@
+"""Custom autograd functions under autocast: for an operation with a backward of its own, in a step that is compiled.
+
+    python examples/recipes/custom_function.py
+
+Watch the decorator: it does what torch.amp.custom_fwd and custom_bwd do, and makes a forward that takes ctx work under
+torch.func, vmap and torch.compile, where a custom backward can otherwise be lost without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import funcamp
+
+CONFIG = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=10)
+
+
+def batch(index: int, device: str) -> tuple[Tensor, Tensor]:
+    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(index))
+    return x.to(device), x[:, :4].sin().to(device)
+
+
+@funcamp.custom_function
+class Gate(torch.autograd.Function):  # saves its inputs alone
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return nn.functional.silu(x @ w)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        y = x @ w
+        low = (grad * (y.sigmoid() * (1 + y * (1 - y.sigmoid())))).to(y.dtype)
+        return low @ w.mT, x.mT @ low
+
+
+@funcamp.custom_function(cast_inputs=torch.float32)  # whatever autocast is
+class SquaredError(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x - y)
+        return (x - y).square().sum(1).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0] * (2 * grad / len(ctx.saved_tensors[0])), None
+
+
+def make_params(device: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {"gate": torch.randn(8, 32, device=device) * 0.3, "head": torch.randn(32, 4, device=device) * 0.3}
+
+
+def loss_fn(params: dict[str, Tensor], data: tuple[Tensor, Tensor]) -> Any:
+    return SquaredError.apply(Gate.apply(data[0], params["gate"]) @ params["head"], data[1])  # type: ignore[no-untyped-call]
+
+
+def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> tuple[Any, list[Any]]:
+    step = funcamp.make_train_step(loss_fn, funcamp.stateless(torch.optim.SGD, lr=0.1), CONFIG, policy="float16")
+    run, state, history = wrap(step), step.init(make_params(device)), []
+    for index in range(steps):
+        state, metrics = run(state, batch(index, device))
+        history.append(metrics)
+    return state.params.tree(), history
+
+
+def main(steps: int = 100, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> dict[str, float]:
+    _, history = train(steps, wrap, device)
+    assert history[-1].loss < history[0].loss / 2
+    return {"loss": history[-1].loss.item(), "skipped": history[-1].skipped.item()}
+
+
+if __name__ == "__main__":
+    print(main())

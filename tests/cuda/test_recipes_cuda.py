@@ -1,0 +1,49 @@
+"""On a GPU: every recipe, compiled with exact rounding and captured, against its torch.amp loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from funcamp import jit
+from tests.helpers import assert_close, to
+from tests.recipes import NAMES, example, oracle, trace_of
+
+pytestmark = pytest.mark.cuda
+
+STEPS = 200
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch.backends.cudnn.deterministic = before
+
+
+@functools.cache
+def expected(name: str) -> Any:
+    return oracle(name).oracle(example(name), STEPS, "cuda")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("form", ["eager", "captured"])
+def test_recipe_is_the_torch_loop(name: str, form: str) -> None:
+    wrap: Any = functools.partial(jit, exact=True) if form == "captured" else lambda step, **_: step
+    params, history = example(name).train(STEPS, wrap, "cuda")
+    expected_params, expected_trace = expected(name)
+    assert trace_of(history) == expected_trace
+    # cuBLAS may take another kernel for the same product: a last bit of float16 a step.
+    assert_close(to(params, "cpu"), to(expected_params, "cpu"), max(oracle(name).TOLERANCE, 2.0**-8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_main_shows_its_result(name: str) -> None:
+    assert example(name).main(device="cuda")["skipped"] >= 1

@@ -116,6 +116,11 @@ def _by_autograd(scaled_loss: _Scaled, inputs: list[Tensor]) -> tuple[list[Tenso
     return [grad.detach() for grad in grads], loss.detach(), _tree.map_leaves(Tensor.detach, *_tree.flatten(aux))
 
 
+def put_leaves_in_graphs() -> None:
+    """Let Dynamo put `_leaf` into a graph: torch 2.11's does not trace what it does (tests/test_upstream.py)."""
+    torch.compiler.allow_in_graph(_leaf)  # type: ignore[no-untyped-call]
+
+
 def _leaf(value: Tensor) -> Tensor:
     return value.detach().requires_grad_()
 
@@ -124,9 +129,8 @@ def check_engine(call: str, engine: object) -> Engine:
     """Return the engine; raise ValueError where it is another word."""
     if engine not in get_args(Engine):
         raise ValueError(f"{call}: engine must be 'func' or 'autograd'; got {engine!r}")
-    if engine == "autograd":
-        # torch 2.11's Dynamo does not trace requires_grad_ of a graph's own tensor (tests/test_upstream.py).
-        torch.compiler.allow_in_graph(_leaf)  # type: ignore[no-untyped-call]
+    if engine == "autograd" and not torch.compiler.is_dynamo_compiling():
+        put_leaves_in_graphs()
     return engine  # type: ignore[return-value]  # checked in the line above
 
 

@@ -71,7 +71,9 @@ class TrainStep:
             buffers = self.loss_fn.buffers() if hasattr(self.loss_fn, "buffers") else {}
         if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
             raise TypeError(f"init: buffers must be a dict of tensors; got {buffers!r}")
-        stored, copies = store(call, params, options.policy, self.loss_fn, options.group if options.flat else None)
+        with torch.no_grad():  # parameters given may require it
+            group = options.group if options.flat else None
+            stored, copies = store(call, params, options.policy, self.loss_fn, group)
         device = next((leaf.device for leaf in _tree.leaves(stored) if leaf is not None), None)
         if device is None:
             raise ValueError(f"init: params must hold a tensor; got {params!r}")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._grad import put_leaves_in_graphs
 from funcamp._owned import storage_of
 from funcamp._types import Tree
 from funcamp._user_line import INSTEAD, READS, in_text
@@ -104,6 +105,7 @@ def trace(
     # Dynamo keeps its programs by code object: one of its own for each trace.
     code = fn.__code__.replace(co_name=f"{fn.__code__.co_name}_{next(_serial)}")
     alone = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    put_leaves_in_graphs()
     tape: Any = torch._C._autograd
     hooks = tape._saved_tensors_hooks_is_enabled()
     try:

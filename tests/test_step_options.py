@@ -7,10 +7,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
-from funcamp import ScalerConfig, ScalerState, jit, make_train_step, module_loss, scale, stateless, unscale
+from funcamp import (
+    ScalerConfig,
+    ScalerState,
+    init,
+    jit,
+    make_train_step,
+    module_loss,
+    scale,
+    scaled_grad_and_value,
+    stateless,
+    unscale,
+)
 from tests.helpers import assert_same, clone
-from tests.models import cnn, tied
+from tests.models import cnn, mlp, tied
 
 SGD = stateless(torch.optim.SGD, lr=0.5)
 CONFIG = ScalerConfig(2.0**10)
@@ -71,3 +83,22 @@ def test_compute_params_are_what_the_loss_sees(make: Any, policy: Any, flat: boo
     assert_same(clone(found), clone(seen[0]))
     assert any(leaf.dtype == torch.float16 for leaf in found.values()) == (policy is not None)
     assert not any(leaf.requires_grad for leaf in found.values())
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_nothing_of_the_first_state_requires_grad(flat: bool) -> None:
+    task = mlp()
+    step = make_train_step(module_loss(task.model, task.criterion), SGD, CONFIG, policy="float16", flat=flat)
+    params = dict(task.model.named_parameters())
+    stacked = {name: torch.stack([value, value]) for name, value in params.items()}
+    state, members = step.init(params), torch.func.vmap(step.init)(stacked)
+    _, metrics = step(state, task.batch(0))
+    assert not any(leaf.requires_grad for leaf in _pytree.tree_leaves((state, members, metrics)))
+
+
+def test_engine_of_a_function_made_inside_the_step() -> None:
+    def step(state: Any, x: Tensor) -> Any:
+        return scaled_grad_and_value(plain, engine="autograd")(state[1], state[0], x)
+
+    (grads, _), loss = jit(step, backend="aot_eager")(({"w": torch.ones(2)}, init()), torch.ones(2))
+    assert (grads["w"].tolist(), loss.item()) == ([2.0, 2.0], 2.0)

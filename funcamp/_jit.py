@@ -34,7 +34,8 @@ def jit(
         unroll: steps in a call; every tensor of the batch holds that many along its first dimension, and metrics come
             back stacked. In one graph on CUDA. None for one step and no such dimension.
         exact: keep the low precision's rounding between fused operations, and eager's random numbers: a compiled step
-            then overflows where the eager one does. Slower.
+            then overflows where the eager one does. Slower. (Random numbers not on torch 2.11 in a step with both
+            dropout and `torch.rand`: Inductor swaps their turns.)
         backend: torch.compile's: "inductor", or "aot_eager" to run without a compiler, slowly.
         max_signatures: batch signatures to compile; one more is an error, for a loop that compiles at every step is
             never meant.

@@ -37,7 +37,12 @@ def read(flags: Flags) -> bool:
 
 def obstacle(optimizer: Any) -> str | None:
     """Why a step that ran where found_inf is set cannot be undone; None where it can."""
-    return None if type(optimizer) in _KNOWN else f"{type(optimizer).__name__} is no class of torch.optim's own"
+    if type(optimizer) in _KNOWN:
+        return None
+    name = type(optimizer).__name__
+    if type(optimizer) in (torch.optim.SparseAdam, torch.optim.LBFGS):
+        return f"{name} takes steps whose size follows from values"
+    return f"{name} is no class of torch.optim's own"
 
 
 def is_watched(optimizer: Any) -> bool:

@@ -557,6 +557,14 @@ def test_another_class_is_read_for_with_a_warning_and_follows_torch() -> None:
     assert_same(*results)
 
 
+def test_sparse_adam_is_read_for_with_its_own_reason() -> None:
+    table = torch.nn.Embedding(8, 2, sparse=True)
+    optimizer, scaler = torch.optim.SparseAdam(table.parameters()), make(GradScaler, skip="select")
+    scaler.scale(table(torch.tensor([1, 2])).sum()).backward()
+    with pytest.warns(UserWarning, match="SparseAdam takes steps whose size follows from values"):
+        scaler.step(optimizer)
+
+
 def test_hooks_see_no_step_that_is_put_back_unless_asked_to() -> None:
     expectations: list[tuple[Any, list[int]]] = [(None, [1]), ("host", [1]), ("select", [1, 1])]
     for skip, expected in expectations:

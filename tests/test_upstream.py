@@ -198,3 +198,17 @@ def test_dynamo_does_not_trace_requires_grad_of_its_own_tensor() -> None:
     expected: Any = pytest.raises(Exception, match="requires_grad_") if VERSION == (2, 11) else contextlib.nullcontext()
     with torch._dynamo.config.patch(trace_autograd_ops=True), torch.no_grad(), expected:
         assert torch.compile(fn, fullgraph=True, backend="aot_eager")(torch.tensor(3.0)) == 6.0
+
+
+@pytest.mark.inductor
+def test_inductor_swaps_the_turns_of_dropout_and_rand() -> None:
+    # What `jit(exact=True)` cannot promise on torch 2.11; README and `jit` say so.
+    def loss(w: Tensor) -> Tensor:
+        return (torch.nn.functional.dropout(w, 0.5) * torch.rand(64)).sum()
+
+    torch.manual_seed(1)
+    expected = torch.func.grad(loss)(torch.ones(64))
+    with torch._inductor.config.patch(fallback_random=True):
+        torch.manual_seed(1)
+        found = torch.compile(torch.func.grad(loss), fullgraph=True)(torch.ones(64))
+    assert torch.equal(found, expected) == (VERSION > (2, 11))

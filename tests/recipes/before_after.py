@@ -1,0 +1,16 @@
+"""The example holds its own torch loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tests.recipes import Trace
+
+TOLERANCE = 2.0**-12  # AdamW rounds its step size elsewhere; that moves float16 copies to their neighbours
+
+
+def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+    params, history = recipe.before(steps, device)
+    return params, [(scale, float(skipped)) for _, scale, skipped in history]

@@ -1,62 +1,59 @@
-"""Compile time and memory of a training step: flat storage against a tensor a parameter, and against the eager loop.
+"""Compile time as a model grows, and memory: the whole step, against forward and backward, and the eager loop.
 
-Compile time: first calls in a process of their own with an empty cache, 12 blocks; and again with the cache that the
-first one left, as a second start of the same program. Memory: bytes a parameter, counted
-tensor by tensor, and measured: what torch's allocator has handed out at the peak of a step, over what it had at the
-step's start, added to the tensors that lived then (gradients of the step before, freed at once, left out).
+Compile time: first calls of an MLP of width 64, each in a process of its own with an empty cache, and again with the
+cache that the first one left, as a second start of the same program. Memory: bytes a parameter, counted tensor by
+tensor, and measured: what torch's allocator has handed out at the peak of a step, over what it had at the step's start,
+added to the tensors that lived then (gradients of the step before, freed at once, left out).
 
-    python benchmarks/footprint.py [--out benchmarks/results]
+    python benchmarks/footprint.py [--blocks 1,4,12,48] [--out benchmarks/results]
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import step as whole
 import torch
+from _models import CPU_SIZES, Size, build, cross_entropy
+from _timing import about, arguments, table, write
+from _variants import funcamp_step, torch_loop
 from torch.func import functional_call, grad
 from torch.utils import _pytree
 
 import funcamp
 
-whole.SIZES["12 blocks"] = (12, 64, 32)
+LOW = torch.bfloat16
+LARGE = CPU_SIZES["MLP 38 M"]
+LARGEST_BY_TENSOR = 12  # blocks: beyond, a tensor a parameter takes minutes
 
 
-def forward_backward(size: str) -> Callable[[], Any]:
+def forward_backward(size: Size) -> Callable[[], Any]:
     """The model's loss and gradients alone, by torch.func, under autocast."""
-    model, x, y = whole.build(size, "cpu")
+    model, x, y = build(size, "cpu")
     params = {name: value.detach() for name, value in model.named_parameters()}
 
     def loss_fn(params: Any) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return whole.cross_entropy(functional_call(model, params, (x,)), y)
+        with torch.autocast("cpu", LOW):
+            return cross_entropy(functional_call(model, params, (x,)), y)
 
     run = torch.compile(grad(loss_fn), fullgraph=True)
     return lambda: run(params)
 
 
-STEPS: dict[str, Callable[[str], Callable[[], Any]]] = {
-    "forward and backward": forward_backward,
-    "whole step, flat": lambda size: whole.funcamp_step(size, "cpu", torch.bfloat16, compiled=True),
-    "whole step, a tensor a parameter": lambda size: whole.funcamp_step(
-        size, "cpu", torch.bfloat16, compiled=True, flat=False
-    ),
-    "whole step, not donated": lambda size: whole.funcamp_step(
-        size, "cpu", torch.bfloat16, compiled=True, donate=False
-    ),
-    "eager": lambda size: whole.torch_step(size, "cpu", torch.bfloat16, compiled=False),
+STEPS: dict[str, Callable[[Size], Callable[[], Any]]] = {
+    "forward and backward, torch.func": forward_backward,
+    "torch.compile(model) in torch's loop": lambda size: torch_loop(size, "cpu", LOW, mode="default"),
+    "funcamp.jit": lambda size: funcamp_step(size, "cpu", LOW),
+    "funcamp.jit, a tensor a parameter": lambda size: funcamp_step(size, "cpu", LOW, flat=False),
+    "funcamp.jit, donate=False": lambda size: funcamp_step(size, "cpu", LOW, donate=False),
+    "torch eager": lambda size: torch_loop(size, "cpu", LOW),
 }
+COMPILED = list(STEPS)[:4]
 
 
 def peak_of(run: Callable[[], Any]) -> int:
@@ -71,9 +68,9 @@ def peak_of(run: Callable[[], Any]) -> int:
     return highest
 
 
-def child(what: str, variant: str, size: str) -> float:
+def child(what: str, variant: str, blocks: str) -> float:
     """One measurement, in this process: seconds of the first call, or bytes that a step adds at its peak."""
-    run = STEPS[variant](size)
+    run = STEPS[variant](LARGE if what == "memory" else Size("mlp", int(blocks), 64, 32))
     start = time.perf_counter()
     run()
     if what == "compile":
@@ -100,11 +97,11 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
         leaves = [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
         return round(sum(leaf.nbytes for leaf in leaves) / count, 2)
 
-    model, x, y = whole.build("38 M", "cpu")
+    model, x, y = build(LARGE, "cpu")
     count = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = whole.cross_entropy(model(x), y)
+    with torch.autocast("cpu", LOW):
+        loss = cross_entropy(model(x), y)
     torch.amp.GradScaler("cpu").scale(loss).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     eager = {
@@ -114,7 +111,7 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
         "gradients": size([p.grad for p in model.parameters()]),
     }
     step = funcamp.make_train_step(
-        funcamp.module_loss(model, whole.cross_entropy), funcamp.stateless(torch.optim.AdamW), policy="bfloat16"
+        funcamp.module_loss(model, cross_entropy), funcamp.stateless(torch.optim.AdamW), policy="bfloat16"
     )
     state = step.init()
     flat = {
@@ -128,50 +125,42 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
 
 def main() -> None:
     """Measure, print, and write the result files where asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser = arguments(__doc__)
+    parser.add_argument("--blocks", default="1,4,12,48")
+    parser.add_argument("--child", nargs=3, help="what, variant and blocks: one measurement")
     args = parser.parse_args()
     if args.child:
         print(child(*args.child))
         return
-    first = {name: [round(s, 1) for s in spawn("compile", name, "12 blocks", times=2)] for name in list(STEPS)[:3]}
+    first: dict[str, dict[str, list[float]]] = {}
+    rows = []
+    for blocks in args.blocks.split(","):
+        names = COMPILED if int(blocks) <= LARGEST_BY_TENSOR else COMPILED[:-1]
+        first[blocks] = {name: [round(s, 1) for s in spawn("compile", name, blocks, times=2)] for name in names}
+        base = first[blocks][COMPILED[0]][0]
+        rows += [(blocks, name, cold, round(cold / base, 2), warm) for name, (cold, warm) in first[blocks].items()]
     held, count = counted()
     peaks = {}
-    for name in ("eager", "whole step, flat", "whole step, not donated"):
-        before = held["eager" if name == "eager" else "funcamp, flat"]
+    for name in ("torch eager", "funcamp.jit", "funcamp.jit, donate=False"):
+        before = held["eager" if name == "torch eager" else "funcamp, flat"]
         start = sum(value for what, value in before.items() if what != "gradients")
-        added = spawn("memory", name, "38 M")[0] / count
-        peaks[name] = {"held": round(start, 2), "added": round(added, 2), "peak": round(start + added, 2)}
-    today = datetime.date.today().isoformat()
-    lines = [
-        "# Compile time and memory of a training step",
+        added = spawn("memory", name, "0")[0] / count
+        peaks[name] = (round(start, 2), round(added, 2), round(start + added, 2))
+    body = [
+        *table(("blocks", "first call", "s, cold", "over forward and backward", "s, compiled artifacts kept"), rows),
         "",
-        f"- date: {today}",
-        "- command: python benchmarks/footprint.py",
-        f"- device: {whole.device_name('cpu')}",
-        f"- torch {torch.__version__}, Python {platform.python_version()}",
+        *table(
+            ("bytes a parameter, 38 M, AdamW", "parameters", "moments", "copies", "gradients", "all"),
+            [(name, *v.values(), f"{sum(v.values()):.2f}") for name, v in held.items()],
+        ),
         "",
-        "| first call, 12 blocks of width 64 | seconds, cold | seconds, compiled artifacts kept |",
-        "|---|---|---|",
-        *(f"| {name} | {cold} | {warm} |" for name, (cold, warm) in first.items()),
-        "",
-        "| bytes a parameter, 38 M parameters, AdamW | parameters | moments | copies | gradients | all |",
-        "|---|---|---|---|---|---|",
-        *(f"| {name} | {' | '.join(map(str, v.values()))} | {sum(v.values()):.2f} |" for name, v in held.items()),
-        "",
-        "| bytes a parameter at the peak of a step, batch 64 | held before, without gradients | added | peak |",
-        "|---|---|---|---|",
-        *(f"| {name} | {' | '.join(map(str, v.values()))} |" for name, v in peaks.items()),
+        *table(
+            ("bytes a parameter at a step's peak, batch 64", "held before, without gradients", "added", "peak"),
+            [(name, *v) for name, v in peaks.items()],
+        ),
     ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        stem = args.out / f"{today}-footprint-cpu"
-        stem.with_suffix(".md").write_text(text)
-        numbers = {"first_call_s": first, "bytes_a_parameter": held, "peak_bytes_a_parameter": peaks}
-        stem.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n")
+    numbers = {"first_call_s": first, "bytes_a_parameter": held, "peak_bytes_a_parameter": peaks}
+    write(args.out, "footprint-cpu", "Compile time and memory of a training step", about("cpu"), body, numbers)
 
 
 if __name__ == "__main__":

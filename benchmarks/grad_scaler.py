@@ -10,18 +10,12 @@ the same two calls from one CUDA graph.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import platform
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import step as whole
 import torch
+from _timing import about, arguments, interleaved, table, torch_variant, write
+from _variants import captured
 
 import funcamp
 
@@ -60,70 +54,24 @@ def iteration(variant: str, size: str, device: str) -> Callable[[], None]:
     return run
 
 
-def captured(run: Callable[[], None]) -> Callable[[], None]:
-    """The iteration in one CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def milliseconds(run: Callable[[], None], times: int, device: str) -> tuple[float, float]:
-    """An iteration's time, and the host's part of it."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(times):
-        run()
-    host = time.perf_counter() - start
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / times * 1e3, host / times * 1e3
-
-
 def main() -> None:
     """Measure, print, and write the result files where asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="folder for a dated .md and .json")
-    args = parser.parse_args()
-    device, rows, results = whole.device_name(args.device), [], []
-    for size, (_, _, times) in SIZES.items():
+    args = arguments(__doc__).parse_args()
+    rows, numbers = [], []
+    for size, (_, _, repeats) in SIZES.items():
         runs = {name: iteration(name, size, args.device) for name in VARIANTS}
         if args.device == "cuda":
             runs |= {f"{name}, captured": captured(iteration(name, size, args.device)) for name in CAPTURED}
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-        for _ in range(args.rounds + 1):
-            for name, run in runs.items():
-                taken[name].append(milliseconds(run, times, args.device))
-        base = statistics.median(total for total, _ in taken["torch, fused AdamW"][1:])
-        for name, pairs in taken.items():
-            low, middle, high = statistics.quantiles([total for total, _ in pairs[1:]], n=4)
-            host = statistics.median(part for _, part in pairs[1:])
-            results.append({"size": size, "variant": name, "ms": [low, middle, high], "host_ms": host})
-            rows.append(
-                f"| {size} | {name} | {middle:.3f} | {low:.3f} to {high:.3f} | {host:.3f} | {middle / base:.2f} |"
-            )
-    today = datetime.date.today().isoformat()
-    lines = [
-        "# The scaler's step and update",
-        "",
-        f"- date: {today}",
-        f"- command: python benchmarks/grad_scaler.py --device {args.device} --rounds {args.rounds}",
-        f"- device: {device}; torch {torch.__version__}, Python {platform.python_version()}",
-        "",
-        "| parameters in tensors | variant | median ms | quartiles ms | host ms | over torch, fused |",
-        "|---|---|---|---|---|---|",
-        *rows,
-    ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        stem = args.out / f"{today}-grad-scaler-{args.device}"
-        stem.with_suffix(".md").write_text(text)
-        stem.with_suffix(".json").write_text(json.dumps({"device": device, "results": results}, indent=1) + "\n")
+        timings = interleaved({n: torch_variant(run, args.device) for n, run in runs.items()}, repeats, args.rounds)
+        base = timings["torch, fused AdamW"].quartiles[1]
+        for name, timing in timings.items():
+            low, middle, high = timing.quartiles
+            numbers.append({"size": size, "variant": name, "ms": timing.quartiles, "host_ms": timing.host})
+            over = f"{middle / base:.2f}"
+            rows.append((size, name, f"{middle:.3f}", f"{low:.3f} to {high:.3f}", f"{timing.host:.3f}", over))
+    columns = ("parameters in tensors", "variant", "median ms", "quartiles ms", "host ms", "over torch, fused")
+    facts = about(args.device, rounds=args.rounds)
+    write(args.out, f"grad-scaler-{args.device}", "The scaler's step and update", facts, table(columns, rows), numbers)
 
 
 if __name__ == "__main__":

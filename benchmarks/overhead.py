@@ -10,20 +10,13 @@ the same static tensors, as one writes a capture by hand, which checks nothing.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import datetime
-import json
-import platform
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import step as whole
 import torch
+from _timing import about, arguments, interleaved, table, torch_variant, write
 from torch import Tensor
 
 import funcamp
@@ -80,50 +73,18 @@ def by_hand(device: str) -> Callable[[], Any]:
     return call
 
 
-def microseconds(call: Callable[[], Any], device: str) -> float:
-    """Of the host, a call."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        call()
-    return (time.perf_counter() - start) / CALLS * 1e6
-
-
 def main() -> None:
     """Measure, print, and write the result files where asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="folder for a dated .md and .json")
-    args = parser.parse_args()
+    args = arguments(__doc__).parse_args()
     calls = {"by hand": by_hand(args.device)}
     calls |= {f"funcamp.jit, {leaves} leaves": captured(leaves, args.device) for leaves in (10, 1000)}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(args.rounds + 1):
-        for name, call in calls.items():
-            times[name].append(microseconds(call, args.device))
-    rows = {name: statistics.quantiles(values[1:], n=4) for name, values in times.items()}
-    device = whole.device_name(args.device)
-    today = datetime.date.today().isoformat()
-    lines = [
-        "# Host time of a captured step beyond the launch",
-        "",
-        f"- date: {today}",
-        f"- command: python benchmarks/overhead.py --device {args.device} --rounds {args.rounds}",
-        f"- device: {device}; torch {torch.__version__}, Python {platform.python_version()}",
-        "",
-        "| call | median µs | quartiles µs |",
-        "|---|---|---|",
-        *(f"| {name} | {middle:.1f} | {low:.1f} to {high:.1f} |" for name, (low, middle, high) in rows.items()),
-    ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        stem = args.out / f"{today}-overhead-{args.device}"
-        stem.with_suffix(".md").write_text(text)
-        stem.with_suffix(".json").write_text(json.dumps({"device": device, "microseconds": rows}, indent=1) + "\n")
+    variants = {name: torch_variant(call, args.device) for name, call in calls.items()}
+    timings = interleaved(variants, CALLS, args.rounds)
+    micro = {name: [round(value * 1e3, 1) for value in timing.quartiles] for name, timing in timings.items()}
+    rows = [(name, middle, f"{low} to {high}") for name, (low, middle, high) in micro.items()]
+    facts = about(args.device, rounds=args.rounds)
+    body = table(("call", "median µs", "quartiles µs"), rows)
+    write(args.out, f"overhead-{args.device}", "Host time of a captured step beyond the launch", facts, body, micro)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,7 @@ scales on the step's own batch and parameters. Eager, on a CPU; not timed, so it
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import math
-import platform
 import statistics
 import sys
 from collections.abc import Callable
@@ -21,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _timing import about, arguments, table, write
 from torch import Tensor
 
 import funcamp
@@ -101,11 +98,9 @@ def run(kind: str, config: ScalerConfig, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and write the result files where asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path, help="folder for a dated .md and .json")
     args = parser.parse_args()
-    today = datetime.date.today().isoformat()
     rows, results = [], []
     for kind in ("MLP", "GPT"):
         for exponent in EXPONENTS:
@@ -113,26 +108,12 @@ def main() -> None:
                 result = run(kind, rule(2.0**exponent), args.steps)
                 results.append({"model": kind, "init_scale": 2.0**exponent, "rule": name, **result})
                 found = "not found" if result["found"] is None else result["found"]
-                rows.append(f"| {kind} | 2^{exponent} | {name} | {result['lost']} | {found} | {result['loss']:.3f} |")
-    lines = [
-        "# Finding the scale",
-        "",
-        f"- date: {today}",
-        f"- command: python benchmarks/warm_start.py --steps {args.steps}",
-        f"- torch {torch.__version__}, Python {platform.python_version()}, CPU, float16",
-        f"- largest clean scale at the last step: 2^{results[0]['largest']} (MLP), 2^{results[-1]['largest']} (GPT)",
-        "",
-        f"| model | init_scale | rule | of {args.steps} steps lost | found at step | mean loss of the last 5 |",
-        "|---|---|---|---|---|---|",
-        *rows,
-    ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        stem = args.out / f"{today}-warm-start-cpu"
-        stem.with_suffix(".md").write_text(text)
-        stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+                rows.append((kind, f"2^{exponent}", name, result["lost"], found, f"{result['loss']:.3f}"))
+    largest = f"2^{results[0]['largest']} (MLP), 2^{results[-1]['largest']} (GPT)"
+    facts = about("cpu", precision="float16", **{"largest clean scale at the last step": largest})
+    lost = f"of {args.steps} steps lost"
+    columns = ("model", "init_scale", "rule", lost, "found at step", "mean loss of the last 5")
+    write(args.out, "warm-start-cpu", "Finding the scale", facts, table(columns, rows), results)
 
 
 if __name__ == "__main__":

@@ -70,8 +70,8 @@ def merge(*states: ScalerState) -> ScalerState:
     """Join the flags of states that share a scale: several optimizers, each with its own verdict, one update.
 
     found_inf = 1 if any state's found_inf != 0, else 0. The rest comes from the first state; that the others hold the
-    same scale is the caller's word, for comparing them would read them on the host. Pure; safe under torch.compile and
-    vmap; no sync.
+    same scale is the caller's word, for comparing them would read them on the host. Where they do not (a scaler for
+    each loss), the result serves `skip_step` alone. Pure; safe under torch.compile and vmap; no sync.
 
     Args:
         *states: one state or more, all unscaled and checked from the same one.

@@ -1,0 +1,159 @@
+"""The training step, every way there is to write it: what `step.py` times side by side.
+
+Each maker takes a size, a type of device and the low precision, and returns a call that takes one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _models import Size, build, cross_entropy
+from torch import Tensor
+
+import funcamp
+
+Maker = Callable[[Size, str, torch.dtype], Callable[[], Any]]
+LR = 1e-4
+NEVER = 10**6  # a growth interval: the scale stays, so that no step is skipped
+
+
+def torch_loop(size: Size, device: str, dtype: torch.dtype, *, mode: str | None = None) -> Callable[[], None]:
+    """torch's documented loop: autocast, GradScaler, fused AdamW; the model compiled in a mode of torch.compile."""
+    model, x, y = build(size, device)
+    forward = model if mode is None else torch.compile(model, mode=mode)
+    scaler = torch.amp.GradScaler(device, growth_interval=NEVER)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def step() -> None:
+        if mode == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype):
+            loss = cross_entropy(forward(x), y)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def partial_capture(size: Size, device: str, dtype: torch.dtype) -> Callable[[], None]:
+    """PyTorch's documented capture with a scaler: forward and backward in a graph, `step` and `update` outside."""
+    model, x, y = build(size, device)
+    scaler = torch.amp.GradScaler(device, growth_interval=NEVER)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def forward_backward() -> None:
+        with torch.autocast(device, dtype, cache_enabled=False):
+            loss = cross_entropy(model(x), y)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    graph = captured(forward_backward, before=lambda: optimizer.zero_grad(set_to_none=True))
+
+    def step() -> None:
+        graph()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def captured(run: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> Callable[[], None]:
+    """A call that replays what run did, after three calls to warm up."""
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            before()
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    before()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def funcamp_step(
+    size: Size,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    compiled: bool = True,
+    config: funcamp.ScalerConfig = funcamp.ScalerConfig(growth_interval=NEVER),
+    flat: bool = True,
+    **options: Any,
+) -> Callable[[], None]:
+    """The step as a pure function: eager, or by `funcamp.jit` with these options."""
+    model, x, y = build(size, device)
+    loss_fn = funcamp.module_loss(model, cross_entropy)
+    adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
+    step = funcamp.make_train_step(loss_fn, adamw, config, policy=str(dtype).removeprefix("torch."), flat=flat)
+    run: Callable[..., Any] = funcamp.jit(step, **options) if compiled else step
+    state = [step.init()]
+
+    def call() -> None:
+        state[0], _ = run(state[0], (x, y))
+
+    return call
+
+
+def funcamp_loop(
+    size: Size, device: str, dtype: torch.dtype, *, compiled: bool = True, graph: bool = False
+) -> Callable[[], None]:
+    """The loop of `torch_loop` with funcamp.GradScaler: compiled whole, captured into one CUDA graph, or both."""
+    model, x, y = build(size, device)
+    scaler = funcamp.GradScaler(device, growth_interval=NEVER)
+    options: dict[str, Any] = {"capturable": device == "cuda"} if compiled else {"fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, **options)
+
+    def step() -> Tensor:
+        model.zero_grad()
+        with torch.autocast(device, dtype, cache_enabled=not graph):
+            loss = cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    run: Callable[[], Any] = torch.compile(step, fullgraph=True) if compiled else step
+    traced = torch._dynamo.config.patch(trace_autograd_ops=True) if compiled else contextlib.nullcontext()
+
+    def call() -> None:
+        with traced:
+            run()
+
+    return captured(call, before=model.zero_grad) if graph else call
+
+
+UNSCALED = funcamp.ScalerConfig.disabled()
+PEERS: dict[str, Maker] = {
+    "torch eager, GradScaler": torch_loop,
+    "torch.compile(model), GradScaler": functools.partial(torch_loop, mode="default"),
+}
+PEERS_ON_A_GPU: dict[str, Maker] = {
+    'torch.compile(model, mode="reduce-overhead"), GradScaler': functools.partial(torch_loop, mode="reduce-overhead"),
+    "forward and backward captured, GradScaler outside": partial_capture,
+}
+OURS: dict[str, Maker] = {
+    "funcamp.jit": funcamp_step,
+    "funcamp.jit, unscaled bfloat16": lambda size, device, _: funcamp_step(
+        size, device, torch.bfloat16, config=UNSCALED
+    ),
+    "funcamp.GradScaler, the loop compiled whole": funcamp_loop,
+}
+OURS_ON_A_GPU: dict[str, Maker] = {
+    "funcamp.GradScaler, the loop captured": functools.partial(funcamp_loop, compiled=False, graph=True),
+    "funcamp.GradScaler, the loop compiled and captured": functools.partial(funcamp_loop, graph=True),
+    "funcamp.jit, capture=False": functools.partial(funcamp_step, capture=False),
+}
+FORMS: dict[str, Maker] = {
+    "funcamp.jit, a tensor a parameter": functools.partial(funcamp_step, flat=False),
+    "funcamp.jit, donate=False": functools.partial(funcamp_step, donate=False),
+    "funcamp.jit, exact=True": functools.partial(funcamp_step, exact=True),
+    "funcamp, eager": functools.partial(funcamp_step, compiled=False),
+}

@@ -1,0 +1,180 @@
+"""Scaler, clip and optimizer alone: how near to the speed of memory?
+
+The gradients are there already, as the backward pass leaves them; one iteration unscales and checks them, clips by
+norm, takes an AdamW step and updates the scale. That must move 30 bytes a parameter: the low-precision gradient is read
+for the check (2), then it, the parameter and two moments for the step (14), which writes parameter, moments and the
+low-precision copy (14). torch's loop holds float32 gradients and moves more. Bandwidth is 30 bytes a parameter over the
+time, whatever a variant really moved, beside what `copy_` reaches for as many bytes in the same run.
+
+    python benchmarks/phase.py [--device cuda] [--rounds 9] [--out benchmarks/results]
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from _timing import Variant, about, arguments, interleaved, table, torch_variant, write
+from torch import Tensor
+
+import funcamp
+from funcamp._fold import judge, unscale_and_clip
+
+BYTES = 2 + 14 + 14  # a parameter
+LR, MAX_NORM = 1e-4, 1.0
+
+
+class Size(NamedTuple):
+    """Parameters, in so many tensors, and the repeats of one timing."""
+
+    elements: int
+    tensors: int
+    repeats: int
+
+
+CPU_SIZES = {
+    "1 M in 10": Size(10**6, 10, 40),
+    "1 M in 1,000": Size(10**6, 1000, 10),
+    "10 M in 100": Size(10**7, 100, 8),
+    "40 M in 300": Size(4 * 10**7, 300, 3),
+    "10 M in 10,000": Size(10**7, 10_000, 2),
+}
+GPU_SIZES = {
+    "1 M in 10": Size(10**6, 10, 200),
+    "10 M in 100": Size(10**7, 100, 200),
+    "10 M in 10,000": Size(10**7, 10_000, 20),
+    "124 M in 148": Size(124 * 10**6, 148, 100),
+    "1,000 M in 300": Size(10**9, 300, 20),
+}
+
+
+def shapes(size: Size) -> list[int]:
+    """Elements of every tensor."""
+    return [size.elements // size.tensors] * size.tensors
+
+
+def torch_iteration(size: Size, device: str, *, scaler: Any, compiled: bool = False, **options: Any) -> Variant:
+    """unscale_, clip_grad_norm_, step, update, with float32 gradients as autocast leaves them."""
+    params = [torch.nn.Parameter(torch.randn(n, device=device)) for n in shapes(size)]
+    optimizer = torch.optim.AdamW(params, lr=LR, **options)
+    if compiled:
+        optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
+    scaler.scale(torch.zeros((), device=device))
+    for param in params:
+        param.grad = torch.randn_like(param)
+
+    def call() -> None:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return torch_variant(call, device)
+
+
+def funcamp_iteration(size: Size, device: str, dtype: torch.dtype, *, flat: bool = True) -> Variant:
+    """The step builder's arithmetic, by `funcamp.jit`: check and norm, unscale and clip in AdamW, select, update."""
+    config = funcamp.ScalerConfig(1.0, growth_interval=10**6)
+    adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
+    tree: Any = {f"p{index}": torch.randn(n, device=device) for index, n in enumerate(shapes(size))}
+    params = funcamp.ravel(tree) if flat else tree
+    grads = torch.utils._pytree.tree_map(lambda p: torch.randn_like(p).to(dtype), params)
+
+    def step(state: Any, grads: Any) -> tuple[Any, Tensor]:
+        params, opt_state, scaler, _ = state
+        judged, norm = judge(scaler, grads, None)
+        clipped = unscale_and_clip(scaler, grads, norm, MAX_NORM, None)
+        new = adamw.update(params, clipped, opt_state)
+        params, opt_state = funcamp.skip_step(judged, new=new, old=(params, opt_state))
+        low = torch.utils._pytree.tree_map(lambda p: p.to(dtype), params)
+        return (params, opt_state, funcamp.update(judged, config), low), norm
+
+    low = torch.utils._pytree.tree_map(lambda p: p.to(dtype), params)
+    run = funcamp.jit(step)
+    state = [(funcamp.clone(params), adamw.init(params), funcamp.init(config, device=torch.device(device)), low)]
+
+    def call() -> None:
+        state[0], _ = run(state[0], grads)
+
+    return torch_variant(call, device)
+
+
+def copy(size: Size, device: str) -> Variant:
+    """A plain copy that moves as many bytes: half of them read, half written."""
+    source = torch.zeros(size.elements * BYTES // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return torch_variant(lambda: target.copy_(source), device)
+
+
+def makers(size: Size, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Variant]]:
+    """By name; the copy first."""
+
+    def of_torch(make: Any = torch.amp.GradScaler, **options: Any) -> Callable[[], Variant]:
+        return lambda: torch_iteration(size, device, scaler=make(device, 1.0, growth_interval=10**6), **options)
+
+    found = {
+        "copy": lambda: copy(size, device),
+        "torch, fused AdamW": of_torch(fused=True),
+        "torch, foreach AdamW": of_torch(foreach=True),
+        "funcamp.GradScaler, fused AdamW": of_torch(funcamp.GradScaler, fused=True),
+        "funcamp.jit, flat": lambda: funcamp_iteration(size, device, dtype),
+    }
+    if size.tensors <= 300:
+        found["torch, compiled AdamW"] = of_torch(compiled=True, **({"capturable": True} if device == "cuda" else {}))
+    if size.tensors <= 100:
+        found["funcamp.jit, a tensor a parameter"] = lambda: funcamp_iteration(size, device, dtype, flat=False)
+    return found
+
+
+def launches(variant: Variant) -> int:
+    """Kernels and copies of one call on a GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        variant.call()
+        variant.wait()
+    return sum("CUDA" in str(event.device_type) for event in profile.events() or [])
+
+
+def main() -> None:
+    """Measure, print, and write the result files where asked."""
+    args = arguments(__doc__).parse_args()
+    dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
+    rows, numbers = [], []
+    for name, size in (GPU_SIZES if args.device == "cuda" else CPU_SIZES).items():
+        variants = {}
+        for label, make in makers(size, args.device, dtype).items():
+            variants[label] = make()
+            for _ in range(2):
+                variants[label].call()
+        timings = interleaved(variants, size.repeats, args.rounds)
+        speed = size.elements * BYTES / timings["copy"].quartiles[1] / 1e6
+        for label, timing in timings.items():
+            low, middle, high = timing.quartiles
+            reached = size.elements * BYTES / middle / 1e6
+            count = launches(variants[label]) if args.device == "cuda" else ""
+            share, spread = f"{reached / speed:.2f}", f"{low:.3f} to {high:.3f}"
+            rows.append((name, label, f"{middle:.3f}", spread, f"{reached:.1f}", share, f"{timing.host:.3f}", count))
+            numbers.append({"size": name, "variant": label, "ms": timing.quartiles, "host_ms": timing.host})
+            numbers[-1] |= {"GB_per_s": reached, "share_of_copy": reached / speed, "launches": count}
+        variants.clear()
+        torch._dynamo.reset()
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    columns = (
+        "parameters in tensors",
+        "variant",
+        "median ms",
+        "quartiles ms",
+        "GB/s",
+        "of copy",
+        "host ms",
+        "launches",
+    )
+    facts = about(args.device, rounds=args.rounds, **{"bytes a parameter": BYTES})
+    write(args.out, f"phase-{args.device}", "Scaler, clip and optimizer", facts, table(columns, rows), numbers)
+
+
+if __name__ == "__main__":
+    main()

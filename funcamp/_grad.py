@@ -10,12 +10,15 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._advice import advise
+from funcamp._recompute import same_parameters
 from funcamp._scaler import scale, unscale_and_check
 from funcamp._state import ScalerState, check_state
 from funcamp._whole import keep_functions_whole
 
 #: What differentiates: torch.func.grad, or torch.autograd.grad on detached copies of the parameters.
 Engine = Literal["func", "autograd"]
+#: Calls a backward pass in the surroundings that the inputs of the forward pass ask for.
+Holding = Callable[[list[Tensor], Callable[[], Any]], Any]
 
 
 def scaled_grad_and_value(
@@ -58,13 +61,16 @@ def scaled_grad_and_value(
         state = check_state(call, state)
         flat, spec = _tree.gradients(call, "params", params, state.scale.device)
 
-        def loss_of(inner: list[Tensor]) -> Any:
+        def build(inner: list[Tensor]) -> Any:
             given = iter(inner)
-            full = _tree.unflatten([None if leaf is None else next(given) for leaf in flat], spec)
-            return loss_fn(full, *args, **kwargs)
+            return _tree.unflatten([None if leaf is None else next(given) for leaf in flat], spec)
+
+        def loss_of(inner: list[Tensor]) -> Any:
+            return loss_fn(build(inner), *args, **kwargs)
 
         present = [leaf for leaf in flat if leaf is not None]
-        scaled_grads, loss, aux = differentiate(call, state, loss_of, present, has_aux=has_aux, engine=engine)
+        holding = around_backward(loss_fn, build)
+        scaled_grads, loss, aux = differentiate(call, state, loss_of, present, has_aux, engine, holding=holding)
         given = iter(scaled_grads)
         grads = _tree.unflatten([None if leaf is None else next(given) for leaf in flat], spec)
         checked = unscale_and_check(state, grads)
@@ -78,10 +84,11 @@ def differentiate(
     state: ScalerState,
     loss_of: Callable[[list[Tensor]], Any],
     inputs: list[Tensor],
-    *,
     has_aux: bool,
+    engine: Engine,
+    *,
     parts: int = 1,
-    engine: Engine = "func",
+    holding: Holding | None = None,
 ) -> tuple[list[Tensor], Tensor, Any]:
     """Gradients of scale * loss / parts with respect to every input, still scaled; the loss and aux as returned."""
 
@@ -89,15 +96,20 @@ def differentiate(
         loss, aux = _split(call, loss_of(inner), has_aux)
         return scale(state, loss if parts == 1 else loss / parts), (loss, aux)
 
-    run = _by_func if engine == "func" else _by_autograd
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()
-        return run(scaled_loss, inputs)
+        return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(scaled_loss, inputs, None)
     try:
-        return run(scaled_loss, inputs)
+        return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(scaled_loss, inputs, holding)
     except RuntimeError as error:
         advise(call, error)
         raise
+
+
+def around_backward(loss_fn: Any, build: Callable[[list[Tensor]], Any]) -> Holding | None:
+    """For a loss of `module_loss`: the backward pass while the module holds the parameters."""
+    holding = getattr(loss_fn, "holding", None)
+    return None if holding is None else lambda inputs, run: holding(build(inputs), run)
 
 
 _Scaled = Callable[[list[Tensor]], tuple[Tensor, tuple[Tensor, Any]]]
@@ -108,11 +120,18 @@ def _by_func(scaled_loss: _Scaled, inputs: list[Tensor]) -> tuple[list[Tensor], 
     return list(grads), loss, aux
 
 
-def _by_autograd(scaled_loss: _Scaled, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor, Any]:
-    with torch.enable_grad():
+def _by_autograd(
+    scaled_loss: _Scaled, inputs: list[Tensor], holding: Holding | None
+) -> tuple[list[Tensor], Tensor, Any]:
+    with torch.enable_grad(), same_parameters() as begin_backward:
         leaves = [_leaf(value) for value in inputs]
         scaled, (loss, aux) = scaled_loss(leaves)
-        grads = torch.autograd.grad(scaled, leaves, allow_unused=True, materialize_grads=True)
+
+        def backward() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(scaled, leaves, allow_unused=True, materialize_grads=True)
+
+        begin_backward()
+        grads = backward() if holding is None else holding(leaves, backward)
     return [grad.detach() for grad in grads], loss.detach(), _tree.map_leaves(Tensor.detach, *_tree.flatten(aux))
 
 

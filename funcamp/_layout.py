@@ -65,6 +65,12 @@ class Layout:
 
     def views(self, groups: Groups) -> list[Tensor | None]:
         """A view for every slot; None for those of a group that is None, the group itself where its shape is ()."""
+        for group, columns in zip(groups, self.columns):
+            if group is not None and group.dim() > (1 if columns is None else 2):
+                raise ValueError(
+                    f"tree: groups must have no batch dimension; got {tuple(group.shape)}: take the tree under vmap, "
+                    "vmap(lambda params: params.tree())(params)"
+                )
         parts: list[Any] = [
             None if group is None else torch.split(group, list(sizes)) if group.dim() else [group] * len(sizes)
             for group, sizes in zip(groups, self.pieces)

@@ -112,6 +112,10 @@ def make_train_step(
         raise TypeError(f"{call}: accumulate must be an integer; got {accumulate!r}")
     if accumulate < 1:
         raise ValueError(f"{call}: accumulate must be 1 or more; got {accumulate}")
+    if scan and check_engine(call, engine) == "autograd":
+        raise ValueError(
+            f"{call}: scan must be False with engine='autograd', which torch's scan does not take; got True"
+        )
     if ema_decay is not None:
         check_decay(call, "ema_decay", ema_decay)
     for name, function in (("reduce", reduce), ("group", group)):

@@ -72,6 +72,17 @@ class ModuleLoss:
         loss = self.criterion(outputs, target)
         return (loss, {name: values[name] for name in given[0]}) if self.has_buffers else loss
 
+    def holding(self, params: dict[str, Tensor], run: Callable[[], Any]) -> Any:
+        """Call run while the module holds these parameters, and copies of its own buffers; return what it returns.
+
+        For a backward pass that calls the module again (`torch.utils.checkpoint`): it has to meet the parameters of the
+        forward pass, and may write buffers that nobody keeps.
+        """
+        values = {f"model.{name}": params[name if name in params else stored] for name, stored in self.names.items()}
+        fresh = {name: buffer.clone() for name, buffer in self.buffers().items()}
+        values |= {f"model.{name}": fresh[stored] for name, stored in self.buffer_names.items()}
+        return functional_call(_Holder(self.model, run), values, (), tie_weights=False)
+
     def params(self) -> dict[str, Tensor]:
         """The module's trainable parameters under their names, tied ones once, detached."""
         return {stored: self.model.get_parameter(stored).detach() for stored in dict.fromkeys(self.names.values())}
@@ -102,6 +113,17 @@ class ModuleLoss:
             name: stored.get(id(value), value).detach().clone() if isinstance(value, Tensor) else value
             for name, value in own.items()
         }
+
+
+class _Holder(nn.Module):
+    """Calls a function as its forward, so that `functional_call` puts values into a module around that."""
+
+    def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
+        super().__init__()
+        self.model, self._run = model, run
+
+    def forward(self) -> Any:
+        return self._run()
 
 
 def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> ModuleLoss:

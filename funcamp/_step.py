@@ -15,7 +15,7 @@ from funcamp._config import ScalerConfig
 from funcamp._copies import clone, for_loss, gather, refresh, store
 from funcamp._ema import ema_update
 from funcamp._fold import judge, unscale_and_clip
-from funcamp._grad import differentiate
+from funcamp._grad import around_backward, differentiate
 from funcamp._limits import exhausted, saturated
 from funcamp._options import Options
 from funcamp._rulebook import init
@@ -233,8 +233,9 @@ class TrainStep:
         def loss_of(values: list[Tensor]) -> Any:
             return self._call(build(values), buffers, state.scaler, batch)
 
+        engine, holding = self._options.engine, around_backward(self.loss_fn, build)
         grads, loss, aux = differentiate(
-            "step", state.scaler, loss_of, inputs, has_aux=beside, parts=parts, engine=self._options.engine
+            "step", state.scaler, loss_of, inputs, beside, engine, parts=parts, holding=holding
         )
         after = buffers
         if self._options.has_buffers:

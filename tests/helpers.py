@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ def difference(actual: Any, expected: Any) -> float:
     for a, e in zip(flat_a, flat_e):
         if a is not None and a.numel():
             a, e = a.detach().double(), e.detach().double()
-            worst = max(worst, ((a - e).norm() / e.norm().clamp(min=1e-30)).item())
+            found = ((a - e).norm() / e.norm().clamp(min=1e-30)).item()
+            worst = max(worst, math.inf if math.isnan(found) else found)  # max(0.0, nan) is 0.0
     return worst
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from funcamp import ScalerConfig, init, scale, skip_step, stateless, unscale, unscale_and_check, update
-from tests.helpers import assert_same, clone
+from tests.helpers import assert_close, assert_same, clone
 from tests.oracle import state_of
 
 settings.register_profile("funcamp", deadline=None, max_examples=60, derandomize=True)
@@ -75,3 +76,8 @@ def test_the_scale_without_bounds_is_never_infinite_or_nan(
     for flag in flags:
         state = update(type(state)(state.scale, state.growth_tracker, torch.tensor(float(flag))), config)
         assert torch.isfinite(state.scale)
+
+
+def test_comparison_of_these_tests_sees_a_nan() -> None:
+    with pytest.raises(AssertionError, match="inf relative"):
+        assert_close({"a": torch.tensor([float("nan")])}, {"a": torch.ones(1)}, 1.0)

@@ -15,7 +15,7 @@ import funcamp
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"_types"},
-    {"_advice", "_tree", "_constants", "_whole"},
+    {"_advice", "_tree", "_constants", "_recompute", "_whole"},
     {"_presets"},
     {"_config", "_state", "_checkpoint"},
     {"_rules"},

@@ -102,3 +102,11 @@ def test_engine_of_a_function_made_inside_the_step() -> None:
 
     (grads, _), loss = jit(step, backend="aot_eager")(({"w": torch.ones(2)}, init()), torch.ones(2))
     assert (grads["w"].tolist(), loss.item()) == ([2.0, 2.0], 2.0)
+
+
+def test_tree_of_a_batch_of_states_is_taken_under_vmap() -> None:
+    step = make_train_step(plain, SGD, CONFIG)
+    members = torch.func.vmap(step.init)({"w": torch.ones(3, 2)})
+    with pytest.raises(ValueError, match=r"no batch dimension; got \(3, \d+\): take the tree under vmap"):
+        members.params.tree()
+    assert torch.func.vmap(lambda params: params.tree())(members.params)["w"].shape == (3, 2)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from funcamp import ScalerConfig, TrainStep, jit, make_train_step, stateless
+from funcamp import ScalerConfig, TrainStep, jit, make_train_step, module_loss, stateless
+from tests.helpers import assert_same
 
+SGD = stateless(torch.optim.SGD, lr=0.5)
 Loss = Callable[[dict[str, Tensor], Tensor], Tensor]
 
 
@@ -106,3 +110,36 @@ def test_vmap_over_the_autograd_engine() -> None:
 def test_engine_is_one_of_two_words() -> None:
     with pytest.raises(ValueError, match="make_train_step: engine must be 'func' or 'autograd'; got 'tape'"):
         step_of(masks, engine="tape")
+
+
+class Checkpointed(torch.nn.Module):
+    """The same layer, computed again with its own parameters or with those that it was given."""
+
+    def __init__(self, right: bool) -> None:
+        super().__init__()
+        self.body, self.right = torch.nn.Linear(4, 1), right
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.right:
+            return checkpoint(self.body, x, use_reentrant=False)
+        own = dict(self.body.named_parameters())
+        return checkpoint(functional_call, self.body, own, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_module_that_is_computed_again_with_other_parameters(right: bool) -> None:
+    model = Checkpointed(right)
+    params = {name: value.detach() + 1 for name, value in model.named_parameters()}
+
+    def loss(p: Any, x: Tensor) -> Any:
+        return functional_call(model, p, x).tanh().sum()
+
+    of_a_module = make_train_step(module_loss(model, lambda out, _: out.tanh().sum()), SGD, engine="autograd")
+    expected = of_a_module(of_a_module.init(params), (torch.ones(2, 4), None))
+    step = make_train_step(loss, SGD, engine="autograd")
+    assert_same(jit(step, backend="aot_eager")(step.init(params), torch.ones(2, 4)), expected)
+    with contextlib.nullcontext() if right else pytest.raises(RuntimeError, match="Linear must be computed again with"):
+        assert_same(step(step.init(params), torch.ones(2, 4)), expected)
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    with pytest.raises(ValueError, match="scan must be False with engine='autograd'"):
+        make_train_step(loss, SGD, engine="autograd", accumulate=2, scan=True)

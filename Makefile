@@ -1,6 +1,6 @@
 # make demo    train a small language model in float16
 # make test    lint, types, tests; TORCH=2.11.0 runs the tests on the other end, in an environment of its own
-# make bench   measure on this machine's CPU: half an hour; results under benchmarks/results
+# make bench   measure on this machine's CPU: over an hour; results under benchmarks/results
 # make peers   the rules of jmp, flax, Keras and DeepSpeed against the packages themselves
 # make gpu     the CUDA tests and benchmarks, with the Python at hand: it installs nothing
 
@@ -31,8 +31,11 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 bench: $(VENV)/installed
+	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --editable '.[bench]'
 	$(BIN)/python benchmarks/step.py --out $(RESULTS) $(ARGS)
-	$(BIN)/python benchmarks/step.py --out $(RESULTS) --keep-memory $(ARGS)
+	$(BIN)/python benchmarks/step.py --out $(RESULTS) --forms --sizes "MLP 0.14 M;MLP 3.2 M;MLP 38 M"
+	$(BIN)/python benchmarks/phase.py --out $(RESULTS)
+	$(BIN)/python benchmarks/price.py --out $(RESULTS)
 	$(BIN)/python benchmarks/footprint.py --out $(RESULTS)
 	$(BIN)/python benchmarks/overhead.py --out $(RESULTS)
 	$(BIN)/python benchmarks/grad_scaler.py --out $(RESULTS)
@@ -49,6 +52,8 @@ gpu:
 	$(PYTHON) -m pytest -q -m cuda tests/cuda $(ARGS)
 	$(PYTHON) -m funcamp doctor --device cuda
 	$(PYTHON) benchmarks/step.py --device cuda $(if $(OUT),--out $(OUT),)
+	$(PYTHON) benchmarks/phase.py --device cuda $(if $(OUT),--out $(OUT),)
+	$(PYTHON) benchmarks/price.py --device cuda $(if $(OUT),--out $(OUT),)
 	$(PYTHON) benchmarks/overhead.py --device cuda $(if $(OUT),--out $(OUT),)
 	$(PYTHON) benchmarks/grad_scaler.py --device cuda $(if $(OUT),--out $(OUT),)
 

@@ -1,0 +1,103 @@
+"""What does dynamic scaling cost in a compiled, captured step?
+
+The same model, precision and optimizer three times: without any scaling (the gradients go to AdamW as they are: no
+scale, no check, no selection), with funcamp's dynamic scaling, and with that and a flag that the host reads at every
+step, as a GradScaler's `step` does. Reported as in step.py, over the step without scaling.
+
+    python benchmarks/price.py [--device cuda] [--rounds 15] [--out benchmarks/results]
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _models import CPU_SIZES, GPU_SIZES, Size, build, cross_entropy
+from _timing import about, arguments, interleaved, table, torch_variant, write
+from _variants import LR, funcamp_step
+from torch import Tensor
+
+import funcamp
+from funcamp._copies import for_loss, gather, refresh
+
+
+def unscaled(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:
+    """The step builder's step without its scaler."""
+    model, x, y = build(size, device)
+    loss_fn = funcamp.module_loss(model, cross_entropy)
+    adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
+    start = funcamp.make_train_step(loss_fn, adamw, policy=str(dtype).removeprefix("torch.")).init()
+
+    def step(state: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, Tensor]:
+        params, opt_state, copies, buffers = state
+        inputs, build = for_loss(params, copies)
+
+        def loss_of(values: list[Tensor]) -> Any:
+            with torch.autocast(device, dtype):
+                if loss_fn.has_buffers:
+                    return loss_fn(build(values), buffers, batch)
+                return loss_fn(build(values), batch), buffers
+
+        grads, (loss, after) = torch.func.grad_and_value(loss_of, has_aux=True)(inputs)
+        params, opt_state = adamw.update(params, gather(params, copies, list(grads)), opt_state)
+        return (params, opt_state, refresh(params, copies.plan), after), loss
+
+    run = funcamp.jit(step)
+    state = [(start.params, start.opt_state, start.copies, start.buffers)]
+
+    def call() -> None:
+        state[0], _ = run(state[0], (x, y))
+
+    return call
+
+
+def read(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:
+    """Dynamic scaling, and found_inf read by the host after every step."""
+    model, x, y = build(size, device)
+    adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
+    policy = str(dtype).removeprefix("torch.")
+    step = funcamp.make_train_step(funcamp.module_loss(model, cross_entropy), adamw, policy=policy)
+    run, state = funcamp.jit(step), [step.init()]
+
+    def call() -> bool:
+        state[0], metrics = run(state[0], (x, y))
+        return bool(metrics.found_inf)
+
+    return call
+
+
+VARIANTS = {"without scaling": unscaled, "dynamic scaling": funcamp_step, "dynamic scaling, read by the host": read}
+
+
+def main() -> None:
+    """Measure, print, and write the result files where asked."""
+    args = arguments(__doc__, rounds=15).parse_args()
+    cold = tempfile.TemporaryDirectory()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
+    dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
+    rows, numbers = [], []
+    for name, size in (GPU_SIZES if args.device == "cuda" else CPU_SIZES).items():
+        variants = {
+            label: torch_variant(make(size, args.device, dtype), args.device) for label, make in VARIANTS.items()
+        }
+        for variant in variants.values():
+            variant.call()
+        for label, timing in interleaved(variants, size.steps, args.rounds).items():
+            low, middle, high = timing.quartiles
+            spread = f"{low:.3f} to {high:.3f}"
+            rows.append((name, label, f"{middle:.3f}", spread, f"{timing.ratio:.3f}", f"{timing.host:.3f}"))
+            numbers.append({"size": name, "variant": label, "ms": timing.quartiles, "ratio": timing.ratio})
+        variants.clear()
+        torch._dynamo.reset()
+        gc.collect()
+    columns = ("model", "step", "median ms", "quartiles ms", "over without", "host ms")
+    facts = about(args.device, rounds=args.rounds)
+    write(args.out, f"price-{args.device}", "The price of scaling", facts, table(columns, rows), numbers)
+
+
+if __name__ == "__main__":
+    main()

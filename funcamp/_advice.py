@@ -5,10 +5,14 @@ from __future__ import annotations
 _WAYS_OUT = {
     "support saved tensor hooks": "torch.func does not take torch.utils.checkpoint or other saved-tensor hooks; pass "
     "engine='autograd'",
-    "must override the setup_context": "torch.func does not take an autograd.Function whose forward takes ctx; "
-    "decorate it with funcamp.custom_function, or pass engine='autograd'",
+    "must override the setup_context": "torch.func does not take an autograd.Function whose forward takes ctx "
+    "(a full backward hook is one); decorate it with funcamp.custom_function, or pass engine='autograd'",
     "call Tensor.requires_grad_() (or perhaps": "engine='autograd' does not nest in torch.func's transforms, vmap and "
     "grad; pass engine='func'",
+    "trampoline_autograd_apply": "an autograd.Function goes into the program whole, so that its backward is not lost; "
+    "give it tensors, numbers and strings as arguments, and let it read no other tensor; or pass engine='autograd'",
+    "incompatible with .grad()": "torch.autograd.grad does not take torch.utils.checkpoint with use_reentrant=True; "
+    "pass use_reentrant=False",
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._flat import expand
+from funcamp._flat import FlatParams, expand
 from funcamp._scaler import all_finite
 from funcamp._types import Tree
 
@@ -54,6 +54,6 @@ def leaf_names(tree: Tree) -> tuple[str, ...]:
         >>> leaf_names({"layer": {"weight": torch.ones(2), "bias": None}})
         ('layer.weight',)
     """
-    tree = expand(tree)
+    tree = _tree.map_nodes(FlatParams, FlatParams.placeholders, tree)  # no views: a batch of states has none
     flat, _ = _tree.tensors("leaf_names", "tree", tree)
     return tuple(name for name, leaf in zip(_tree.names(tree), flat) if leaf is not None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -14,166 +16,225 @@ from torch.autograd import Function
 from funcamp import _tree
 
 F = TypeVar("F", bound=type[Function])
+_CAST = "_funcamp_cast_inputs"
+_KINDS = "_funcamp_kinds"
 
 
-class _Place(NamedTuple):
-    """Where a tensor that forward saved is found again: among its inputs, or among its outputs."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor that forward saved is found again: among the leaves of its inputs, or among its outputs."""
 
     of_inputs: bool
-    at: int
+    index: int
 
 
+@dataclass
 class _Call:
-    """One call of a Function: what its forward leaves to setup_context and backward beside tensors."""
+    """One call under torch.func of a forward that takes ctx: what it leaves to setup_context and backward."""
 
-    def __init__(self, region: tuple[str, torch.dtype, bool] | None) -> None:
-        self.region = region
-        """The autocast that forward sees: type of device, dtype, whether it is on."""
-        self.outputs: int | None = None
-        """How many of the outputs are forward's own; None for all."""
-        self.single = False
-        self.done: dict[str, tuple[Any, ...]] = {}
-        """The calls of ctx's methods in forward, a `_Place` for each tensor."""
-        self.attributes: dict[str, Any] = {}
-        """What forward put on ctx, likewise."""
+    single: bool = False
+    arguments: int = 0
+    outputs: int = 0
+    """How many outputs are forward's own; saved intermediates follow them."""
+    done: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The calls of ctx's methods in forward, a `_Place` for each tensor."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """What forward put on ctx, likewise."""
 
-    def autocast(self) -> Any:
-        if self.region is None:
-            return contextlib.nullcontext()
-        kind, dtype, enabled = self.region
-        return torch.autocast(kind, dtype, enabled=enabled)
+
+class _Calls(threading.local):
+    """Those under way, the innermost last: forward and setup_context of a call see the same one."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Call] = []
+
+
+_calls = _Calls()
 
 
 class _Notes:
-    """Stands for ctx in a forward that takes one."""
+    """Stands for ctx in a forward that takes one, under torch.func."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
-        self.needs_input_grad = tuple(isinstance(arg, Tensor) and arg.dtype.is_floating_point for arg in args)
+        # What is differentiated cannot be told from the arguments here: all that can be.
+        self.needs_input_grad = tuple(
+            isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex()) for arg in args
+        )
         self._done: dict[str, tuple[Any, ...]] = {}
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        if name not in ("save_for_backward", "mark_dirty", "mark_non_differentiable", "set_materialize_grads"):
+        if name not in ("save_for_backward", "save_for_forward", "mark_non_differentiable", "set_materialize_grads"):
             raise AttributeError(f"custom_function: ctx has no {name!r} in a forward that runs under torch.func")
         return lambda *args: self._done.__setitem__(name, args)
 
 
-def _forward_with_notes(cls: type[Function], args: tuple[Any, ...], call: _Call) -> tuple[Any, ...]:
+def _forward_with_notes(own: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a forward that takes ctx returns, and after it the intermediates that it saved."""
-    notes = _Notes(args)
-    result = cls.forward(notes, *args)
-    call.single = not isinstance(result, tuple)
+    call, notes = _calls.stack[-1], _Notes(args)
+    result = own.forward(notes, *args)
+    call.single, call.arguments = not isinstance(result, tuple), len(args)
     outputs = [result] if call.single else list(result)
     call.outputs = len(outputs)
+    known = [(_Place(True, index), value) for index, value in enumerate(_tree.leaves(args))]
+    known += [(_Place(False, index), value) for index, value in enumerate(outputs)]
 
     def place(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        for of_inputs, among in ((True, list(args)), (False, outputs)):
-            for index, known in enumerate(among):
-                if known is value:
-                    return _Place(of_inputs, index)
-        outputs.append(value)
-        return _Place(False, len(outputs) - 1)
+        for found, other in known:
+            if other is value:
+                return found
+        found = _Place(False, len(outputs))
+        known.append((found, value))
+        outputs.append(value.detach())  # an alias: the tensor itself may be a parameter of somebody's
+        return found
 
     call.done = {name: tuple(place(value) for value in given) for name, given in notes._done.items()}
-    call.attributes = {
-        name: place(value) for name, value in vars(notes).items() if name not in ("needs_input_grad", "_done")
-    }
+    own_names = ("needs_input_grad", "_done")
+    call.attributes = {name: _each(place, value) for name, value in vars(notes).items() if name not in own_names}
     return tuple(outputs)
 
 
-def _set_up_from_notes(ctx: Any, call: _Call, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+def _set_up_from_notes(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+    call, leaves = _calls.stack[-1], _tree.leaves(inputs)
+
     def find(value: Any) -> Any:
-        if not isinstance(value, _Place):
-            return value
-        return (inputs if value.of_inputs else outputs)[value.at]
+        return (leaves if value.of_inputs else outputs)[value.index] if isinstance(value, _Place) else value
 
     done = {name: tuple(find(value) for value in given) for name, given in call.done.items()}
-    intermediates = outputs[call.outputs :]
-    if intermediates:
+    if intermediates := outputs[call.outputs :]:
         done["mark_non_differentiable"] = (*done.get("mark_non_differentiable", ()), *intermediates)
     for name, given in done.items():
         getattr(ctx, name)(*given)
     for name, value in call.attributes.items():
-        setattr(ctx, name, find(value))
+        setattr(ctx, name, _each(find, value))
+    ctx.funcamp_call = call
 
 
-def _make(cls: type[Function], cast_inputs: torch.dtype | None) -> type[Function]:
-    takes_ctx = cls.setup_context is Function.setup_context
-    own: Any = cls
-    backward_of = cls.backward if cls.vjp is Function.vjp else cls.vjp
-    signature = inspect.signature(cls.forward)
+def _each(fn: Callable[[Any], Any], value: Any) -> Any:
+    leaves, spec = _tree.flatten(value)
+    return _tree.unflatten([fn(leaf) for leaf in leaves], spec)
 
-    def apply(_: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*((None,) if takes_ctx else ()), *args, **kwargs)
-        bound.apply_defaults()
-        if bound.kwargs:
-            raise TypeError(f"{cls.__name__}.apply: forward must not have keyword-only arguments; got {bound.kwargs}")
-        values, region = _cast(bound.args[1:] if takes_ctx else bound.args, cast_inputs)
-        call = _Call(region)
-        with call.autocast():
-            out = inner.apply(*values, call)
-        if call.outputs is None:
-            return out
-        return out[0] if call.single else out[: call.outputs]
 
-    def forward(*args: Any) -> Any:
-        *values, call = args
-        return _forward_with_notes(cls, tuple(values), call) if takes_ctx else cls.forward(*values)
+class _Kinds(NamedTuple):
+    """A class with its methods as they are, and what runs in its place."""
+
+    plain: Any
+    """Keeps autocast for backward."""
+    under_func: Any
+    """Has no ctx in its forward either."""
+    signature: inspect.Signature
+    takes_ctx: bool
+
+
+def _kinds_of(own: Any) -> _Kinds:
+    known: _Kinds | None = vars(own).get(_KINDS)
+    if known is not None:
+        return known
+    takes_ctx = own.setup_context is Function.setup_context
+    name = "backward" if own.vjp is Function.vjp else "vjp"
+    backward_of = getattr(own, name)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        ctx.funcamp_region = _region(args)
+        return own.forward(ctx, *args)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *values, call = inputs
-        if takes_ctx:
-            _set_up_from_notes(ctx, call, tuple(values), output)
-        else:
-            cls.setup_context(ctx, tuple(values), output)
-        ctx.funcamp_call = call
+        ctx.funcamp_region = _region(inputs)
+        own.setup_context(ctx, inputs, output)
 
     def backward(ctx: Any, *grads: Any) -> Any:
+        with _autocast(ctx.funcamp_region):
+            return backward_of(ctx, *grads)
+
+    def forward_alone(*args: Any) -> Any:
+        return _forward_with_notes(own, args)
+
+    def set_up(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+        ctx.funcamp_region = _region(inputs)
+        _set_up_from_notes(ctx, inputs, outputs)
+
+    def backward_alone(ctx: Any, *grads: Any) -> Any:
         call = ctx.funcamp_call
-        with call.autocast():
-            result = backward_of(ctx, *grads[: call.outputs])
-        return (*(result if isinstance(result, tuple) else (result,)), None)
+        result = backward(ctx, *grads[: call.outputs])
+        result = result if isinstance(result, tuple) else (result,)
+        return (*result, *[None] * (call.arguments - len(result)))
 
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        with ctx.funcamp_call.autocast():
-            return own.jvp(ctx, *tangents[:-1])
-
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return own.vmap(info, in_dims[:-1], *args[:-1])
-
+    # torch.func calls apply again at every level that it goes down: torch's own, on the class that runs.
     body: dict[str, Any] = {
-        "__doc__": cls.__doc__,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "forward": staticmethod(forward),
-        "setup_context": staticmethod(setup_context),
-        "backward": staticmethod(backward),
-        "vjp": staticmethod(Function.vjp),
-        "generate_vmap_rule": cls.vmap is Function.vmap,
+        "apply": vars(Function)["apply"],
+        "__module__": own.__module__,
+        name: staticmethod(backward),
     }
-    if cls.vmap is not Function.vmap:
-        body["vmap"] = staticmethod(vmap)
-    if cls.jvp is not Function.jvp:
-        body["jvp"] = staticmethod(jvp)
-    # Two classes: torch.func calls apply again at every level it goes down, and each call is to add its `_Call` once.
-    inner: Any = type(cls.__name__, (cls,), body)
-    return type(cls.__name__, (inner,), {**body, "apply": classmethod(apply)})
+    if takes_ctx:
+        plain = type(own.__name__, (own,), {**body, "forward": staticmethod(forward)})
+        body |= {name: staticmethod(backward_alone), "forward": staticmethod(forward_alone)}
+        body |= {"setup_context": staticmethod(set_up), "generate_vmap_rule": True}
+        under_func = type(own.__name__, (own,), body)
+    else:
+        body |= {"setup_context": staticmethod(setup_context), "generate_vmap_rule": own.vmap is Function.vmap}
+        plain = under_func = type(own.__name__, (own,), body)
+    kinds = _Kinds(plain, under_func, inspect.signature(own.forward), takes_ctx)
+    setattr(own, _KINDS, kinds)
+    return kinds
 
 
-def _cast(args: tuple[Any, ...], cast_inputs: torch.dtype | None) -> tuple[Any, tuple[str, torch.dtype, bool] | None]:
-    """The arguments for forward, and the autocast that it sees."""
-    leaves, spec = _tree.flatten(args)
-    kind = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "meta")
+def apply(own: Any, *args: Any, **kwargs: Any) -> Any:
+    """The classmethod of a decorated class; Dynamo knows `self.fn = F.apply` by this name."""
+    kinds = _kinds_of(own)
+    bound = kinds.signature.bind(*((None,) if kinds.takes_ctx else ()), *args, **kwargs)
+    if bound.kwargs:
+        bound.apply_defaults()
+    if bound.kwargs:
+        raise TypeError(f"{own.__name__}.apply: forward must not have keyword-only arguments; got {bound.kwargs}")
+    values, region = _cast(bound.args[kinds.takes_ctx :], getattr(own, _CAST))
+    with _autocast(region):
+        if not kinds.takes_ctx or not torch._C._are_functorch_transforms_active():
+            return kinds.plain.apply(*values)
+        call = _Call()
+        _calls.stack.append(call)
+        try:
+            out = kinds.under_func.apply(*values)
+        finally:
+            _calls.stack.pop()
+    return out[0] if call.single else out[: call.outputs]
+
+
+_Region = tuple[str, torch.dtype, bool]
+
+
+def _region(args: Any) -> _Region | None:
+    """The autocast of this moment: type of device, dtype, whether it is on; None where there is none."""
+    kind = next((leaf.device.type for leaf in _tree.leaves(args) if isinstance(leaf, Tensor)), "meta")
     if not torch.amp.is_autocast_available(kind):
+        return None
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+
+def _autocast(region: _Region | None) -> Any:
+    return contextlib.nullcontext() if region is None else torch.autocast(region[0], region[1], enabled=region[2])
+
+
+def _cast(args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[tuple[Any, ...], _Region | None]:
+    """The arguments for forward, and the autocast to put around it; None for that of the call."""
+    region = None if dtype is None else _region(args)
+    if dtype is None or region is None or not region[2]:
         return args, None
-    region = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-    if cast_inputs is None or not region[2]:
-        return args, region
+    leaves, spec = _tree.flatten(args)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
-            leaves[index] = leaf.to(cast_inputs) if leaf.device.type == kind else leaf
-    return _tree.unflatten(leaves, spec), (*region[:2], False)
+            leaves[index] = leaf.to(dtype) if leaf.device.type == region[0] else leaf
+    return _tree.unflatten(leaves, spec), (region[0], region[1], False)
+
+
+def _put_in_graphs(cls: Any) -> None:
+    torch.compiler.allow_in_graph(cls)  # type: ignore[no-untyped-call]
+
+
+def _init_subclass(cls: Any, /, **kwargs: Any) -> None:
+    super(Function, cls).__init_subclass__(**kwargs)
+    if vars(cls).get("apply") is not vars(Function)["apply"]:  # a user's, with methods of its own
+        _put_in_graphs(cls)
 
 
 @overload
@@ -185,10 +246,11 @@ def custom_function(cls: Any = None, *, cast_inputs: torch.dtype | None = None) 
 
     Decorates a class with `forward(ctx, ...)` or with `forward(...)` and `setup_context`. What torch.amp.custom_fwd and
     custom_bwd do happens in both styles: backward runs under the autocast that forward saw, and cast_inputs applies
-    under autocast. A forward that takes ctx runs under torch.func too: what it saves is kept as further outputs, to
-    which a second derivative is blind, as it is to intermediates in torch. vmap works without a rule of its own.
-    torch.compile puts the Function into its graph whole, so that its backward cannot be lost; what forward reads
-    besides its arguments is then a constant of the program. Pure if forward is; no sync.
+    under autocast. A forward that takes ctx runs under torch.func too (not mark_dirty, not a jvp): what it saves is
+    kept as further outputs, to which a second derivative is blind, as it is to intermediates in torch. vmap works
+    without a rule of its own. torch.compile puts the Function into its graph whole, so that its backward cannot be
+    lost: its arguments must be tensors, numbers, strings and containers of these, and what forward and backward read
+    besides is a constant of the program, and no tensor. A subclass inherits all this. Pure if forward is; no sync.
 
     Args:
         cls: the class; torch.amp.custom_fwd and custom_bwd may be on its methods already. A Function of somebody
@@ -226,6 +288,14 @@ def custom_function(cls: Any = None, *, cast_inputs: torch.dtype | None = None) 
         return lambda given: custom_function(given, cast_inputs=cast_inputs)
     if not (isinstance(cls, type) and issubclass(cls, Function)):
         raise TypeError(f"{call}: cls must be a subclass of torch.autograd.Function; got {cls!r}")
-    made = _make(cls, cast_inputs)
-    torch.compiler.allow_in_graph(made)  # type: ignore[no-untyped-call]
+    body = {
+        "__doc__": cls.__doc__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__init_subclass__": classmethod(_init_subclass),
+        "apply": classmethod(apply),
+        _CAST: getattr(cls, _CAST, None) if cast_inputs is None else cast_inputs,
+    }
+    made = type(cls.__name__, (cls,), body)
+    _put_in_graphs(made)
     return made

@@ -42,6 +42,11 @@ class FlatParams:
         """
         return self.layout.tree(self.layout.views(self.groups))
 
+    def placeholders(self) -> Tree:
+        """The original pytree with an empty tensor for every leaf."""
+        groups = [None if group is None else group.new_empty(0) for group in self.groups]
+        return self.layout.tree([groups[slot.group] for slot in self.layout.slots])
+
     def ravel(self, tree: Tree) -> FlatParams:
         """Lay another tree of the same structure and shapes out as this one is.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,12 +13,12 @@ from funcamp._advice import advise
 from funcamp._recompute import same_parameters
 from funcamp._scaler import scale, unscale_and_check
 from funcamp._state import ScalerState, check_state
-from funcamp._whole import keep_functions_whole
+from funcamp._whole import keep_functions_whole, whole_functions
 
 #: What differentiates: torch.func.grad, or torch.autograd.grad on detached copies of the parameters.
 Engine = Literal["func", "autograd"]
-#: Calls a backward pass in the surroundings that the inputs of the forward pass ask for.
-Holding = Callable[[list[Tensor], Callable[[], Any]], Any]
+#: Calls a backward pass in the surroundings that the inputs and the aux of the forward pass ask for.
+Holding = Callable[[list[Tensor], Any, Callable[[], Any]], Any]
 
 
 def scaled_grad_and_value(
@@ -99,8 +99,11 @@ def differentiate(
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()
         return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(scaled_loss, inputs, None)
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{call}: a loss must not be differentiated under torch.inference_mode()")
     try:
-        return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(scaled_loss, inputs, holding)
+        with whole_functions():  # frames of the loss that torch.compile takes one by one
+            return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(scaled_loss, inputs, holding)
     except RuntimeError as error:
         advise(call, error)
         raise
@@ -109,7 +112,7 @@ def differentiate(
 def around_backward(loss_fn: Any, build: Callable[[list[Tensor]], Any]) -> Holding | None:
     """For a loss of `module_loss`: the backward pass while the module holds the parameters."""
     holding = getattr(loss_fn, "holding", None)
-    return None if holding is None else lambda inputs, run: holding(build(inputs), run)
+    return None if holding is None else lambda inputs, aux, run: holding(build(inputs), aux, run)
 
 
 _Scaled = Callable[[list[Tensor]], tuple[Tensor, tuple[Tensor, Any]]]
@@ -127,11 +130,13 @@ def _by_autograd(
         leaves = [_leaf(value) for value in inputs]
         scaled, (loss, aux) = scaled_loss(leaves)
 
-        def backward() -> tuple[Tensor, ...]:
+        def backward() -> Sequence[Tensor]:
+            if not scaled.requires_grad:
+                return [torch.zeros_like(leaf) for leaf in leaves]
             return torch.autograd.grad(scaled, leaves, allow_unused=True, materialize_grads=True)
 
         begin_backward()
-        grads = backward() if holding is None else holding(leaves, backward)
+        grads = backward() if holding is None else holding(leaves, aux, backward)
     return [grad.detach() for grad in grads], loss.detach(), _tree.map_leaves(Tensor.detach, *_tree.flatten(aux))
 
 

@@ -14,6 +14,7 @@ from funcamp._ema import check_decay
 from funcamp._flat import matrix_or_vector
 from funcamp._grad import Engine, check_engine
 from funcamp._groups import GroupedOptimizer, check_optimizer
+from funcamp._module import ModuleLoss
 from funcamp._options import Options
 from funcamp._policy import Policy, check_policy
 from funcamp._step import TrainStep
@@ -82,7 +83,7 @@ def make_train_step(
         `loss` evaluates. Metrics are `Metrics`.
 
     Raises:
-        TypeError: an argument is of another kind than said above.
+        TypeError: an argument is of another kind than said above, or has_scaler is set for a loss of `module_loss`.
         ValueError: a number is out of range, engine is another word, or both max_norm and max_value are given.
 
     Example:
@@ -124,6 +125,8 @@ def make_train_step(
     found = getattr(loss_fn, "has_buffers", None)
     if found is not None and has_buffers is not None and has_buffers != found:
         raise ValueError(f"{call}: has_buffers must be {found}, as module_loss found it; got {has_buffers}")
+    if has_scaler and isinstance(loss_fn, ModuleLoss):
+        raise TypeError(f"{call}: loss_fn must take the scaler's state with has_scaler=True; got {loss_fn!r}")
     if group is None:
         group = optimizer.group if isinstance(optimizer, GroupedOptimizer) else matrix_or_vector
     options = Options(

@@ -72,14 +72,14 @@ class ModuleLoss:
         loss = self.criterion(outputs, target)
         return (loss, {name: values[name] for name in given[0]}) if self.has_buffers else loss
 
-    def holding(self, params: dict[str, Tensor], run: Callable[[], Any]) -> Any:
-        """Call run while the module holds these parameters, and copies of its own buffers; return what it returns.
+    def holding(self, params: dict[str, Tensor], after: Any, run: Callable[[], Any]) -> Any:
+        """Call run while the module holds these parameters, and copies of the buffers after its forward pass.
 
-        For a backward pass that calls the module again (`torch.utils.checkpoint`): it has to meet the parameters of the
-        forward pass, and may write buffers that nobody keeps.
+        For a backward pass that calls the module again (`torch.utils.checkpoint`): it has to meet the values that
+        torch's own loop has then, and may write buffers that nobody keeps.
         """
         values = {f"model.{name}": params[name if name in params else stored] for name, stored in self.names.items()}
-        fresh = {name: buffer.clone() for name, buffer in self.buffers().items()}
+        fresh = {name: buffer.detach().clone() for name, buffer in (after if self.has_buffers else {}).items()}
         values |= {f"model.{name}": fresh[stored] for name, stored in self.buffer_names.items()}
         return functional_call(_Holder(self.model, run), values, (), tie_weights=False)
 
@@ -181,5 +181,5 @@ def _cast_by_autocast(module: nn.Module) -> frozenset[str]:
                 name not in vars(module) and getattr(type(module), name, None) is getattr(kind, name, None)
                 for name in ("forward", "_conv_forward")
             )
-            return frozenset(n for n in names if getattr(module, n, None) is not None) if own else frozenset()
+            return frozenset(n for n in names if module._parameters.get(n) is not None) if own else frozenset()
     return frozenset()

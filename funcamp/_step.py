@@ -107,8 +107,8 @@ class TrainStep:
     def compute_params(self, state: TrainState) -> Tree:
         """The parameters as the loss sees them: copies in the compute dtype where the policy made them.
 
-        For a forward pass outside the loss: another network's turn, acting, validation; detached, under an autocast of
-        your own. No sync.
+        For a forward pass outside the loss, under an autocast of your own: another network's turn, acting, validation.
+        Detached copies, which later steps leave alone. No sync.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD), policy="bfloat16")
@@ -116,7 +116,9 @@ class TrainStep:
             {'w': tensor([[1., 1.]], dtype=torch.bfloat16)}
         """
         inputs, build = for_loss(state.params, state.copies)
-        return build([value.detach() for value in inputs])
+        values = [value.detach() for value in inputs]
+        # Outside of a program the next donated step would write new values into these.
+        return build(values if torch.compiler.is_dynamo_compiling() else [value.clone() for value in values])
 
     def state_dict(self, state: TrainState) -> dict[str, Tensor]:
         """Every tensor of a state under a dotted name, for torch.save: `params.` and the module's own names, and so on.

@@ -9,6 +9,7 @@ go).
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,9 @@ import torch
 @contextlib.contextmanager
 def whole_functions() -> Iterator[None]:
     """A region in which Dynamo puts every autograd.Function that it meets under torch.func into its graph."""
+    if "torch._dynamo" not in sys.modules:  # an import of seconds
+        yield
+        return
     undo = _change()
     try:
         yield
@@ -36,7 +40,11 @@ def keep_functions_whole() -> None:
 
 
 def _until_the_end(context: Any) -> None:
-    context._ComptimeContext__tx.output.add_cleanup_hook(_change())
+    tracer = context._ComptimeContext__tx
+    undo = _change()
+    if tracer.output.root_tx.one_graph:
+        tracer.output.add_cleanup_hook(undo)
+    # else frames after a graph break will be compiled later, nobody knows when: for good
 
 
 _active = 0

@@ -79,3 +79,9 @@ def test_names_are_the_modules_own() -> None:
     state = step.init()
     assert set(leaf_names(state.params)) == {name for name, _ in task.model.named_parameters()}
     assert step(state, task.batch(0))[1].found_inf_by_leaf == ()
+
+
+def test_names_of_a_batch_of_states() -> None:
+    step = make_train_step(lambda p, x: (p["w"] * p["b"] * x).sum(), stateless(torch.optim.SGD))
+    members = torch.func.vmap(step.init)({"w": torch.ones(3, 2, 2), "b": torch.ones(3, 2)})
+    assert leaf_names(members.params) == ("w", "b")

@@ -15,8 +15,19 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import grad, vmap
+from torch.utils.checkpoint import checkpoint
 
-from funcamp import ScalerConfig, custom_function, init, jit, make_train_step, scaled_grad_and_value, stateless
+from funcamp import (
+    ScalerConfig,
+    _whole,
+    custom_function,
+    init,
+    jit,
+    make_train_step,
+    module_loss,
+    scaled_grad_and_value,
+    stateless,
+)
 from tests.helpers import assert_close, assert_same
 
 X, W = torch.randn(3, 4), torch.randn(4, 5)
@@ -191,7 +202,7 @@ def test_everything_that_ctx_offers() -> None:
     assert_same(grad(lambda x: ours.apply(x, index, "n", None)[0].sum())(x), x.cos() * index)
     assert_same(torch_grad(lambda w, _: ours.apply(w, index, "n", None)[0].sum(), x, x), x.cos() * index)
     with pytest.raises(TypeError, match="keyword-only arguments"):
-        custom_function(Odd).apply(x, 1)
+        custom_function(Odd).apply(x, 1, _unused=1)
     with pytest.raises(TypeError, match="too many positional"):
         ours.apply(x, index, "n", None, 5)
 
@@ -271,7 +282,7 @@ def test_name_doc_and_errors() -> None:
     with pytest.raises(TypeError, match=r"cast_inputs must be a floating-point dtype or None; got torch.int32"):
         custom_function(Plain, cast_inputs=torch.int32)
     with pytest.raises(AttributeError, match="ctx has no 'saved_tensors' in a forward"):
-        custom_function(Reads).apply(X)
+        grad(custom_function(Reads).apply)(X)
 
 
 # What works without the decorator. A step may hold Functions that nobody decorated: their backward is never lost.
@@ -369,7 +380,160 @@ def test_forward_that_takes_ctx_works_as_it_is_only_with_autograd(transform: Any
 
     expected = torch_grad(loss_of(Amp, torch.bfloat16), W, X)
     assert_same(grads_of(Amp, "autograd"), expected)
-    with pytest.raises(Exception, match="must override the setup_context|takes ctx; decorate it"):
+    with pytest.raises(Exception, match=r"must override the setup_context|takes ctx .*decorate it"):
         grads_of(Amp, "func")
     for engine in ("autograd", "func"):
         assert_same(grads_of(custom_function(Amp), engine), expected)
+
+
+# What a reader of another's code found.
+
+
+class TakesList(Function):
+    """Saves what is inside of an argument, and reads which inputs need a gradient from the end."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: list[Tensor], scale: float = 2.0) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.held, ctx.scale = {"x": (x,)}, scale
+        return x * weights[0] * scale
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        assert torch.equal(ctx.held["x"][0], ctx.saved_tensors[0])
+        return 7 * g * ctx.saved_tensors[1] * ctx.scale, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+def test_tensors_inside_of_arguments_stay_what_they_are() -> None:
+    ours, w = custom_function(TakesList), torch.nn.Parameter(torch.ones(3))
+    hidden = w * 2
+    x = torch.ones(3, requires_grad=True)
+    (ours.apply(x, [w, hidden]).sum() + (w * 3).sum() + hidden.sum()).backward()
+    assert w.requires_grad
+    assert_same(w.grad, torch.full((3,), 5.0))
+    assert_same(x.grad, torch.full((3,), 14.0))
+    found = grad(lambda x: ours.apply(x, [w, hidden]).sum() + (hidden * x).sum())(torch.ones(3))
+    assert_same(found.detach(), torch.full((3,), 16.0))
+    assert w.requires_grad
+    assert hidden.requires_grad
+
+
+@pytest.mark.parametrize("arguments", [2, 3])
+def test_backward_sees_as_many_inputs_as_were_given(arguments: int) -> None:
+    counts = []
+
+    class Counts(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor, scale: float = 2.0) -> Tensor:
+            ctx.save_for_backward(x, w)
+            counts.append(len(ctx.needs_input_grad))
+            return x * w
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            counts.append(len(ctx.needs_input_grad))
+            x, w = ctx.saved_tensors
+            return (g * w, g * x, None)[:arguments]
+
+    extra = (2.0,) * (arguments - 2)
+    x, w = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    custom_function(Counts).apply(x, w, *extra).sum().backward()
+    assert_same((x.grad, w.grad), (w.detach(), x.detach()))
+    found = grad(lambda x, w: custom_function(Counts).apply(x, w, *extra).sum(), (0, 1))(x.detach(), w.detach())
+    assert_same(found, (w.detach(), x.detach()))
+    assert counts == [arguments] * 4
+
+
+def test_second_derivative_through_an_input_held_in_a_container() -> None:
+    class Cube(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.held = ([x],)
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            return 3 * ctx.held[0][0] ** 2 * g
+
+    ours, x = custom_function(Cube), torch.randn(3)
+    twice = grad(lambda x: grad(lambda x: ours.apply(x).sum())(x).sum())
+    assert_close(twice(x), 6 * x, 1e-6)
+    assert_close(compiled(twice)(x), 6 * x, 1e-6)
+
+
+def test_subclass_and_second_decoration() -> None:
+    class Child(custom_function(Plain)):  # type: ignore[misc]
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            gx, gw, _ = Plain.backward(ctx, g)
+            return gx, gw * 10, None
+
+    expected = 10 * torch_grad(loss_of(Plain), W, X)
+    for function in (Child, custom_function(Child), custom_function(custom_function(Child))):
+        assert_same(torch_grad(loss_of(function), W, X), expected)
+        assert_same(grad(loss_of(function))(W, X), expected)
+        assert_same(compiled(grad(loss_of(function)))(W, X), expected)
+    cast = custom_function(custom_function(Plain, cast_inputs=torch.float32))
+    assert_same(grad(loss_of(cast, torch.bfloat16))(W, X), torch_grad(loss_of(AmpCast, torch.bfloat16), W, X))
+
+
+def test_complex_inputs_and_a_graph_kept_on_ctx() -> None:
+    class Kept(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if ctx.needs_input_grad[0]:
+                with torch.enable_grad():
+                    ctx.x = x.detach().requires_grad_()
+                    ctx.y = (ctx.x * ctx.x).abs()
+            return (x * x).abs().detach()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            return torch.autograd.grad(ctx.y, ctx.x, g)[0]
+
+    for dtype in (torch.float32, torch.complex64):
+        x = torch.randn(3, dtype=dtype)
+        expected = torch_grad(lambda x, _: (x * x).abs().sum(), x, x)
+        assert_same(torch_grad(lambda x, _: custom_function(Kept).apply(x).sum(), x, x), expected)
+
+
+# Dynamo's own, at a frame that takes a tensor with a graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_backward_is_not_lost_in_a_frame_after_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    # which stays changed then
+    monkeypatch.setattr(AutogradFunctionVariable, "call_method", AutogradFunctionVariable.call_method)
+    monkeypatch.setattr(_whole, "_active", 0)
+
+    def loss(p: Any, x: Tensor) -> Any:
+        torch._dynamo.graph_break()
+        return (p["w"] * grad(lambda v: Reciprocal.apply(v).sum())(x)).sum()
+
+    args = init(ScalerConfig(8.0)), {"w": torch.ones(3)}, torch.ones(3)
+    for engine in ("autograd", "func"):
+        fn = scaled_grad_and_value(loss, engine=engine)
+        expected = fn(*args)
+        assert_same(expected[0][0]["w"], torch.full((3,), -7.0))
+        assert_same(torch.compile(fn, backend="aot_eager")(*args), expected)
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+def test_apply_held_by_a_module_and_in_a_checkpoint(engine: Any) -> None:
+    class Holds(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.fn = torch.nn.Parameter(W.clone()), custom_function(Plain).apply
+
+        def forward(self, x: Tensor) -> Any:
+            if engine == "func":
+                return self.fn(x, self.w)
+            return checkpoint(self.fn, x, self.w, use_reentrant=False)
+
+    loss = module_loss(Holds(), lambda out, _: out.sum())
+    step = make_train_step(loss, stateless(torch.optim.SGD, lr=0.1), ScalerConfig(8.0), engine=engine)
+    eager = step(step.init(), (X, None))[0].params.tree()["w"]
+    assert_close(eager, W - 0.1 * torch_grad(loss_of(Plain), W, X), 1e-6)
+    if torch.__version__ >= "2.13":  # torch 2.11 does not trace `self.fn = F.apply`
+        found = jit(step, backend="aot_eager")(step.init(), (X, None))[0].params.tree()["w"]
+        assert_close(found, eager, 1e-6)

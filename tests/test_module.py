@@ -139,3 +139,10 @@ def test_which_parameters_are_cast() -> None:
     replaced = nn.Linear(2, 2)
     vars(replaced)["forward"] = lambda x: x
     assert cast(replaced) == set()
+
+
+def test_module_loss_writes_nothing_in_a_parametrized_module() -> None:
+    model = torch.nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 3)))
+    before = clone(dict(model.named_buffers()))
+    module_loss(model, torch.nn.functional.mse_loss)
+    assert_same(clone(dict(model.named_buffers())), before)

@@ -110,3 +110,18 @@ def test_tree_of_a_batch_of_states_is_taken_under_vmap() -> None:
     with pytest.raises(ValueError, match=r"no batch dimension; got \(3, \d+\): take the tree under vmap"):
         members.params.tree()
     assert torch.func.vmap(lambda params: params.tree())(members.params)["w"].shape == (3, 2)
+
+
+def test_compute_params_stay_what_they_were() -> None:
+    for policy in (None, "bfloat16"):
+        step = make_train_step(lambda p, x: (p["w"] * x).sum(), SGD, CONFIG, policy=policy)
+        run, state = jit(step, backend="aot_eager"), step.init({"w": torch.ones(2, 2)})
+        old = step.compute_params(state)
+        state, _ = run(state, torch.ones(2, 2))
+        assert_same(old["w"].float(), torch.ones(2, 2))
+        assert_same(step.compute_params(state)["w"].float(), torch.full((2, 2), 0.5))
+
+
+def test_has_scaler_is_not_for_a_module_loss() -> None:
+    with pytest.raises(TypeError, match="loss_fn must take the scaler's state with has_scaler=True; got module_loss"):
+        make_train_step(module_loss(mlp().model, mlp().criterion), SGD, has_scaler=True)

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from funcamp import ScalerConfig, TrainStep, jit, make_train_step, module_loss, stateless
-from tests.helpers import assert_same
+from tests.helpers import assert_close, assert_same
 
 SGD = stateless(torch.optim.SGD, lr=0.5)
 Loss = Callable[[dict[str, Tensor], Tensor], Tensor]
@@ -68,7 +68,7 @@ def call(step: Any, loss_step: TrainStep) -> Any:
 
 
 CHECKPOINT = "torch.func does not take torch.utils.checkpoint .*; pass engine='autograd'"
-CTX = "torch.func does not take an autograd.Function whose forward takes ctx; decorate it with funcamp.custom_function"
+CTX = "torch.func does not take an autograd.Function whose forward takes ctx .*; decorate it with funcamp.custom"
 
 
 @pytest.mark.parametrize(("loss", "text"), [(checkpointed, CHECKPOINT), (takes_ctx, CTX)])
@@ -144,3 +144,92 @@ def test_module_that_is_computed_again_with_other_parameters(right: bool) -> Non
     assert not torch.nn.modules.module._global_forward_pre_hooks
     with pytest.raises(ValueError, match="scan must be False with engine='autograd'"):
         make_train_step(loss, SGD, engine="autograd", accumulate=2, scan=True)
+
+
+def test_module_that_was_called_with_two_sets_of_parameters_before() -> None:
+    model = Checkpointed(right=False)
+
+    def loss(p: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            teacher = model(x)
+        return (functional_call(model, p, x).tanh() - teacher).square().sum()
+
+    step = make_train_step(loss, SGD, engine="autograd")
+    params = {name: value.detach() + 1 for name, value in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="Linear must be computed again with"):
+        step(step.init(params), torch.ones(2, 4))
+
+
+def test_checkpoint_after_a_compilation_that_left_the_hooks_off() -> None:
+    tape: Any = torch._C._autograd
+    step = step_of(checkpointed, engine="autograd")
+    tape._saved_tensors_hooks_disable("left by a failure")
+    try:
+        call(step, step)
+    finally:
+        tape._saved_tensors_hooks_enable()
+
+
+def test_reentrant_checkpoint() -> None:
+    step = step_of(lambda p, x: checkpoint(torch.sin, p["w"] * x, use_reentrant=True).sum(), engine="autograd")
+    with pytest.raises(RuntimeError, match="pass use_reentrant=False"):
+        call(step, step)
+
+
+def test_function_that_reads_a_tensor_besides_its_arguments() -> None:
+    constant = torch.ones(4)
+
+    class Reads(TakesCtx):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+            return x * constant
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+    step = step_of(lambda p, x: Reads.apply(p["w"]).sum())
+    call(step, step)
+    with pytest.raises(RuntimeError, match=r"jit: an autograd.Function goes into the program whole"):
+        call(jit(step, backend="aot_eager"), step)
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_loss_of_no_parameter_and_inference_mode(engine: Any, compiled: bool) -> None:
+    step = step_of(lambda p, x: x.sum(), engine=engine)
+    state, metrics = call(jit(step, backend="aot_eager") if compiled else step, step)
+    assert torch.equal(state.params.tree()["w"], torch.ones(4))
+    assert metrics.grad_norm == 0
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"must not be differentiated under torch.inference"):
+        call(step, step)
+
+
+class Frozen(torch.nn.Module):
+    """A BatchNorm that reads its statistics, in a checkpointed block; another that writes them."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps, self.writes, self.reads = keeps, torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4).eval()
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.writes(x)
+        return self.head(x + (checkpoint(self.reads, x, use_reentrant=False) if self.keeps else self.reads(x)).tanh())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_block_that_is_computed_again_reads_the_buffers_of_the_state(compiled: bool) -> None:
+    torch.manual_seed(0)
+    x, found = torch.randn(16, 4), []
+    for keeps, engine in ((False, "func"), (True, "autograd")):
+        torch.manual_seed(1)
+        loss = module_loss(Frozen(keeps), lambda out, _: out.square().mean())
+        buffers = {name: value + 1 if value.is_floating_point() else value for name, value in loss.buffers().items()}
+        step = make_train_step(loss, SGD, engine=engine)  # type: ignore[arg-type]
+        run, state = jit(step, backend="aot_eager") if compiled else step, step.init(None, buffers)
+        for _ in range(2):
+            state, _ = run(state, (x, None))
+        found.append((state.params.tree(), state.buffers))
+        assert torch.equal(loss.model.get_buffer("reads.running_mean"), torch.zeros(4))
+    assert_close(found[1], found[0], 1e-6)

@@ -87,8 +87,8 @@ def funcamp_step(
     config: funcamp.ScalerConfig = funcamp.ScalerConfig(growth_interval=NEVER),
     flat: bool = True,
     **options: Any,
-) -> Callable[[], None]:
-    """The step as a pure function: eager, or by `funcamp.jit` with these options."""
+) -> Callable[[], Any]:
+    """The step as a pure function: eager, or by `funcamp.jit` with these options; a call returns its metrics."""
     model, x, y = build(size, device)
     loss_fn = funcamp.module_loss(model, cross_entropy)
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
@@ -96,8 +96,9 @@ def funcamp_step(
     run: Callable[..., Any] = funcamp.jit(step, **options) if compiled else step
     state = [step.init()]
 
-    def call() -> None:
-        state[0], _ = run(state[0], (x, y))
+    def call() -> Any:
+        state[0], metrics = run(state[0], (x, y))
+        return metrics
 
     return call
 

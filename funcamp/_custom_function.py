@@ -91,7 +91,11 @@ def _forward_with_notes(own: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     call.done = {name: tuple(place(value) for value in given) for name, given in notes._done.items()}
     own_names = ("needs_input_grad", "_done")
-    call.attributes = {name: _each(place, value) for name, value in vars(notes).items() if name not in own_names}
+    call.attributes = {
+        name: _tree.map_leaves(place, *_tree.flatten(value))
+        for name, value in vars(notes).items()
+        if name not in own_names
+    }
     return tuple(outputs)
 
 
@@ -107,13 +111,8 @@ def _set_up_from_notes(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ..
     for name, given in done.items():
         getattr(ctx, name)(*given)
     for name, value in call.attributes.items():
-        setattr(ctx, name, _each(find, value))
+        setattr(ctx, name, _tree.map_leaves(find, *_tree.flatten(value)))
     ctx.funcamp_call = call
-
-
-def _each(fn: Callable[[Any], Any], value: Any) -> Any:
-    leaves, spec = _tree.flatten(value)
-    return _tree.unflatten([fn(leaf) for leaf in leaves], spec)
 
 
 class _Kinds(NamedTuple):

@@ -71,9 +71,7 @@ def scaled_grad_and_value(
         present = [leaf for leaf in flat if leaf is not None]
         holding = around_backward(loss_fn, build)
         scaled_grads, loss, aux = differentiate(call, state, loss_of, present, has_aux, engine, holding=holding)
-        given = iter(scaled_grads)
-        grads = _tree.unflatten([None if leaf is None else next(given) for leaf in flat], spec)
-        checked = unscale_and_check(state, grads)
+        checked = unscale_and_check(state, build(scaled_grads))
         return (checked, (loss, aux)) if has_aux else (checked, loss)
 
     return grad_and_value

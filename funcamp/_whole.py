@@ -32,11 +32,10 @@ def whole_functions() -> Iterator[None]:
 
 
 def keep_functions_whole() -> None:
-    """The same from here to the end of the compilation that traces this call; outside of one nothing."""
-    if torch.compiler.is_dynamo_compiling():
-        from torch._dynamo.comptime import comptime
+    """The same from here to the end of the compilation that traces this call; only to be called in one."""
+    from torch._dynamo.comptime import comptime
 
-        comptime(_until_the_end)
+    comptime(_until_the_end)
 
 
 def _until_the_end(context: Any) -> None:

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from funcamp import jit
 from tests.helpers import assert_close, to
 from tests.recipes import NAMES, example, oracle, trace_of
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("deterministic")]
 
 STEPS = 200
-
-
-@pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
-    before = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.deterministic = True
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
-    torch.backends.cudnn.deterministic = before
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from _models import CPU_SIZES, Size, build, cross_entropy
+from _plots import dots
 from _timing import about, arguments, table, write
 from _variants import funcamp_step, torch_loop
 from torch.func import functional_call, grad
@@ -133,7 +134,7 @@ def main() -> None:
         print(child(*args.child))
         return
     first: dict[str, dict[str, list[float]]] = {}
-    rows = []
+    rows: list[Any] = []
     for blocks in args.blocks.split(","):
         names = COMPILED if int(blocks) <= LARGEST_BY_TENSOR else COMPILED[:-1]
         first[blocks] = {name: [round(s, 1) for s in spawn("compile", name, blocks, times=2)] for name in names}
@@ -160,7 +161,9 @@ def main() -> None:
         ),
     ]
     numbers = {"first_call_s": first, "bytes_a_parameter": held, "peak_bytes_a_parameter": peaks}
-    write(args.out, "footprint-cpu", "Compile time and memory of a training step", about("cpu"), body, numbers)
+    stem = write(args.out, "footprint-cpu", "Compile time and memory of a training step", about("cpu"), body, numbers)
+    points = [(f"{blocks} blocks", name, over) for blocks, name, _, over, _ in rows]
+    dots(stem, points, "first call, over forward and backward alone", "funcamp.jit")
 
 
 if __name__ == "__main__":

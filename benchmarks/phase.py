@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from _plots import dots
 from _timing import Variant, about, arguments, interleaved, table, torch_variant, write
 from torch import Tensor
 
@@ -140,7 +141,8 @@ def main() -> None:
     """Measure, print, and write the result files where asked."""
     args = arguments(__doc__).parse_args()
     dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
-    rows, numbers = [], []
+    rows: list[Any] = []
+    numbers: list[dict[str, Any]] = []
     for name, size in (GPU_SIZES if args.device == "cuda" else CPU_SIZES).items():
         variants = {}
         for label, make in makers(size, args.device, dtype).items():
@@ -173,7 +175,9 @@ def main() -> None:
         "launches",
     )
     facts = about(args.device, rounds=args.rounds, **{"bytes a parameter": BYTES})
-    write(args.out, f"phase-{args.device}", "Scaler, clip and optimizer", facts, table(columns, rows), numbers)
+    stem = write(args.out, f"phase-{args.device}", "Scaler, clip and optimizer", facts, table(columns, rows), numbers)
+    points = [(row["size"], row["variant"], row["share_of_copy"]) for row in numbers]
+    dots(stem, points, "bandwidth over a copy's", "funcamp")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from _models import CPU_SIZES, GPU_SIZES, Size, build, cross_entropy
+from _plots import dots
 from _timing import about, arguments, interleaved, table, torch_variant, write
 from _variants import LR, funcamp_step
 from torch import Tensor
@@ -57,17 +58,8 @@ def unscaled(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:
 
 def read(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:
     """Dynamic scaling, and found_inf read by the host after every step."""
-    model, x, y = build(size, device)
-    adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
-    policy = str(dtype).removeprefix("torch.")
-    step = funcamp.make_train_step(funcamp.module_loss(model, cross_entropy), adamw, policy=policy)
-    run, state = funcamp.jit(step), [step.init()]
-
-    def call() -> bool:
-        state[0], metrics = run(state[0], (x, y))
-        return bool(metrics.found_inf)
-
-    return call
+    step = funcamp_step(size, device, dtype)
+    return lambda: bool(step().found_inf)
 
 
 VARIANTS = {"without scaling": unscaled, "dynamic scaling": funcamp_step, "dynamic scaling, read by the host": read}
@@ -79,7 +71,8 @@ def main() -> None:
     cold = tempfile.TemporaryDirectory()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
     dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
-    rows, numbers = [], []
+    rows: list[Any] = []
+    numbers: list[dict[str, Any]] = []
     for name, size in (GPU_SIZES if args.device == "cuda" else CPU_SIZES).items():
         variants = {
             label: torch_variant(make(size, args.device, dtype), args.device) for label, make in VARIANTS.items()
@@ -96,7 +89,8 @@ def main() -> None:
         gc.collect()
     columns = ("model", "step", "median ms", "quartiles ms", "over without", "host ms")
     facts = about(args.device, rounds=args.rounds)
-    write(args.out, f"price-{args.device}", "The price of scaling", facts, table(columns, rows), numbers)
+    stem = write(args.out, f"price-{args.device}", "The price of scaling", facts, table(columns, rows), numbers)
+    dots(stem, [(row["size"], row["variant"], row["ratio"]) for row in numbers], "time over no scaling", "dynamic")
 
 
 if __name__ == "__main__":

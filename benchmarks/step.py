@@ -19,11 +19,11 @@ import importlib.util
 import os
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 from _models import CPU_SIZES, GPU_SIZES, Size
+from _plots import dots
 from _timing import Variant, about, arguments, interleaved, seconds, table, torch_variant, write
 from _variants import FORMS, OURS, OURS_ON_A_GPU, PEERS, PEERS_ON_A_GPU, Maker
 
@@ -93,26 +93,6 @@ def measure(name: str, size: Size, device: str, rounds: int, makers: dict[str, A
     return list(rows.values())
 
 
-def plot(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Every variant's time over the eager loop's, a row of dots for each size."""
-    import matplotlib.pyplot as plt
-
-    sizes, names = list(dict.fromkeys(row["size"] for row in rows)), list(dict.fromkeys(row["variant"] for row in rows))
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.55 * len(sizes)))
-    for index, name in enumerate(names):
-        own = [row for row in rows if row["variant"] == name and "median_ms" in row]
-        x, y = [row["ratio_to_eager"] for row in own], [sizes.index(row["size"]) for row in own]
-        ours = name == "funcamp.jit"
-        axes.scatter(x, y, label=name, color=f"C{index % 10}", marker="D" if ours else "o", s=70 if ours else 35)
-    axes.set_xscale("log", base=2)
-    axes.set_yticks(range(len(sizes)), sizes)
-    axes.invert_yaxis()
-    axes.grid(alpha=0.3)
-    axes.set_xlabel("time of a step over torch's eager loop")
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-
-
 def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
@@ -145,8 +125,8 @@ def main() -> None:
     columns = ("model", "variant", "median ms", "quartiles ms", "time over eager", "host ms", "first call s")
     suffix = ("-forms" if args.forms else "") + ("-kept" if args.keep_memory else "")
     stem = write(args.out, f"step-{args.device}{suffix}", "A whole training step", facts, table(columns, cells), rows)
-    if stem and importlib.util.find_spec("matplotlib"):
-        plot(stem.with_suffix(".png"), rows)
+    points = [(row["size"], row["variant"], row["ratio_to_eager"]) for row in rows if "failed" not in row]
+    dots(stem, points, "time of a step over torch's eager loop", "funcamp")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from funcamp._tree import settled
 #: In-place calls of torch.optim without a batching rule; tests/test_upstream.py tells when one can go.
 _UNBATCHED = ("addcdiv_", "addcmul_", "clamp_", "lerp_")
 
-#: A run of more tensors than this leaves scalars to the compiler: one buffer for each would be too many.
-_FEW = 16
+#: A run of more tensors than this leaves scalars to the compiler, for one buffer for each would be too many; unless
+#: they have so many elements on average, on a CPU, where a power is computed anew for every 16 of them.
+_FEW, _LARGE = 16, 1024
 
 #: What makes a scalar worth computing once; none of these returns a view.
 _ARITHMETIC = {
@@ -174,6 +175,11 @@ def first_values(recorded: Any, like: Tensor, starts_at_zero: bool) -> LeafState
     return {name: torch.zeros_like(value) for name, value in first.items()} if starts_at_zero else first
 
 
+def _settles(params: list[Tensor]) -> bool:
+    large = sum(param.numel() for param in params) >= _LARGE * len(params)
+    return len(params) <= _FEW or (large and params[0].device.type == "cpu")
+
+
 def run_step(
     cls: type[torch.optim.Optimizer],
     arguments: dict[str, Any],
@@ -220,7 +226,7 @@ def run_step(
         step = cls.step
         if getattr(step, "hooked", False):  # torch's wrapper for hooks and the profiler: neither has a place here
             step = step.__wrapped__  # type: ignore[attr-defined]
-        with _as_if_compiling(), _Pure(settle=len(fresh) <= _FEW):
+        with _as_if_compiling(), _Pure(settle=_settles(fresh)):
             step(optimizer)
     for param in fresh:
         param.grad = None

@@ -180,13 +180,22 @@ def _at_rest(inner: Callable[..., Any], backend: str, args: list[Tensor]) -> Cal
 
 def _backend(name: str, patches: dict[str, Any]) -> Callable[..., Any]:
     if name == "inductor":
-        from torch._inductor.compile_fx import compile_fx
-
-        return lambda graph, inputs: compile_fx(graph, inputs, config_patches=patches)
+        return lambda graph, inputs: _inductor(graph, inputs, patches)
     from torch._dynamo.backends.registry import lookup_backend
 
     found: Callable[..., Any] = lookup_backend(name)
     return found
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any]) -> Any:
+    from torch._inductor.compile_fx import compile_fx
+
+    if patches.get("cpp_wrapper"):
+        try:
+            return compile_fx(graph, inputs, config_patches=patches)
+        except Exception:  # what C++ cannot call, Python may; if it cannot either, its error is the familiar one
+            patches = {**patches, "cpp_wrapper": False}
+    return compile_fx(graph, inputs, config_patches=patches)
 
 
 def check_compiler(backend: str, leaves: list[Tensor]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
 from funcamp import TrainState, TrainStep, jit, make_train_step, module_loss, stateless
 from tests.generated import code_of, generated
@@ -24,9 +25,9 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
     return (output.float() - target).square().mean()
 
 
-def step_of(layers: int, **options: Any) -> TrainStep:
+def step_of(layers: int, width: int = WIDTH, **options: Any) -> TrainStep:
     """AdamW with a schedule and clipping on a stack of Linears."""
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     adamw = stateless(torch.optim.AdamW, lr=lambda applied: 1e-3 / (1 + applied))
     loss_fn = module_loss(model, mse)
     return make_train_step(loss_fn, adamw, policy="bfloat16", max_norm=1.0, **options)
@@ -67,6 +68,14 @@ def test_powers_of_the_step_count_are_taken_outside_the_loops(small: tuple[str, 
     assert not [loop for loop in found if "std::pow(" in loop]
 
 
+def test_powers_are_taken_outside_the_loops_of_many_large_tensors() -> None:
+    width = 48
+    step = step_of(9, width, flat=False)  # 18 tensors of 1,176 elements on average
+    code = generated(step, step.init(), (torch.randn(8, width), torch.randn(8, width)))
+    assert code.count("std::pow(") >= 18
+    assert not [loop for loop in loops(code) if "std::pow(" in loop]
+
+
 def test_weight_gradients_are_written_into_the_flat_one(large: tuple[str, TrainState]) -> None:
     code, _ = large
     slices = re.findall(rf"(buf\d+) = reinterpret_tensor\((buf\d+), \({WIDTH}, {WIDTH}\), .*# alias", code)
@@ -85,13 +94,37 @@ def test_the_optimizer_is_one_loop_a_group_whatever_the_number_of_tensors(
     assert by_tensor.count(".sqrt()") > 4 * roots[1]
 
 
+def allocated(code: str) -> list[int]:
+    """Elements of every buffer that a program written in C++ allocates."""
+    arrays = re.findall(r"(int_array_\d+)\[\] = \{([\d, L]+)\}", code)
+    sizes = {
+        name: math.prod(int(size.strip(" L")) for size in shape.split(",") if size.strip()) for name, shape in arrays
+    }
+    return [sizes[name] for name in re.findall(r"aoti_torch_empty_strided\([1-9]\d*, (int_array_\d+),", code)]
+
+
 def test_a_donated_step_allocates_one_gradient_and_no_new_state() -> None:
     step = step_of(12)
-    allocated = []
+    counts = []
     for donate in (True, False):
         code = code_of(jit(step, donate=donate), step.init(), BATCH)
-        sizes = re.findall(r"= empty_strided_cpu\(\(([\d, ]*)\)", code)
-        numbers = [math.prod(int(size) for size in shape.split(",") if size.strip()) for shape in sizes]
-        allocated.append(sum(number == 12 * WIDTH * WIDTH for number in numbers))
+        counts.append(allocated(code).count(12 * WIDTH * WIDTH))
     # The gradient; then parameters, two moments and the compute copy, which a copy pass would need as well.
-    assert allocated == [1, 5]
+    assert counts == [1, 5]
+
+
+def test_what_cannot_be_called_from_cpp_is_called_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no such call in C++")
+
+    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        return state * factor + state @ batch, state.sum()
+
+    state, batch = torch.randn(3, 3), torch.randn(3, 3)
+    factor = 0.5
+    assert "CppWrapperCodeCache" in code_of(jit(step, donate=False), state, batch)
+    monkeypatch.setattr(CppWrapperCpu, "generate", refuse)
+    factor = 0.25  # another program, or the one above is taken from the cache
+    run = jit(step, donate=False)
+    assert "CppWrapperCodeCache" not in code_of(run, state, batch)
+    torch.testing.assert_close(run(state, batch), step(state, batch))

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import platform
+import random
 import statistics
 import sys
 import time
@@ -57,11 +58,15 @@ def seconds(variant: Variant, repeats: int) -> tuple[float, float]:
 
 
 def interleaved(variants: dict[str, Variant], repeats: int, rounds: int) -> dict[str, Timing]:
-    """Every round times each variant once, in turn; a first round is thrown away."""
+    """Every round times each variant once, in a new order: what ran before leaves caches and memory behind.
+
+    A first round is thrown away.
+    """
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    turns = random.Random(0)
     for _ in range(rounds + 1):
-        for name, variant in variants.items():
-            taken[name].append(seconds(variant, repeats))
+        for name in turns.sample(list(variants), len(variants)):
+            taken[name].append(seconds(variants[name], repeats))
     base = [total for total, _ in next(iter(taken.values()))[1:]]
     timings = {}
     for name, pairs in taken.items():

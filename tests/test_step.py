@@ -174,15 +174,29 @@ def test_a_norm_beyond_float32_clips(size: float, flat: bool, transform: Callabl
 
 
 @pytest.mark.parametrize("exponents", [(-30, -3, 0), (-5, 18, 19.2), (18.9, 25, 38), (0, 30, 38), (-44, 38, 38)])
-def test_a_mixture_of_magnitudes_clips_as_in_float64(exponents: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("count", [40, 3001])
+def test_a_mixture_of_magnitudes_clips_as_in_float64(exponents: tuple[float, ...], count: int) -> None:
     step = make_train_step(linear, stateless(torch.optim.SGD, lr=1.0), ScalerConfig.disabled(), max_norm=1.0, flat=True)
-    grads = (torch.rand(3, 40, dtype=torch.float64) + 1) * torch.tensor([10.0**e for e in exponents])[:, None]
+    grads = (torch.rand(3, count, dtype=torch.float64) + 1) * torch.tensor([10.0**e for e in exponents])[:, None]
     grads = grads.flatten().float()
-    after, metrics = step(step.init({"a": torch.zeros(120)}), grads[None])
+    after, metrics = step(step.init({"a": torch.zeros(3 * count)}), grads[None])
     exact = grads.double()
     expected = -exact * (1.0 / (exact.norm() + 1e-6)).clamp(max=1.0)
     assert metrics.found_inf == 0
     torch.testing.assert_close(after.params.tree()["a"].double(), expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("size", [4096, 5000, 6144])
+def test_a_large_gradient_is_checked_to_its_last_element(size: int, value: float) -> None:
+    step = make_train_step(linear, SGD, ScalerConfig.disabled())
+    for place in (0, 2047, 2048, 4095, size - 1):
+        batch = torch.full((1, size), 1e-3)
+        assert step(step.init({"a": torch.zeros(size)}), batch)[1].grad_norm.item() == pytest.approx(
+            1e-3 * math.sqrt(size), rel=1e-6
+        )
+        batch[0, place] = value
+        assert step(step.init({"a": torch.zeros(size)}), batch)[1].found_inf == 1
 
 
 @pytest.mark.parametrize("size", [1e150, 1e200, 1.7e308])

@@ -8,8 +8,8 @@
     grad      = x * f32(min(1, max_norm / (norm + 1e-6)))
 
 The square of a finite float32 times 2^-180 is below 2^76, so check is finite if and only if every unscaled gradient is;
-where squares overflows, the elements that matter to it are far above the floor, which is there because a CPU takes ten
-times as long over a product that underflows. A norm beyond float32 (which torch.nn.utils.clip_grad_norm_ takes for
+where squares overflows, the elements that matter to it are far above the floor, which is there because products that
+underflow double the time of the pass on a CPU. A norm beyond float32 (which torch.nn.utils.clip_grad_norm_ takes for
 infinite, and multiplies every gradient by 0) still clips to max_norm here. Two sums in float32 run at the speed of
 memory; one in float64 does not, on a CPU or on a GPU with few float64 units.
 """

@@ -1,9 +1,9 @@
 """What does a whole training step cost, against what people would use instead?
 
 A residual MLP, a CNN with BatchNorm and a GPT, three sizes each; AdamW; autocast to bfloat16 on a CPU and to float16 on
-a GPU. The variants run interleaved in one process: every round times each of them once, in turn. Reported: the median
-over the rounds, the quartiles, the ratio to torch's eager loop within each round, the host's part, and the first call,
-with its compilation, apart. JAX (jitted with donation, optax, jmp) takes part where it is installed.
+a GPU. The variants run interleaved in one process: each round times each of them once, in a new order. Reported: the
+median over the rounds, the quartiles, the ratio to torch's eager loop within each round, the host's part, and the first
+call, with its compilation, apart. JAX (jitted with donation, optax, jmp) takes part where it is installed.
 
     python benchmarks/step.py [--device cuda] [--rounds 9] [--sizes "MLP 3.2 M;..."] [--forms] [--out DIR]
 

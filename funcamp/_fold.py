@@ -57,9 +57,8 @@ def judge(state: ScalerState, grads: Tree, reduce: Reduce | None) -> tuple[Scale
 
 def _parts(leaf: Tensor) -> list[Tensor]:
     """A large gradient on a CPU as rows and a rest; any other as it is."""
-    if leaf.device.type != "cpu" or leaf.layout != torch.strided or leaf.is_complex() or leaf.numel() < 2 * _ROW:
-        return [leaf]
-    if not leaf.is_contiguous():
+    plain = leaf.device.type == "cpu" and leaf.layout == torch.strided and not leaf.is_complex()
+    if not plain or leaf.numel() < 2 * _ROW or not leaf.is_contiguous():
         return [leaf]
     flat, whole = leaf.reshape(-1), leaf.numel() // _ROW * _ROW
     return [flat[:whole].view(-1, _ROW), *([flat[whole:]] if whole < leaf.numel() else [])]

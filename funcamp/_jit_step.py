@@ -212,8 +212,8 @@ class JitStep:
         home = {leaf.device.type for leaf in owned.leaves}
         if self._scratch is None and wanted(args):
             self._scratch = Scratch()
-        # A small program's calls are written in C++: a tenth of an MLP's step. It cannot ask for kept buffers.
-        patches["cpp_wrapper"] = home == {"cpu"} and self._scratch is None
+        if home == {"cpu"} and self._scratch is None:  # a tenth of a small step, but no way to ask for kept buffers
+            patches["cpp_wrapper"] = True
         try:
             with mended(exact=options.exact), asked() if self._scratch else contextlib.nullcontext():
                 return trace(body, args, home, owned.storages if options.donate else set(), options.backend, patches)

@@ -97,9 +97,7 @@ def test_the_optimizer_is_one_loop_a_group_whatever_the_number_of_tensors(
 def allocated(code: str) -> list[int]:
     """Elements of every buffer that a program written in C++ allocates."""
     arrays = re.findall(r"(int_array_\d+)\[\] = \{([\d, L]+)\}", code)
-    sizes = {
-        name: math.prod(int(size.strip(" L")) for size in shape.split(",") if size.strip()) for name, shape in arrays
-    }
+    sizes = {name: math.prod(map(int, re.findall(r"\d+", shape))) for name, shape in arrays}
     return [sizes[name] for name in re.findall(r"aoti_torch_empty_strided\([1-9]\d*, (int_array_\d+),", code)]
 
 

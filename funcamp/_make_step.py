@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ def make_train_step(
     has_scaler: bool = False,
     engine: Engine = "func",
     found_inf_by_leaf: bool = False,
+    probes: Iterable[str] | None = None,
     flat: bool = True,
     group: Callable[[str, Tensor], str] | None = None,
 ) -> TrainStep:
@@ -75,6 +76,9 @@ def make_train_step(
         engine: "func" or "autograd", as in `scaled_grad_and_value`; "autograd" for activation checkpointing.
         found_inf_by_leaf: tell in the metrics which parameters' gradients are not finite, in the order of
             `leaf_names(state.params)`. Reads the gradients once more.
+        probes: names of tensors that the loss taps: it then takes a dict of `numerics.Record` by these names after
+            params, for `numerics.tap`, and the metrics have what was counted; by default those of a loss that
+            `numerics.track_scales` made.
         flat: hold the parameters in a `FlatParams`, so that launches do not grow with the number of tensors.
         group: the groups of flat storage, as in `ravel`; by default those of the optimizer, or matrices and vectors.
 
@@ -143,7 +147,25 @@ def make_train_step(
         has_scaler=bool(has_scaler),
         engine=check_engine(call, engine),
         found_inf_by_leaf=bool(found_inf_by_leaf),
+        probes=_probe_names(call, loss_fn, probes),
         flat=bool(flat),
         group=group,
     )
     return TrainStep(loss_fn, optimizer, config, options)
+
+
+def _probe_names(call: str, loss_fn: Any, probes: Iterable[str] | None) -> tuple[str, ...]:
+    found = getattr(loss_fn, "probe_names", None)
+    if probes is None:
+        return found or ()
+    names = (probes,) if isinstance(probes, str) else tuple(probes)
+    if found is not None and names != found:
+        raise ValueError(f"{call}: probes must be those of track_scales, or left out; got {names}")
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{call}: probes must be names; got {name!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{call}: probes must differ; got {names}")
+    if found is None and isinstance(loss_fn, ModuleLoss):
+        raise TypeError(f"{call}: loss_fn must take probes: numerics.track_scales makes such a loss; got {loss_fn!r}")
+    return names

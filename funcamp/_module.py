@@ -81,6 +81,7 @@ class ModuleLoss:
         values = {f"model.{name}": params[name if name in params else stored] for name, stored in self.names.items()}
         fresh = {name: buffer.detach().clone() for name, buffer in (after if self.has_buffers else {}).items()}
         values |= {f"model.{name}": fresh[stored] for name, stored in self.buffer_names.items()}
+        values |= {f"model.{name}": value for name, value in params.items() if name not in self.names}  # what taps read
         return functional_call(_Holder(self.model, run), values, (), tie_weights=False)
 
     def params(self) -> dict[str, Tensor]:

@@ -28,5 +28,6 @@ class Options(NamedTuple):
     has_scaler: bool
     engine: Engine
     found_inf_by_leaf: bool
+    probes: tuple[str, ...]
     flat: bool
     group: Callable[[str, Tensor], str]

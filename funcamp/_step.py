@@ -21,6 +21,7 @@ from funcamp._options import Options
 from funcamp._rulebook import init
 from funcamp._scaler import unscale
 from funcamp._state import ScalerState
+from funcamp._tap import Record, probe
 from funcamp._train_state import Metrics, TrainState, export, restore
 from funcamp._types import Tree
 from funcamp._update import skip_step, update
@@ -102,7 +103,8 @@ class TrainStep:
         """
         with torch.no_grad():
             inputs, build = for_loss(state.params, state.copies)
-            return self._call(build(inputs), state.buffers, state.scaler, batch)
+            probes = {name: probe(state.scaler.scale.device) for name in self._options.probes}
+            return self._call(build(inputs), probes, state.buffers, state.scaler, batch)
 
     def compute_params(self, state: TrainState) -> Tree:
         """The parameters as the loss sees them: copies in the compute dtype where the policy made them.
@@ -167,14 +169,16 @@ class TrainStep:
             raise TypeError(f"step: state must be a TrainState, as init makes it; got {state!r}")
         options = self._options
 
+        probes = {name: probe(state.scaler.scale.device) for name in options.probes}
+
         def one(buffers: dict[str, Tensor], piece: Any, parts: int) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
-            return self._gradients(state, buffers, piece, parts)
+            return self._gradients(state, probes, buffers, piece, parts)
 
         if options.accumulate == 1:
-            grads, loss, buffers, aux = one(state.buffers, batch, 1)
+            (grads, records), loss, buffers, aux = one(state.buffers, batch, 1)
         else:
-            grads, loss, buffers, aux = accumulate_window(
-                one, state.params, state.buffers, batch, options.accumulate, scan=options.scan
+            (grads, records), loss, buffers, aux = accumulate_window(
+                one, (state.params, probes), state.buffers, batch, options.accumulate, scan=options.scan
             )
         scaler, norm = judge(state.scaler, grads, options.reduce)
         by_leaf = found_inf_by_leaf(unscale(state.scaler, grads)) if options.found_inf_by_leaf else ()
@@ -210,11 +214,14 @@ class TrainStep:
             skipped=skipped.clone(),
             consecutive_skips=after.consecutive_skips.clone(),
             found_inf_by_leaf=by_leaf,
+            records=records,
             aux=aux,
         )
         return after, metrics
 
-    def _call(self, tree: Tree, buffers: dict[str, Tensor], scaler: ScalerState, batch: Any) -> Any:
+    def _call(
+        self, tree: Tree, probes: dict[str, Record], buffers: dict[str, Tensor], scaler: ScalerState, batch: Any
+    ) -> Any:
         policy = self._options.policy
         region: Any = contextlib.nullcontext()
         if policy.autocast and policy.compute_dtype != torch.float32:
@@ -222,24 +229,33 @@ class TrainStep:
             if device != "meta":  # no values, no autocast
                 region = torch.autocast(device, policy.compute_dtype)
         with region:
-            before = ((buffers,) if self._options.has_buffers else ()) + ((scaler,) if self._options.has_scaler else ())
-            return self.loss_fn(tree, *before, batch)
+            given = (
+                (probes, self._options.probes),
+                (buffers, self._options.has_buffers),
+                (scaler, self._options.has_scaler),
+            )
+            return self.loss_fn(tree, *(value for value, wanted in given if wanted), batch)
 
     def _gradients(
-        self, state: TrainState, buffers: dict[str, Tensor], batch: Any, parts: int
+        self, state: TrainState, probes: dict[str, Record], buffers: dict[str, Tensor], batch: Any, parts: int
     ) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
-        """Scaled gradients as a tree like the stored parameters, the loss, the buffers after it, aux."""
-        inputs, build = for_loss(state.params, state.copies)
+        """Scaled gradients as a tree like the stored parameters and the probes, the loss, the buffers after it, aux."""
+        inputs, build_params = for_loss(state.params, state.copies)
+        rows, spec = _tree.flatten(probes)
         beside = self._options.has_buffers or self._options.has_aux
 
-        def loss_of(values: list[Tensor]) -> Any:
-            return self._call(build(values), buffers, state.scaler, batch)
+        def build(values: list[Tensor]) -> tuple[Tree, dict[str, Record]]:
+            return build_params(values[: len(inputs)]), _tree.unflatten(values[len(inputs) :], spec)
 
-        engine, holding = self._options.engine, around_backward(self.loss_fn, build)
+        def loss_of(values: list[Tensor]) -> Any:
+            return self._call(*build(values), buffers, state.scaler, batch)
+
+        engine, holding = self._options.engine, around_backward(self.loss_fn, build if rows else build_params)
         grads, loss, aux = differentiate(
-            "step", state.scaler, loss_of, inputs, beside, engine, parts=parts, holding=holding
+            "step", state.scaler, loss_of, inputs + rows, beside, engine, parts=parts, holding=holding
         )
+        records = _tree.unflatten(grads[len(inputs) :], spec)
         after = buffers
         if self._options.has_buffers:
             after, aux = aux if self._options.has_aux else (aux, ())
-        return gather(state.params, state.copies, grads), loss, after, clone(aux)
+        return (gather(state.params, state.copies, grads[: len(inputs)]), records), loss, after, clone(aux)

@@ -60,6 +60,9 @@ class Metrics(NamedTuple):
     found_inf_by_leaf: Any
     """Bool, shape (leaves,): which parameters' gradients are not finite, in the order of `leaf_names`; `()` without
     that option."""
+    records: Any
+    """What taps counted, a `numerics.Record` by name, its backward pass scaled (`Record.unscale(metrics.scale)`); `{}`
+    without probes."""
     aux: Any
     """What the loss returned beside itself, stacked over micro-batches; `()` without has_aux."""
 

@@ -15,14 +15,16 @@ import funcamp
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"_types"},
-    {"_advice", "_tree", "_constants", "_recompute", "_whole"},
+    {"_advice", "_tree", "_constants", "_recompute", "_whole", "_formats"},
+    {"_stats"},
+    {"_tap"},
     {"_presets"},
     {"_config", "_state", "_checkpoint"},
     {"_rules"},
     {"_peer_rules"},
     {"_rulebook"},
     {"_layout", "_policy", "_module"},
-    {"_flat"},
+    {"_flat", "_track"},
     {
         "_scaler",
         "_update",

@@ -1,0 +1,150 @@
+"""`tap`: a value passed through unchanged; its statistics, and those of its gradient, come out as a gradient.
+
+    d loss / d probe.forward = stats(x)         d loss / d probe.backward = stats(d loss / d x)
+
+No true derivative: a record in place of one. So the statistics come out of `torch.func.grad` beside the gradients of
+the parameters, and add up as gradients do: over every use of a probe, over samples, over micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from funcamp import _tree
+from funcamp._stats import WIDTH, Stats, check_values, count
+from funcamp._whole import keep_functions_whole
+
+
+class Record:
+    """The statistics of a tensor in the forward pass and of its gradient in the backward pass; `a + b` merges.
+
+    Immutable, a pytree of two tensors. As text the two standard deviations, which reads them on the host.
+
+    Example:
+        >>> print(torch.func.grad(lambda probe, x: (tap(x, probe) * 2 * x).sum())(probe(), torch.tensor([1.0, 3.0])))
+        (-> 1.41, <- 2.83)
+    """
+
+    forward: Stats
+    backward: Stats
+
+    def __init__(self, forward: Stats, backward: Stats) -> None:
+        self.forward, self.backward = forward, backward
+
+    def __add__(self, other: Record) -> Record:
+        return Record(self.forward + other.forward, self.backward + other.backward)
+
+    def __repr__(self) -> str:
+        return f"Record({self.forward!r}, {self.backward!r})"
+
+    def __str__(self) -> str:
+        return f"(-> {_shown(self.forward)}, <- {_shown(self.backward)})"
+
+    def total(self) -> Record:
+        """A batch of records, of vmap say, merged to one."""
+        return Record(self.forward.total(), self.backward.total())
+
+    def unscale(self, scale: float | Tensor) -> Record:
+        """The record with the backward pass as it would be without loss scaling. Exact where scale is a power of two.
+
+        See `Stats.rescale`.
+        """
+        return Record(self.forward, self.backward.rescale(1 / scale))
+
+
+_tree.register(Record, lambda r: ([r.forward, r.backward], None), lambda both, _: Record(both[0], both[1]), "passes")
+
+
+def _shown(record: Stats) -> str:
+    if record.row.dim() > 1:
+        record = record.total()
+    std = record.std.item()
+    return "n/a" if math.isnan(std) else f"{std:.3g}"
+
+
+def probe(device: torch.device | str | None = None) -> Record:
+    """Make the empty record that `tap` takes: what to differentiate with respect to. No sync.
+
+    Args:
+        device: where the tapped tensors will be.
+
+    Raises:
+        RuntimeError: device is none that torch knows.
+
+    Example:
+        >>> probe().forward.count
+        tensor(0., dtype=torch.float64)
+    """
+    return Record(*(Stats(torch.zeros(WIDTH, dtype=torch.float64, device=device)) for _ in range(2)))
+
+
+class _Tap(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, forward: Tensor, backward: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004  take gradients
+        return x.view_as(x), count(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.save_for_backward(output[1])
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (row,) = ctx.saved_tensors
+        # Saved under torch.func.vjp, row is a wrapper of a level that has ended: any operation takes it off.
+        return (None, None, None) if grad is None else (grad, row.clone(), count(grad))
+
+
+class _TapWithJvp(_Tap):
+    """The same for forward mode too; Dynamo takes no Function with a jvp, unless whole, under torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, *_: Any) -> tuple[Tensor | None, None]:  # noqa: ARG004
+        return None if tangent is None else tangent.view_as(tangent), None
+
+
+def tap(x: Tensor, probe: Record) -> Tensor:
+    """Return x; its gradient with respect to the probe is the statistics of x and of x's gradient.
+
+    d loss / d probe = Record(stats(x), stats(d loss / d x)), summed over all uses of the probe. Pure: works under
+    torch.func's transforms, double backward, autocast, checkpoint, torch.compile(fullgraph=True) and in a captured
+    step. Where the loss does not depend on x, the record stays empty (count 0). A gradient of a scaled loss is counted
+    as it is, scaled: see `Record.unscale`. No sync.
+
+    Args:
+        x: a strided floating-point or complex tensor.
+        probe: what `probe` makes, on x's device.
+
+    Returns:
+        x itself, as a new tensor.
+
+    Raises:
+        TypeError: x is no such tensor, or probe is no `Record`.
+
+    Example:
+        >>> def loss(w, probe, x):
+        ...     return tap(w * x, probe).square().sum()
+        >>> record = torch.func.grad(loss, argnums=1)(torch.tensor(2.0), probe(), torch.tensor([1.0, 3.0]))
+        >>> print(record, record.backward.sum.item())
+        (-> 2.83, <- 5.66) 16.0
+    """
+    if not isinstance(probe, Record):
+        raise TypeError(f"tap: probe must be a Record, as probe() makes it; got {_tree.describe(probe)}")
+    check_values("tap", x)
+    function: Any = _TapWithJvp
+    if torch.compiler.is_dynamo_compiling():
+        keep_functions_whole()
+        if not torch._C._are_functorch_transforms_active():
+            function = _Tap
+    out: Tensor = function.apply(x, probe.forward.row, probe.backward.row)[0]
+    return out

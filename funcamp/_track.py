@@ -1,0 +1,182 @@
+"""`track_scales`: a tap behind every layer of a module, or of the layers chosen, that the module itself never sees."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from funcamp import _tree
+from funcamp._module import ModuleLoss
+from funcamp._stats import WIDTH, Stats
+from funcamp._tap import Record, probe, tap
+
+_PASSES = ("_funcamp_forward", "_funcamp_backward")
+
+#: Which modules: their paths, or a predicate of path and module.
+Chosen = Iterable[str] | Callable[[str, nn.Module], bool] | None
+
+
+class TrackedModule:
+    """A module with taps, as a function; made by `track_scales`.
+
+    `(values, probes, *args, **kwargs) -> outputs`, where values are parameters and buffers by name, as
+    `torch.func.functional_call` takes them, and probes are the records of `probes()`.
+    """
+
+    def __init__(self, module: nn.Module, chosen: Chosen) -> None:
+        self.skeleton, self.names = _with_taps(module, chosen)
+
+    def __repr__(self) -> str:
+        return f"track_scales({type(self.skeleton).__name__}, {len(self.names)} modules)"
+
+    def probes(self) -> dict[str, Record]:
+        """Empty records by module path, on the device of the module's first parameter."""
+        device = next((value.device for value in self.skeleton.parameters()), None)
+        return {name: probe(device) for name in self.names}
+
+    def __call__(self, values: dict[str, Tensor], probes: dict[str, Record], *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        return functional_call(self.skeleton, {**values, **_rows(self.names, probes)}, args, kwargs)
+
+
+class TrackedLoss(ModuleLoss):
+    """A loss of `module_loss` with taps: `(params, probes, batch) -> loss`, and likewise with buffers.
+
+    `make_train_step` knows it by `probe_names`, and puts the records in its metrics.
+    """
+
+    def __init__(self, loss_fn: ModuleLoss, chosen: Chosen) -> None:
+        super().__init__(loss_fn.model, loss_fn.criterion)
+        self.model, self.probe_names = _with_taps(loss_fn.model, chosen)
+
+    def __repr__(self) -> str:
+        return f"track_scales({super().__repr__()}, {len(self.probe_names)} modules)"
+
+    def __call__(self, params: dict[str, Tensor], *probes_and_rest: Any) -> Any:
+        """The loss; with buffers, the loss and the buffers after the forward pass."""
+        if not probes_and_rest or not isinstance(probes_and_rest[0], dict):
+            raise TypeError(f"{self!r}: must be called with params, probes and what module_loss takes beside")
+        probes, *rest = probes_and_rest
+        return super().__call__({**params, **_rows(self.probe_names, probes)}, *rest)
+
+    def holding(self, params: Any, after: Any, run: Callable[[], Any]) -> Any:
+        """As `ModuleLoss.holding`, of the pair (params, probes)."""
+        values, probes = params
+        return super().holding({**values, **_rows(self.probe_names, probes)}, after, run)
+
+
+@overload
+def track_scales(module: ModuleLoss, modules: Chosen = None) -> TrackedLoss: ...
+@overload
+def track_scales(module: nn.Module, modules: Chosen = None) -> TrackedModule: ...
+def track_scales(module: nn.Module | ModuleLoss, modules: Chosen = None) -> TrackedModule | TrackedLoss:
+    """Tap the outputs of a module's layers, without a hook on the module.
+
+    The layers' outputs and their gradients, each a `Record` under the layer's path, come out as the gradient with
+    respect to the probes; those of the parameters are bit for bit what they are without. A layer called several times,
+    or with several outputs, has one record of them all; one that was not called, or that the loss does not depend on,
+    has count 0. Works on a copy of the module's structure that shares its parameters: training flags are those of now.
+    No sync.
+
+    Args:
+        module: a module, or a loss that `module_loss` made: give that to `make_train_step`, which then has the records
+            in its metrics. Two steps on one state, with and without, called in turns, track at a cadence.
+        modules: which layers: paths, or a predicate of path and module; by default those without children,
+            and torch.nn.MultiheadAttention.
+
+    Returns:
+        A `TrackedModule`, a function of parameters, probes and inputs; for a loss a `TrackedLoss`.
+
+    Raises:
+        TypeError: module is something else, or compiled or scripted.
+        ValueError: a path is none of the module's, or no layer is chosen.
+
+    Example:
+        >>> tracked = track_scales(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
+        >>> params = dict(tracked.skeleton.named_parameters())
+        >>> def loss(params, probes, x):
+        ...     return tracked(params, probes, x).sum()
+        >>> grads, records = torch.func.grad(loss, argnums=(0, 1))(params, tracked.probes(), torch.ones(2, 4))
+        >>> {name: record.backward.count.item() for name, record in records.items()}
+        {'0': 8.0, '1': 8.0}
+
+    References:
+        The idea: `ScaleTracker` of unit-scaling, 0.3 (`unit_scaling/utils.py`).
+    """
+    if isinstance(module, ModuleLoss):
+        return TrackedLoss(module, modules)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"track_scales: module must be a torch.nn.Module or a loss of module_loss; got {module!r}")
+    return TrackedModule(module, modules)
+
+
+def _with_taps(module: nn.Module, chosen: Chosen) -> tuple[nn.Module, tuple[str, ...]]:
+    """A copy of a module's structure, its tensors shared, and the paths of what is tapped in it."""
+    for kind in (torch.jit.ScriptModule, torch._dynamo.OptimizedModule):
+        if isinstance(module, kind):
+            raise TypeError(
+                "track_scales: module must be the module itself, compiled afterwards with what calls it; "
+                f"got a {type(module).__name__}"
+            )
+    names = _choose(module, chosen)
+    shared = {id(value): value for part in module.modules() for value in _tensors_of(part)}
+    skeleton = copy.deepcopy(module, dict(shared))
+    for name in names:
+        part = skeleton.get_submodule(name)
+        for which in _PASSES:
+            part.register_buffer(which, torch.zeros(WIDTH, dtype=torch.float64, device="meta"), persistent=False)
+        part.register_forward_hook(_tap_outputs)
+    return skeleton, names
+
+
+def _tensors_of(part: nn.Module) -> Iterable[Tensor]:
+    held = [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]
+    return (value for value in held if isinstance(value, Tensor))
+
+
+def _choose(module: nn.Module, chosen: Chosen) -> tuple[str, ...]:
+    known = dict(module.named_modules())
+    if chosen is None:
+        whole = tuple(f"{name}." for name, part in known.items() if isinstance(part, nn.MultiheadAttention))
+        layers = [name for name, part in known.items() if f"{name}." in whole or not list(part.children())]
+        names = [name for name in layers if not name.startswith(whole)]  # its projection is never called
+    elif callable(chosen):
+        names = [name for name, part in known.items() if chosen(name, part)]
+    else:
+        names = [chosen] if isinstance(chosen, str) else list(chosen)
+        for name in names:
+            if name not in known:
+                raise ValueError(f"track_scales: modules must be paths in the module; got {name!r}")
+    if not names:
+        raise ValueError(f"track_scales: modules must choose a module at least; got none of {len(known)}")
+    return tuple(names)
+
+
+def _tap_outputs(part: nn.Module, _: Any, outputs: Any) -> Any:
+    forward, backward = (getattr(part, which) for which in _PASSES)
+    if forward.device.type == "meta":  # called outside of functional_call
+        return outputs
+    leaves, spec = _tree.flatten(outputs)
+    record = Record(Stats(forward), Stats(backward))
+    return _tree.unflatten([tap(leaf, record) if _has_values(leaf) else leaf for leaf in leaves], spec)
+
+
+def _has_values(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.layout == torch.strided
+
+
+def _rows(names: Iterable[str], probes: dict[str, Record]) -> dict[str, Tensor]:
+    """The buffers that the taps read, by name."""
+    found: dict[str, Tensor] = {}
+    for name in names:
+        if not isinstance(probes.get(name), Record):
+            raise ValueError(f"track_scales: probes must hold a Record for every tapped module; got none for {name!r}")
+        prefix = f"{name}." if name else ""
+        rows = (probes[name].forward.row, probes[name].backward.row)
+        found |= {f"{prefix}{which}": row for which, row in zip(_PASSES, rows)}
+    return found

@@ -37,6 +37,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/phase.py --out $(RESULTS)
 	$(BIN)/python benchmarks/price.py --out $(RESULTS)
 	$(BIN)/python benchmarks/footprint.py --out $(RESULTS)
+	$(BIN)/python benchmarks/track.py --out $(RESULTS)
 	$(BIN)/python benchmarks/overhead.py --out $(RESULTS)
 	$(BIN)/python benchmarks/grad_scaler.py --out $(RESULTS)
 	$(BIN)/python benchmarks/warm_start.py --out $(RESULTS)
@@ -54,6 +55,7 @@ gpu:
 	$(PYTHON) benchmarks/step.py --device cuda $(if $(OUT),--out $(OUT),)
 	$(PYTHON) benchmarks/phase.py --device cuda $(if $(OUT),--out $(OUT),)
 	$(PYTHON) benchmarks/price.py --device cuda $(if $(OUT),--out $(OUT),)
+	$(PYTHON) benchmarks/track.py --device cuda --sizes "GPT 3.3 M" $(if $(OUT),--out $(OUT),)
 	$(PYTHON) benchmarks/overhead.py --device cuda $(if $(OUT),--out $(OUT),)
 	$(PYTHON) benchmarks/grad_scaler.py --device cuda $(if $(OUT),--out $(OUT),)
 

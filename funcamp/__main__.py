@@ -1,4 +1,4 @@
-"""`python -m funcamp doctor`: what works on this machine."""
+"""`python -m funcamp doctor`: what works on this machine; `report`: the numerics of a script."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 
 import torch
 
+from funcamp import _report_command
 from funcamp._doctor import examine, report
 
 
@@ -22,7 +23,11 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     doctor.add_argument("--seconds", type=float, default=20.0, help="how long to time the step (default: 20)")
     doctor.add_argument("--json", action="store_true", help="for programs")
+    numerics = commands.add_parser("report", help="run a script or a callable, and write what float16 makes of it")
+    _report_command.add_arguments(numerics)
     args = parser.parse_args(argv)
+    if args.command == "report":
+        return _report_command.run(numerics, args)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         doctor.error("--device cuda needs a GPU that this torch can use; got none")

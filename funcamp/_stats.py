@@ -8,6 +8,7 @@ one.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,9 +26,8 @@ BINS = HIGHEST - LOWEST + 1
 HEAD = 8
 WIDTH = HEAD + 2 * BINS
 
-#: Elements that a table of counts is made for, and how many tables at most: writers rarely meet in one bin then.
+#: Elements that a table of counts is made for, and how many tables at most.
 _PART, _TABLES = 4096, 32
-_HALVES = (torch.float16, torch.bfloat16)
 
 _VIEWS_BATCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
@@ -232,24 +232,95 @@ def check_values(call: str, x: object) -> Tensor:
 
 def count(x: Tensor) -> Tensor:
     """The row of a record."""
+    return counts(taken(x, None).unsqueeze(0)).squeeze(0)
+
+
+def taken(x: Tensor, sample: int | None) -> Tensor:
+    """The numbers of a tensor as shape (n,); about so many of them, evenly spread, where it has more."""
     x = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).detach().reshape(-1)
-    wide, negative = _magnitude(x)
-    finite, zero = torch.isfinite(wide), wide == 0
-    values = torch.where(finite, wide, 0.0)
-    infinite = torch.isinf(wide)
-    flags = (torch.isnan(wide), infinite & ~negative, infinite & negative, zero & ~negative, zero & negative)
-    total = torch.where(negative, -values, values).sum()
-    head = [torch.full_like(total, values.numel()), total, values.square().sum()]
-    head += [flag.sum().double() for flag in flags]
-    return torch.cat([torch.stack(head), _histograms(wide, finite & ~zero)])
+    return x if sample is None or x.numel() <= sample else x[:: _stride(x.numel(), sample)]
+
+
+def counts(x: Tensor) -> Tensor:
+    """The rows of records, shape (rows, 564), of numbers of shape (rows, n)."""
+    magnitude, negative = _magnitude(x)
+    # Signed in their own width: Inductor's masks are slow to change theirs.
+    values = torch.where(magnitude < math.inf, torch.where(negative, -magnitude, magnitude), 0.0).double()
+    total, squares = values.sum(-1, keepdim=True), values.square().sum(-1, keepdim=True)
+    return torch.cat([torch.full_like(total, x.shape[-1]), total, squares, _histogram(magnitude, negative)], -1)
+
+
+def _stride(size: int, sample: int) -> int:
+    """The smallest that leaves no more than sample, without a factor in common with size: every column has its turn."""
+    stride = -(-size // sample)
+    while math.gcd(stride, size) > 1:
+        stride += 1
+    return stride
+
+
+def check_sample(call: str, sample: int | None) -> int | None:
+    """Return a number of elements to count, or None for all; raise where it is neither."""
+    if sample is None:
+        return None
+    if isinstance(sample, bool) or not isinstance(sample, int):
+        raise TypeError(f"{call}: sample must be an integer or None; got {sample!r}")
+    if sample < 1:
+        raise ValueError(f"{call}: sample must be 1 or more; got {sample}")
+    return sample
 
 
 def _magnitude(x: Tensor) -> tuple[Tensor, Tensor]:
-    """|x| in float64, and where x has a sign, by bits where x is half: Inductor keeps what it fuses in float32."""
-    if x.dtype not in _HALVES:
-        return x.double().abs(), torch.signbit(x)
-    bits = _bits(x, torch.int16)
-    return _bits(bits & 0x7FFF, x.dtype).double(), bits < 0
+    """|x|, in float32 at least, and where x has a sign.
+
+    All in numbers of 32 bits: on a CPU Inductor makes no vector code of int16, signbit, or masks that change width.
+    """
+    if x.dtype == torch.float64:
+        wide = _bits(x, torch.int64)
+        return _bits(wide & (2**63 - 1), torch.float64), wide < 0
+    bits = _bits(x.float(), torch.int32)
+    low = bits & 0x7FFFFFFF
+    magnitude = _bits(low, torch.float32)
+    # Inductor fuses in float32: round, which changes nothing that is rounded already.
+    if x.dtype == torch.bfloat16:
+        rounded = _bits((low + 0x7FFF + ((low >> 16) & 1)) & ~0xFFFF, torch.float32)
+    elif x.dtype == torch.float16:
+        rounded = _bits((low + 0xFFF + ((low >> 13) & 1)) & ~0x1FFF, torch.float32)
+        rounded = torch.where(magnitude < 2.0**-14, magnitude + 0.5 - 0.5, rounded)  # 0.5 has float16's last place
+        rounded = torch.where(magnitude < 65520, rounded, math.inf)
+    else:
+        return magnitude, bits < 0
+    return torch.where(magnitude == magnitude, rounded, magnitude), bits < 0
+
+
+def _histogram(magnitude: Tensor, negative: Tensor) -> Tensor:
+    """All that is counted, of shape (rows, n), as a record's row has it from its fourth number on.
+
+    One scatter counts it, into some tables a row: writers rarely meet in one bin then.
+    """
+    exponent, power = _exponents(magnitude)
+    place = exponent.clamp(LOWEST, HIGHEST) + power.to(torch.int32) * BINS + (HEAD - 3 - LOWEST)
+    sign = negative.to(torch.int32)
+    place = torch.where(magnitude == 0, 3 + sign, place)
+    place = torch.where(magnitude == math.inf, 1 + sign, place)
+    place = torch.where(magnitude != magnitude, 0, place)
+    (rows, length), size = place.shape, WIDTH - 3
+    tables = min(max(length // _PART, 1), _TABLES)
+    table = torch.arange(length, dtype=torch.int32, device=place.device) % tables
+    table = table + torch.arange(rows, dtype=torch.int32, device=place.device).unsqueeze(-1) * tables
+    place = (place + table * size).flatten().long()
+    found = torch.zeros(rows * tables * size, dtype=torch.int32, device=place.device)
+    found = found.scatter_add(0, place, torch.ones_like(place, dtype=torch.int32))
+    return found.reshape(rows, tables, size).sum(1).double()
+
+
+def _exponents(magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    """floor(log2) as int32, and whether the value is a power of two, from bits."""
+    if magnitude.dtype == torch.float64:
+        bits = _bits(magnitude, torch.int64)
+        return (((bits >> 52) & 0x7FF) - 1023).to(torch.int32), (bits & ((1 << 52) - 1)) == 0
+    low = magnitude < 2.0**-100  # subnormal values have bits of another form: count them 2^100 higher
+    bits = _bits(torch.where(low, magnitude * 2.0**100, magnitude), torch.int32)
+    return ((bits >> 23) & 0xFF) - (127 + 100 * low.to(torch.int32)), (bits & 0x7FFFFF) == 0
 
 
 class _Bits(Function):
@@ -274,19 +345,6 @@ def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
         keep_functions_whole()
     bits: Tensor = _Bits.apply(x, dtype)  # type: ignore[no-untyped-call]
     return bits
-
-
-def _histograms(wide: Tensor, counted: Tensor) -> Tensor:
-    """Both halves of a row's histogram, of the elements that are counted."""
-    bits = _bits(wide, torch.int64)  # sign, 11 bits of exponent, 52 of fraction: float32's subnormals are normal here
-    bins = (((bits >> 52) & 0x7FF) - 1023).clamp(LOWEST, HIGHEST) - LOWEST
-    power = (bits & ((1 << 52) - 1)) == 0
-    tables, size = min(max(wide.numel() // _PART, 1), _TABLES), 2 * BINS + 1
-    place = torch.where(counted, bins + torch.where(power, BINS, 0), 2 * BINS)
-    place = place + torch.arange(wide.numel(), device=wide.device) % tables * size
-    counts = torch.zeros(tables * size, dtype=torch.int32, device=wide.device)
-    counts = counts.scatter_add(0, place, torch.ones_like(place, dtype=torch.int32))
-    return counts.reshape(tables, size).sum(0)[: 2 * BINS].double()
 
 
 def _powers_of_two(row: Tensor) -> Tensor:

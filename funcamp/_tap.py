@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from funcamp import _tree
-from funcamp._stats import WIDTH, Stats, check_values, count
+from funcamp._stats import WIDTH, Stats, check_sample, check_values, count, counts, taken
 from funcamp._whole import keep_functions_whole
 
 
@@ -87,20 +87,27 @@ class _Tap(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, forward: Tensor, backward: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004  take gradients
-        return x.view_as(x), count(x)
+    def forward(x: Tensor, forward: Tensor, backward: Tensor, sample: int | None) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+        # All is counted at once in the backward pass, where it is little: fewer kernels to compile and to launch.
+        return x.view_as(x), count(x) if sample is None else taken(x, sample).clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(output[1])
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
+        ctx.sample = inputs[3]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        (row,) = ctx.saved_tensors
-        # Saved under torch.func.vjp, row is a wrapper of a level that has ended: any operation takes it off.
-        return (None, None, None) if grad is None else (grad, row.clone(), count(grad))
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (saved,) = ctx.saved_tensors
+        if grad is None:
+            return None, None, None, None
+        if ctx.sample is None:
+            # Saved under torch.func.vjp, it is a wrapper of a level that has ended: any operation takes it off.
+            return grad, saved.clone(), count(grad), None
+        forward, backward = counts(torch.stack([saved, taken(grad, ctx.sample)]))
+        return grad, forward, backward, None
 
 
 class _TapWithJvp(_Tap):
@@ -113,7 +120,7 @@ class _TapWithJvp(_Tap):
         return None if tangent is None else tangent.view_as(tangent), None
 
 
-def tap(x: Tensor, probe: Record) -> Tensor:
+def tap(x: Tensor, probe: Record, *, sample: int | None = None) -> Tensor:
     """Return x; its gradient with respect to the probe is the statistics of x and of x's gradient.
 
     d loss / d probe = Record(stats(x), stats(d loss / d x)), summed over all uses of the probe. Pure: works under
@@ -124,12 +131,15 @@ def tap(x: Tensor, probe: Record) -> Tensor:
     Args:
         x: a strided floating-point or complex tensor.
         probe: what `probe` makes, on x's device.
+        sample: count about so many elements, evenly spread, where x has more; None for all. Counting a number takes
+            about 0.6 ns on two cores compiled, 75 ns eager.
 
     Returns:
         x itself, as a new tensor.
 
     Raises:
-        TypeError: x is no such tensor, or probe is no `Record`.
+        TypeError: x is no such tensor, probe no `Record`, or sample no integer.
+        ValueError: sample is below 1.
 
     Example:
         >>> def loss(w, probe, x):
@@ -141,10 +151,11 @@ def tap(x: Tensor, probe: Record) -> Tensor:
     if not isinstance(probe, Record):
         raise TypeError(f"tap: probe must be a Record, as probe() makes it; got {_tree.describe(probe)}")
     check_values("tap", x)
+    check_sample("tap", sample)
     function: Any = _TapWithJvp
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()
         if not torch._C._are_functorch_transforms_active():
             function = _Tap
-    out: Tensor = function.apply(x, probe.forward.row, probe.backward.row)[0]
+    out: Tensor = function.apply(x, probe.forward.row, probe.backward.row, sample)[0]
     return out

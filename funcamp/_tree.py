@@ -200,3 +200,9 @@ def settled(value: Tensor) -> Tensor:
 def map_leaves(fn: Callable[[Tensor], Tensor], flat: list[Tensor | None], spec: TreeSpec) -> Tree:
     """Rebuild a tree from its leaves under a function; None passes through."""
     return unflatten([None if leaf is None else fn(leaf) for leaf in flat], spec)
+
+
+def stacked(trees: list[Tree]) -> Tree:
+    """Trees of one structure as one: their tensors stacked, the first one's other leaves."""
+    columns, spec = zip(*(leaves(tree) for tree in trees)), flatten(trees[0])[1]
+    return unflatten([torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns], spec)

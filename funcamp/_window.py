@@ -55,8 +55,7 @@ def accumulate(
             total, buffers, loss, aux = part(total, buffers, [leaf[index] for leaf in tensors])
             kept.append((loss, aux))
         losses = torch.stack([loss for loss, _ in kept])
-        columns = zip(*(_tree.leaves(aux) for _, aux in kept))
-        aux = _tree.unflatten([torch.stack(column) for column in columns], _tree.flatten(kept[0][1])[1])
+        aux = _tree.stacked([aux for _, aux in kept])
     return _tree.unflatten(total, _tree.flatten(params)[1]), losses.mean(), buffers, aux
 
 

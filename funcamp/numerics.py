@@ -1,11 +1,31 @@
 """Where a narrow format holds a model's numbers and where not: statistics as values.
 
 `stats` counts a tensor, `tap` brings the counts of both passes out of a gradient, `track_scales` taps the layers of a
-module.
+module, also in a training step; `numerics_report` runs a step once and looks at every operation.
 """
 
+from funcamp._recorder import Operation
+from funcamp._report import NumericsReport, Origin, Recommendation, numerics_report
+from funcamp._report_plot import plot_flushed
+from funcamp._report_text import annotate
 from funcamp._stats import Stats, stats
 from funcamp._tap import Record, probe, tap
 from funcamp._track import TrackedLoss, TrackedModule, track_scales
 
-__all__ = ["Record", "Stats", "TrackedLoss", "TrackedModule", "probe", "stats", "tap", "track_scales"]
+__all__ = [
+    "NumericsReport",
+    "Operation",
+    "Origin",
+    "Recommendation",
+    "Record",
+    "Stats",
+    "TrackedLoss",
+    "TrackedModule",
+    "annotate",
+    "numerics_report",
+    "plot_flushed",
+    "probe",
+    "stats",
+    "tap",
+    "track_scales",
+]

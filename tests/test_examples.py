@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 accelerate_loop = importlib.import_module("accelerate_loop")
 lightning_mixed = importlib.import_module("lightning_mixed")
 log_metrics = importlib.import_module("log_metrics")
+numerics_gpt = importlib.import_module("numerics_gpt")
 
 STEPS = 40
 
@@ -152,3 +153,12 @@ def test_accelerate_examples_schedule_counts_applied_steps(fused: bool) -> None:
     assert numbers["scheduled"] == STEPS - numbers["skipped"]
     assert numbers["scale"] == 2.0 ** (24 - numbers["skipped"])
     assert numbers["loss_last"] < numbers["loss_first"]
+
+
+def test_numerics_example_looks_inside_the_demo(tmp_path: Path) -> None:
+    found = numerics_gpt.main(["--steps=21", "--width=16", f"--out={tmp_path}"])
+    assert {path.name for path in tmp_path.iterdir()} == {"before.png", "after.png", "flushed.png"}
+    assert [step for step, _ in found["history"]] == [0, 20]
+    assert found["before"].loss_scale == 2.0**12
+    assert found["after"].first_nonfinite() is None
+    assert {"blocks.0.qkv", "head"} <= set(found["history"][0][1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import funcamp
+from funcamp import numerics
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
@@ -51,14 +53,17 @@ LAYERS = [
     {"_capture", "_unroll"},
     {"_jit_step"},
     {"_jit"},
-    {"_doctor"},
+    {"_doctor", "_recorder", "_report_text"},
+    {"_report_page", "_report_plot"},
+    {"_report"},
+    {"_report_command"},
     {"__main__"},
 ]
 
 
-@pytest.mark.parametrize("name", funcamp.__all__)
+@pytest.mark.parametrize("name", [*funcamp.__all__, *(f"numerics.{name}" for name in numerics.__all__)])
 def test_public_name_is_documented(name: str) -> None:
-    value = getattr(funcamp, name)
+    value = operator.attrgetter(name)(funcamp)
     doc = inspect.getdoc(value) or ""
     assert len(doc) > 40
     if inspect.isfunction(value):
@@ -102,7 +107,8 @@ def test_readme_code_runs() -> None:
 
 def test_readme_names_every_public_name_and_its_files_exist() -> None:
     readme = (ROOT / "README.md").read_text()
-    missing = [name for name in funcamp.__all__ if f"`{name}" not in readme]
+    names = [*funcamp.__all__, *numerics.__all__]
+    missing = [name for name in names if f"`{name}" not in readme and f"numerics.{name}`" not in readme]
     assert not missing
     for target in re.findall(r"\]\((?!https?://|#)([^)]+)\)", readme):
         assert (ROOT / target.split("#")[0]).exists(), target

@@ -197,6 +197,28 @@ def test_a_loss_taps_what_it_wants(compiled: bool) -> None:
     assert [record.forward.sum.item(), record.backward.sum.item()] == [3.0, 6.0]
 
 
+def test_a_sample_of_each_tensor() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh())
+    x, params = torch.randn(512, 16), values_of(model)
+    exact, some = (
+        grad(lambda q, t=track_scales(model, sample=sample): t(params, q, x).square().mean())(
+            {name: probe() for name in ("0", "1")}
+        )
+        for sample in (None, 4096)
+    )
+    for name in exact:
+        for wanted, found in ((exact[name].forward, some[name].forward), (exact[name].backward, some[name].backward)):
+            assert wanted.count == 512 * 64
+            assert 3500 < found.count <= 4096
+            assert_close(found.std, wanted.std, 0.05)
+    small = grad(lambda q: track_scales(model)(params, q, x[:2]).sum())({name: probe() for name in ("0", "1")})
+    assert small["0"].forward.count == 128
+    # every column of a matrix has its turn
+    columns = torch.arange(64.0).expand(1024, 64)
+    seen = grad(lambda q: tap(columns, q, sample=1024).sum())(probe()).forward
+    assert_close(seen.mean, columns.mean(), 0.02)
+
+
 def test_bad_input_is_named() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"track_scales: module must be a torch\.nn\.Module"):
@@ -205,6 +227,10 @@ def test_bad_input_is_named() -> None:
         track_scales(torch.compile(model))  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="modules must be paths in the module; got 'no'"):
         track_scales(model, ["no"])
+    with pytest.raises(ValueError, match="track_scales: sample must be 1 or more; got 0"):
+        track_scales(model, sample=0)
+    with pytest.raises(TypeError, match=r"tap: sample must be an integer or None; got 1.5"):
+        tap(torch.ones(1), probe(), sample=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must choose a module"):
         track_scales(model, lambda *_: False)
     with pytest.raises(ValueError, match="probes must hold a Record for every tapped module; got none for ''"):

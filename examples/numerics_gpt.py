@@ -1,0 +1,61 @@
+"""Look inside the demo's GPT: where float16 holds its numbers, before training, during and after.
+
+    python examples/numerics_gpt.py                  half a minute; writes before.png, after.png, flushed.png
+
+Every step is a plain step; one in twenty is a tracked one, on the same state.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from _gpt import GPT, batch_at, load_bytes
+from train_gpt import cross_entropy, make_schedule
+
+import funcamp
+from funcamp import numerics
+
+EVERY = 20
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Train a little, and return the two reports and the records in between."""
+    parser = argparse.ArgumentParser("numerics_gpt", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where the pictures go")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    text, _ = load_bytes()
+    model = GPT(64, args.width, 2, 4)
+    loss_fn = funcamp.module_loss(model, cross_entropy)
+    adamw = funcamp.stateless(torch.optim.AdamW, lr=make_schedule(3e-3, args.steps))
+    config = funcamp.ScalerConfig(2.0**12, growth_interval=50)
+    step, look = (
+        funcamp.make_train_step(loss, adamw, config, policy="float16", max_norm=1.0)
+        for loss in (loss_fn, numerics.track_scales(loss_fn))
+    )
+
+    def batch(number: int) -> Any:
+        return batch_at(text, number, 0, 8, 64, "cpu")
+
+    state, history = step.init(), []
+    before = numerics.numerics_report(step, state, batch(0), module=model)
+    for number in range(args.steps):
+        state, metrics = (step if number % EVERY else look)(state, batch(number))
+        if metrics.records:
+            history.append((number, metrics.records))
+    after = numerics.numerics_report(step, state, batch(args.steps), module=model)
+    before.plot(args.out / "before.png", modules=True)
+    after.plot(args.out / "after.png", modules=True)
+    numerics.plot_flushed(history, args.out / "flushed.png")
+    print("\n".join([*after.summary(), "", after.annotate()]))
+    return {"before": before, "after": after, "history": history}
+
+
+if __name__ == "__main__":
+    main()

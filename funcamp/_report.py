@@ -1,0 +1,307 @@
+"""`numerics_report`: every operation of a training step, forward and backward, and what float16 makes of it."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from funcamp import _tree
+from funcamp._formats import format_of
+from funcamp._recorder import Operation, Recorder
+from funcamp._stats import Stats
+from funcamp._tap import Record
+
+
+class Origin(NamedTuple):
+    """Where a non-finite value came from, as `NumericsReport.first_nonfinite` found it."""
+
+    operation: Operation
+    kind: str
+    """inf or NaN."""
+
+    def __str__(self) -> str:
+        one = self.operation
+        where = one.path or "outside of modules"
+        way = "backward" if one.backward else "forward"
+        return f"{self.kind} first in {one.name} ({way}, {where}, {str(one.dtype)[6:]}, shape {one.shape})"
+
+
+class Recommendation(NamedTuple):
+    """A loss scale, and what it does to the gradients of the pass."""
+
+    scale: float
+    """A power of two."""
+    underflow: float
+    """The fraction of the backward pass's finite nonzero values that is zero at that scale."""
+    underflow_unscaled: float
+    """The same at scale 1."""
+
+
+class NumericsReport:
+    """What `numerics_report` found. Reading it syncs; making it did not, beyond what the run itself does."""
+
+    operations: list[Operation]
+    """Every output of every operation, in the order in which they ran; views and copies are left out."""
+    records: dict[str, Record]
+    """The outputs of every module, and their gradients, by path."""
+    loss_scale: float
+    """What the loss was multiplied by in this run."""
+
+    def __init__(self, recorder: Recorder, loss_scale: float) -> None:
+        self.operations, self.records, self.loss_scale = recorder.operations, recorder.records, loss_scale
+        self.module = recorder.module
+
+    def __repr__(self) -> str:
+        backward = sum(one.backward for one in self.operations)
+        return f"NumericsReport({len(self.operations) - backward} forward, {backward} backward operations)"
+
+    def first_nonfinite(self) -> Origin | None:
+        """The first operation that made inf or NaN of inputs without; None where none did.
+
+        An infinity that the program itself put in (a mask) is none.
+        """
+        for one in self.operations:
+            for kind, made in zip(("inf", "NaN"), one.creates.tolist()):
+                if made:
+                    return Origin(one, kind)
+        return None
+
+    def recommend_scale(self, dtype: torch.dtype = torch.float16, headroom: float = 2.0) -> Recommendation:
+        """The largest power of two with which no value of the backward pass overflows, over headroom.
+
+            scale = 2^floor(log2(largest / amax / headroom))
+
+        amax is the largest magnitude of the backward pass, rounded up to a power of two. Best from a pass in float32;
+        a pass that overflowed cannot tell, and the largest finite value is taken.
+
+        Args:
+            dtype: what the backward pass will be in.
+            headroom: how many times larger the gradients of other batches may be.
+
+        Raises:
+            ValueError: headroom is no positive number, or the pass has no nonzero gradient.
+            TypeError: dtype has no known limits.
+
+        Example:
+            >>> report = numerics_report(lambda w: (w * torch.tensor([1.0, 2.0])).sum(), torch.ones(2).requires_grad_())
+            >>> report.recommend_scale().scale
+            8192.0
+        """
+        if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 < headroom < math.inf:
+            raise ValueError(f"recommend_scale: headroom must be a positive number; got {headroom!r}")
+        limit = 2.0 ** math.floor(math.log2(format_of(dtype).max))
+        gradients = self.gradients()
+        amax = gradients.amax.item()
+        if not amax:
+            raise ValueError("recommend_scale: the report must have a backward pass with a nonzero gradient; got none")
+        scale = 2.0 ** math.floor(math.log2(limit / amax / headroom))
+        return Recommendation(scale, gradients.underflow(dtype, scale).item(), gradients.underflow(dtype).item())
+
+    def gradients(self) -> Stats:
+        """All values of the backward pass, without loss scaling; numbers of shape () are not among them."""
+        total = Stats(torch.zeros(564, dtype=torch.float64))
+        for one in self.operations:
+            if one.backward and one.shape:
+                total = total + Stats(one.stats.row.cpu())
+        return total.rescale(1 / self.loss_scale)
+
+    def to_rows(self, dtype: torch.dtype = torch.float16) -> list[dict[str, Any]]:
+        """Plain numbers and strings, a dict for each operation: `pandas.DataFrame(report.to_rows())`, csv, json.
+
+        Args:
+            dtype: what underflow, subnormal and overflow tell of: the fractions of the values, as they were in this
+                run, that rounding to it would lose.
+
+        Raises:
+            TypeError: dtype has no known limits.
+        """
+        format_of(dtype)
+        return [_plain(index, one, dtype) for index, one in enumerate(self.operations)]
+
+    def table(self, dtype: torch.dtype = torch.float16) -> Any:
+        """The rows as a `rich.table.Table`: `rich.print(report.table())`.
+
+        Raises:
+            ImportError: rich is not installed.
+        """
+        from funcamp import _report_text
+
+        return _report_text.table(self.to_rows(dtype), dtype)
+
+    def annotate(self) -> str:
+        """The tree of the module, beside each part the standard deviations of its output and of that one's gradient.
+
+        As `(-> 0.573, <- 0.000296)`; n/a where there is none. Gradients are without loss scaling.
+        """
+        from funcamp import _report_text
+
+        return _report_text.annotate(self.module, self.unscaled_records())
+
+    def unscaled_records(self) -> dict[str, Record]:
+        """`records`, the gradients without loss scaling."""
+        return {path: record.unscale(self.loss_scale) for path, record in self.records.items()}
+
+    def plot(self, path: str | Path, dtype: torch.dtype = torch.float16, *, modules: bool = False) -> Path:
+        """Draw a row for each operation, exponents across, and the limits of a format as lines.
+
+        Args:
+            path: the picture to write; its ending says in which format.
+            dtype: the format.
+            modules: draw the outputs of modules and their gradients instead, as they were in this run.
+
+        Returns:
+            The path.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there is nothing to draw.
+        """
+        from funcamp import _report_plot
+
+        lines = _report_plot.of_modules(self.records) if modules else _report_plot.of_operations(self.operations)
+        return _report_plot.draw(lines, Path(path), dtype)
+
+    def to_html(self, path: str | Path, dtype: torch.dtype = torch.float16, title: str = "Numerics") -> Path:
+        """Write all of it as one page that needs nothing else; with the picture where matplotlib is installed.
+
+        Args:
+            path: the file to write.
+            dtype: the format that limits are those of.
+            title: the page's.
+
+        Returns:
+            The path.
+
+        Raises:
+            TypeError: dtype has no known limits.
+        """
+        from funcamp import _report_page
+
+        sentences, rows = self.summary(dtype), self.to_rows(dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                picture = self.plot(Path(folder) / "plot.png", dtype).read_bytes()
+            except ImportError:
+                picture = None
+        return _report_page.write(Path(path), dtype, title, sentences, self.annotate(), picture, rows)
+
+    def summary(self, dtype: torch.dtype = torch.float16) -> list[str]:
+        """What one would want to know first, a sentence each.
+
+        Raises:
+            TypeError: dtype has no known limits.
+        """
+        origin = self.first_nonfinite()
+        found = [f"Operations: {repr(self)[15:-1]}. Loss scale in this run: {self.loss_scale:g}."]
+        found.append(f"Non-finite values: {'none made' if origin is None else origin}.")
+        try:
+            advice = self.recommend_scale(dtype)
+        except ValueError:
+            return [*found, "Loss scale: no backward pass with a nonzero gradient was seen."]
+        found.append(
+            f"Loss scale for {str(dtype)[6:]}: {advice.scale:g}, with which {100 * advice.underflow:.3g} % of the "
+            f"gradients' values are flushed to zero, unscaled {100 * advice.underflow_unscaled:.3g} %."
+        )
+        return found
+
+
+def numerics_report(
+    fn: Callable[..., Any], *args: Any, module: nn.Module | None = None, loss_scale: float | None = None, **kwargs: Any
+) -> NumericsReport:
+    """Run a function once, eagerly, and count what every operation in it holds.
+
+    For a look at a model, not for a loop: it takes several times as long as the run. Nothing is written that the
+    function does not write itself: gradients come from `torch.autograd.grad`. The run does not sync; what the report
+    tells does.
+
+    Args:
+        fn: any function: a loss, whose backward pass is then run too; one that differentiates by itself (torch.func,
+            `backward()`); a `TrainStep`; compiled ones run eagerly.
+        *args: passed to fn.
+        module: the module whose paths name the operations; by default the first one that is called.
+        loss_scale: what fn multiplies its loss by; by default the scale in the first of args that is a state.
+        **kwargs: passed to fn.
+
+    Returns:
+        A `NumericsReport`.
+
+    Raises:
+        TypeError: fn cannot be called.
+        RuntimeError: no operation was seen.
+        Exception: what fn raises.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        >>> report = numerics_report(lambda x: model(x).mean(), torch.ones(2, 4))
+        >>> [one.name for one in report.operations if not one.backward]
+        ['addmm', 'relu', 'mean']
+        >>> report.first_nonfinite() is None
+        True
+
+    References:
+        The idea: `analyse_module` of unit-scaling, 0.3 (`unit_scaling/utils.py`).
+    """
+    if not callable(fn):
+        raise TypeError(f"numerics_report: fn must be callable; got {fn!r}")
+    recorder = Recorder(module)
+    with recorder.recording():
+        _differentiate(fn(*args, **kwargs))
+    if not recorder.operations:
+        raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")
+    if loss_scale is None:
+        loss_scale = _scale_of(args)
+    return NumericsReport(recorder, loss_scale)
+
+
+def _differentiate(result: Any) -> None:
+    """The backward pass of a loss that has a graph; gradients go nowhere."""
+    losses = [leaf for leaf in _tree.leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if losses and losses[0].dim() == 0 and losses[0].grad_fn is not None:
+        leaves = _leaves_behind(losses[0])
+        if leaves:
+            torch.autograd.grad(losses[0], leaves, allow_unused=True)
+
+
+def _leaves_behind(loss: Tensor) -> list[Tensor]:
+    found, seen, stack = [], set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        stack.extend(following for following, _ in node.next_functions)
+    return found
+
+
+def _scale_of(args: Iterable[Any]) -> float:
+    for arg in args:
+        scale = getattr(getattr(arg, "scaler", arg), "scale", None)
+        if isinstance(scale, Tensor) and scale.dim() == 0:
+            return float(scale.item())
+    return 1.0
+
+
+def _plain(index: int, one: Operation, dtype: torch.dtype) -> dict[str, Any]:
+    stats = one.stats
+    numbers = ("count", "mean", "std", "amax", "nan", "posinf", "neginf", "poszero", "negzero")
+    made = [kind for kind, flag in zip(("inf", "NaN"), one.creates.tolist()) if flag]
+    return {
+        "index": index,
+        "direction": "backward" if one.backward else "forward",
+        "module": one.path,
+        "operation": one.name,
+        "output": one.output,
+        "dtype": str(one.dtype)[6:],
+        "shape": one.shape,
+        **{name: getattr(stats, name).item() for name in numbers},
+        **{name: getattr(stats, name)(dtype).item() for name in ("underflow", "subnormal", "overflow")},
+        "creates": " ".join(made),
+    }

@@ -1,0 +1,101 @@
+"""`python -m funcamp report`: a numerics report of a script, or of a callable in a file or module."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from funcamp._formats import DTYPES
+from funcamp._recorder import Recorder
+from funcamp._report import NumericsReport, numerics_report
+
+_FORMATS = {str(dtype)[6:]: dtype for dtype in DTYPES}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("target", help="script.py, or script.py:callable, or package.module:callable")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own, after --")
+    parser.add_argument("--out", type=Path, default=Path("numerics"), help="folder for report.txt, .png and .html")
+    parser.add_argument("--dtype", choices=_FORMATS, default="float16", help="the format to judge by")
+    parser.add_argument("--first", type=int, default=1, help="the first backward pass to record, counted from 1")
+    parser.add_argument("--passes", type=int, default=1, help="how many to record; the script ends after them")
+    parser.add_argument("--loss-scale", type=float, default=1.0, help="what the loss is multiplied by in that run")
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Record, write the files, and say what matters; 1 if something became inf or NaN."""
+    for name in ("first", "passes"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be 1 or more; got {getattr(args, name)}")
+    if not 0 < args.loss_scale < float("inf"):
+        parser.error(f"--loss-scale must be a positive number; got {args.loss_scale}")
+    dtype = _FORMATS[args.dtype]
+    report = _record(parser, args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    lines = [*report.summary(dtype), "", report.annotate()]
+    text = "\n".join(lines) + "\n"
+    (args.out / "report.txt").write_text(text + "\n" + _table(report, dtype), encoding="utf-8")
+    page = report.to_html(args.out / "report.html", dtype, f"Numerics of {args.target}")
+    written = [str(args.out / "report.txt"), str(page)]
+    try:
+        written.append(str(report.plot(args.out / "report.png", dtype)))
+    except ImportError as error:
+        sys.stderr.write(f"{error}\n")
+    sys.stdout.write(f"{text}\nfiles: {', '.join(written)}\n")
+    return int(report.first_nonfinite() is not None)
+
+
+def _record(parser: argparse.ArgumentParser, args: argparse.Namespace) -> NumericsReport:
+    file, _, name = args.target.rpartition(":")
+    given = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
+    if not name.endswith(".py"):
+        if not file or given:
+            parser.error(f"target must be a script, or a callable without arguments after a colon; got {args.target!r}")
+        return numerics_report(_callable(parser, file, name), loss_scale=args.loss_scale)
+    script = Path(args.target)
+    if not script.is_file():
+        parser.error(f"target must be a file; there is none at {script}")
+    recorder = Recorder(None, args.first, args.passes)
+    argv, path = mock.patch.object(sys, "argv", [str(script), *given]), mock.patch.object(sys, "path", _path(script))
+    with argv, path, recorder.recording():
+        runpy.run_path(str(script), run_name="__main__")
+    if not recorder.operations:
+        parser.error(f"target must run a backward pass, {args.first} or more of them; none was seen in {script}")
+    return NumericsReport(recorder, args.loss_scale)
+
+
+def _path(script: Path) -> list[str]:
+    return [str(script.parent.resolve()), *sys.path]
+
+
+def _callable(parser: argparse.ArgumentParser, file: str, name: str) -> Callable[..., Any]:
+    if file.endswith(".py"):
+        if not Path(file).is_file():
+            parser.error(f"target must be a file; there is none at {file}")
+        with mock.patch.object(sys, "path", _path(Path(file))):
+            found = runpy.run_path(file).get(name)
+    else:
+        found = getattr(importlib.import_module(file), name, None)
+    if not callable(found):
+        parser.error(f"target must name a callable; {file} has no such {name!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _table(report: NumericsReport, dtype: torch.dtype) -> str:
+    try:
+        from rich.console import Console
+    except ImportError:
+        return "\n".join(str(row) for row in report.to_rows(dtype)) + "\n"
+    text = io.StringIO()
+    Console(width=200, file=text).print(report.table(dtype))
+    return text.getvalue()

@@ -5,8 +5,10 @@ a GPU. The variants run interleaved in one process: each round times each of the
 median over the rounds, the quartiles, the ratio to torch's eager loop within each round, the host's part, and the first
 call, with its compilation, apart. JAX (jitted with donation, optax, jmp) takes part where it is installed.
 
-    python benchmarks/step.py [--device cuda] [--rounds 9] [--sizes "MLP 3.2 M;..."] [--forms] [--out DIR]
+    python benchmarks/step.py [--device cuda] [--rounds 9] [--sizes "MLP 3.2 M;..."] [--forms] [--alone] [--out DIR]
 
+--alone gives every variant a process of its own, as it has in training: what else lives in one changes what malloc
+gives back to the system, and with it the time of a step. The processes take turns, each variant has three.
 --forms adds funcamp's own options. On a CPU glibc hands every block above 32 MB back to the system when it is freed,
 and the next step faults its pages in again; with --keep-memory malloc keeps what it has, for all variants alike.
 """
@@ -16,7 +18,11 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import json
 import os
+import random
+import statistics
+import subprocess
 import sys
 import tempfile
 from typing import Any
@@ -28,6 +34,7 @@ from _timing import Variant, about, arguments, interleaved, seconds, table, torc
 from _variants import FORMS, OURS, OURS_ON_A_GPU, PEERS, PEERS_ON_A_GPU, Maker
 
 KEEP = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
+PROCESSES = 3
 TOGETHER = 3  # variants beside the eager one at a time on a GPU, where each holds its graph's memory
 
 
@@ -60,7 +67,7 @@ def measure(name: str, size: Size, device: str, rounds: int, makers: dict[str, A
     (first, base), *others = makers.items()
     at_once = TOGETHER if device == "cuda" else len(others)
     rows: dict[str, dict[str, Any]] = {}
-    for start in range(0, len(others), at_once):
+    for start in range(0, max(len(others), 1), max(at_once, 1)):
         running: dict[str, Variant] = {}
         compiling: dict[str, float] = {}
         for label, make in [(first, base), *others[start : start + at_once]]:
@@ -93,23 +100,64 @@ def measure(name: str, size: Size, device: str, rounds: int, makers: dict[str, A
     return list(rows.values())
 
 
+def alone(name: str, device: str, rounds: int, labels: list[str], flags: list[str]) -> list[dict[str, Any]]:
+    """As `measure`, each variant in processes of its own, in turns."""
+    found: dict[str, list[dict[str, Any]]] = {label: [] for label in labels}
+    turns = random.Random(0)
+    for _ in range(PROCESSES):
+        for label in turns.sample(labels, len(labels)):
+            child = [sys.executable, __file__, f"--device={device}", f"--rounds={rounds}", "--sizes", name, *flags]
+            run = subprocess.run([*child, "--child", label], stdout=subprocess.PIPE, text=True)
+            if run.returncode:
+                print(f"{name}: {label}: failed", file=sys.stderr)
+            else:
+                found[label].append(json.loads(run.stdout.splitlines()[-1]))
+    base = statistics.median(row["median_ms"] for row in found[labels[0]])
+    rows: list[dict[str, Any]] = []
+    for label, several in found.items():
+        if not several:
+            rows.append({"size": name, "variant": label, "failed": "process"})
+            continue
+        middle = sorted(several, key=lambda row: row["median_ms"])[len(several) // 2]
+        spread = [min(row["median_ms"] for row in several), max(row["median_ms"] for row in several)]
+        rows.append({**middle, "quartiles_ms": spread, "ratio_to_eager": round(middle["median_ms"] / base, 3)})
+    return rows
+
+
+def child(name: str, label: str, device: str, rounds: int, makers: dict[str, Any]) -> None:
+    """One variant, in this process: its row as JSON."""
+    known = GPU_SIZES if device == "cuda" else CPU_SIZES
+    (row,) = measure(name, known[name], device, rounds, {label: makers[label]})
+    print(json.dumps(row))
+
+
 def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
+    parser.add_argument("--alone", action="store_true", help="every variant in processes of its own")
+    parser.add_argument("--child", help="one variant, for --alone")
     parser.add_argument("--sizes", help="names, separated by semicolons")
     parser.add_argument("--forms", action="store_true", help="funcamp's own options too")
     parser.add_argument("--keep-memory", action="store_true", help="let malloc keep freed blocks of any size")
     args = parser.parse_args()
     if args.keep_memory and os.environ.get("GLIBC_TUNABLES") != KEEP:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "GLIBC_TUNABLES": KEEP})
-    cold = tempfile.TemporaryDirectory()  # so that the first call shows the whole compilation
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
+    if not args.child:
+        cold = tempfile.TemporaryDirectory()  # so that the first call shows the whole compilation
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
     known = GPU_SIZES if args.device == "cuda" else CPU_SIZES
     chosen = args.sizes.split(";") if args.sizes else list(known)
     makers = variants(args.device, forms=args.forms)
+    if args.child:
+        child(chosen[0], args.child, args.device, args.rounds, makers)
+        return
     rows: list[dict[str, Any]] = []
     for name in chosen:
-        rows += measure(name, known[name], args.device, args.rounds, makers)
+        if args.alone:
+            flags = ["--forms"] * args.forms
+            rows += alone(name, args.device, args.rounds, list(makers), flags)
+        else:
+            rows += measure(name, known[name], args.device, args.rounds, makers)
     jax = importlib.util.find_spec("jax") and __import__("jax").__version__
     malloc = KEEP if args.keep_memory else "as the system has it"
     facts = about(args.device, jax=jax or "not installed", rounds=args.rounds, malloc=malloc)
@@ -122,8 +170,9 @@ def main() -> None:
         )
         for row in rows
     ]
-    columns = ("model", "variant", "median ms", "quartiles ms", "time over eager", "host ms", "first call s")
-    suffix = ("-forms" if args.forms else "") + ("-kept" if args.keep_memory else "")
+    spread = "fastest to slowest process" if args.alone else "quartiles ms"
+    columns = ("model", "variant", "median ms", spread, "time over eager", "host ms", "first call s")
+    suffix = ("-alone" if args.alone else "") + ("-forms" if args.forms else "") + ("-kept" if args.keep_memory else "")
     stem = write(args.out, f"step-{args.device}{suffix}", "A whole training step", facts, table(columns, cells), rows)
     points = [(row["size"], row["variant"], row["ratio_to_eager"]) for row in rows if "failed" not in row]
     dots(stem, points, "time of a step over torch's eager loop", "funcamp")

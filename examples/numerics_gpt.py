@@ -48,7 +48,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for number in range(args.steps):
         state, metrics = (step if number % EVERY else look)(state, batch(number))
         if metrics.records:
-            history.append((number, metrics.records))
+            # as it would be without loss scaling: with it next to nothing is flushed
+            unscaled = {name: record.unscale(metrics.scale) for name, record in metrics.records.items()}
+            history.append((number, unscaled))
     after = numerics.numerics_report(step, state, batch(args.steps), module=model)
     before.plot(args.out / "before.png", modules=True)
     after.plot(args.out / "after.png", modules=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,8 +21,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcamp import _tree
+from funcamp._grad_scaler import GradScaler
 from funcamp._jit_step import JitStep
 from funcamp._stats import Stats, check_values, count
+from funcamp._step import TrainStep
 from funcamp._tap import Record, probe
 
 #: Make tensors of nothing, or of another's shape: no numbers of the computation.
@@ -61,6 +63,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.records: dict[str, Record] = {}
+        self.loss_scale: Tensor | None = None
         self.module = module
         self._skip, self._passes = first - 1, passes
         self._paths: dict[nn.Module, str] = {} if module is None else _paths(module)
@@ -76,9 +79,14 @@ class Recorder(TorchDispatchMode):
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
-        eager, no_programs = torch.compiler.set_stance("force_eager"), mock.patch.object(JitStep, "__call__", _eagerly)
         try:
-            with warnings.catch_warnings(), eager, no_programs, self:
+            with contextlib.ExitStack() as patches, warnings.catch_warnings():
+                patches.enter_context(torch.compiler.set_stance("force_eager"))
+                patches.enter_context(mock.patch.object(JitStep, "__call__", _eagerly))
+                for kind, name, place in _SCALES:
+                    noting = self._noting(getattr(kind, name), place)
+                    patches.enter_context(mock.patch.object(kind, name, noting))
+                patches.enter_context(self)
                 warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
                 yield
         except Enough:
@@ -113,6 +121,18 @@ class Recorder(TorchDispatchMode):
                 )
         return out
 
+    def _noting(self, call: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
+        """A call that scales a loss, and what it scales by noted."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            out = call(*args, **kwargs)
+            scale = place(*args)
+            if isinstance(scale, Tensor) and not self._skip:
+                self.loss_scale = scale.detach().clone()
+            return out
+
+        return noted
+
     def _turn(self, in_backward: bool) -> None:
         """Count backward passes by their ends."""
         ended = self._in_backward and not in_backward
@@ -142,6 +162,8 @@ class Recorder(TorchDispatchMode):
                 self._paths.setdefault(part, path)
             self.module = self.module or getattr(module, "_orig_mod", module)
         if not self._stack:
+            if self._passes is not None and not self._in_backward and not self.records:
+                self.operations.clear()  # what the script did before: initialization, data
             differentiated = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
             self._evaluating = not differentiated
         # None: called again by a checkpoint, or in an evaluation
@@ -163,6 +185,14 @@ class Recorder(TorchDispatchMode):
             return x.clone()
         finally:
             self._mark = None
+
+
+#: Calls that scale a loss, and where in their arguments the scale is after them.
+_SCALES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (TrainStep, "_gradients", lambda _, state, *__: state.scaler.scale),
+    (torch.amp.GradScaler, "scale", lambda scaler, *_: scaler._scale),
+    (GradScaler, "scale", lambda scaler, *_: scaler._scale),
+)
 
 
 class _Mark(Function):

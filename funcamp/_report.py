@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,7 +225,8 @@ def numerics_report(
             `backward()`); a `TrainStep`; compiled ones run eagerly.
         *args: passed to fn.
         module: the module whose paths name the operations; by default the first one that is called.
-        loss_scale: what fn multiplies its loss by; by default the scale in the first of args that is a state.
+        loss_scale: what fn multiplies its loss by; by default what a `TrainStep` or a GradScaler in it did, or the
+            scale in the first of args that is a state.
         **kwargs: passed to fn.
 
     Returns:
@@ -254,9 +255,7 @@ def numerics_report(
         _differentiate(fn(*args, **kwargs))
     if not recorder.operations:
         raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")
-    if loss_scale is None:
-        loss_scale = _scale_of(args)
-    return NumericsReport(recorder, loss_scale)
+    return NumericsReport(recorder, scale_of(recorder, *args) if loss_scale is None else loss_scale)
 
 
 def _differentiate(result: Any) -> None:
@@ -281,7 +280,9 @@ def _leaves_behind(loss: Tensor) -> list[Tensor]:
     return found
 
 
-def _scale_of(args: Iterable[Any]) -> float:
+def scale_of(recorder: Recorder, *args: Any) -> float:
+    if recorder.loss_scale is not None:
+        return float(recorder.loss_scale.item())
     for arg in args:
         scale = getattr(getattr(arg, "scaler", arg), "scale", None)
         if isinstance(scale, Tensor) and scale.dim() == 0:

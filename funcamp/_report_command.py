@@ -16,7 +16,7 @@ import torch
 
 from funcamp._formats import DTYPES
 from funcamp._recorder import Recorder
-from funcamp._report import NumericsReport, numerics_report
+from funcamp._report import NumericsReport, numerics_report, scale_of
 
 _FORMATS = {str(dtype)[6:]: dtype for dtype in DTYPES}
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=_FORMATS, default="float16", help="the format to judge by")
     parser.add_argument("--first", type=int, default=1, help="the first backward pass to record, counted from 1")
     parser.add_argument("--passes", type=int, default=1, help="how many to record; the script ends after them")
-    parser.add_argument("--loss-scale", type=float, default=1.0, help="what the loss is multiplied by in that run")
+    parser.add_argument("--loss-scale", type=float, help="what the loss is multiplied by, where no GradScaler does it")
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -37,7 +37,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     for name in ("first", "passes"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be 1 or more; got {getattr(args, name)}")
-    if not 0 < args.loss_scale < float("inf"):
+    if args.loss_scale is not None and not 0 < args.loss_scale < float("inf"):
         parser.error(f"--loss-scale must be a positive number; got {args.loss_scale}")
     dtype = _FORMATS[args.dtype]
     report = _record(parser, args)
@@ -71,7 +71,7 @@ def _record(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Numeri
         runpy.run_path(str(script), run_name="__main__")
     if not recorder.operations:
         parser.error(f"target must run a backward pass, {args.first} or more of them; none was seen in {script}")
-    return NumericsReport(recorder, args.loss_scale)
+    return NumericsReport(recorder, args.loss_scale or scale_of(recorder))
 
 
 def _path(script: Path) -> list[str]:

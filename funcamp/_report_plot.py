@@ -103,7 +103,8 @@ def plot_flushed(
     """Draw, layer by step, the fraction of the gradient that a format flushes to zero.
 
     Args:
-        history: steps, and the records that a tracked step's metrics had then; scaled as they were.
+        history: steps, and the records that a tracked step's metrics had then; scaled as they are, so that
+            `Record.unscale` shows what loss scaling saves.
         path: the picture to write; its ending says in which format.
         dtype: the format.
 
@@ -136,7 +137,14 @@ def plot_flushed(
         [torch.stack([records[name].backward.underflow(dtype).cpu() for name in names]) for _, records in kept], 1
     )
     figure, axes = plt.subplots(figsize=(9, 1.6 + 0.2 * len(names)), layout="constrained")
-    image = axes.imshow(flushed.numpy(), aspect="auto", cmap="magma_r", vmin=0, interpolation="nearest")
+    image = axes.imshow(
+        flushed.numpy(),
+        aspect="auto",
+        cmap="magma_r",
+        vmin=0,
+        vmax=max(0.01, flushed.max().item()),
+        interpolation="nearest",
+    )
     shown = range(0, len(kept), max(1, len(kept) // 12))
     axes.set_xticks(list(shown), [kept[index][0] for index in shown])
     axes.set_yticks(range(len(names)), [name or "(module)" for name in names], fontsize=7)

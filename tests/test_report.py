@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
+import funcamp
 from funcamp import ScalerConfig, init, jit, make_train_step, module_loss, stateless, unscale_and_check, update
 from funcamp.__main__ import main
 from funcamp.numerics import Record, annotate, numerics_report, plot_flushed, stats, track_scales
@@ -271,6 +272,28 @@ def test_command_records_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.txt", "report.html", "report.png"}
     assert main(["report", "--out", str(tmp_path / "two"), "--passes", "2", str(script)]) == 0
     assert (tmp_path / "two" / "report.txt").read_text().count("addmm") == 4
+
+
+def test_command_knows_the_scale_and_drops_what_came_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Linear(4, 4)\nbefore = torch.ones(3).sin()\n"
+        "scaler = torch.amp.GradScaler('cpu', init_scale=2.0**20)\n"
+        "with torch.autocast('cpu', torch.float16):\n    loss = model(torch.ones(2, 4)).float().sum()\n"
+        "scaler.scale(loss).backward()\nbefore.exp()\n"
+    )
+    assert main(["report", "--out", str(tmp_path / "out"), str(script)]) == 1  # 2^20 overflows
+    said = capsys.readouterr().out
+    assert "Loss scale in this run: 1.04858e+06." in said
+    assert "Non-finite values: inf first in _to_copy (backward" in said
+    text = (tmp_path / "out" / "report.txt").read_text()
+    assert "addmm" in text
+    assert "uniform_" not in text
+    assert "sin" not in text
+    report = numerics_report(
+        lambda: funcamp.GradScaler("cpu", init_scale=8.0).scale(torch.ones(2, requires_grad=True).sum())
+    )
+    assert report.loss_scale == 8.0
 
 
 def test_command_runs_a_callable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,3 +212,39 @@ def test_inductor_swaps_the_turns_of_dropout_and_rand() -> None:
         torch.manual_seed(1)
         found = torch.compile(torch.func.grad(loss), fullgraph=True)(torch.ones(64))
     assert torch.equal(found, expected) == (VERSION > (2, 11))
+
+
+def test_views_of_another_dtype_have_no_batching_rule() -> None:
+    # `_stats._Bits` can go when 2.11 and 2.12 are no longer supported.
+    def bits() -> Any:
+        return torch.func.vmap(lambda x: x.view(torch.int32))(torch.ones(2, 3))
+
+    if VERSION >= (2, 13):
+        assert bits().dtype == torch.int32
+    else:
+        with pytest.raises(RuntimeError, match=r"Batching rule not implemented for aten::view\.dtype"):
+            bits()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_dynamo_takes_no_function_with_a_jvp() -> None:
+    # `_tap._Tap` and `_tap._TapWithJvp` can be one when this passes.
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return tangent
+
+    run = torch.compile(lambda x: Same.apply(x), fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="custom jvp"):
+        run(torch.ones(1, requires_grad=True))

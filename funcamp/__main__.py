@@ -25,9 +25,11 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--json", action="store_true", help="for programs")
     numerics = commands.add_parser("report", help="run a script or a callable, and write what float16 makes of it")
     _report_command.add_arguments(numerics)
-    args = parser.parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    cut = given.index("--") if "--" in given else len(given)
+    args = parser.parse_args(given[:cut])
     if args.command == "report":
-        return _report_command.run(numerics, args)
+        return _report_command.run(numerics, args, given[cut + 1 :])
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         doctor.error("--device cuda needs a GPU that this torch can use; got none")

@@ -82,7 +82,7 @@ class ModuleLoss:
         fresh = {name: buffer.detach().clone() for name, buffer in (after if self.has_buffers else {}).items()}
         values |= {f"model.{name}": fresh[stored] for name, stored in self.buffer_names.items()}
         values |= {f"model.{name}": value for name, value in params.items() if name not in self.names}  # what taps read
-        return functional_call(_Holder(self.model, run), values, (), tie_weights=False)
+        return functional_call(Holder(self.model, run), values, (), tie_weights=False)
 
     def params(self) -> dict[str, Tensor]:
         """The module's trainable parameters under their names, tied ones once, detached."""
@@ -116,7 +116,7 @@ class ModuleLoss:
         }
 
 
-class _Holder(nn.Module):
+class Holder(nn.Module):
     """Calls a function as its forward, so that `functional_call` puts values into a module around that."""
 
     def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:

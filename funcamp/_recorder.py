@@ -20,9 +20,10 @@ from torch.autograd import Function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcamp import _tree
+from funcamp import _tap, _tree
 from funcamp._grad_scaler import GradScaler
 from funcamp._jit_step import JitStep
+from funcamp._module import Holder
 from funcamp._stats import Stats, check_values, count
 from funcamp._step import TrainStep
 from funcamp._tap import Record, probe
@@ -30,9 +31,23 @@ from funcamp._tap import Record, probe
 #: Make tensors of nothing, or of another's shape: no numbers of the computation.
 _FACTORIES = frozenset(
     f"{kind}{like}" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint") for like in ("", "_like")
-) | {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "empty_strided", "scalar_tensor", "arange"}
+) | {
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty_strided",
+    "empty_strided",
+    "scalar_tensor",
+    "arange",
+    "eye",
+    "uniform_",
+    "normal_",
+}
 #: Give what they take.
-_COPIES = frozenset({"clone", "detach", "lift_fresh", "alias", "contiguous"})
+_COPIES = frozenset({"clone", "detach", "lift_fresh", "alias", "contiguous", "_unsafe_view", "_reshape_alias"}) | {
+    f"{name}_" for name in ("squeeze", "unsqueeze", "t", "transpose", "as_strided", "detach")
+}
 
 
 class Operation(NamedTuple):
@@ -69,7 +84,8 @@ class Recorder(TorchDispatchMode):
         self._paths: dict[nn.Module, str] = {} if module is None else _paths(module)
         self._stack: list[str | None] = []
         self._of_node: dict[int, str] = {}
-        self._in_backward = self._evaluating = False
+        self._in_backward = self._evaluating = self._muted = self._done = False
+        self.seen_backward = False
         self._mark: tuple[str, bool] | None = None
 
     @contextlib.contextmanager
@@ -83,6 +99,8 @@ class Recorder(TorchDispatchMode):
             with contextlib.ExitStack() as patches, warnings.catch_warnings():
                 patches.enter_context(torch.compiler.set_stance("force_eager"))
                 patches.enter_context(mock.patch.object(JitStep, "__call__", _eagerly))
+                for name in ("count", "count_both", "taken"):
+                    patches.enter_context(mock.patch.object(_tap, name, self._muting(getattr(_tap, name))))
                 for kind, name, place in _SCALES:
                     noting = self._noting(getattr(kind, name), place)
                     patches.enter_context(mock.patch.object(kind, name, noting))
@@ -98,7 +116,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         node = torch._C._current_autograd_node()
         self._turn(node is not None)
-        if self._skip:
+        if self._skip or self._muted:
             return func(*args, **(kwargs or {}))
         before = _found((args, kwargs))
         out = func(*args, **(kwargs or {}))
@@ -121,6 +139,18 @@ class Recorder(TorchDispatchMode):
                 )
         return out
 
+    def _muting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call of a tap's, whose operations are none of the run's."""
+
+        def muted(*args: Any) -> Any:
+            before, self._muted = self._muted, True
+            try:
+                return call(*args)
+            finally:
+                self._muted = before
+
+        return muted
+
     def _noting(self, call: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
         """A call that scales a loss, and what it scales by noted."""
 
@@ -135,8 +165,11 @@ class Recorder(TorchDispatchMode):
 
     def _turn(self, in_backward: bool) -> None:
         """Count backward passes by their ends."""
+        if self._done:  # caught by an `except BaseException` of the script's
+            raise Enough
         ended = self._in_backward and not in_backward
         self._in_backward = in_backward
+        self.seen_backward |= in_backward
         if not ended:
             return
         if self._skip:
@@ -144,6 +177,7 @@ class Recorder(TorchDispatchMode):
         elif self._passes is not None:
             self._passes -= 1
             if not self._passes:
+                self._done = True
                 raise Enough
 
     def _path_of(self, node: Any) -> str | None:
@@ -157,22 +191,38 @@ class Recorder(TorchDispatchMode):
         return path
 
     def _enter(self, module: nn.Module, _: Any) -> None:
+        if isinstance(module, Holder):  # only calls the backward pass
+            self._stack.append("")
+            return
         if module not in self._paths:  # a root that was not told
-            for part, path in _paths(module).items():
-                self._paths.setdefault(part, path)
-            self.module = self.module or getattr(module, "_orig_mod", module)
+            self._add(getattr(module, "_orig_mod", module))
         if not self._stack:
             if self._passes is not None and not self._in_backward and not self.records:
                 self.operations.clear()  # what the script did before: initialization, data
             differentiated = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-            self._evaluating = not differentiated
+            self._evaluating = self._passes is not None and not differentiated
         # None: called again by a checkpoint, or in an evaluation
         again = torch._C._current_autograd_node() is not None or self._evaluating
-        self._stack.append(None if again else self._paths[module])
+        self._stack.append(None if again else self._paths[getattr(module, "_orig_mod", module)])
+
+    def _add(self, root: nn.Module) -> None:
+        """Name the parts of another root after its class; those of the first one by their own paths."""
+        prefix, number = "", 1
+        if self.module is None:
+            self.module = root
+        else:
+            prefix = f"<{type(root).__name__}>"
+            while prefix in self._paths.values():
+                number += 1
+                prefix = f"<{type(root).__name__} {number}>"
+        for part, path in _paths(root).items():
+            self._paths.setdefault(part, ".".join(filter(None, (prefix, path))))
 
     def _leave(self, module: nn.Module, _: Any, outputs: Any) -> Any:
         path = self._stack.pop()
-        if path is None or self._skip or outputs is None or isinstance(module, torch._dynamo.OptimizedModule):
+        if not self._stack:
+            self._evaluating = False
+        if path is None or self._skip or outputs is None or isinstance(module, (torch._dynamo.OptimizedModule, Holder)):
             return None
         leaves, spec = _tree.flatten(outputs)
         marked = [_Mark.apply(leaf, self, path) if _counts(leaf) else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
@@ -221,7 +271,8 @@ def _paths(root: nn.Module) -> dict[nn.Module, str]:
 
 def _counts(leaf: Any) -> bool:
     try:
-        return check_values("", leaf).device.type != "meta"
+        # A tangent that is zero has no storage.
+        return check_values("", leaf).device.type != "meta" and not leaf._is_zerotensor()
     except TypeError:
         return False
 

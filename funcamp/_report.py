@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from funcamp import _tree
 from funcamp._formats import format_of
 from funcamp._recorder import Operation, Recorder
-from funcamp._stats import Stats
+from funcamp._stats import WIDTH, Stats
 from funcamp._tap import Record
 
 
@@ -24,12 +24,15 @@ class Origin(NamedTuple):
     operation: Operation
     kind: str
     """inf or NaN."""
+    made: bool
+    """Whether the operation made it; else it came in with a parameter or the batch, and was first seen there."""
 
     def __str__(self) -> str:
         one = self.operation
-        where = one.path or "outside of modules"
+        where = one.path or "outside of layers"
         way = "backward" if one.backward else "forward"
-        return f"{self.kind} first in {one.name} ({way}, {where}, {str(one.dtype)[6:]}, shape {one.shape})"
+        came = "first in" if self.made else "came in with a parameter or the batch, first seen in"
+        return f"{self.kind} {came} {one.name} ({way}, {where}, {str(one.dtype)[6:]}, shape {one.shape})"
 
 
 class Recommendation(NamedTuple):
@@ -62,23 +65,26 @@ class NumericsReport:
         return f"NumericsReport({len(self.operations) - backward} forward, {backward} backward operations)"
 
     def first_nonfinite(self) -> Origin | None:
-        """The first operation that made inf or NaN of inputs without; None where none did.
+        """The first operation that made inf or NaN of inputs without; else the first with NaN; None where none is.
 
-        An infinity that the program itself put in (a mask) is none.
+        An infinity that the program itself put in (a mask) is none, and an operation that has one among its inputs is
+        not asked for more of them. What torch masks at once, as in the backward pass of a norm at 0, is named too.
         """
         for one in self.operations:
             for kind, made in zip(("inf", "NaN"), one.creates.tolist()):
                 if made:
-                    return Origin(one, kind)
-        return None
+                    return Origin(one, kind, True)
+        seen = next((one for one in self.operations if one.stats.nan > 0), None)
+        return None if seen is None else Origin(seen, "NaN", False)
 
     def recommend_scale(self, dtype: torch.dtype = torch.float16, headroom: float = 2.0) -> Recommendation:
         """The largest power of two with which no value of the backward pass overflows, over headroom.
 
             scale = 2^floor(log2(largest / amax / headroom))
 
-        amax is the largest magnitude of the backward pass, rounded up to a power of two. Best from a pass in float32;
-        a pass that overflowed cannot tell, and the largest finite value is taken.
+        amax is the largest magnitude of the backward pass, rounded up to a power of two; numbers of shape () are left
+        out, as the loss itself is in float32. Best from a pass in float32; of one that overflowed the largest finite
+        value is taken.
 
         Args:
             dtype: what the backward pass will be in.
@@ -99,13 +105,13 @@ class NumericsReport:
         gradients = self.gradients()
         amax = gradients.amax.item()
         if not amax:
-            raise ValueError("recommend_scale: the report must have a backward pass with a nonzero gradient; got none")
-        scale = 2.0 ** math.floor(math.log2(limit / amax / headroom))
+            raise ValueError("recommend_scale: the report must have finite, nonzero gradients; got none")
+        scale = 2.0 ** min(math.floor(math.log2(limit / amax / headroom)), 127)
         return Recommendation(scale, gradients.underflow(dtype, scale).item(), gradients.underflow(dtype).item())
 
     def gradients(self) -> Stats:
         """All values of the backward pass, without loss scaling; numbers of shape () are not among them."""
-        total = Stats(torch.zeros(564, dtype=torch.float64))
+        total = Stats(torch.zeros(WIDTH, dtype=torch.float64))
         for one in self.operations:
             if one.backward and one.shape:
                 total = total + Stats(one.stats.row.cpu())
@@ -203,7 +209,7 @@ class NumericsReport:
         try:
             advice = self.recommend_scale(dtype)
         except ValueError:
-            return [*found, "Loss scale: no backward pass with a nonzero gradient was seen."]
+            return [*found, "Loss scale: no finite, nonzero gradient was seen."]
         found.append(
             f"Loss scale for {str(dtype)[6:]}: {advice.scale:g}, with which {100 * advice.underflow:.3g} % of the "
             f"gradients' values are flushed to zero, unscaled {100 * advice.underflow_unscaled:.3g} %."
@@ -233,7 +239,8 @@ def numerics_report(
         A `NumericsReport`.
 
     Raises:
-        TypeError: fn cannot be called.
+        TypeError: fn cannot be called, or module is none.
+        ValueError: loss_scale is no positive number.
         RuntimeError: no operation was seen.
         Exception: what fn raises.
 
@@ -250,9 +257,15 @@ def numerics_report(
     """
     if not callable(fn):
         raise TypeError(f"numerics_report: fn must be callable; got {fn!r}")
+    if module is not None and not isinstance(module, nn.Module):
+        raise TypeError(f"numerics_report: module must be a torch.nn.Module; got {module!r}")
+    if loss_scale is not None and not 0 < loss_scale < math.inf:
+        raise ValueError(f"numerics_report: loss_scale must be a positive number; got {loss_scale}")
     recorder = Recorder(module)
     with recorder.recording():
-        _differentiate(fn(*args, **kwargs))
+        result = fn(*args, **kwargs)
+        if not recorder.seen_backward:
+            _differentiate(result)
     if not recorder.operations:
         raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")
     return NumericsReport(recorder, scale_of(recorder, *args) if loss_scale is None else loss_scale)

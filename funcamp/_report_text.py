@@ -87,5 +87,7 @@ def annotate(module: nn.Module | None, records: dict[str, Record]) -> str:
             visit(child, f"{path}.{child_name}" if path else child_name, f"({child_name}): ", depth + 1)
 
     visit(module, "", "", 0)
+    known = {path for path, _ in module.named_modules()}
+    lines.extend((path, str(record)) for path, record in records.items() if path not in known)
     width = max(len(text) for text, _ in lines)
     return "\n".join(f"{text:{width}}  {record}".rstrip() for text, record in lines)

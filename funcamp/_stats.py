@@ -19,9 +19,9 @@ from funcamp import _tree
 from funcamp._formats import format_of
 from funcamp._whole import keep_functions_whole
 
-#: Exponents that have a bin: float32's smallest subnormal is 2^-149, its largest value below 2^128. Others go to the
-#: ends.
-LOWEST, HIGHEST = -150, 127
+#: Exponents that have a bin: those of float32, from its smallest subnormal, 2^-149, to its largest value, below 2^128,
+#: and at both ends one for all that is beyond: 2^-150 goes to zero in float32 and needs a place of its own.
+LOWEST, HIGHEST = -151, 128
 BINS = HIGHEST - LOWEST + 1
 HEAD = 8
 WIDTH = HEAD + 2 * BINS
@@ -45,7 +45,7 @@ class Stats:
     """
 
     row: Tensor
-    """float64, shape (..., 564); leading dimensions are a batch of records."""
+    """float64, shape (..., 568); leading dimensions are a batch of records."""
 
     def __init__(self, row: Tensor) -> None:
         self.row = row
@@ -112,7 +112,10 @@ class Stats:
 
     @property
     def histogram(self) -> Tensor:
-        """Finite nonzero elements by exponent, shape (..., 278): 2^e <= |x| < 2^(e+1) for e from -150 to 127."""
+        """Finite nonzero elements by exponent, shape (..., 280): 2^e <= |x| < 2^(e+1) for e from -151 to 128.
+
+        The first and the last bin hold all that is smaller and larger.
+        """
         return self._between + self._powers
 
     @property
@@ -159,6 +162,7 @@ class Stats:
 
         Exact where factor is a power of two; else values between two powers count as evenly spread.
         """
+        check_positive("rescale", "factor", factor)
         factor = torch.as_tensor(factor, dtype=torch.float64, device=self.row.device).unsqueeze(-1)
         fraction, exponent = torch.frexp(factor)
         shift, part = exponent.long() - 1, 2 * fraction - 1  # factor = 2^shift (1 + part)
@@ -190,6 +194,7 @@ class Stats:
         return self._below(bound, scale) + torch.where(self._ratio(bound, scale) == 1, self._powers, 0.0).sum(-1)
 
     def _ratio(self, bound: float, scale: float | Tensor) -> Tensor:
+        check_positive("Stats", "scale", scale)
         scale = torch.as_tensor(scale, dtype=torch.float64, device=self.row.device).unsqueeze(-1)
         return bound / scale / _powers_of_two(self.row)
 
@@ -225,7 +230,12 @@ def stats(x: Tensor) -> Stats:
 
 def check_values(call: str, x: object) -> Tensor:
     """Return x; raise TypeError where it is no tensor that can be counted."""
-    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()) or x.layout != torch.strided:
+    if (
+        not isinstance(x, Tensor)
+        or not (x.is_floating_point() or x.is_complex())
+        or x.layout != torch.strided
+        or x.is_nested
+    ):
         raise TypeError(f"{call}: x must be a strided floating-point or complex tensor; got {_tree.describe(x)}")
     return x
 
@@ -237,12 +247,12 @@ def count(x: Tensor) -> Tensor:
 
 def taken(x: Tensor, sample: int | None) -> Tensor:
     """The numbers of a tensor as shape (n,); about so many of them, evenly spread, where it has more."""
-    x = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).detach().reshape(-1)
+    x = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()).detach().reshape(-1)
     return x if sample is None or x.numel() <= sample else x[:: _stride(x.numel(), sample)]
 
 
 def counts(x: Tensor) -> Tensor:
-    """The rows of records, shape (rows, 564), of numbers of shape (rows, n)."""
+    """The rows of records, shape (rows, 568), of numbers of shape (rows, n)."""
     magnitude, negative = _magnitude(x)
     # Signed in their own width: Inductor's masks are slow to change theirs.
     values = torch.where(magnitude < math.inf, torch.where(negative, -magnitude, magnitude), 0.0).double()
@@ -345,6 +355,11 @@ def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
         keep_functions_whole()
     bits: Tensor = _Bits.apply(x, dtype)  # type: ignore[no-untyped-call]
     return bits
+
+
+def check_positive(call: str, name: str, value: float | Tensor) -> None:
+    if not isinstance(value, Tensor) and not 0 < value < math.inf:
+        raise ValueError(f"{call}: {name} must be a positive number; got {value!r}")
 
 
 def _powers_of_two(row: Tensor) -> Tensor:

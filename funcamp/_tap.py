@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from funcamp import _tree
-from funcamp._stats import WIDTH, Stats, check_sample, check_values, count, counts, taken
+from funcamp._stats import WIDTH, Stats, check_positive, check_sample, check_values, count, counts, taken
 from funcamp._whole import keep_functions_whole
 
 
@@ -54,6 +54,7 @@ class Record:
 
         See `Stats.rescale`.
         """
+        check_positive("unscale", "scale", scale)
         return Record(self.forward, self.backward.rescale(1 / scale))
 
 
@@ -83,13 +84,19 @@ def probe(device: torch.device | str | None = None) -> Record:
     return Record(*(Stats(torch.zeros(WIDTH, dtype=torch.float64, device=device)) for _ in range(2)))
 
 
+def count_both(saved: Tensor, grad: Tensor, sample: int) -> Tensor:
+    """The rows of a sample of the forward pass and of one of the gradient, in one pass."""
+    return counts(torch.stack([saved, taken(grad, sample)]))
+
+
 class _Tap(Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, forward: Tensor, backward: Tensor, sample: int | None) -> tuple[Tensor, Tensor]:  # noqa: ARG004
         # All is counted at once in the backward pass, where it is little: fewer kernels to compile and to launch.
-        return x.view_as(x), count(x) if sample is None else taken(x, sample).clone()
+        # A copy, which operations in place may write; a compiler leaves it out.
+        return x.clone(), count(x) if sample is None else taken(x, sample).clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -106,7 +113,7 @@ class _Tap(Function):
         if ctx.sample is None:
             # Saved under torch.func.vjp, it is a wrapper of a level that has ended: any operation takes it off.
             return grad, saved.clone(), count(grad), None
-        forward, backward = counts(torch.stack([saved, taken(grad, ctx.sample)]))
+        forward, backward = count_both(saved, grad, ctx.sample)
         return grad, forward, backward, None
 
 
@@ -117,7 +124,7 @@ class _TapWithJvp(_Tap):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor | None, *_: Any) -> tuple[Tensor | None, None]:  # noqa: ARG004
-        return None if tangent is None else tangent.view_as(tangent), None
+        return None if tangent is None else tangent.clone(), None
 
 
 def tap(x: Tensor, probe: Record, *, sample: int | None = None) -> Tensor:

@@ -130,6 +130,8 @@ def _with_taps(module: nn.Module, chosen: Chosen, sample: int | None) -> tuple[n
                 "track_scales: module must be the module itself, compiled afterwards with what calls it; "
                 f"got a {type(module).__name__}"
             )
+    if any(_PASSES[0] in part._buffers for part in module.modules()):
+        raise ValueError("track_scales: module must not be tracked already; got one with taps")
     names = _choose(module, chosen)
     shared = {id(value): value for part in module.modules() for value in _tensors_of(part)}
     skeleton = copy.deepcopy(module, dict(shared))
@@ -149,9 +151,12 @@ def _tensors_of(part: nn.Module) -> Iterable[Tensor]:
 def _choose(module: nn.Module, chosen: Chosen) -> tuple[str, ...]:
     known = dict(module.named_modules())
     if chosen is None:
-        whole = tuple(f"{name}." for name, part in known.items() if isinstance(part, nn.MultiheadAttention))
-        layers = [name for name, part in known.items() if f"{name}." in whole or not list(part.children())]
-        names = [name for name in layers if not name.startswith(whole)]  # its projection is never called
+        names = [name for name, part in known.items() if _is_layer(part)]
+        # What a layer holds, a projection or a parametrization, is not called, or computes its weight.
+        outer = tuple(f"{name}." if name else "" for name in names if list(known[name].children()))
+        names = [name for name in names if not any(name.startswith(o) and name != o.rstrip(".") for o in outer)]
+    elif not callable(chosen) and not isinstance(chosen, Iterable):
+        raise TypeError(f"track_scales: modules must be paths or a predicate; got {chosen!r}")
     elif callable(chosen):
         names = [name for name, part in known.items() if chosen(name, part)]
     else:
@@ -159,9 +164,16 @@ def _choose(module: nn.Module, chosen: Chosen) -> tuple[str, ...]:
         for name in names:
             if name not in known:
                 raise ValueError(f"track_scales: modules must be paths in the module; got {name!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"track_scales: modules must differ; got {names}")
     if not names:
         raise ValueError(f"track_scales: modules must choose a module at least; got none of {len(known)}")
     return tuple(names)
+
+
+def _is_layer(part: nn.Module) -> bool:
+    names = {name for name, _ in part.named_children()}
+    return isinstance(part, nn.MultiheadAttention) or names <= {"parametrizations"}
 
 
 def _tap_outputs(sample: int | None, part: nn.Module, _: Any, outputs: Any) -> Any:
@@ -181,7 +193,7 @@ def _rows(names: Iterable[str], probes: dict[str, Record]) -> dict[str, Tensor]:
     """The buffers that the taps read, by name."""
     found: dict[str, Tensor] = {}
     for name in names:
-        if not isinstance(probes.get(name), Record):
+        if not isinstance(probes, dict) or not isinstance(probes.get(name), Record):
             raise ValueError(f"track_scales: probes must hold a Record for every tapped module; got none for {name!r}")
         prefix = f"{name}." if name else ""
         rows = (probes[name].forward.row, probes[name].backward.row)

@@ -108,7 +108,7 @@ def test_readme_code_runs() -> None:
 def test_readme_names_every_public_name_and_its_files_exist() -> None:
     readme = (ROOT / "README.md").read_text()
     names = [*funcamp.__all__, *numerics.__all__]
-    missing = [name for name in names if f"`{name}" not in readme and f"numerics.{name}`" not in readme]
+    missing = [name for name in names if f"`{name}" not in readme and f"numerics.{name}" not in readme]
     assert not missing
     for target in re.findall(r"\]\((?!https?://|#)([^)]+)\)", readme):
         assert (ROOT / target.split("#")[0]).exists(), target

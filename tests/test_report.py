@@ -154,6 +154,78 @@ def test_a_mask_is_no_overflow_and_a_bad_weight_is_named_where_it_is_used() -> N
     assert origin.operation.path == "block.up"
 
 
+def test_what_is_not_finite_already_is_told() -> None:
+    layer = nn.Linear(4, 4)
+    report = numerics_report(lambda: layer(torch.full((2, 4), torch.nan)).sum(), module=layer)
+    origin = report.first_nonfinite()
+    assert origin is not None
+    assert not origin.made
+    assert "NaN came in with a parameter or the batch, first seen in addmm (forward" in report.summary()[1]
+
+
+def test_a_teacher_under_no_grad_and_an_evaluation_are_seen() -> None:
+    student, teacher, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(2, 4)
+
+    def loss() -> Tensor:
+        out = student(x)
+        with torch.no_grad():
+            target = teacher(x)
+        product: Tensor = (out - target) * 1e30 * 1e30
+        return product.mean()
+
+    report = numerics_report(loss)
+    assert forward(report) == ["addmm", "addmm", "sub", "mul", "mul", "mean"]
+    origin = report.first_nonfinite()
+    assert origin is not None
+    assert (origin.operation.name, origin.operation.backward) == ("mul", False)
+    assert forward(numerics_report(lambda: torch.no_grad()(student)(x))) == ["addmm"]
+
+
+def test_a_function_may_run_its_own_backward_pass() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+
+    def loss(*, retain_graph: bool) -> Tensor:
+        out: Tensor = layer(x).square().mean()
+        out.backward(retain_graph=retain_graph)
+        return out
+
+    for retain_graph in (True, False):
+        report = numerics_report(loss, retain_graph=retain_graph)
+        assert report.records[""].backward.count == 8
+
+
+def test_other_roots_have_names_of_their_own() -> None:
+    model, criterion = nn.Sequential(nn.Linear(4, 4)), nn.MSELoss()
+    report = numerics_report(lambda: criterion(model(torch.randn(2, 4)), torch.randn(2, 4)), module=model)
+    assert {path: record.forward.count.item() for path, record in report.records.items()} == {
+        "0": 8,
+        "": 8,
+        "<MSELoss>": 1,
+    }
+    assert report.annotate().splitlines()[-1].startswith("<MSELoss>")
+    others = numerics_report(lambda: nn.Sequential(nn.ReLU())(nn.Sequential(nn.Linear(4, 4))(torch.randn(2, 4))).sum())
+    assert set(others.records) == {"0", "", "<Sequential>.0", "<Sequential>"}
+
+
+def test_forward_mode_is_seen() -> None:
+    x = torch.randn(3, 4)
+    report = numerics_report(lambda: torch.func.jvp(lambda x: x @ torch.ones(4, 2), (x,), (x,)))
+    assert forward(report).count("mm") >= 2  # the product, and the tangent's
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+def test_report_of_a_tracked_step_is_that_of_the_step(engine: Any) -> None:
+    task = mlp()
+    loss_fn = module_loss(task.model, task.criterion)
+    found = [
+        numerics_report(step, step.init(), task.batch(0), module=task.model)
+        for step in (make_train_step(loss, SGD, engine=engine) for loss in (loss_fn, track_scales(loss_fn)))
+    ]
+    plain, tracked = found
+    assert tracked.recommend_scale() == plain.recommend_scale()
+    assert plain.records[""].forward.count == 64
+
+
 def test_checkpointed_layers_are_seen_once() -> None:
     layer = nn.Linear(4, 4)
     report = numerics_report(lambda: checkpoint(layer, torch.randn(2, 4), use_reentrant=False).sum())
@@ -296,11 +368,25 @@ def test_command_knows_the_scale_and_drops_what_came_before(tmp_path: Path, caps
     assert report.loss_scale == 8.0
 
 
+@pytest.mark.parametrize("ending", ["raise ArithmeticError('not finite')", "sys.exit(0)", "sys.exit('no')"])
+def test_command_reports_of_a_script_that_ends_early(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import sys\nimport torch\nloss = (torch.ones(2, requires_grad=True) / 0).sum()\nloss.backward()\n{ending}\n"
+    )
+    with pytest.raises((ArithmeticError, SystemExit)):
+        main(["report", str(script), "--out", str(tmp_path / "out")])
+    assert "inf first in div" in capsys.readouterr().out
+    assert (tmp_path / "out" / "report.html").exists()
+
+
 def test_command_runs_a_callable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\n\ndef one_step():\n    return (torch.ones(2, requires_grad=True) / 0).sum()\n")
     assert main(["report", "--out", str(tmp_path / "out"), f"{script}:one_step"]) == 1
-    assert "inf first in div (forward, outside of modules, float32, shape (2,))" in capsys.readouterr().out
+    assert "inf first in div (forward, outside of layers, float32, shape (2,))" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -311,6 +397,8 @@ def test_command_runs_a_callable(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["json:nothing"], "json has no such 'nothing'"),
         (["word"], "must be a script, or a callable"),
         (["--first", "0", "x.py"], "--first must be 1 or more"),
+        (["no.such.module:f"], "target must name a module"),
+        (["x.py", "--flag"], "unrecognized arguments: --flag"),
         (["--loss-scale", "-1", "x.py"], "--loss-scale must be a positive number"),
     ],
 )
@@ -325,10 +413,14 @@ def test_command_says_what_is_wrong(
 def test_bad_input_is_named() -> None:
     with pytest.raises(TypeError, match="numerics_report: fn must be callable; got 3"):
         numerics_report(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="numerics_report: module must be a torch"):
+        numerics_report(lambda: torch.ones(1) * 2, module=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="numerics_report: loss_scale must be a positive number; got -1"):
+        numerics_report(lambda: torch.ones(1) * 2, loss_scale=-1)
     with pytest.raises(RuntimeError, match="must run operations on floating-point tensors"):
         numerics_report(lambda: None)
     report = numerics_report(lambda: torch.ones(2) * 2)
-    with pytest.raises(ValueError, match="must have a backward pass"):
+    with pytest.raises(ValueError, match="must have finite, nonzero gradients"):
         report.recommend_scale()
     with pytest.raises(ValueError, match="headroom must be a positive number; got 0"):
         report.recommend_scale(headroom=0)

@@ -23,7 +23,7 @@ WIDER = {
     torch.bfloat16: [2.0**-133, 3e38],
     torch.float16: [-6e-8],
 }
-LOWEST, BINS = -150, 278
+LOWEST, BINS = -151, 280
 
 
 def by_hand(values: list[float]) -> tuple[dict[str, float], list[int]]:
@@ -60,7 +60,7 @@ def test_record_is_what_plain_python_counts(transform: Transform, dtype: torch.d
 
 
 def test_empty_and_scalar(transform: Transform) -> None:
-    assert transform(stats)(torch.zeros(3, 0)).row.tolist() == [0.0] * 564
+    assert transform(stats)(torch.zeros(3, 0)).row.tolist() == [0.0] * 568
     assert transform(stats)(torch.tensor(-2.0)).sum.item() == -2.0
 
 
@@ -185,6 +185,24 @@ def test_compiled_counts_what_is_rounded(dtype: torch.dtype) -> None:
     assert eager.poszero.item() > 0 or dtype == torch.bfloat16
 
 
+def test_what_float32_does_not_reach_is_beyond_its_limits() -> None:
+    x = torch.tensor([1e-50, 1.0, 1e100], dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert stats(x).underflow(dtype).item() == stats(x).overflow(dtype).item() == pytest.approx(1 / 3)
+    assert stats(torch.tensor([1e30, 1e35])).rescale(2.0**30).overflow(torch.float32) == 1.0
+    assert stats(torch.tensor([1e-40, 1e-30])).rescale(2.0**-30).underflow(torch.float32) == 0.5
+    assert stats(torch.tensor([1 + 2j]).conj().imag).sum == -2
+
+
+def test_factors_must_be_positive() -> None:
+    record = stats(torch.ones(2))
+    for bad in (-1.0, 0.0, NAN, INF):
+        with pytest.raises(ValueError, match="rescale: factor must be a positive number"):
+            record.rescale(bad)
+        with pytest.raises(ValueError, match="Stats: scale must be a positive number"):
+            record.underflow(torch.float16, bad)
+
+
 def test_nothing_is_differentiated() -> None:
     x = torch.ones(3, requires_grad=True)
     assert not stats(x).row.requires_grad
@@ -196,4 +214,4 @@ def test_other_things_are_refused(x: Any) -> None:
     with pytest.raises(TypeError, match="stats: x must be a strided floating-point or complex tensor"):
         stats(x)
     with pytest.raises(TypeError, match=r"dtype must be one of torch.float16, .*; got torch.int8"):
-        Stats(torch.zeros(564, dtype=torch.float64)).underflow(torch.int8)
+        Stats(torch.zeros(568, dtype=torch.float64)).underflow(torch.int8)

@@ -372,7 +372,7 @@ def test_metrics_say_what_happened() -> None:
     state = step.init({"a": torch.zeros(2)})
     _, metrics = step(state, torch.tensor([[3.0, 4.0]]))
     zero, count = torch.tensor(0.0), torch.tensor(0)
-    expected = (zero, torch.tensor(5.0), torch.tensor(8.0), zero, zero, zero, count + 1, count, count, (), ())
+    expected: Any = (zero, torch.tensor(5.0), torch.tensor(8.0), zero, zero, zero, count + 1, count, count, (), {}, ())
     assert_same(tuple(metrics), expected)
 
 

@@ -187,8 +187,23 @@ def test_record_tells_and_merges() -> None:
     assert "float64" in repr(record)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_is_tapped_may_be_written_in_place(compiled: bool) -> None:
+    def loss(w: Tensor, q: Record, x: Tensor) -> Any:
+        return tap(x * w, q).mul_(2.0).relu_().sum()
+
+    run = (
+        torch.compile(grad(loss, argnums=(0, 1)), fullgraph=True, backend="aot_eager")
+        if compiled
+        else grad(loss, (0, 1))
+    )
+    gradient, record = run(torch.ones(3), probe(), torch.tensor([1.0, -1.0, 3.0]))
+    assert gradient.tolist() == [2.0, 0.0, 6.0]
+    assert (record.forward.sum, record.backward.sum) == (3, 4)
+
+
 def test_bad_input_is_named() -> None:
     with pytest.raises(TypeError, match="tap: probe must be a Record, as probe"):
-        tap(torch.ones(1), torch.zeros(2, 564))  # type: ignore[arg-type]
+        tap(torch.ones(1), torch.zeros(2, 568))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"tap: x must be a strided floating-point .* torch.int64"):
         tap(torch.ones(1, dtype=torch.int64), probe())

@@ -76,8 +76,22 @@ def test_layers_are_chosen_by_path_or_predicate() -> None:
     linear = track_scales(model, lambda _, part: isinstance(part, nn.Linear)).names
     assert set(linear) == {"block.qkv", "block.out", "block.up", "block.down", "head"}
     assert track_scales(nn.Linear(2, 2)).names == ("",)
-    assert track_scales(nn.TransformerEncoderLayer(4, 2, 8)).names[0] == "self_attn"
+    names = track_scales(nn.TransformerEncoderLayer(4, 2, 8)).names
+    assert names[:2] == ("self_attn", "linear1")
+    assert track_scales(nn.MultiheadAttention(4, 2)).names == ("",)
+    weighted = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), nn.ReLU())
+    assert track_scales(weighted).names == ("0", "1")
     assert "Tied, 9 modules" in repr(track_scales(model))
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+def test_layers_behind_a_tap_may_write_in_place(engine: Any) -> None:
+    loss_fn = module_loss(nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)), F.mse_loss)
+    batch = (torch.randn(3, 4), torch.randn(3, 2))
+    step, look = (make_train_step(loss, SGD, CONFIG, engine=engine) for loss in (loss_fn, track_scales(loss_fn)))
+    after, metrics = look(look.init(), batch)
+    assert_same(after, step(step.init(), batch)[0])
+    assert {record.forward.count.item() for record in metrics.records.values()} == {24.0, 6.0}
 
 
 class Recurrent(nn.Module):
@@ -231,6 +245,12 @@ def test_bad_input_is_named() -> None:
         track_scales(model, sample=0)
     with pytest.raises(TypeError, match=r"tap: sample must be an integer or None; got 1.5"):
         tap(torch.ones(1), probe(), sample=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="modules must differ"):
+        track_scales(tied().model, ["head", "head"])
+    with pytest.raises(ValueError, match="must not be tracked already"):
+        track_scales(track_scales(model).skeleton)
+    with pytest.raises(TypeError, match="modules must be paths or a predicate; got 5"):
+        track_scales(model, 5)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="must choose a module"):
         track_scales(model, lambda *_: False)
     with pytest.raises(ValueError, match="probes must hold a Record for every tapped module; got none for ''"):

@@ -35,8 +35,8 @@ _VIEWS_BATCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= 
 class Stats:
     """What `stats` counted of a tensor, or of several; immutable, a pytree of one tensor. `a + b` merges.
 
-    Counts are float64, exact to 2^53 elements; sums are of the finite elements, in float64. What it tells are float64
-    tensors, one number a record; nothing syncs.
+    Counts are float64, exact to 2^53 elements (of one tensor to 2^36); sums are of the finite elements, in float64.
+    What it tells are float64 tensors, one number a record; nothing syncs.
 
     Example:
         >>> record = stats(torch.tensor([1.0, -2.0, 0.0])) + stats(torch.tensor([float("inf")]))
@@ -315,7 +315,8 @@ def _histogram(magnitude: Tensor, negative: Tensor) -> Tensor:
     place = torch.where(magnitude != magnitude, 0, place)
     (rows, length), size = place.shape, WIDTH - 3
     tables = min(max(length // _PART, 1), _TABLES)
-    table = torch.arange(length, dtype=torch.int32, device=place.device) % tables
+    index = torch.int32 if length < 2**31 else torch.int64
+    table = torch.arange(length, dtype=index, device=place.device) % tables
     table = table + torch.arange(rows, dtype=torch.int32, device=place.device).unsqueeze(-1) * tables
     place = (place + table * size).flatten().long()
     found = torch.zeros(rows * tables * size, dtype=torch.int32, device=place.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from funcamp.numerics import Stats, stats
 from tests.conftest import Transform
@@ -215,3 +217,16 @@ def test_other_things_are_refused(x: Any) -> None:
         stats(x)
     with pytest.raises(TypeError, match=r"dtype must be one of torch.float16, .*; got torch.int8"):
         Stats(torch.zeros(568, dtype=torch.float64)).underflow(torch.int8)
+
+
+def one_rank(rank: int, store: str, x: Tensor) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    row = stats(x.chunk(2)[rank]).row
+    torch.distributed.all_reduce(row)
+    assert_same(row[3:], stats(x).row[3:])
+    assert_close(row, stats(x).row, 1e-12)
+    torch.distributed.destroy_process_group()
+
+
+def test_records_add_up_over_ranks(tmp_path: Path) -> None:
+    spawn(one_rank, (str(tmp_path / "store"), torch.randn(1001)), nprocs=2)

@@ -5,7 +5,8 @@ a GPU. The variants run interleaved in one process: each round times each of the
 median over the rounds, the quartiles, the ratio to torch's eager loop within each round, the host's part, and the first
 call, with its compilation, apart. JAX (jitted with donation, optax, jmp) takes part where it is installed.
 
-    python benchmarks/step.py [--device cuda] [--rounds 9] [--sizes "MLP 3.2 M;..."] [--forms] [--alone] [--out DIR]
+    python benchmarks/step.py [--device cuda] [--rounds 9] [--sizes "MLP 3.2 M;..."] [--forms] [--alone]
+        [--only "funcamp.jit;..."] [--out DIR]
 
 --alone gives every variant a process of its own, as it has in training: what else lives in one changes what malloc
 gives back to the system, and with it the time of a step. The processes take turns, each variant has three.
@@ -135,6 +136,7 @@ def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
     parser.add_argument("--alone", action="store_true", help="every variant in processes of its own")
+    parser.add_argument("--only", help="names of variants beside the eager one, separated by semicolons")
     parser.add_argument("--child", help="one variant, for --alone")
     parser.add_argument("--sizes", help="names, separated by semicolons")
     parser.add_argument("--forms", action="store_true", help="funcamp's own options too")
@@ -148,6 +150,8 @@ def main() -> None:
     known = GPU_SIZES if args.device == "cuda" else CPU_SIZES
     chosen = args.sizes.split(";") if args.sizes else list(known)
     makers = variants(args.device, forms=args.forms)
+    if args.only:
+        makers = {name: make for name, make in makers.items() if name in (next(iter(makers)), *args.only.split(";"))}
     if args.child:
         child(chosen[0], args.child, args.device, args.rounds, makers)
         return

@@ -86,11 +86,12 @@ def funcamp_step(
     compiled: bool = True,
     config: funcamp.ScalerConfig = funcamp.ScalerConfig(growth_interval=NEVER),
     flat: bool = True,
+    change: Callable[[funcamp.ModuleLoss], funcamp.ModuleLoss] = lambda loss_fn: loss_fn,
     **options: Any,
 ) -> Callable[[], Any]:
     """The step as a pure function: eager, or by `funcamp.jit` with these options; a call returns its metrics."""
     model, x, y = build(size, device)
-    loss_fn = funcamp.module_loss(model, cross_entropy)
+    loss_fn = change(funcamp.module_loss(model, cross_entropy))
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
     step = funcamp.make_train_step(loss_fn, adamw, config, policy=str(dtype).removeprefix("torch."), flat=flat)
     run: Callable[..., Any] = funcamp.jit(step, **options) if compiled else step

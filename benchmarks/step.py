@@ -107,8 +107,8 @@ def alone(name: str, device: str, rounds: int, labels: list[str], flags: list[st
     turns = random.Random(0)
     for _ in range(PROCESSES):
         for label in turns.sample(labels, len(labels)):
-            child = [sys.executable, __file__, f"--device={device}", f"--rounds={rounds}", "--sizes", name, *flags]
-            run = subprocess.run([*child, "--child", label], stdout=subprocess.PIPE, text=True)
+            command = [sys.executable, __file__, f"--device={device}", f"--rounds={rounds}", "--sizes", name, *flags]
+            run = subprocess.run([*command, "--child", label], stdout=subprocess.PIPE, text=True)
             if run.returncode:
                 print(f"{name}: {label}: failed", file=sys.stderr)
             else:

@@ -9,45 +9,35 @@ of each tensor. Reported: the time over the plain step's within each round, and 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from _models import CPU_SIZES, GPU_SIZES, Size, build, cross_entropy
+from _models import CPU_SIZES, GPU_SIZES, Size
 from _timing import Variant, about, arguments, interleaved, seconds, table, torch_variant, write
+from _variants import funcamp_step
 
 import funcamp
 from funcamp import numerics
 
-NEVER = 10**6
-KINDS: dict[str, dict[str, Any] | None] = {
-    "plain": None,
-    "tracked, every element": {"sample": None},
-    "tracked, 4,096 of each tensor": {"sample": 4096},
+Change = Callable[[funcamp.ModuleLoss], funcamp.ModuleLoss]
+KINDS: dict[str, Change] = {
+    "plain": lambda loss_fn: loss_fn,
+    "tracked, every element": lambda loss_fn: numerics.track_scales(loss_fn, sample=None),
+    "tracked, 4,096 of each tensor": lambda loss_fn: numerics.track_scales(loss_fn, sample=4096),
 }
 
 
-def variant(size: Size, device: str, dtype: torch.dtype, kind: dict[str, Any] | None) -> tuple[Variant, Any]:
+def variant(size: Size, device: str, dtype: torch.dtype, change: Change) -> tuple[Variant, Any]:
     """A step, and the metrics of a first call."""
-    model, x, y = build(size, device)
-    loss_fn = funcamp.module_loss(model, cross_entropy)
-    if kind is not None:
-        loss_fn = numerics.track_scales(loss_fn, **kind)
-    config = funcamp.ScalerConfig(growth_interval=NEVER)
-    adamw = funcamp.stateless(torch.optim.AdamW, lr=1e-4)
-    step = funcamp.make_train_step(loss_fn, adamw, config, policy=str(dtype)[6:])
-    run, held = funcamp.jit(step), [step.init()]
-
-    def call() -> Any:
-        held[0], metrics = run(held[0], (x, y))
-        return metrics
-
+    call = funcamp_step(size, device, dtype, change=change)
     return torch_variant(call, device), call()
 
 
 def measure(name: str, size: Size, device: str, rounds: int) -> list[dict[str, Any]]:
     """One row a variant."""
     dtype = torch.float16 if device == "cuda" else torch.bfloat16
-    made = {label: variant(size, device, dtype, kind) for label, kind in KINDS.items()}
+    made = {label: variant(size, device, dtype, change) for label, change in KINDS.items()}
     for one, _ in made.values():
         seconds(one, 2)
     timings = interleaved({label: one for label, (one, _) in made.items()}, size.steps, rounds)

@@ -27,9 +27,11 @@ def main(argv: list[str] | None = None) -> int:
     _report_command.add_arguments(numerics)
     given = sys.argv[1:] if argv is None else argv
     cut = given.index("--") if "--" in given else len(given)
-    args = parser.parse_args(given[:cut])
+    args, own = parser.parse_args(given[:cut]), given[cut + 1 :]
     if args.command == "report":
-        return _report_command.run(numerics, args, given[cut + 1 :])
+        return _report_command.run(numerics, args, own)
+    if own:
+        doctor.error(f"unrecognized arguments: {' '.join(own)}")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         doctor.error("--device cuda needs a GPU that this torch can use; got none")

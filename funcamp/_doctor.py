@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import funcamp
 from funcamp._dry_run import dry_run
+from funcamp._formats import name_of
 from funcamp._trace import cpp_compiler
 
 _STEPS = 300
@@ -219,7 +220,7 @@ def _timing(device: str, seconds: float) -> str:
         scaler.step(optimizer)
         scaler.update()
 
-    step = _step(model, torch.optim.AdamW, str(dtype).removeprefix("torch."))
+    step = _step(model, torch.optim.AdamW, name_of(dtype))
     run, box = funcamp.jit(step), [step.init()]
 
     def jit_step() -> None:

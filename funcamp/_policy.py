@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcamp._formats import name_of
+
 _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -72,7 +74,7 @@ class Policy:
             object.__setattr__(self, name, tuple(globs))
 
     def __str__(self) -> str:
-        parts = [str(self.compute_dtype).removeprefix("torch.")]
+        parts = [name_of(self.compute_dtype)]
         if not self.autocast:
             parts.append("autocast=off")
         parts += [f"{name}={'|'.join(getattr(self, name))}" for name in ("keep", "copy") if getattr(self, name)]

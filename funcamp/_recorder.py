@@ -24,7 +24,7 @@ from funcamp import _tap, _tree
 from funcamp._grad_scaler import GradScaler
 from funcamp._jit_step import JitStep
 from funcamp._module import Holder
-from funcamp._stats import Stats, check_values, count
+from funcamp._stats import Stats, count, has_values
 from funcamp._step import TrainStep
 from funcamp._tap import Record, probe
 
@@ -270,11 +270,8 @@ def _paths(root: nn.Module) -> dict[nn.Module, str]:
 
 
 def _counts(leaf: Any) -> bool:
-    try:
-        # A tangent that is zero has no storage.
-        return check_values("", leaf).device.type != "meta" and not leaf._is_zerotensor()
-    except TypeError:
-        return False
+    # A tangent that is zero has no storage.
+    return has_values(leaf) and leaf.device.type != "meta" and not leaf._is_zerotensor()
 
 
 def _found(given: Any) -> Tensor:

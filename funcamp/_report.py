@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from funcamp import _tree
-from funcamp._formats import format_of
+from funcamp import _report_page, _report_plot, _report_text, _tree
+from funcamp._formats import format_of, name_of
 from funcamp._recorder import Operation, Recorder
 from funcamp._stats import WIDTH, Stats
 from funcamp._tap import Record
@@ -32,7 +32,7 @@ class Origin(NamedTuple):
         where = one.path or "outside of layers"
         way = "backward" if one.backward else "forward"
         came = "first in" if self.made else "came in with a parameter or the batch, first seen in"
-        return f"{self.kind} {came} {one.name} ({way}, {where}, {str(one.dtype)[6:]}, shape {one.shape})"
+        return f"{self.kind} {came} {one.name} ({way}, {where}, {name_of(one.dtype)}, shape {one.shape})"
 
 
 class Recommendation(NamedTuple):
@@ -136,8 +136,6 @@ class NumericsReport:
         Raises:
             ImportError: rich is not installed.
         """
-        from funcamp import _report_text
-
         return _report_text.table(self.to_rows(dtype), dtype)
 
     def annotate(self) -> str:
@@ -145,8 +143,6 @@ class NumericsReport:
 
         As `(-> 0.573, <- 0.000296)`; n/a where there is none. Gradients are without loss scaling.
         """
-        from funcamp import _report_text
-
         return _report_text.annotate(self.module, self.unscaled_records())
 
     def unscaled_records(self) -> dict[str, Record]:
@@ -168,8 +164,6 @@ class NumericsReport:
             ImportError: matplotlib is not installed.
             ValueError: there is nothing to draw.
         """
-        from funcamp import _report_plot
-
         lines = _report_plot.of_modules(self.records) if modules else _report_plot.of_operations(self.operations)
         return _report_plot.draw(lines, Path(path), dtype)
 
@@ -187,8 +181,6 @@ class NumericsReport:
         Raises:
             TypeError: dtype has no known limits.
         """
-        from funcamp import _report_page
-
         sentences, rows = self.summary(dtype), self.to_rows(dtype)
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -211,7 +203,7 @@ class NumericsReport:
         except ValueError:
             return [*found, "Loss scale: no finite, nonzero gradient was seen."]
         found.append(
-            f"Loss scale for {str(dtype)[6:]}: {advice.scale:g}, with which {100 * advice.underflow:.3g} % of the "
+            f"Loss scale for {name_of(dtype)}: {advice.scale:g}, with which {100 * advice.underflow:.3g} % of the "
             f"gradients' values are flushed to zero, unscaled {100 * advice.underflow_unscaled:.3g} %."
         )
         return found
@@ -294,6 +286,7 @@ def _leaves_behind(loss: Tensor) -> list[Tensor]:
 
 
 def scale_of(recorder: Recorder, *args: Any) -> float:
+    """What the loss was multiplied by, as the recorder saw it, or as the first state among args says; else 1."""
     if recorder.loss_scale is not None:
         return float(recorder.loss_scale.item())
     for arg in args:
@@ -313,7 +306,7 @@ def _plain(index: int, one: Operation, dtype: torch.dtype) -> dict[str, Any]:
         "module": one.path,
         "operation": one.name,
         "output": one.output,
-        "dtype": str(one.dtype)[6:],
+        "dtype": name_of(one.dtype),
         "shape": one.shape,
         **{name: getattr(stats, name).item() for name in numbers},
         **{name: getattr(stats, name)(dtype).item() for name in ("underflow", "subnormal", "overflow")},

@@ -14,11 +14,11 @@ from unittest import mock
 
 import torch
 
-from funcamp._formats import DTYPES
+from funcamp._formats import DTYPES, name_of
 from funcamp._recorder import Recorder
 from funcamp._report import NumericsReport, numerics_report, scale_of
 
-_FORMATS = {str(dtype)[6:]: dtype for dtype in DTYPES}
+_FORMATS = {name_of(dtype): dtype for dtype in DTYPES}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

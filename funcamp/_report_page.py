@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from funcamp._formats import name_of
 from funcamp._report_text import COLUMNS, cells
 
 _STYLE = """
@@ -45,7 +46,7 @@ def write(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
         f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1><ul>{said}</ul>",
         f"<h2>Modules</h2><pre>{html.escape(tree)}</pre>{image}",
-        f"<h2>Operations</h2><p>Fractions are those that rounding to {str(dtype)[6:]} would lose.</p>",
+        f"<h2>Operations</h2><p>Fractions are those that rounding to {name_of(dtype)} would lose.</p>",
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></body></html>\n",
     ]
     path.write_text("".join(parts), encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcamp._formats import format_of
+from funcamp._formats import format_of, name_of
 from funcamp._recorder import Operation
 from funcamp._stats import LOWEST, Stats
 from funcamp._tap import Record
@@ -89,7 +89,7 @@ def draw(rows: list[Line], path: Path, dtype: torch.dtype) -> Path:
     for index, one in enumerate(rows):
         if one.failed:
             axes.get_yticklabels()[index].set_color("red")
-    title = f"{str(dtype)[6:]}: exponents in the forward pass (blue) and the backward pass (orange)"
+    title = f"{name_of(dtype)}: exponents in the forward pass (blue) and the backward pass (orange)"
     axes.set_title(title + (f"; {left_out} more left out" if left_out > 0 else ""), fontsize=9, pad=14)
     axes.set_xlabel("exponent of 2")
     figure.savefig(path, dpi=110)
@@ -149,7 +149,7 @@ def plot_flushed(
     axes.set_xticks(list(shown), [kept[index][0] for index in shown])
     axes.set_yticks(range(len(names)), [name or "(module)" for name in names], fontsize=7)
     axes.set_xlabel("step")
-    axes.set_title(f"fraction of each layer's gradient that {str(dtype)[6:]} flushes to zero", fontsize=9)
+    axes.set_title(f"fraction of each layer's gradient that {name_of(dtype)} flushes to zero", fontsize=9)
     figure.colorbar(image, ax=axes)
     figure.savefig(path, dpi=110)
     plt.close(figure)

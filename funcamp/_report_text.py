@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from funcamp._formats import name_of
 from funcamp._tap import Record
 
 _NUMBERS = ("shape", "std", "amax", "zero", "underflow", "subnormal", "overflow")
@@ -21,7 +22,7 @@ def table(rows: list[dict[str, Any]], dtype: torch.dtype) -> Any:
     except ImportError as error:
         raise ImportError("table: needs rich: pip install 'funcamp[demo]'; to_rows() needs nothing") from error
 
-    found = Table(title=f"fractions are those that rounding to {str(dtype)[6:]} would lose", title_justify="left")
+    found = Table(title=f"fractions are those that rounding to {name_of(dtype)} would lose", title_justify="left")
     for name in COLUMNS:
         found.add_column(name, justify="right" if name in _NUMBERS else "left")
     for row in rows:

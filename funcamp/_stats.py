@@ -9,7 +9,7 @@ one.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -230,14 +230,16 @@ def stats(x: Tensor) -> Stats:
 
 def check_values(call: str, x: object) -> Tensor:
     """Return x; raise TypeError where it is no tensor that can be counted."""
-    if (
-        not isinstance(x, Tensor)
-        or not (x.is_floating_point() or x.is_complex())
-        or x.layout != torch.strided
-        or x.is_nested
-    ):
+    if not has_values(x):
         raise TypeError(f"{call}: x must be a strided floating-point or complex tensor; got {_tree.describe(x)}")
     return x
+
+
+def has_values(x: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor that can be counted."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
+        return False
+    return x.is_floating_point() or x.is_complex()
 
 
 def count(x: Tensor) -> Tensor:
@@ -359,6 +361,7 @@ def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_positive(call: str, name: str, value: float | Tensor) -> None:
+    """Raise ValueError where a number is not positive and finite; a tensor is not read."""
     if not isinstance(value, Tensor) and not 0 < value < math.inf:
         raise ValueError(f"{call}: {name} must be a positive number; got {value!r}")
 

@@ -103,8 +103,7 @@ class TrainStep:
         """
         with torch.no_grad():
             inputs, build = for_loss(state.params, state.copies)
-            probes = {name: probe(state.scaler.scale.device) for name in self._options.probes}
-            return self._call(build(inputs), probes, state.buffers, state.scaler, batch)
+            return self._call(build(inputs), self._probes(state), state.buffers, state.scaler, batch)
 
     def compute_params(self, state: TrainState) -> Tree:
         """The parameters as the loss sees them: copies in the compute dtype where the policy made them.
@@ -169,7 +168,7 @@ class TrainStep:
             raise TypeError(f"step: state must be a TrainState, as init makes it; got {state!r}")
         options = self._options
 
-        probes = {name: probe(state.scaler.scale.device) for name in options.probes}
+        probes = self._probes(state)
 
         def one(buffers: dict[str, Tensor], piece: Any, parts: int) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
             return self._gradients(state, probes, buffers, piece, parts)
@@ -218,6 +217,9 @@ class TrainStep:
             aux=aux,
         )
         return after, metrics
+
+    def _probes(self, state: TrainState) -> dict[str, Record]:
+        return {name: probe(state.scaler.scale.device) for name in self._options.probes}
 
     def _call(
         self, tree: Tree, probes: dict[str, Record], buffers: dict[str, Tensor], scaler: ScalerState, batch: Any

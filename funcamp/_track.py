@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from funcamp import _tree
 from funcamp._module import ModuleLoss
-from funcamp._stats import WIDTH, Stats, check_sample
+from funcamp._stats import WIDTH, Stats, check_sample, has_values
 from funcamp._tap import Record, probe, tap
 
 _PASSES = ("_funcamp_forward", "_funcamp_backward")
@@ -124,12 +124,12 @@ def track_scales(
 
 def _with_taps(module: nn.Module, chosen: Chosen, sample: int | None) -> tuple[nn.Module, tuple[str, ...]]:
     """A copy of a module's structure, its tensors shared, and the paths of what is tapped in it."""
-    for kind in (torch.jit.ScriptModule, torch._dynamo.OptimizedModule):
-        if isinstance(module, kind):
-            raise TypeError(
-                "track_scales: module must be the module itself, compiled afterwards with what calls it; "
-                f"got a {type(module).__name__}"
-            )
+    # A compiled module, by what it holds: naming its class would import Dynamo, which takes seconds.
+    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+        raise TypeError(
+            "track_scales: module must be the module itself, compiled afterwards with what calls it; "
+            f"got a {type(module).__name__}"
+        )
     if any(_PASSES[0] in part._buffers for part in module.modules()):
         raise ValueError("track_scales: module must not be tracked already; got one with taps")
     names = _choose(module, chosen)
@@ -182,11 +182,7 @@ def _tap_outputs(sample: int | None, part: nn.Module, _: Any, outputs: Any) -> A
         return outputs
     leaves, spec = _tree.flatten(outputs)
     record = Record(Stats(forward), Stats(backward))
-    return _tree.unflatten([tap(leaf, record, sample=sample) if _has_values(leaf) else leaf for leaf in leaves], spec)
-
-
-def _has_values(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and leaf.layout == torch.strided
+    return _tree.unflatten([tap(leaf, record, sample=sample) if has_values(leaf) else leaf for leaf in leaves], spec)
 
 
 def _rows(names: Iterable[str], probes: dict[str, Record]) -> dict[str, Tensor]:

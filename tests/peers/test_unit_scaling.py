@@ -53,6 +53,13 @@ class Attention(nn.Module):
 CASES = {"mlp": (MLP, (64, 16)), "conv": (Conv, (8, 3, 8, 8)), "attention": (Attention, (4, 10, 16))}
 
 
+def case(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    kind, shape = CASES[name]
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(shape)
+    return model, x, torch.randn_like(model(x))
+
+
 def ours(model: nn.Module, x: Tensor, backward: Tensor) -> dict[str, tuple[float, float]]:
     tracked = track_scales(model, sample=None)
     params = {name: value.detach() for name, value in model.named_parameters()}
@@ -64,10 +71,7 @@ def ours(model: nn.Module, x: Tensor, backward: Tensor) -> dict[str, tuple[float
 def test_analyse_module_shows_the_same(name: str) -> None:
     from unit_scaling.utils import analyse_module
 
-    kind, shape = CASES[name]
-    torch.manual_seed(0)
-    model, x = kind(), torch.randn(shape)
-    backward = torch.randn_like(model(x))
+    model, x, backward = case(name)
     code = analyse_module(
         copy.deepcopy(model), x.clone().requires_grad_(), backward, recurse_modules=False, syntax_highlight=False
     )
@@ -82,10 +86,7 @@ def test_analyse_module_shows_the_same(name: str) -> None:
 def test_their_track_scales_measures_the_same(name: str) -> None:
     from unit_scaling.transforms import track_scales as theirs
 
-    kind, shape = CASES[name]
-    torch.manual_seed(0)
-    model, x = kind(), torch.randn(shape)
-    backward = torch.randn_like(model(x))
+    model, x, backward = case(name)
     twin = theirs(copy.deepcopy(model))
     twin(x).backward(backward)
     metrics = [node.meta["metrics"] for node in twin.scales_graph().nodes if "metrics" in node.meta]

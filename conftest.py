@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import funcamp
+from funcamp import distributed
 
 
 @pytest.fixture(autouse=True)
 def _names(doctest_namespace: dict[str, object]) -> None:
     doctest_namespace["torch"] = torch
+    doctest_namespace["distributed"] = distributed
     doctest_namespace.update({name: getattr(funcamp, name) for name in funcamp.__all__})

@@ -12,6 +12,7 @@ from funcamp import _tree
 from funcamp._flat import FlatParams, lay_out
 from funcamp._layout import identity
 from funcamp._policy import Policy
+from funcamp._shards import Shards, outline, whole
 from funcamp._types import Tree
 
 
@@ -117,8 +118,27 @@ def _refuse_ties(call: str, params: Tree) -> None:
 
 def refresh(params: Tree, plan: Plan) -> Copies:
     """The copies of these parameters."""
+    if isinstance(params, Shards):  # a step makes them whole, in the compute dtype
+        return Copies((), plan)
     values = _tree.leaves(params)
     return Copies(tuple(values[number].to(plan.dtype) for number in plan.kept), plan)
+
+
+def for_step(params: Tree, copies: Copies) -> tuple[Tree, Copies]:
+    """The parameters and the copies of what the loss sees, whole: one all-gather a group where ranks hold slices."""
+    if not isinstance(params, Shards):
+        return params, copies
+    plan, slots = copies.plan, params.layout.slots
+    full = {slots[use.leaf].group: None for use in plan.uses if use.leaf is not None and not use.low}
+    # What is seen in both precisions comes in the wider one.
+    values = whole(params, full | {number: plan.dtype for number in plan.kept if number not in full}).groups
+    low = tuple(value.to(plan.dtype) for value in (values[number] for number in plan.kept) if value is not None)
+    return FlatParams(values, params.layout), Copies(low, plan)
+
+
+def full_size(params: Tree) -> Tree:
+    """A tree of the parameters' shapes, where ranks hold slices; else the parameters."""
+    return outline(params) if isinstance(params, Shards) else params
 
 
 def for_loss(params: Tree, copies: Copies) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:

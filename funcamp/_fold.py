@@ -17,6 +17,7 @@ memory; one in float64 does not, on a CPU or on a GPU with few float64 units.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,8 +37,16 @@ _RANGES = ((torch.float32, 2.0**-90, 2.0**-60, 2.0**180), (torch.float64, 2.0**-
 _ROW = 2048
 
 
-def judge(state: ScalerState, grads: Tree, reduce: Reduce | None) -> tuple[ScalerState, Tensor]:
-    """The state with its flag, and the norm of the unscaled gradients in float64, from one reading."""
+def judge(
+    state: ScalerState,
+    grads: Tree,
+    reduce: Reduce | None,
+    joined: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda squares, finite: (squares, finite),
+) -> tuple[ScalerState, Tensor]:
+    """The state with its flag, and the norm of the unscaled gradients in float64, from one reading.
+
+    joined: from the sum of squares and whether all is finite to the same over all ranks.
+    """
     inv_scale = _tree.settled(reciprocal(state))
     values = [unscaled(part, inv_scale) for leaf in _tree.leaves(grads) if leaf is not None for part in _parts(leaf)]
     values = [torch.view_as_real(value) if value.is_complex() else value for value in values]
@@ -49,6 +58,7 @@ def judge(state: ScalerState, grads: Tree, reduce: Reduce | None) -> tuple[Scale
             checks = torch.stack([_sum((value * small).abs().clamp(min=floor).square()) for value in chosen])
             squares = squares + torch.where(torch.isfinite(sums), sums, checks * large).sum()
             finite = finite & torch.isfinite(checks).all()
+    squares, finite = joined(squares, finite)
     flag = ((state.found_inf != 0) | ~finite).float()
     if reduce is not None:
         flag = reduced("make_train_step", reduce, flag)

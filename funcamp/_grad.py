@@ -85,14 +85,14 @@ def differentiate(
     has_aux: bool,
     engine: Engine,
     *,
-    parts: int = 1,
+    weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
     holding: Holding | None = None,
 ) -> tuple[list[Tensor], Tensor, Any]:
-    """Gradients of scale * loss / parts with respect to every input, still scaled; the loss and aux as returned."""
+    """Gradients of scale * weigh(loss) with respect to every input, still scaled; the loss and aux as returned."""
 
     def scaled_loss(inner: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Any]]:
         loss, aux = _split(call, loss_of(inner), has_aux)
-        return scale(state, loss if parts == 1 else loss / parts), (loss, aux)
+        return scale(state, weigh(loss)), (loss, aux)
 
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()

@@ -17,6 +17,7 @@ from funcamp._groups import GroupedOptimizer, check_optimizer
 from funcamp._module import ModuleLoss
 from funcamp._options import Options
 from funcamp._policy import Policy, check_policy
+from funcamp._spread import Alone
 from funcamp._step import TrainStep
 from funcamp._types import Reduce
 
@@ -44,6 +45,7 @@ def make_train_step(
     probes: Iterable[str] | None = None,
     flat: bool = True,
     group: Callable[[str, Tensor], str] | None = None,
+    parallel: Alone | None = None,
 ) -> TrainStep:
     """Build a pure training step from a loss function and an optimizer.
 
@@ -81,6 +83,7 @@ def make_train_step(
             `numerics.track_scales` made.
         flat: hold the parameters in a `FlatParams`, so that launches do not grow with the number of tensors.
         group: the groups of flat storage, as in `ravel`; by default those of the optimizer, or matrices and vectors.
+        parallel: a `distributed.DataParallel`: every rank takes its batch, and the step is one of all.
 
     Returns:
         A `TrainStep`: call it as `(state, batch) -> (state, metrics)`; its `init` makes the first `TrainState`, its
@@ -150,8 +153,21 @@ def make_train_step(
         probes=_probe_names(call, loss_fn, probes),
         flat=bool(flat),
         group=group,
+        parallel=_check_parallel(call, parallel, flat=bool(flat), by_leaf=bool(found_inf_by_leaf)),
     )
     return TrainStep(loss_fn, optimizer, config, options)
+
+
+def _check_parallel(call: str, parallel: Alone | None, *, flat: bool, by_leaf: bool) -> Alone:
+    if parallel is None:
+        return Alone()
+    if not isinstance(parallel, Alone):
+        raise TypeError(f"{call}: parallel must be a distributed.DataParallel; got {parallel!r}")
+    if parallel.shard and not flat:
+        raise ValueError(f"{call}: flat must be True with {parallel!r}; got False")
+    if parallel.shard and by_leaf:
+        raise ValueError(f"{call}: found_inf_by_leaf must be False with {parallel!r}; got True")
+    return parallel
 
 
 def _probe_names(call: str, loss_fn: Any, probes: Iterable[str] | None) -> tuple[str, ...]:

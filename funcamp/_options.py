@@ -9,6 +9,7 @@ from torch import Tensor
 
 from funcamp._grad import Engine
 from funcamp._policy import Policy
+from funcamp._spread import Alone
 from funcamp._types import Reduce
 
 
@@ -31,3 +32,4 @@ class Options(NamedTuple):
     probes: tuple[str, ...]
     flat: bool
     group: Callable[[str, Tensor], str]
+    parallel: Alone

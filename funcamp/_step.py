@@ -12,7 +12,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._by_leaf import found_inf_by_leaf
 from funcamp._config import ScalerConfig
-from funcamp._copies import clone, for_loss, gather, refresh, store
+from funcamp._copies import clone, for_loss, for_step, full_size, gather, refresh, store
 from funcamp._ema import ema_update
 from funcamp._fold import judge, unscale_and_clip
 from funcamp._grad import around_backward, differentiate
@@ -20,6 +20,7 @@ from funcamp._limits import exhausted, saturated
 from funcamp._options import Options
 from funcamp._rulebook import init
 from funcamp._scaler import unscale
+from funcamp._spread import weighed
 from funcamp._state import ScalerState
 from funcamp._tap import Record, probe
 from funcamp._train_state import Metrics, TrainState, export, restore
@@ -75,6 +76,8 @@ class TrainStep:
         with torch.no_grad():  # parameters given may require it
             group = options.group if options.flat else None
             stored, copies = store(call, params, options.policy, self.loss_fn, group)
+            stored, buffers = options.parallel.stored(options.parallel.same(stored)), options.parallel.same(buffers)
+            copies = refresh(stored, copies.plan)
         device = next((leaf.device for leaf in _tree.leaves(stored) if leaf is not None), None)
         if device is None:
             raise ValueError(f"init: params must hold a tensor; got {params!r}")
@@ -102,7 +105,7 @@ class TrainStep:
             tensor(3.)
         """
         with torch.no_grad():
-            inputs, build = for_loss(state.params, state.copies)
+            inputs, build = for_loss(*for_step(state.params, state.copies))
             return self._call(build(inputs), self._probes(state), state.buffers, state.scaler, batch)
 
     def compute_params(self, state: TrainState) -> Tree:
@@ -116,7 +119,7 @@ class TrainStep:
             >>> step.compute_params(step.init({"w": torch.ones(1, 2)}))
             {'w': tensor([[1., 1.]], dtype=torch.bfloat16)}
         """
-        inputs, build = for_loss(state.params, state.copies)
+        inputs, build = for_loss(*for_step(state.params, state.copies))
         values = [value.detach() for value in inputs]
         # Outside of a program the next donated step would write new values into these.
         return build(values if torch.compiler.is_dynamo_compiling() else [value.clone() for value in values])
@@ -166,20 +169,22 @@ class TrainStep:
         """
         if not isinstance(state, TrainState):
             raise TypeError(f"step: state must be a TrainState, as init makes it; got {state!r}")
-        options = self._options
-
-        probes = self._probes(state)
+        options, parallel = self._options, self._options.parallel
+        probes, share = self._probes(state), parallel.share(batch)
+        held = state._replace(**dict(zip(("params", "copies"), for_step(state.params, state.copies))))
 
         def one(buffers: dict[str, Tensor], piece: Any, parts: int) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
-            return self._gradients(state, probes, buffers, piece, parts)
+            return self._gradients(held, probes, buffers, piece, lambda loss: weighed(loss, share, parts))
 
         if options.accumulate == 1:
             (grads, records), loss, buffers, aux = one(state.buffers, batch, 1)
         else:
             (grads, records), loss, buffers, aux = accumulate_window(
-                one, (state.params, probes), state.buffers, batch, options.accumulate, scan=options.scan
+                one, (full_size(state.params), probes), state.buffers, batch, options.accumulate, scan=options.scan
             )
-        scaler, norm = judge(state.scaler, grads, options.reduce)
+        grads = parallel.summed(grads)
+        loss, buffers = parallel.means(share, loss, state.buffers, buffers)
+        scaler, norm = judge(state.scaler, grads, options.reduce, parallel.joined)
         by_leaf = found_inf_by_leaf(unscale(state.scaler, grads)) if options.found_inf_by_leaf else ()
         grads = unscale_and_clip(state.scaler, grads, norm, options.max_norm, options.max_value)
         new = self.optimizer.update(state.params, grads, state.opt_state)
@@ -239,7 +244,12 @@ class TrainStep:
             return self.loss_fn(tree, *(value for value, wanted in given if wanted), batch)
 
     def _gradients(
-        self, state: TrainState, probes: dict[str, Record], buffers: dict[str, Tensor], batch: Any, parts: int
+        self,
+        state: TrainState,
+        probes: dict[str, Record],
+        buffers: dict[str, Tensor],
+        batch: Any,
+        weigh: Callable[[Tensor], Tensor],
     ) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
         """Scaled gradients as a tree like the stored parameters and the probes, the loss, the buffers after it, aux."""
         inputs, build_params = for_loss(state.params, state.copies)
@@ -254,7 +264,7 @@ class TrainStep:
 
         engine, holding = self._options.engine, around_backward(self.loss_fn, build if rows else build_params)
         grads, loss, aux = differentiate(
-            "step", state.scaler, loss_of, inputs + rows, beside, engine, parts=parts, holding=holding
+            "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding
         )
         records = _tree.unflatten(grads[len(inputs) :], spec)
         after = buffers

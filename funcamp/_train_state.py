@@ -8,7 +8,8 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._copies import Copies, refresh
-from funcamp._flat import collapse, expand
+from funcamp._flat import FlatParams, collapse, expand
+from funcamp._shards import Shards, cut, joined_slice, outline, slice_of, whole
 from funcamp._state import ScalerState
 from funcamp._types import Tree
 
@@ -69,7 +70,7 @@ class Metrics(NamedTuple):
 
 def export(state: TrainState) -> dict[str, Tensor]:
     """Copies of every tensor under its dotted name."""
-    tree = expand(_without_copies(state))
+    tree = expand(gather_state(_without_copies(state)))
     pairs = zip(_tree.names(tree), _tree.leaves(tree))
     return {name: leaf.detach().clone() for name, leaf in pairs if leaf is not None}
 
@@ -79,7 +80,7 @@ def restore(saved: dict[str, Tensor], like: TrainState) -> TrainState:
     if not isinstance(like, TrainState) or not isinstance(saved, dict):
         raise TypeError(f"load_state_dict: like must be a TrainState and saved a dict; got {like!r} and {saved!r}")
     stored = _without_copies(like)
-    tree = expand(stored)
+    tree = expand(_tree.map_nodes(Shards, outline, stored))
     leaves, spec = _tree.flatten(tree)
     names = [None if leaf is None else name for name, leaf in zip(_tree.names(tree), leaves)]
     odd = set(saved) ^ {name for name in names if name is not None}
@@ -98,7 +99,98 @@ def restore(saved: dict[str, Tensor], like: TrainState) -> TrainState:
                 f"load_state_dict: saved[{name!r}] must be like {_tree.describe(leaf)}; got {_tree.describe(value)}"
             )
         new.append(value.detach().to(leaf.device, copy=True))
-    state: TrainState = collapse(stored, _tree.unflatten(new, spec))
+    full = collapse(_tree.map_nodes(Shards, outline, stored), _tree.unflatten(new, spec))
+    state: TrainState = _tree.map_nodes(Shards, lambda node, part: cut(part, node.ranks), stored, full)
+    return state._replace(copies=refresh(state.params, like.copies.plan))
+
+
+def gather_state(state: TrainState) -> TrainState:
+    """The state that one process alone would hold, from the slices of all ranks.
+
+    One all-gather for each group of the parameters, of each entry of the optimizer and of the average: every rank must
+    call. For saving with the plain names of parameters, for evaluation by another step, for going on without shards.
+
+    Args:
+        state: a state of a step with `DataParallel(shard=True)`; one of another step is returned as it is.
+
+    Returns:
+        The `TrainState` whose trees are `FlatParams`; the compute copies come with it. No host sync.
+
+    Raises:
+        TypeError: state is no `TrainState`.
+
+    Example:
+        >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+        >>> state = make_train_step(loss_fn, stateless(torch.optim.SGD)).init()
+        >>> distributed.gather_state(state).params is state.params
+        True
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"gather_state: state must be a TrainState; got {state!r}")
+    if not isinstance(state.params, Shards):
+        return state
+    full: TrainState = _tree.map_nodes(Shards, whole, state)
+    return full._replace(copies=refresh(full.params, state.copies.plan))
+
+
+def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
+    """A state as torch.distributed.checkpoint saves it: each rank its slices, as DTensors, beside what all hold.
+
+    `dcp.save(sharded_state_dict(state), checkpoint_id=path)`. To restore, on any number of ranks: make a state by
+    `init`, let `dcp.load` fill `saved = sharded_state_dict(like)`, and give that to `load_sharded_state_dict`. Tensors
+    are copies. Every rank must call; no host sync.
+
+    Args:
+        state: a state of a step with `DataParallel`.
+
+    Returns:
+        Tensors by dotted name: of flat storage the groups, not the single parameters. Compute copies are left out.
+
+    Raises:
+        TypeError: state is no `TrainState`.
+
+    Example:
+        >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+        >>> state = make_train_step(loss_fn, stateless(torch.optim.SGD)).init()
+        >>> list(distributed.sharded_state_dict(state))[:4]
+        ['step', 'skipped', 'consecutive_skips', 'params.0']
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"sharded_state_dict: state must be a TrainState; got {state!r}")
+    tree = _tree.map_nodes(FlatParams, slice_of, _without_copies(state))
+    pairs = zip(_tree.names(tree), _tree.leaves(tree))
+    return {name: leaf.detach().clone() for name, leaf in pairs if leaf is not None}
+
+
+def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> TrainState:
+    """The state in what `sharded_state_dict` gave and `torch.distributed.checkpoint.load` filled; no sync.
+
+    Args:
+        saved: the dict.
+        like: the state it was made of, from `init`, with this process's ranks.
+
+    Returns:
+        The `TrainState`.
+
+    Raises:
+        TypeError: like is no `TrainState`.
+        ValueError: saved has other names than like.
+
+    Example:
+        >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+        >>> like = make_train_step(loss_fn, stateless(torch.optim.SGD)).init()
+        >>> saved = distributed.sharded_state_dict(like)
+        >>> distributed.load_sharded_state_dict(saved, like).step
+        tensor(0)
+    """
+    names = list(sharded_state_dict(like))
+    if not isinstance(saved, dict) or list(saved) != names:
+        raise ValueError("load_sharded_state_dict: saved must be what sharded_state_dict(like) gave; got other names")
+    stored = _without_copies(like)
+    leaves, spec = _tree.flatten(stored)
+    given = iter(saved.values())
+    new = [None if leaf is None else joined_slice(next(given), leaf) for leaf in leaves]
+    state: TrainState = _tree.unflatten(new, spec)
     return state._replace(copies=refresh(state.params, like.copies.plan))
 
 

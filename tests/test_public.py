@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import funcamp
-from funcamp import numerics
+from funcamp import distributed, numerics
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"_types"},
+    {"_ranks"},
     {"_advice", "_tree", "_constants", "_recompute", "_whole", "_formats"},
     {"_stats"},
     {"_tap"},
@@ -27,6 +28,8 @@ LAYERS = [
     {"_rulebook"},
     {"_layout", "_policy", "_module"},
     {"_flat", "_track"},
+    {"_shards"},
+    {"_spread"},
     {
         "_scaler",
         "_update",
@@ -61,7 +64,11 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("name", [*funcamp.__all__, *(f"numerics.{name}" for name in numerics.__all__)])
+PUBLIC = [*funcamp.__all__]
+PUBLIC += [f"{module.__name__[8:]}.{name}" for module in (numerics, distributed) for name in module.__all__]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_is_documented(name: str) -> None:
     value = operator.attrgetter(name)(funcamp)
     doc = inspect.getdoc(value) or ""
@@ -107,8 +114,8 @@ def test_readme_code_runs() -> None:
 
 def test_readme_names_every_public_name_and_its_files_exist() -> None:
     readme = (ROOT / "README.md").read_text()
-    names = [*funcamp.__all__, *numerics.__all__]
-    missing = [name for name in names if f"`{name}" not in readme and f"numerics.{name}" not in readme]
+    names = [*funcamp.__all__, *numerics.__all__, *distributed.__all__]
+    missing = [n for n in names if not re.search(rf"(`|numerics\.|distributed\.){n}\b", readme)]
     assert not missing
     for target in re.findall(r"\]\((?!https?://|#)([^)]+)\)", readme):
         assert (ROOT / target.split("#")[0]).exists(), target

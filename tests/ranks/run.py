@@ -1,0 +1,44 @@
+"""Run the cases on this rank, one after the other: `torchrun ... -m tests.ranks.run FOLDER [CASE ...]`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks import CASES
+
+TIMEOUT = datetime.timedelta(seconds=120)
+
+
+def main(folder: str, chosen: list[str]) -> None:
+    """Write, after each case, what this rank has found: an empty string, or how it failed."""
+    warnings.simplefilter("error", UserWarning)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found: dict[str, str] = {}
+    for name, (worlds, case) in CASES.items():
+        if world not in worlds or (chosen and name not in chosen):
+            continue
+        torch.manual_seed(0)
+        try:
+            case()
+            found[name] = ""
+        except BaseException:
+            found[name] = traceback.format_exc()
+        Path(folder, f"{rank}.json").write_text(json.dumps(found))
+        torch._dynamo.reset()
+        if found[name]:  # the others may wait in a collective: nothing after it would be told apart
+            sys.exit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,266 @@
+"""The data-parallel step against one process that sees every batch whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import funcamp
+from funcamp import distributed
+from tests.helpers import assert_same, difference
+from tests.models import Task, cnn, mlp, tied
+from tests.ranks import case
+from tests.ranks.tools import assert_equal_on_all_ranks, collectives, mine, rank, world
+
+#: A scale far too high for float16 again and again, and never nearly too high: there the order of a sum decides.
+HIGH = funcamp.ScalerConfig(init_scale=2.0**30, growth_factor=128.0, backoff_factor=1 / 128, growth_interval=3)
+
+
+def made(task: Task, config: funcamp.ScalerConfig = HIGH, **options: Any) -> funcamp.TrainStep:
+    adamw = funcamp.stateless(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    options = {"policy": "float16", "max_norm": 1.0, **options}
+    return funcamp.make_train_step(funcamp.module_loss(task.model, task.criterion), adamw, config, **options)
+
+
+def trained(step: Any, run: Any, batch: Callable[[int], Any], steps: int) -> tuple[Any, list[Any]]:
+    """The last state, and of every step the loss, the norm, the scale and the flag."""
+    state, seen = step.init(), []
+    for number in range(steps):
+        state, metrics = run(state, batch(number))
+        seen.append((metrics.loss.clone(), metrics.grad_norm.clone(), metrics.scale.item(), metrics.found_inf.item()))
+    return state, seen
+
+
+def compare(task: Task, steps: int, compiled: Callable[[Any], Any] = lambda step: step, **options: Any) -> Any:
+    """Train on all ranks and alone, and compare; the last state of the ranks."""
+    parallel = distributed.DataParallel(**options.pop("parallel", {}))
+    step, alone = made(task, parallel=parallel, **options), made(task, **options)
+    state, seen = trained(step, compiled(step), lambda number: mine(task.batch(number)), steps)
+    expected, expected_seen = trained(alone, alone, task.batch, steps)
+    assert [row[2:] for row in seen] == [row[2:] for row in expected_seen], (seen, expected_seen)
+    assert {row[3] for row in seen} == {0.0, 1.0}, "no step was skipped, or every one"
+    for (loss, norm, _, found), (other, other_norm, *_) in zip(seen, expected_seen):
+        torch.testing.assert_close(loss, other, rtol=2e-3, atol=2e-3)
+        if not found:
+            torch.testing.assert_close(norm, other_norm, rtol=2e-2, atol=1e-4)
+    assert_equal_on_all_ranks(seen[-1][:2])
+    full = distributed.gather_state(state)
+    assert_equal_on_all_ranks(full)
+    assert difference(full.params, expected.params) < 0.02
+    assert_same((full.step, full.skipped, full.scaler), (expected.step, expected.skipped, expected.scaler))
+    return state
+
+
+@case(2, 4)
+def equals_one_process() -> None:
+    compare(mlp(), 24)
+    compare(tied(), 24)
+
+
+@case(2)
+def equals_one_process_with_a_tensor_a_parameter() -> None:
+    compare(mlp(), 24, flat=False)
+
+
+@case(2, 4)
+def equals_one_process_cut_over_ranks() -> None:
+    state = compare(mlp(), 24, parallel={"shard": True}, ema_decay=0.9)
+    compare(tied(), 24, parallel={"shard": True})
+    whole = sum(leaf.numel() for leaf in distributed.gather_state(state).params.groups)
+    held = sum(leaf.numel() for leaf in state.params.groups)
+    assert held == -(-whole // world())
+    assert not state.copies.values
+
+
+@case(2)
+def equals_one_process_with_accumulation() -> None:
+    task = mlp()
+
+    def windows(number: int) -> tuple[Tensor, Tensor]:
+        x, y = task.batch(number)
+        return x.unflatten(0, (2, -1)).transpose(0, 1), y.unflatten(0, (2, -1)).transpose(0, 1)
+
+    def pieces(number: int) -> tuple[Tensor, Tensor]:
+        x, y = windows(number)  # examples first, for `mine`; then windows first again
+        return x, y
+
+    for shard in (False, True):
+        parallel = distributed.DataParallel(shard=shard)
+        step, alone = made(task, parallel=parallel, accumulate=2), made(task, accumulate=2)
+
+        def part(number: int) -> Any:
+            return tuple(leaf.transpose(0, 1).contiguous() for leaf in mine(pieces(number)))
+
+        def all_of_it(number: int) -> Any:
+            return tuple(leaf.transpose(0, 1).contiguous() for leaf in pieces(number))
+
+        state, seen = trained(step, step, part, 20)
+        expected, expected_seen = trained(alone, alone, all_of_it, 20)
+        assert [row[2:] for row in seen] == [row[2:] for row in expected_seen]
+        assert difference(distributed.gather_state(state).params, expected.params) < 0.02
+
+
+@case(2)
+def compiled_equals_one_process() -> None:
+    for shard in (False, True):
+        compare(
+            mlp(), 16, lambda step: torch.compile(step, fullgraph=True, backend="aot_eager"), parallel={"shard": shard}
+        )
+
+
+@case(2)
+def jit_equals_one_process() -> None:
+    for shard in (False, True):
+        compare(mlp(), 16, funcamp.jit, parallel={"shard": shard})
+
+
+@case(2, 4)
+def an_overflow_on_one_rank_alone_skips_on_all() -> None:
+    task = mlp()
+    low = funcamp.ScalerConfig(init_scale=8.0)
+    for shard in (False, True):
+        step = made(task, low, parallel=distributed.DataParallel(shard=shard))
+        before = step.init()
+        x, y = mine(task.batch(0))
+        for culprit in range(world()):
+            poisoned = torch.full_like(x, float("inf")) if rank() == culprit else x
+            after, metrics = step(before, (poisoned, y))
+            assert metrics.found_inf == 1.0
+            assert_same(after.params, before.params)
+            assert_same(after.opt_state, before.opt_state)
+            assert after.scaler.scale == 4.0
+        assert step(before, (x, y))[1].found_inf == 0.0
+
+
+@case(2)
+def collectives_are_one_a_group_and_one_for_the_rest() -> None:
+    task = tied()
+    batch = mine(task.batch(0))
+    for accumulate in (1, 4):
+        given = batch if accumulate == 1 else tuple(torch.stack([leaf] * accumulate) for leaf in batch)
+        step = made(task, parallel=distributed.DataParallel(), accumulate=accumulate)
+        state = step.init()
+        groups = len(state.params.groups)
+        assert 1 < groups < 7
+        assert collectives(step, state, given) == {"all_reduce": groups + 1}
+        plain = made(task, parallel=distributed.DataParallel(), accumulate=accumulate, flat=False, policy=None)
+        assert collectives(plain, plain.init(), given) == {"all_reduce": 2}
+        cut = made(task, parallel=distributed.DataParallel(shard=True), accumulate=accumulate)
+        found = collectives(cut, cut.init(), given)
+        assert found == {"all_reduce": 2, "reduce_scatter_tensor": groups, "all_gather_into_tensor": groups}
+
+
+@case(2, 4)
+def uneven_batches_count_by_their_weight() -> None:
+    task, sizes = mlp(), [5, 0, 8, 3][: world()]
+    whole = task.batch(0)
+    total = sum(sizes)
+    ends = [sum(sizes[: number + 1]) for number in range(world())]
+    expected_batch = tuple(leaf[:total] for leaf in whole)
+    my_batch = tuple(leaf[ends[rank()] - sizes[rank()] : ends[rank()]] for leaf in whole)
+    low = funcamp.ScalerConfig(init_scale=8.0)
+    alone = made(task, low)
+    expected, expected_metrics = alone(alone.init(), expected_batch)
+    weights: list[Callable[[Any], Any]] = [
+        lambda batch: len(batch[0]),
+        lambda batch: torch.ones_like(batch[1], dtype=torch.int64).sum(),
+    ]
+    for weight in weights:
+        for shard in (False, True):
+            step = made(task, low, parallel=distributed.DataParallel(shard=shard, weight=weight))
+            state, metrics = step(step.init(), my_batch)
+            torch.testing.assert_close(metrics.loss, expected_metrics.loss, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(metrics.grad_norm, expected_metrics.grad_norm, rtol=1e-2, atol=1e-4)
+            assert metrics.found_inf == 0.0
+            assert difference(distributed.gather_state(state).params, expected.params) < 0.02
+            assert_equal_on_all_ranks(distributed.gather_state(state))
+
+
+@case(2)
+def weights_must_be_numbers_or_scalars() -> None:
+    step = made(mlp(), parallel=distributed.DataParallel(weight=lambda batch: batch[1]))
+    with pytest.raises(ValueError, match=r"weight must return a tensor of shape \(\)"):
+        step(step.init(), mine(mlp().batch(0)))
+
+
+@case(2)
+def buffers_are_averaged_and_equal_on_all_ranks() -> None:
+    task = cnn()
+    task.model.register_buffer("mask", torch.tensor([0.0, -float("inf"), 1 / 3]))
+    low = funcamp.ScalerConfig(init_scale=8.0)
+    step = made(task, low, parallel=distributed.DataParallel())
+    local = made(task, low, parallel=distributed.DataParallel(mean_buffers=False))
+    state, own = step.init(), local.init()
+    batch = mine(task.batch(0))
+    after, _ = step(state, batch)
+    kept, _ = local(own, batch)
+    assert_equal_on_all_ranks(after.buffers)
+    assert_same(after.buffers["mask"], task.model.mask)
+    for name, value in kept.buffers.items():
+        if value.is_floating_point() and name != "mask":
+            total = value.clone()
+            torch.distributed.all_reduce(total)
+            torch.testing.assert_close(after.buffers[name], total / world())
+    assert not torch.equal(kept.buffers["1.running_mean"], after.buffers["1.running_mean"])
+
+
+@case(2)
+def init_begins_with_the_first_ranks_values() -> None:
+    task = mlp()
+    with torch.no_grad():
+        for param in task.model.parameters():
+            param.add_(rank())
+    for shard in (False, True):
+        state = made(task, parallel=distributed.DataParallel(shard=shard)).init()
+        full = distributed.gather_state(state)
+        assert_equal_on_all_ranks(full)
+        assert_same(full.params, made(mlp()).init().params)
+
+
+@case(2)
+def gradients_may_be_summed_in_another_precision() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for shard in (False, True):
+            compare(mlp(), 12, parallel={"dtype": dtype, "shard": shard})
+
+
+@case(2)
+def what_cannot_be_cut_is_refused() -> None:
+    task = mlp()
+    loss_fn = funcamp.module_loss(task.model, task.criterion)
+    parallel = distributed.DataParallel(shard=True)
+    adamw = funcamp.stateless(torch.optim.AdamW)
+    options: Any
+    for options, name in (({"flat": False}, "flat"), ({"found_inf_by_leaf": True}, "found_inf_by_leaf")):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            funcamp.make_train_step(loss_fn, adamw, parallel=parallel, **options)
+    with pytest.raises(TypeError, match=r"parallel must be a distributed\.DataParallel; got 'all'"):
+        funcamp.make_train_step(loss_fn, adamw, parallel="all")  # type: ignore[arg-type]
+    muon = funcamp.make_train_step(loss_fn, funcamp.stateless(torch.optim.Adafactor), parallel=parallel)
+    with pytest.raises(TypeError, match="only an elementwise optimizer takes them"):
+        muon.init()
+    state = funcamp.make_train_step(loss_fn, adamw, parallel=parallel).init()
+    with pytest.raises(TypeError, match=r"distributed\.gather_state makes them whole"):
+        state.params.tree()
+
+
+@case(2)
+def groups_of_hyperparameters_are_cut_too() -> None:
+    task = mlp()
+    loss_fn = funcamp.module_loss(task.model, task.criterion)
+    sgd = {
+        label: funcamp.stateless(torch.optim.SGD, lr=lr, momentum=0.9)
+        for label, lr in (("matrix", 0.1), ("vector", 0.0))
+    }
+    step = funcamp.make_train_step(loss_fn, funcamp.by_group(sgd), parallel=distributed.DataParallel(shard=True))
+    alone = funcamp.make_train_step(loss_fn, funcamp.by_group(sgd))
+    state, expected = step.init(), alone.init()
+    for number in range(3):
+        state, _ = step(state, mine(task.batch(number)))
+        expected, _ = alone(expected, task.batch(number))
+    assert difference(distributed.gather_state(state).params, expected.params) < 1e-5
+    assert len(step.state_dict(state)) == len(alone.state_dict(expected))

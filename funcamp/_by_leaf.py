@@ -7,6 +7,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._flat import FlatParams, expand
+from funcamp._mesh import agreed, local, settled_sum
 from funcamp._scaler import all_finite
 from funcamp._types import Tree
 
@@ -32,8 +33,10 @@ def found_inf_by_leaf(grads: Tree) -> Tensor:
         (tensor([False,  True]), ['b'])
     """
     flat, _ = _tree.tensors("found_inf_by_leaf", "grads", expand(grads))
-    flags = [~all_finite(leaf) for leaf in flat if leaf is not None]
-    return torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool)
+    leaves = [settled_sum(leaf) for leaf in flat if leaf is not None]
+    if not leaves:
+        return torch.zeros(0, dtype=torch.bool)
+    return agreed(torch.stack([~all_finite(local(leaf)) for leaf in leaves]), leaves)
 
 
 def leaf_names(tree: Tree) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._mesh import Across, groups, local, settled_sum, total
 from funcamp._types import Tree
 
 
@@ -39,10 +40,10 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]
     """
     flat, spec = _tree.parameters("clip_grad_norm", "grads", grads)
     check_limit("clip_grad_norm", "max_norm", max_norm)
-    norms = [torch.linalg.vector_norm(leaf, dtype=_norm_dtype(leaf)) for leaf in flat if leaf is not None]
+    norms = [_norm(over, leaves) for over, leaves in groups([settled_sum(leaf) for leaf in flat if leaf is not None])]
     if not norms:
         return grads, torch.zeros(())
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
     factor = coefficient(max_norm, norm)
     return _tree.map_leaves(lambda leaf: leaf * factor.to(leaf.device), flat, spec), norm
 
@@ -103,6 +104,13 @@ def clamp(leaf: Tensor, max_value: float | Tensor) -> Tensor:
         max_value = max_value.to(leaf.dtype)
         return torch.minimum(torch.maximum(leaf, -max_value), max_value)
     return leaf.clamp(-max_value, max_value)
+
+
+def _norm(over: Across | None, leaves: list[Tensor]) -> Tensor:
+    """Of tensors whose parts lie over the same ranks."""
+    parts = [local(leaf) for leaf in leaves]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x, dtype=_norm_dtype(x)) for x in parts]))
+    return norm if over is None else total(norm.square(), over).sqrt()
 
 
 def _norm_dtype(leaf: Tensor) -> torch.dtype | None:

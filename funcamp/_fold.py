@@ -24,6 +24,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._clip import clamp, coefficient
+from funcamp._mesh import Across, agreed, groups, local, total
 from funcamp._rules import widen
 from funcamp._scaler import reciprocal, reduced, unscaled
 from funcamp._state import ScalerState, replace
@@ -48,21 +49,33 @@ def judge(
     joined: from the sum of squares and whether all is finite to the same over all ranks.
     """
     inv_scale = _tree.settled(reciprocal(state))
-    values = [unscaled(part, inv_scale) for leaf in _tree.leaves(grads) if leaf is not None for part in _parts(leaf)]
-    values = [torch.view_as_real(value) if value.is_complex() else value for value in values]
+    leaves = [leaf for leaf in _tree.leaves(grads) if leaf is not None]
     squares, finite = torch.zeros_like(widen(state.scale)), torch.ones_like(state.scale, dtype=torch.bool)
-    for dtype, small, floor, large in _RANGES:
-        chosen = [value for value in values if value.dtype == dtype]
-        if chosen:
-            sums = torch.stack([_sum(value.square()) for value in chosen])
-            checks = torch.stack([_sum((value * small).abs().clamp(min=floor).square()) for value in chosen])
-            squares = squares + torch.where(torch.isfinite(sums), sums, checks * large).sum()
-            finite = finite & torch.isfinite(checks).all()
+    for over, members in groups(leaves):
+        parts = [part for leaf in members for part in _parts(local(leaf))]
+        squares, finite = _add(squares, finite, parts, inv_scale, over)
+    finite = ~agreed(~finite, leaves)
     squares, finite = joined(squares, finite)
     flag = ((state.found_inf != 0) | ~finite).float()
     if reduce is not None:
         flag = reduced("make_train_step", reduce, flag)
     return replace(state, found_inf=flag), squares.sqrt()
+
+
+def _add(
+    squares: Tensor, finite: Tensor, parts: list[Tensor], inv_scale: Tensor, over: Across | None
+) -> tuple[Tensor, Tensor]:
+    """The sum of squares and the verdict, with those of more gradients."""
+    values = [unscaled(part, inv_scale) for part in parts]
+    values = [torch.view_as_real(value) if value.is_complex() else value for value in values]
+    for dtype, small, floor, large in _RANGES:
+        chosen = [value for value in values if value.dtype == dtype]
+        if chosen:
+            sums = torch.stack([_sum(value.square()) for value in chosen])
+            checks = torch.stack([_sum((value * small).abs().clamp(min=floor).square()) for value in chosen])
+            squares = squares + total(torch.where(torch.isfinite(sums), sums, checks * large).sum(), over)
+            finite = finite & torch.isfinite(checks).all()
+    return squares, finite
 
 
 def _parts(leaf: Tensor) -> list[Tensor]:

@@ -15,6 +15,8 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from funcamp._mesh import agreed, is_distributed, local, settled_sum
+
 
 def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.device, list[Tensor]]:
     """The gradients of an optimizer's parameters; of a sparse one its values, of a float16 one coalesced first.
@@ -53,7 +55,7 @@ def unscale(grads: list[Tensor], inv_scale: Tensor, *, grows: bool = True) -> Te
     grows: whether inv_scale may be above 1; where it is known not to be, torch's one kernel is right.
     """
     found = torch.zeros_like(inv_scale)
-    for group in _by_dtype(grads):
+    for group in _by_dtype([local(grad) for grad in grads]):
         if type(group[0]) is not Tensor or not grows:
             found = torch.maximum(found, _by_torch(group, inv_scale))
             continue
@@ -66,20 +68,31 @@ def unscale(grads: list[Tensor], inv_scale: Tensor, *, grows: bool = True) -> Te
             finite = torch.isfinite(_times(_largest(group), inv_scale))
             _multiply(group, inv_scale)
         found = torch.maximum(found, (~finite).float())
-    return found
+    return _on_all_ranks(found, grads)
 
 
 def check(grads: list[Tensor], inv_scale: Tensor, scale: Tensor, *, grows: bool = True) -> Tensor:
     """Return the flag that unscaling would give, by multiplication or by division, and change nothing."""
     found = torch.zeros_like(inv_scale)
-    for group in _by_dtype(grads):
+    for group in _by_dtype([local(grad) for grad in grads]):
         if type(group[0]) is not Tensor or not grows:
             found = torch.maximum(found, _by_torch(group, torch.ones_like(inv_scale)))
             continue
         top = _largest(group)
         finite = torch.isfinite(_times(top, inv_scale)) & torch.isfinite(top / scale)
         found = torch.maximum(found, (~finite).float())
-    return found
+    return _on_all_ranks(found, grads)
+
+
+def _on_all_ranks(found: Tensor, grads: list[Tensor]) -> Tensor:
+    """The flag over the ranks of all DTensors. torch takes the first one's ranks for those of the whole list."""
+    spread = [grad for grad in grads if is_distributed(grad)]
+    if not spread:
+        return found
+    whole = [settled_sum(grad) for grad in spread]
+    sums = [local(total) for total, grad in zip(whole, spread) if total is not grad]
+    bad = [found != 0, *[~torch.isfinite(total).all() for total in sums]]
+    return agreed(torch.stack(bad).any(), whole).float()
 
 
 def _by_dtype(grads: list[Tensor]) -> list[list[Tensor]]:
@@ -115,7 +128,7 @@ def _multiply(grads: list[Tensor], inv_scale: Tensor) -> None:
 
 
 def _by_torch(grads: list[Tensor], inv_scale: Tensor) -> Tensor:
-    """Tensor subclasses go through torch's kernel: DTensor's own rule for it takes the MAX over its ranks."""
+    """By torch's kernel: for subclasses that know it, and where no product can overflow."""
     found = torch.zeros_like(inv_scale)
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
     return found

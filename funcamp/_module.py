@@ -142,7 +142,7 @@ def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Mo
         A `ModuleLoss`.
 
     Raises:
-        TypeError: model is no Module, or criterion is not callable.
+        TypeError: model is no Module, or under fully_shard, DDP or FSDP; criterion is not callable.
         ValueError: an embedding in it has max_norm, which writes its weight in the forward pass.
 
     Example:
@@ -156,6 +156,12 @@ def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Mo
     if not callable(criterion):
         raise TypeError(f"module_loss: criterion must be callable; got {criterion!r}")
     for name, module in model.named_modules():
+        if hasattr(module, "set_requires_gradient_sync") or hasattr(module, "no_sync"):
+            raise TypeError(
+                "module_loss: model must be the module itself, not under fully_shard, DDP or FSDP, whose hooks on their "
+                f"own parameters a function of parameters passes by; got {name or 'the module'} so. "
+                "Use make_train_step(..., parallel=distributed.DataParallel(shard=True)), or their loop with GradScaler"
+            )
         if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(
                 f"module_loss: model must not write its parameters in the forward pass; got max_norm={module.max_norm} "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._mesh import agreed, local, settled_sum
 from funcamp._rules import widen
 from funcamp._state import ScalerState, check_state, replace
 from funcamp._types import Reduce, Tree
@@ -117,11 +118,11 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
     state = check_state("unscale_and_check", state)
     flat, spec = _tree.gradients("unscale_and_check", "grads", grads, state.scale.device)
     inv_scale = reciprocal(state)
-    values = [None if leaf is None else unscaled(leaf, inv_scale) for leaf in flat]
+    values = [None if leaf is None else unscaled(settled_sum(leaf), inv_scale) for leaf in flat]
     found = state.found_inf != 0
     if finite := [_finite(leaf).to(found.device) for leaf in values if leaf is not None]:
         found = found | ~torch.stack(finite).all()
-    flag = found.float()
+    flag = agreed(found, values).float()
     if reduce is not None:
         flag = reduced("unscale_and_check", reduce, flag)
     return _tree.unflatten(values, spec), replace(state, found_inf=flag)
@@ -147,8 +148,10 @@ def all_finite(tree: Tree) -> Tensor:
         (tensor(True), tensor(False))
     """
     flat, _ = _tree.tensors("all_finite", "tree", tree)
-    finite = [_finite(leaf) for leaf in flat if leaf is not None]
-    return torch.stack(finite).all() if finite else torch.ones((), dtype=torch.bool)
+    values = [settled_sum(leaf) for leaf in flat if leaf is not None]
+    if not values:
+        return torch.ones((), dtype=torch.bool)
+    return ~agreed(~torch.stack([_finite(leaf) for leaf in values]).all(), values)
 
 
 def reciprocal(state: ScalerState) -> Tensor:
@@ -178,7 +181,7 @@ def _widened(leaf: Tensor) -> Tensor:
 def _finite(leaf: Tensor) -> Tensor:
     if leaf.layout == torch.sparse_coo:
         leaf = _widened(leaf).coalesce().values()
-    return torch.isfinite(leaf).all()
+    return torch.isfinite(local(leaf)).all()
 
 
 def reduced(call: str, reduce: Reduce, flag: Tensor) -> Tensor:

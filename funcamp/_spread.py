@@ -17,6 +17,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._flat import FlatParams
+from funcamp._mesh import as_part_of, local, settled_sum
 from funcamp._ranks import Ranks, all_reduce, broadcast, ranks_of
 from funcamp._shards import cut, summed_slices
 from funcamp._types import Tree
@@ -44,7 +45,8 @@ class Alone:
 
     def summed(self, grads: Tree) -> Tree:
         """Gradients over all ranks, laid out as the stored parameters."""
-        return grads
+        flat, spec = _tree.flatten(grads)
+        return _tree.map_leaves(settled_sum, flat, spec)
 
     def joined(self, squares: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of squares and the verdict on what all ranks hold."""
@@ -154,7 +156,9 @@ class DataParallel(Alone):
         flat, spec = _tree.flatten(grads)
         flat = [leaf if leaf is None or leaf.is_complex() else leaf.to(self._dtype or leaf.dtype) for leaf in flat]
         if not isinstance(grads, FlatParams):
-            return _tree.unflatten(_in_buckets(flat, self.ranks), spec)
+            values = [settled_sum(leaf) for leaf in flat]
+            sums = _in_buckets([leaf if leaf is None else local(leaf) for leaf in values], self.ranks)
+            return _tree.unflatten([as_part_of(leaf, part) for leaf, part in zip(values, sums)], spec)
         if self.shard:
             return summed_slices(FlatParams(tuple(flat), grads.layout), self.ranks)
         return _tree.map_leaves(lambda leaf: all_reduce(leaf, "sum", self.ranks), flat, spec)

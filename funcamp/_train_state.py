@@ -70,7 +70,7 @@ class Metrics(NamedTuple):
 
 def export(state: TrainState) -> dict[str, Tensor]:
     """Copies of every tensor under its dotted name."""
-    tree = expand(gather_state(_without_copies(state)))
+    tree = expand(_without_copies(gather_state(state)))
     pairs = zip(_tree.names(tree), _tree.leaves(tree))
     return {name: leaf.detach().clone() for name, leaf in pairs if leaf is not None}
 

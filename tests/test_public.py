@@ -16,7 +16,7 @@ from funcamp import distributed, numerics
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"_types"},
+    {"_types", "_mesh"},
     {"_ranks"},
     {"_advice", "_tree", "_constants", "_recompute", "_whole", "_formats"},
     {"_stats"},

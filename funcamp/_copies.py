@@ -60,6 +60,7 @@ def store(
     policy: Policy,
     loss_fn: Any,
     group: Callable[[str, Tensor], str] | None,
+    buckets: int = 1,
 ) -> tuple[Tree, Copies]:
     """The parameters as the state holds them, flat where group is given, and the copies of what the policy chooses."""
     known: frozenset[str] | None = getattr(loss_fn, "cast_names", None)
@@ -74,7 +75,11 @@ def store(
     if isinstance(params, FlatParams):
         flat = params
     elif group is not None:
-        flat = lay_out(call, params, group, lambda name, leaf: leaf.dim() > 1 and sorted(set(verdicts(name, leaf))))
+
+        def apart(name: str, leaf: Tensor) -> object:
+            return leaf.dim() > 1 and sorted(set(verdicts(name, leaf)))
+
+        flat = lay_out(call, params, group, apart, buckets)
     else:
         flat = None
     stored = clone(params) if flat is None else flat

@@ -154,9 +154,10 @@ def lay_out(
     params: Tree,
     group: Callable[[str, Tensor], str],
     apart: Callable[[str, Tensor], object] = lambda *_: None,
+    buckets: int = 1,
 ) -> FlatParams:
-    """As `ravel`; tensors of one label for which `apart` differs lie in groups of their own."""
-    layout, distinct = arrange(call, params, group, apart)
+    """As `ravel`; tensors of one label for which `apart` differs, or in another bucket, lie in groups of their own."""
+    layout, distinct = arrange(call, params, group, apart, buckets)
     return FlatParams(layout.join(distinct), layout)
 
 

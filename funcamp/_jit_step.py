@@ -204,6 +204,12 @@ class JitStep:
             return [], kept
 
         patches = {"triton.cudagraphs": False, "post_grad_custom_pre_pass": SnapshotWriteBacks(options.exact)}
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # Collectives as soon as their inputs are there, what needs them as late as it can.
+            patches |= {
+                "reorder_for_compute_comm_overlap": True,
+                "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+            }
         if options.exact:
             patches |= {"emulate_precision_casts": True, "fallback_random": True}
         # Graphs take the step at their first replay: this one is on clones.

@@ -116,9 +116,14 @@ def arrange(
     params: Tree,
     group: Callable[[str, Tensor], str],
     apart: Callable[[str, Tensor], object],
+    buckets: int,
 ) -> tuple[Layout, list[Tensor]]:
-    """The layout of a tree, and its tensors, one a slot: one group for each label, type, device and value of apart."""
+    """The layout of a tree, and its tensors, one a slot.
+
+    One group for each label, type, device, value of apart and bucket: so many parts of the tree, in its order.
+    """
     flat, spec = _tree.parameters(call, "params", params)
+    whole, before = sum(leaf.numel() for leaf in flat if leaf is not None), 0
     first: dict[Any, int] = {}
     leaves: list[int | None] = []
     distinct: list[Tensor] = []
@@ -134,13 +139,14 @@ def arrange(
         leaves.append(number)
         if number == len(distinct):
             distinct.append(leaf)
-            keys.append((label, leaf.dtype, leaf.device, str(apart(name, leaf))))
+            keys.append((label, leaf.dtype, leaf.device, str(apart(name, leaf)), before * buckets // max(whole, 1)))
+            before += leaf.numel()
         elif keys[number][0] != label:
             raise ValueError(
                 f"{call}: group must return the same for every name of a tensor; got {keys[number][0]!r} and {label!r} "
                 f"for {name!r}"
             )
-    rows = _row_lengths(keys, distinct)
+    rows = _row_lengths(keys, distinct, _ROW_LENGTHS * buckets)
     slots: list[Slot] = []
     pieces: dict[Any, list[int]] = {}
     for key, length, leaf in zip(keys, rows, distinct):
@@ -152,7 +158,7 @@ def arrange(
     return _intern(spec, tuple(leaves), tuple(slots), labels, tuple(map(tuple, pieces.values())), columns), distinct
 
 
-def _row_lengths(keys: list[tuple[Any, ...]], tensors: list[Tensor]) -> list[int | None]:
+def _row_lengths(keys: list[tuple[Any, ...]], tensors: list[Tensor], most: int) -> list[int | None]:
     """For every tensor the length of its rows if it is to lie with its like, None if in the group of all the rest.
 
     A concatenation of matrices along their rows is one that Inductor never performs: each product that makes a weight's
@@ -163,7 +169,7 @@ def _row_lengths(keys: list[tuple[Any, ...]], tensors: list[Tensor]) -> list[int
         if leaf.dim() == 2 and leaf.numel() % _ALIGNMENT == 0 and leaf.numel():
             like = (key, leaf.shape[1])
             sizes[like] = sizes.get(like, 0) + leaf.numel()
-    chosen = set(sorted(sizes, key=lambda like: -sizes[like])[:_ROW_LENGTHS])
+    chosen = set(sorted(sizes, key=lambda like: -sizes[like])[:most])
     aligned = [leaf.dim() == 2 and leaf.numel() % _ALIGNMENT == 0 for leaf in tensors]
     return [
         leaf.shape[1] if fits and (key, leaf.shape[1]) in chosen else None

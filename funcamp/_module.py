@@ -158,8 +158,8 @@ def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Mo
     for name, module in model.named_modules():
         if hasattr(module, "set_requires_gradient_sync") or hasattr(module, "no_sync"):
             raise TypeError(
-                "module_loss: model must be the module itself, not under fully_shard, DDP or FSDP, whose hooks on their "
-                f"own parameters a function of parameters passes by; got {name or 'the module'} so. "
+                "module_loss: model must be the module itself, not under fully_shard, DDP or FSDP, whose hooks on own "
+                f"parameters a function of parameters passes by; got {name or 'the module'} so. "
                 "Use make_train_step(..., parallel=distributed.DataParallel(shard=True)), or their loop with GradScaler"
             )
         if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

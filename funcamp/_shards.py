@@ -72,7 +72,9 @@ def cut(flat: FlatParams, ranks: Ranks) -> Shards:
 
 def summed_slices(flat: FlatParams, ranks: Ranks) -> Shards:
     """This rank's slices of the sum over ranks: one reduce-scatter a group."""
-    return Shards(_each(lambda group: reduce_scatter(_padded(group, ranks), ranks), flat.groups), flat.layout, ranks)
+    # The last parameters' gradients are there first, and compilers keep the order of collectives.
+    slices = _each(lambda group: reduce_scatter(_padded(group, ranks), ranks), flat.groups[::-1])
+    return Shards(slices[::-1], flat.layout, ranks)
 
 
 def whole(shards: Shards, dtypes: Mapping[int, torch.dtype | None] | None = None) -> FlatParams:

@@ -30,6 +30,7 @@ class Alone:
     """One process."""
 
     shard = False
+    buckets = 1
 
     def share(self, batch: Any) -> Share:  # noqa: ARG002
         """What this process's loss is multiplied by."""
@@ -83,11 +84,15 @@ class DataParallel(Alone):
         weight: `(batch) -> number or tensor of shape ()`: how much a rank's batch counts, its number of examples or of
             tokens, for batches that differ (a last, uneven one). A rank with weight 0 changes nothing. Costs one
             all-reduce of a number before the backward pass. By default all count alike.
+        buckets: how many parts flat storage has, in the order of the parameters: under `jit` the collective of a part
+            begins when its gradients are there, beside the backward pass of the parts before. Worth it where
+            communication takes long; each part adds a few collectives and kernels.
         mean_buffers: average floating-point buffers (BatchNorm's statistics) over ranks; False leaves each its own.
 
     Raises:
         TypeError: an argument is of another kind.
-        ValueError: group is a mesh of several dimensions or lacks this process; dtype is no floating-point type.
+        ValueError: group is a mesh of several dimensions or lacks this process; dtype is no floating-point type;
+            buckets is not 1 or more.
         RuntimeError: torch.distributed is not initialized.
 
     Example:
@@ -112,6 +117,7 @@ class DataParallel(Alone):
         shard: bool = False,
         dtype: torch.dtype | None = None,
         weight: Callable[[Any], float | Tensor] | None = None,
+        buckets: int = 1,
         mean_buffers: bool = True,
     ) -> None:
         call = "DataParallel"
@@ -122,10 +128,13 @@ class DataParallel(Alone):
             raise ValueError(f"{call}: dtype must be a floating-point type; got {dtype}")
         if weight is not None and not callable(weight):
             raise TypeError(f"{call}: weight must be a function of the batch; got {weight!r}")
+        if isinstance(buckets, bool) or not isinstance(buckets, int) or buckets < 1:
+            raise ValueError(f"{call}: buckets must be an integer, 1 or more; got {buckets!r}")
         for name, value in (("shard", shard), ("mean_buffers", mean_buffers)):
             if not isinstance(value, bool):
                 raise TypeError(f"{call}: {name} must be True or False; got {value!r}")
-        self.shard, self._dtype, self._weight, self._mean_buffers = shard, dtype, weight, mean_buffers
+        self.shard, self.buckets = shard, buckets
+        self._dtype, self._weight, self._mean_buffers = dtype, weight, mean_buffers
 
     def __repr__(self) -> str:
         return f"DataParallel(rank {self.ranks.rank} of {self.ranks.size}{', shard=True' if self.shard else ''})"
@@ -161,7 +170,9 @@ class DataParallel(Alone):
             return _tree.unflatten([as_part_of(leaf, part) for leaf, part in zip(values, sums)], spec)
         if self.shard:
             return summed_slices(FlatParams(tuple(flat), grads.layout), self.ranks)
-        return _tree.map_leaves(lambda leaf: all_reduce(leaf, "sum", self.ranks), flat, spec)
+        # The last parameters' gradients are there first, and compilers keep the order of collectives.
+        sums = [leaf if leaf is None else all_reduce(leaf, "sum", self.ranks) for leaf in reversed(flat)]
+        return _tree.unflatten(sums[::-1], spec)
 
     def joined(self, squares: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of squares and the verdict on the slices of all ranks, in one all-reduce."""

@@ -75,7 +75,7 @@ class TrainStep:
             raise TypeError(f"init: buffers must be a dict of tensors; got {buffers!r}")
         with torch.no_grad():  # parameters given may require it
             group = options.group if options.flat else None
-            stored, copies = store(call, params, options.policy, self.loss_fn, group)
+            stored, copies = store(call, params, options.policy, self.loss_fn, group, options.parallel.buckets)
             stored, buffers = options.parallel.stored(options.parallel.same(stored)), options.parallel.same(buffers)
             copies = refresh(stored, copies.plan)
         device = next((leaf.device for leaf in _tree.leaves(stored) if leaf is not None), None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 import funcamp
 from funcamp import distributed
@@ -50,9 +52,13 @@ def compare(task: Task, steps: int, compiled: Callable[[Any], Any] = lambda step
     assert_equal_on_all_ranks(seen[-1][:2])
     full = distributed.gather_state(state)
     assert_equal_on_all_ranks(full)
-    assert difference(full.params, expected.params) < 0.02
+    assert difference(tree(full.params), tree(expected.params)) < 0.02
     assert_same((full.step, full.skipped, full.scaler), (expected.step, expected.skipped, expected.scaler))
     return state
+
+
+def tree(params: Any) -> Any:
+    return params.tree() if isinstance(params, funcamp.FlatParams) else params
 
 
 @case(2, 4)
@@ -152,6 +158,22 @@ def collectives_are_one_a_group_and_one_for_the_rest() -> None:
         cut = made(task, parallel=distributed.DataParallel(shard=True), accumulate=accumulate)
         found = collectives(cut, cut.init(), given)
         assert found == {"all_reduce": 2, "reduce_scatter_tensor": groups, "all_gather_into_tensor": groups}
+
+
+@case(2)
+def buckets_are_summed_beside_the_backward_pass() -> None:
+    task = mlp()
+    for shard in (False, True):
+        compare(task, 8, parallel={"shard": shard, "buckets": 3})
+    step = made(task, policy="bfloat16", parallel=distributed.DataParallel(buckets=3))
+    state = step.init()
+    assert len(state.params.groups) > len(made(task, parallel=distributed.DataParallel()).init().params.groups)
+    batch = mine(task.batch(0))
+    _, (program,) = run_and_get_code(lambda: funcamp.jit(step)(state, batch))
+    calls = re.findall(r"(?:cpu|c10d_functional)_(mm_out|all_reduce_|wait_tensor)\(", program)
+    last_product = len(calls) - 1 - calls[::-1].index("mm_out")
+    assert calls.index("all_reduce_") < last_product < calls.index("wait_tensor"), calls
+    assert calls[:last_product].count("all_reduce_") > 2, calls
 
 
 @case(2, 4)

@@ -15,6 +15,7 @@ from _models import Size, build, cross_entropy
 from torch import Tensor
 
 import funcamp
+from funcamp.distributed import DataParallel
 
 Maker = Callable[[Size, str, torch.dtype], Callable[[], Any]]
 LR = 1e-4
@@ -87,13 +88,15 @@ def funcamp_step(
     config: funcamp.ScalerConfig = funcamp.ScalerConfig(growth_interval=NEVER),
     flat: bool = True,
     change: Callable[[funcamp.ModuleLoss], funcamp.ModuleLoss] = lambda loss_fn: loss_fn,
+    parallel: DataParallel | None = None,
     **options: Any,
 ) -> Callable[[], Any]:
     """The step as a pure function: eager, or by `funcamp.jit` with these options; a call returns its metrics."""
     model, x, y = build(size, device)
     loss_fn = change(funcamp.module_loss(model, cross_entropy))
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
-    step = funcamp.make_train_step(loss_fn, adamw, config, policy=str(dtype).removeprefix("torch."), flat=flat)
+    policy = str(dtype).removeprefix("torch.")
+    step = funcamp.make_train_step(loss_fn, adamw, config, policy=policy, flat=flat, parallel=parallel)
     run: Callable[..., Any] = funcamp.jit(step, **options) if compiled else step
     state = [step.init()]
 

@@ -49,13 +49,15 @@ class Layout:
     """For every group the padded sizes of its tensors."""
     columns: tuple[int | None, ...]
     """For every group the length of a row, where all its tensors are matrices with rows of one length, else None."""
+    buckets: tuple[int, ...]
+    """For every group in which part of the tree its tensors are."""
 
     def __init__(self, *content: Any) -> None:
-        self.spec, self.leaves, self.slots, self.labels, self.pieces, self.columns = content
+        self.spec, self.leaves, self.slots, self.labels, self.pieces, self.columns, self.buckets = content
 
     def __reduce__(self) -> tuple[Any, ...]:
         numbers = _tree.unflatten(list(self.leaves), self.spec)  # a TreeSpec's own pickle is tied to torch's version
-        return _restore, (numbers, self.slots, self.labels, self.pieces, self.columns)
+        return _restore, (numbers, self.slots, self.labels, self.pieces, self.columns, self.buckets)
 
     def __copy__(self) -> Layout:
         return self
@@ -93,6 +95,10 @@ class Layout:
             if padding := self.pieces[slot.group][slot.place] - value.numel():
                 parts[slot.group].append(value.new_zeros(padding))
         return tuple(torch.cat(part).reshape(-1) if part else None for part in parts)
+
+    def last_first(self) -> list[int]:
+        """The numbers of the groups, the end of the tree first: in the order in which their gradients are complete."""
+        return sorted(range(len(self.buckets)), key=lambda number: -self.buckets[number])
 
     def tree(self, values: Sequence[Any]) -> Tree:
         """The tree from one value a slot."""
@@ -150,12 +156,15 @@ def arrange(
     slots: list[Slot] = []
     pieces: dict[Any, list[int]] = {}
     for key, length, leaf in zip(keys, rows, distinct):
-        sizes = pieces.setdefault((key, length), [])
-        slots.append(Slot(list(pieces).index((key, length)), len(sizes), tuple(leaf.shape)))
+        lengths = pieces.setdefault((key, length), [])
+        slots.append(Slot(list(pieces).index((key, length)), len(lengths), tuple(leaf.shape)))
         unit = _ALIGNMENT if leaf.dim() > 1 else _ALIGNMENT // 2
-        sizes.append(-(-leaf.numel() // unit) * unit)
+        lengths.append(-(-leaf.numel() // unit) * unit)
     labels, columns = tuple(key[0] for key, _ in pieces), tuple(length for _, length in pieces)
-    return _intern(spec, tuple(leaves), tuple(slots), labels, tuple(map(tuple, pieces.values())), columns), distinct
+    parts = tuple(key[-1] for key, _ in pieces)
+    return _intern(
+        spec, tuple(leaves), tuple(slots), labels, tuple(map(tuple, pieces.values())), columns, parts
+    ), distinct
 
 
 def _row_lengths(keys: list[tuple[Any, ...]], tensors: list[Tensor], most: int) -> list[int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from funcamp._types import Reduce
+
+#: Bytes below which a collective's time is that of its call, and copying is worth a call less.
+_SMALL = 2**20
 
 
 class Ranks(NamedTuple):
@@ -99,12 +103,65 @@ class _MaxOver:
 
 
 def all_reduce(x: Tensor, op: str, ranks: Ranks) -> Tensor:
-    """The sum, or the max, over ranks."""
+    """The sum, or the max, of a real tensor over ranks."""
+    return x if ranks.size == 1 else _waited(_ops().all_reduce(x.contiguous(), op, ranks.name))
+
+
+def all_reduce_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
+    """The sums over ranks: one all-reduce for each large tensor, and one for the small ones of each dtype."""
+
+    def reduced(group: list[Tensor]) -> list[Tensor]:
+        if len(group) == 1:
+            return [all_reduce(group[0], "sum", ranks)]
+        total = all_reduce(torch.cat([x.reshape(-1) for x in group]), "sum", ranks)
+        return [part.view(x.shape) for x, part in zip(group, torch.split(total, [x.numel() for x in group]))]
+
+    return _in_groups(reduced, tensors, ranks)
+
+
+def all_gather_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
+    """The tensors of all ranks along their first dimensions, by as few all-gathers."""
+
+    def gathered(group: list[Tensor]) -> list[Tensor]:
+        sent = group[0].contiguous() if len(group) == 1 else torch.cat([x.reshape(-1) for x in group])
+        found = _waited(_ops().all_gather_into_tensor(sent, ranks.size, ranks.name))
+        if len(group) == 1:
+            return [found]
+        parts = torch.split(found.view(ranks.size, -1), [x.numel() for x in group], 1)
+        return [part.reshape(-1, *x.shape[1:]) for x, part in zip(group, parts)]
+
+    return _in_groups(gathered, tensors, ranks)
+
+
+def reduce_scatter_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
+    """This rank's parts, along the first dimensions, of the sums over ranks, by as few reduce-scatters."""
+
+    def scattered(group: list[Tensor]) -> list[Tensor]:
+        rows = [x.reshape(ranks.size, -1) for x in group]
+        sent = group[0].contiguous() if len(group) == 1 else torch.cat(rows, 1).reshape(-1)
+        found = _waited(_ops().reduce_scatter_tensor(sent, "sum", ranks.size, ranks.name))
+        if len(group) == 1:
+            return [found]
+        parts = torch.split(found, [row.shape[1] for row in rows])
+        return [part.view(-1, *x.shape[1:]) for x, part in zip(group, parts)]
+
+    return _in_groups(scattered, tensors, ranks)
+
+
+def _in_groups(fn: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
+    # Inductor's own coalesced collectives abort the process, 2.13, with gloo; NCCL's gain is that of a few small ones.
+    done = list(tensors)
     if ranks.size == 1:
-        return x
-    if x.is_complex():
-        return torch.view_as_complex(all_reduce(torch.view_as_real(x), op, ranks))
-    return _waited(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, ranks.name))
+        return done
+    real = [torch.view_as_real(value) if value.is_complex() else value for value in tensors]
+    small = [value.numel() * value.element_size() < _SMALL for value in real]
+    groups = [[place] for place in range(len(real)) if not small[place]]
+    for dtype in dict.fromkeys([value.dtype for value in real]):  # last: compilers keep the order of collectives
+        groups.append([place for place, value in enumerate(real) if small[place] and value.dtype == dtype])
+    for places in [places for places in groups if places]:
+        for place, value in zip(places, fn([real[place] for place in places])):
+            done[place] = torch.view_as_complex(value) if tensors[place].is_complex() else value
+    return done
 
 
 def broadcast(x: Tensor, ranks: Ranks) -> Tensor:
@@ -112,29 +169,15 @@ def broadcast(x: Tensor, ranks: Ranks) -> Tensor:
     if ranks.size == 1:
         return x
     data = x.contiguous().reshape(-1).view(torch.uint8)  # gloo does not know every type
-    return _waited(torch.ops._c10d_functional.broadcast(data, 0, ranks.name)).view(x.dtype).view(x.shape)
+    return _waited(_ops().broadcast(data, 0, ranks.name)).view(x.dtype).view(x.shape)
 
 
-def all_gather(x: Tensor, ranks: Ranks) -> Tensor:
-    """The tensors of all ranks, of one shape, along their first dimension."""
-    if ranks.size == 1:
-        return x
-    if x.is_complex():
-        return torch.view_as_complex(all_gather(torch.view_as_real(x), ranks))
-    return _waited(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.name))
-
-
-def reduce_scatter(x: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's part, along the first dimension, of the sum over ranks."""
-    if ranks.size == 1:
-        return x
-    if x.is_complex():
-        return torch.view_as_complex(reduce_scatter(torch.view_as_real(x), ranks))
-    return _waited(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks.size, ranks.name))
+def _ops() -> Any:
+    return torch.ops._c10d_functional
 
 
 def _waited(x: Tensor) -> Tensor:
-    waited: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    waited: Tensor = _ops().wait_tensor(x)
     return waited
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._flat import FlatParams
 from funcamp._layout import Groups, Layout
-from funcamp._ranks import Ranks, all_gather, process_group, reduce_scatter
+from funcamp._ranks import Ranks, all_gather_each, process_group, reduce_scatter_each
 from funcamp._types import Tree
 
 
@@ -71,21 +71,30 @@ def cut(flat: FlatParams, ranks: Ranks) -> Shards:
 
 
 def summed_slices(flat: FlatParams, ranks: Ranks) -> Shards:
-    """This rank's slices of the sum over ranks: one reduce-scatter a group."""
-    # The last parameters' gradients are there first, and compilers keep the order of collectives.
-    slices = _each(lambda group: reduce_scatter(_padded(group, ranks), ranks), flat.groups[::-1])
-    return Shards(slices[::-1], flat.layout, ranks)
+    """This rank's slices of the sum over ranks: one reduce-scatter a group, or for small ones."""
+    groups = list(flat.groups)
+    present = [number for number in flat.layout.last_first() if groups[number] is not None]
+    padded = [_padded(group, ranks) for group in [groups[number] for number in present] if group is not None]
+    for number, part in zip(present, reduce_scatter_each(padded, ranks)):
+        groups[number] = part
+    return Shards(tuple(groups), flat.layout, ranks)
 
 
 def whole(shards: Shards, dtypes: Mapping[int, torch.dtype | None] | None = None) -> FlatParams:
-    """The groups whole, in these dtypes where given, None for those that are not asked for: one all-gather a group."""
-    groups: list[Tensor | None] = []
-    for number, (group, sizes) in enumerate(zip(shards.groups, shards.layout.pieces)):
-        if group is None or not group.dim() or (dtypes is not None and number not in dtypes):
-            groups.append(group if group is not None and not group.dim() else None)
-            continue
-        dtype = None if dtypes is None else dtypes[number]
-        groups.append(all_gather(group if dtype is None else group.to(dtype), shards.ranks)[: sum(sizes)])
+    """The groups whole, in these dtypes where given, None for those that are not asked for.
+
+    One all-gather a group, or for small ones.
+    """
+    groups: list[Tensor | None] = [None] * len(shards.groups)
+    sent: dict[int, Tensor] = {}
+    for number, group in enumerate(shards.groups):
+        if group is not None and not group.dim():
+            groups[number] = group
+        elif group is not None and (dtypes is None or number in dtypes):
+            dtype = None if dtypes is None else dtypes[number]
+            sent[number] = group if dtype is None else group.to(dtype)
+    for number, value in zip(sent, all_gather_each(list(sent.values()), shards.ranks)):
+        groups[number] = value[: sum(shards.layout.pieces[number])]
     return FlatParams(tuple(groups), shards.layout)
 
 

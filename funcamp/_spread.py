@@ -18,7 +18,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._flat import FlatParams
 from funcamp._mesh import as_part_of, local, settled_sum
-from funcamp._ranks import Ranks, all_reduce, broadcast, ranks_of
+from funcamp._ranks import Ranks, all_reduce, all_reduce_each, broadcast, ranks_of
 from funcamp._shards import cut, summed_slices
 from funcamp._types import Tree
 
@@ -44,34 +44,31 @@ class Alone:
         """What of the parameters this process keeps."""
         return params
 
-    def summed(self, grads: Tree) -> Tree:
-        """Gradients over all ranks, laid out as the stored parameters."""
-        flat, spec = _tree.flatten(grads)
-        return _tree.map_leaves(settled_sum, flat, spec)
-
     def joined(self, squares: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of squares and the verdict on what all ranks hold."""
         return squares, finite
 
-    def means(
+    def exchanged(
         self,
         share: Share,  # noqa: ARG002
+        grads: Tree,
         loss: Tensor,
         before: dict[str, Tensor],  # noqa: ARG002
         after: dict[str, Tensor],
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and the buffers, each rank's by its share."""
-        return loss, after
+    ) -> tuple[Tree, Tensor, dict[str, Tensor]]:
+        """The gradients summed, laid out as the stored parameters, and the means of the loss and of the buffers."""
+        flat, spec = _tree.flatten(grads)
+        return _tree.map_leaves(settled_sum, flat, spec), loss, after
 
 
 class DataParallel(Alone):
     """Data parallelism inside the step: every rank its batch, one model; for the `parallel` of `make_train_step`.
 
-    Gradients are summed over ranks by one all-reduce for each group of flat storage (one for each dtype of a plain
-    tree), in their own precision, after the last micro-batch of a window. They are summed before they are checked, so
-    an overflow on one rank is found on all, without a collective of its own. One more, small, makes the mean of the
-    loss and of the buffers. The state stays bit for bit equal over ranks; `init` begins with rank 0's values. Pure; put
-    into the step's graph by torch.compile; no host sync.
+    Gradients are summed over ranks, in their own precision, after the last micro-batch of a window: by one all-reduce
+    for each group of flat storage above a mebibyte, and one for the others of a dtype and the means of loss and
+    buffers. They are summed before they are checked, so an overflow on one rank is found on all, without a collective
+    of its own. The state stays bit for bit equal over ranks; `init` begins with rank 0's values. Pure; put into the
+    step's graph by torch.compile; no host sync.
 
     With shard=True each rank stores a slice of the parameters, of the optimizer's state and of the average (ZeRO stages
     1 and 2): all-gather in the compute dtype, forward and backward, reduce-scatter, update of the slice. Clipping by
@@ -160,20 +157,6 @@ class DataParallel(Alone):
         """This rank's slices of flat parameters, or all of them."""
         return cut(params, self.ranks) if self.shard else params
 
-    def summed(self, grads: Tree) -> Tree:
-        """Gradients over all ranks."""
-        flat, spec = _tree.flatten(grads)
-        flat = [leaf if leaf is None or leaf.is_complex() else leaf.to(self._dtype or leaf.dtype) for leaf in flat]
-        if not isinstance(grads, FlatParams):
-            values = [settled_sum(leaf) for leaf in flat]
-            sums = _in_buckets([leaf if leaf is None else local(leaf) for leaf in values], self.ranks)
-            return _tree.unflatten([as_part_of(leaf, part) for leaf, part in zip(values, sums)], spec)
-        if self.shard:
-            return summed_slices(FlatParams(tuple(flat), grads.layout), self.ranks)
-        # The last parameters' gradients are there first, and compilers keep the order of collectives.
-        sums = [leaf if leaf is None else all_reduce(leaf, "sum", self.ranks) for leaf in reversed(flat)]
-        return _tree.unflatten(sums[::-1], spec)
-
     def joined(self, squares: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of squares and the verdict on the slices of all ranks, in one all-reduce."""
         if not self.shard:
@@ -181,24 +164,40 @@ class DataParallel(Alone):
         total = all_reduce(torch.stack([squares, (~finite).to(squares.dtype)]), "sum", self.ranks)
         return total[0], total[1] == 0
 
-    def means(
-        self, share: Share, loss: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and the floating-point buffers, each rank's by its share, in one all-reduce."""
+    def exchanged(
+        self, share: Share, grads: Tree, loss: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]
+    ) -> tuple[Tree, Tensor, dict[str, Tensor]]:
+        """The gradients' sums, and the means of loss and floating-point buffers, each rank's by its share."""
         if self.ranks.size == 1:
-            return loss, after
+            return self._summed(grads, [])[0], loss, after
         names = [name for name, value in after.items() if self._mean_buffers and value.is_floating_point()]
         # What a buffer changed by: one that nobody wrote keeps its bits, an infinite one too.
         changes = [torch.where(after[n] == before[n], 0.0, after[n] - before[n]) for n in names]
         wide = torch.float64 if any(v.dtype == torch.float64 for v in (loss, *changes)) else torch.float32
         parts = [weighed(value.reshape(-1).to(wide), share) for value in (loss, *changes)]
-        total = all_reduce(torch.cat(parts), "sum", self.ranks)
+        grads, (total,) = self._summed(grads, [torch.cat(parts)])
         mean, *sums = torch.split(total, [part.numel() for part in parts])
         new = {
             name: (before[name].to(wide) + change.view(before[name].shape)).to(before[name].dtype)
             for name, change in zip(names, sums)
         }
-        return mean.reshape(()).to(loss.dtype), {**after, **new}
+        return grads, mean.reshape(()).to(loss.dtype), {**after, **new}
+
+    def _summed(self, grads: Tree, more: list[Tensor]) -> tuple[Tree, list[Tensor]]:
+        """The sums over ranks of gradients and of more tensors."""
+        flat, spec = _tree.flatten(grads)
+        values = [settled_sum(leaf) for leaf in flat]
+        if self._dtype is not None:
+            values = [v if v is None or v.is_complex() else v.to(self._dtype) for v in values]
+        if isinstance(grads, FlatParams) and self.shard:
+            slices = summed_slices(FlatParams(tuple(values), grads.layout), self.ranks)
+            return slices, all_reduce_each(more, self.ranks)
+        order = grads.layout.last_first() if isinstance(grads, FlatParams) else range(len(values))
+        held = [number for number in order if values[number] is not None]
+        sums = all_reduce_each([*[local(values[number]) for number in held], *more], self.ranks)
+        for number, value in zip(held, sums):
+            values[number] = as_part_of(values[number], value)
+        return _tree.unflatten(values, spec), sums[len(held) :]
 
 
 def weighed(value: Tensor, share: Share, parts: int = 1) -> Tensor:
@@ -207,18 +206,3 @@ def weighed(value: Tensor, share: Share, parts: int = 1) -> Tensor:
     if not isinstance(share, Tensor):
         return value if share == 1.0 else value * share
     return torch.where(share > 0, value * share, torch.zeros_like(value))
-
-
-def _in_buckets(leaves: list[Tensor | None], ranks: Ranks) -> list[Tensor | None]:
-    """The sums over ranks, by one all-reduce for each dtype and device."""
-    buckets: dict[Any, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if leaf is not None:
-            buckets.setdefault((leaf.dtype, leaf.device), []).append(index)
-    done = list(leaves)
-    for members in buckets.values():
-        held = [leaf for leaf in (leaves[index] for index in members) if leaf is not None]
-        total = all_reduce(torch.cat([leaf.reshape(-1) for leaf in held]), "sum", ranks)
-        for index, leaf, part in zip(members, held, torch.split(total, [leaf.numel() for leaf in held])):
-            done[index] = part.view(leaf.shape)
-    return done

@@ -182,8 +182,7 @@ class TrainStep:
             (grads, records), loss, buffers, aux = accumulate_window(
                 one, (full_size(state.params), probes), state.buffers, batch, options.accumulate, scan=options.scan
             )
-        grads = parallel.summed(grads)
-        loss, buffers = parallel.means(share, loss, state.buffers, buffers)
+        grads, loss, buffers = parallel.exchanged(share, grads, loss, state.buffers, buffers)
         scaler, norm = judge(state.scaler, grads, options.reduce, parallel.joined)
         by_leaf = found_inf_by_leaf(unscale(state.scaler, grads)) if options.found_inf_by_leaf else ()
         grads = unscale_and_clip(state.scaler, grads, norm, options.max_norm, options.max_value)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import funcamp
@@ -143,7 +143,7 @@ def an_overflow_on_one_rank_alone_skips_on_all() -> None:
 
 
 @case(2)
-def collectives_are_one_a_group_and_one_for_the_rest() -> None:
+def collectives_are_one_a_dtype() -> None:
     task = tied()
     batch = mine(task.batch(0))
     for accumulate in (1, 4):
@@ -152,12 +152,13 @@ def collectives_are_one_a_group_and_one_for_the_rest() -> None:
         state = step.init()
         groups = len(state.params.groups)
         assert 1 < groups < 7
-        assert collectives(step, state, given) == {"all_reduce": groups + 1}
+        dtypes = 2 if accumulate == 1 else 1  # a window sums in float32
+        assert collectives(step, state, given) == {"all_reduce": dtypes}
         plain = made(task, parallel=distributed.DataParallel(), accumulate=accumulate, flat=False, policy=None)
-        assert collectives(plain, plain.init(), given) == {"all_reduce": 2}
+        assert collectives(plain, plain.init(), given) == {"all_reduce": 1}
         cut = made(task, parallel=distributed.DataParallel(shard=True), accumulate=accumulate)
-        found = collectives(cut, cut.init(), given)
-        assert found == {"all_reduce": 2, "reduce_scatter_tensor": groups, "all_gather_into_tensor": groups}
+        expected = {"reduce_scatter_tensor": dtypes, "all_gather_into_tensor": 2, "all_reduce": 2}
+        assert collectives(cut, cut.init(), given) == expected
 
 
 @case(2)
@@ -165,15 +166,17 @@ def buckets_are_summed_beside_the_backward_pass() -> None:
     task = mlp()
     for shard in (False, True):
         compare(task, 8, parallel={"shard": shard, "buckets": 3})
-    step = made(task, policy="bfloat16", parallel=distributed.DataParallel(buckets=3))
-    state = step.init()
-    assert len(state.params.groups) > len(made(task, parallel=distributed.DataParallel()).init().params.groups)
-    batch = mine(task.batch(0))
+    torch.manual_seed(0)
+    large = nn.Sequential(*[nn.Linear(768, 768) for _ in range(3)])  # above what is summed together
+    wide = Task(large, nn.functional.mse_loss, lambda _: (torch.randn(4, 768), torch.randn(4, 768)))
+    step = made(wide, policy="bfloat16", parallel=distributed.DataParallel(buckets=3))
+    state, batch = step.init(), wide.batch(0)
+    assert len(state.params.groups) > len(made(wide, parallel=distributed.DataParallel()).init().params.groups)
     _, (program,) = run_and_get_code(lambda: funcamp.jit(step)(state, batch))
     calls = re.findall(r"(?:cpu|c10d_functional)_(mm_out|all_reduce_|wait_tensor)\(", program)
     last_product = len(calls) - 1 - calls[::-1].index("mm_out")
     assert calls.index("all_reduce_") < last_product < calls.index("wait_tensor"), calls
-    assert calls[:last_product].count("all_reduce_") > 2, calls
+    assert calls[:last_product].count("all_reduce_") == 2, calls
 
 
 @case(2, 4)

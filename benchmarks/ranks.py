@@ -1,0 +1,149 @@
+"""Data parallel steps on 1, 2 and 4 processes: time a step as processes are added, each with its own batch.
+
+Weak scaling: the batch of a process stays, so with a core for each a perfect step takes as long on many as on one. One
+thread a process. Collectives and their bytes are counted in the traced graph. Peers in the same processes: torch's
+DistributedDataParallel with GradScaler, autocast and fused AdamW.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _models import CPU_SIZES, Size, build, cross_entropy
+from _timing import about, arguments, interleaved, seconds, table, torch_variant, write
+from _variants import LR, funcamp_step
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
+
+import funcamp
+from funcamp import distributed
+
+SIZES = ("MLP 0.14 M", "MLP 3.2 M")
+WORLDS = (1, 2, 4)
+FORMS: dict[str, dict[str, Any]] = {
+    "funcamp.jit": {},
+    "funcamp.jit, 4 buckets": {"buckets": 4},
+    "funcamp.jit, cut over ranks": {"shard": True},
+}
+
+
+def ddp(size: Size) -> Callable[[], None]:
+    """torch's own."""
+    model, x, y = build(size, "cpu")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    adamw = torch.optim.AdamW(wrapped.parameters(), lr=LR, fused=True)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=10**6)
+
+    def step() -> None:
+        adamw.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = wrapped(x)
+        loss: Any = scaler.scale(cross_entropy(output, y))
+        loss.backward()
+        scaler.step(adamw)
+        scaler.update()
+
+    return step
+
+
+def traffic(size: Size, parallel: distributed.DataParallel) -> tuple[dict[str, int], int]:
+    """The collectives of a step, and the bytes that go into them on one rank."""
+    model, x, y = build(size, "cpu")
+    adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
+    loss_fn = funcamp.module_loss(model, cross_entropy)
+    step = funcamp.make_train_step(loss_fn, adamw, policy="bfloat16", parallel=parallel)
+    calls: dict[str, int] = {}
+    moved = 0
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nonlocal moved
+        for node in graph.graph.nodes:
+            name = str(node.target)
+            if name.startswith("_c10d_functional.") and "wait_tensor" not in name:
+                kind = name.split(".")[1]
+                calls[kind] = calls.get(kind, 0) + 1
+                value = node.args[0].meta["val"]
+                moved += value.numel() * value.element_size()
+        return make_boxed_func(graph.forward)
+
+    torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=count))(step.init(), (x, y))
+    torch._dynamo.reset()
+    return calls, moved
+
+
+def child(name: str, rounds: int, out: str) -> None:
+    """Measure on this rank; the first one writes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    size = CPU_SIZES[name]
+    made: dict[str, Any] = {"DDP, GradScaler": ddp(size)}
+    rows: dict[str, dict[str, Any]] = {"DDP, GradScaler": {}}
+    for label, options in FORMS.items():
+        parallel = distributed.DataParallel(**options)
+        calls, moved = traffic(size, parallel)
+        rows[label] = {"collectives": calls, "bytes": moved}
+        made[label] = funcamp_step(size, "cpu", torch.bfloat16, parallel=parallel)
+    variants = {label: torch_variant(call, "cpu") for label, call in made.items()}
+    for variant in variants.values():
+        seconds(variant, 2)
+    for label, timing in interleaved(variants, size.steps, rounds).items():
+        rows[label] |= {
+            "size": name,
+            "processes": dist.get_world_size(),
+            "variant": label,
+            "median_ms": round(timing.quartiles[1], 3),
+            "quartiles_ms": [round(timing.quartiles[0], 3), round(timing.quartiles[2], 3)],
+            "ratio_to_ddp": round(timing.ratio, 3),
+        }
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(list(rows.values())))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Measure, print, and write the result files where asked."""
+    parser = arguments(__doc__)
+    parser.add_argument("--sizes", default=";".join(SIZES), help="names, separated by semicolons")
+    parser.add_argument("--child", help="a file: one size, on this rank")
+    args = parser.parse_args()
+    if args.child:
+        child(args.sizes, args.rounds, args.child)
+        return
+    rows: list[dict[str, Any]] = []
+    for name in args.sizes.split(";"):
+        for world in WORLDS:
+            with tempfile.TemporaryDirectory() as folder:
+                torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+                out = Path(folder, "rows.json")
+                command = [*torchrun, __file__, "--sizes", name, f"--rounds={args.rounds}", "--child", str(out)]
+                subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                rows += json.loads(out.read_text())
+    one = {(row["size"], row["variant"]): row["median_ms"] for row in rows if row["processes"] == 1}
+    cells = []
+    for row in rows:
+        calls = ", ".join(f"{count} {kind}" for kind, count in row.get("collectives", {}).items())
+        row["over_one_process"] = round(row["median_ms"] / one[row["size"], row["variant"]], 2)
+        cells.append(
+            (
+                *(row["size"], row["processes"], row["variant"], row["median_ms"]),
+                *(" to ".join(map(str, row["quartiles_ms"])), row["over_one_process"], row["ratio_to_ddp"]),
+                *(calls, f"{row['bytes'] / 1e6:.2f}" if "bytes" in row else ""),
+            )
+        )
+    columns = ("model", "processes", "variant", "median ms", "quartiles", "over one process", "over DDP")
+    body = table((*columns, "collectives a step", "MB into them"), cells)
+    facts = about("cpu", cores=os.cpu_count(), backend="gloo", threads="1 a process", rounds=args.rounds)
+    write(args.out, "ranks-cpu", "Data parallel steps", facts, body, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -38,6 +38,8 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/price.py --out $(RESULTS)
 	$(BIN)/python benchmarks/footprint.py --out $(RESULTS)
 	$(BIN)/python benchmarks/track.py --out $(RESULTS)
+	$(BIN)/python benchmarks/ranks.py --out $(RESULTS)
+	$(BIN)/python benchmarks/scaling_model.py --out $(RESULTS)
 	$(BIN)/python benchmarks/overhead.py --out $(RESULTS)
 	$(BIN)/python benchmarks/grad_scaler.py --out $(RESULTS)
 	$(BIN)/python benchmarks/warm_start.py --out $(RESULTS)

@@ -31,7 +31,6 @@ SIZES = ("MLP 0.14 M", "MLP 3.2 M")
 WORLDS = (1, 2, 4)
 FORMS: dict[str, dict[str, Any]] = {
     "funcamp.jit": {},
-    "funcamp.jit, 4 buckets": {"buckets": 4},
     "funcamp.jit, cut over ranks": {"shard": True},
 }
 

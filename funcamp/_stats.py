@@ -247,10 +247,18 @@ def count(x: Tensor) -> Tensor:
     return counts(taken(x, None).unsqueeze(0)).squeeze(0)
 
 
+#: Neighbours in a sample: one number of each line of memory costs as much as all of them.
+_BLOCK = 16
+
+
 def taken(x: Tensor, sample: int | None) -> Tensor:
     """The numbers of a tensor as shape (n,); about so many of them, evenly spread, where it has more."""
     x = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()).detach().reshape(-1)
-    return x if sample is None or x.numel() <= sample else x[:: _stride(x.numel(), sample)]
+    if sample is None or x.numel() <= sample:
+        return x
+    block = min(_BLOCK, sample)
+    blocks = x.numel() // block
+    return x[: blocks * block].reshape(blocks, block)[:: _stride(blocks, sample // block)].reshape(-1)
 
 
 def counts(x: Tensor) -> Tensor:
@@ -263,7 +271,7 @@ def counts(x: Tensor) -> Tensor:
 
 
 def _stride(size: int, sample: int) -> int:
-    """The smallest that leaves no more than sample, without a factor in common with size: every column has its turn."""
+    """The smallest that leaves no more than sample, prime to size: every column has its turn."""
     stride = -(-size // sample)
     while math.gcd(stride, size) > 1:
         stride += 1

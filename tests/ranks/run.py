@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -28,12 +29,15 @@ def main(folder: str, chosen: list[str]) -> None:
         if world not in worlds or (chosen and name not in chosen):
             continue
         torch.manual_seed(0)
+        begun = time.perf_counter()
         try:
             case()
             found[name] = ""
         except BaseException:
             found[name] = traceback.format_exc()
         Path(folder, f"{rank}.json").write_text(json.dumps(found))
+        if rank == 0:
+            sys.stdout.write(f"{time.perf_counter() - begun:6.1f} s  {name}\n")
         torch._dynamo.reset()
         if found[name]:  # the others may wait in a collective: nothing after it would be told apart
             sys.exit(1)

@@ -144,21 +144,19 @@ def an_overflow_on_one_rank_alone_skips_on_all() -> None:
 
 @case(2)
 def collectives_are_one_a_dtype() -> None:
-    task = tied()
+    task = mlp()
     batch = mine(task.batch(0))
-    for accumulate in (1, 4):
-        given = batch if accumulate == 1 else tuple(torch.stack([leaf] * accumulate) for leaf in batch)
-        step = made(task, parallel=distributed.DataParallel(), accumulate=accumulate)
-        state = step.init()
-        groups = len(state.params.groups)
-        assert 1 < groups < 7
-        dtypes = 2 if accumulate == 1 else 1  # a window sums in float32
-        assert collectives(step, state, given) == {"all_reduce": dtypes}
-        plain = made(task, parallel=distributed.DataParallel(), accumulate=accumulate, flat=False, policy=None)
-        assert collectives(plain, plain.init(), given) == {"all_reduce": 1}
-        cut = made(task, parallel=distributed.DataParallel(shard=True), accumulate=accumulate)
-        expected = {"reduce_scatter_tensor": dtypes, "all_gather_into_tensor": 2, "all_reduce": 2}
-        assert collectives(cut, cut.init(), given) == expected
+    window = tuple(torch.stack([leaf] * 3) for leaf in batch)
+    step = made(task, parallel=distributed.DataParallel())
+    assert len(step.init().params.groups) > 2
+    assert collectives(step, step.init(), batch) == {"all_reduce": 2}
+    step = made(task, parallel=distributed.DataParallel(), accumulate=3)
+    assert collectives(step, step.init(), window) == {"all_reduce": 1}  # a window sums in float32
+    step = made(task, parallel=distributed.DataParallel(), flat=False, policy=None)
+    assert collectives(step, step.init(), batch) == {"all_reduce": 1}
+    step = made(task, parallel=distributed.DataParallel(shard=True))
+    expected = {"reduce_scatter_tensor": 2, "all_gather_into_tensor": 2, "all_reduce": 2}
+    assert collectives(step, step.init(), batch) == expected
 
 
 @case(2)

@@ -6,13 +6,16 @@ a number of clean steps it grows again. The step is `make_step`; everything else
     python examples/train_gpt.py                     about a minute on two CPU cores
     python examples/train_gpt.py --resume            go on from the checkpoint, bit for bit
     python examples/train_gpt.py --size large --device cuda --steps 5000
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py     the same batches, each split over two processes
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +24,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _gpt import GPT, batch_at, load_bytes
+from _processes import check_processes, join, launched, leave, part_of
 from _report import Progress, load_checkpoint, plot, save_checkpoint
 from torch import Tensor
 from torch.func import functional_call
 
 import funcamp
+from funcamp import distributed
 
 SIZES = {
     "small": {"batch": 8, "context": 64, "width": 64, "layers": 2, "heads": 4},
@@ -34,6 +39,7 @@ SIZES = {
 }
 WARMUP = 30
 GROWTH_INTERVAL = 50
+TIMEOUT = 600.0  # seconds that one process waits for another: compilation differs, and rank 0 saves and draws
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -41,14 +47,21 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def make_step(model: GPT, config: funcamp.ScalerConfig, lr: float, total: int) -> funcamp.TrainStep:
+def make_step(
+    model: GPT,
+    config: funcamp.ScalerConfig,
+    lr: float,
+    total: int,
+    parallel: distributed.DataParallel | None = None,
+) -> funcamp.TrainStep:
     """The training step: a pure function of tensors that never reads one on the host."""
     adamw = {
         group: funcamp.stateless(torch.optim.AdamW, lr=make_schedule(lr, total), betas=(0.9, 0.98), weight_decay=decay)
         for group, decay in {"matrix": 0.1, "vector": 0.0}.items()
     }
     loss_fn = funcamp.module_loss(model, cross_entropy)
-    return funcamp.make_train_step(loss_fn, funcamp.by_group(adamw), config, policy="float16", max_norm=1.0)
+    options: Any = {"policy": "float16", "max_norm": 1.0, "parallel": parallel}
+    return funcamp.make_train_step(loss_fn, funcamp.by_group(adamw), config, **options)
 
 
 def make_schedule(peak: float, total: int) -> Callable[[Tensor], Tensor]:
@@ -111,6 +124,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--device must be cpu or cuda; got {args.device!r}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU that this torch can use; got none")
+    check_processes(parser, args)
     if args.compile is None:
         args.compile = args.device == "cuda"
     try:
@@ -127,8 +141,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Train, report, and return the numbers of the summary."""
+    """Train, report, and return the numbers of the summary; with the other processes where torchrun started some."""
     args = parse(argv)
+    if not launched():
+        return train(args)
+    rank, world = join(args.device, TIMEOUT)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if rank else sys.stdout):
+        numbers = train(args, rank, world, distributed.DataParallel())
+    leave()
+    return numbers
+
+
+def train(
+    args: argparse.Namespace, rank: int = 0, world: int = 1, parallel: distributed.DataParallel | None = None
+) -> dict[str, float]:
+    """Train and report; rank 0 alone writes files."""
     began = time.perf_counter()
     train_text, held_out_text = load_bytes()
     torch.manual_seed(args.seed)
@@ -140,7 +167,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         history = saved["history"]
         # The last evaluation of a run that ended off the grid is none of an uninterrupted run's.
         history["held_out"] = [entry for entry in history["held_out"] if entry[0] % args.eval_every == 0]
-    step = make_step(model.to(args.device), args.config, args.lr, args.total)
+    step = make_step(model.to(args.device), args.config, args.lr, args.total, parallel)
     state = step.init()
     if args.resume:
         state = step.load_state_dict(saved["state"], like=state)
@@ -161,12 +188,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if not history["held_out"]:
         held_out()
     stops: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda *_: stops.append(taken))  # finish the step, then save
+    # Finish the step, then save; several processes would stop at different steps.
+    before = signal.signal(
+        signal.SIGINT, (lambda *_: stops.append(taken)) if parallel is None else signal.default_int_handler
+    )
     try:
         with Progress(first, first + args.steps) as progress:
             while taken < args.steps and not stops:
                 batch = batch_at(train_text, first + taken, args.seed, args.batch, args.context, args.device)
-                state, metrics = run(state, batch)
+                state, metrics = run(state, part_of(batch, rank, world))
                 taken += 1
                 reader.put(metrics)
                 log(reader.ready())
@@ -176,8 +206,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     finally:
         signal.signal(signal.SIGINT, before)
     log(reader.drain())
-    save_checkpoint(file, step.state_dict(state), history, args)
-    picture = plot(args.out / "train_gpt.png", history)
+    picture = ""
+    if rank == 0:
+        save_checkpoint(file, step.state_dict(state), history, args)
+        picture = plot(args.out / "train_gpt.png", history)
     seconds = time.perf_counter() - began
     steps_done, skipped = len(history["loss"]), int(sum(history["found_inf"]))
     print(f"held-out loss    {history['held_out'][0][1]:.3f} -> {history['held_out'][-1][1]:.3f} nats a byte")

@@ -96,8 +96,8 @@ class TrainStep:
     def loss(self, state: TrainState, batch: Any) -> Any:
         """What the loss function returns for a batch, in the precision of the step, without a gradient.
 
-        For validation between steps: put the module in eval mode before. With buffers the pair (loss, buffers). No
-        sync.
+        For validation between steps: put the module in eval mode before. With buffers the pair (loss, buffers). Of a
+        state cut over ranks every rank must call. No sync.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -112,7 +112,7 @@ class TrainStep:
         """The parameters as the loss sees them: copies in the compute dtype where the policy made them.
 
         For a forward pass outside the loss, under an autocast of your own: another network's turn, acting, validation.
-        Detached copies, which later steps leave alone. No sync.
+        Detached copies, which later steps leave alone. Of a state cut over ranks every rank must call. No sync.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD), policy="bfloat16")
@@ -128,7 +128,8 @@ class TrainStep:
         """Every tensor of a state under a dotted name, for torch.save: `params.` and the module's own names, and so on.
 
         The same names whether the parameters are flat or not; compute copies are left out, for they follow from the
-        parameters. Tensors are copies. No sync.
+        parameters. Tensors are copies. Of a state cut over ranks every rank must call: it is made whole, by the
+        all-gathers of `distributed.gather_state`. No sync.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))

@@ -41,6 +41,7 @@ def main(folder: str, chosen: list[str]) -> None:
         torch._dynamo.reset()
         if found[name]:  # the others may wait in a collective: nothing after it would be told apart
             sys.exit(1)
+    dist.barrier()  # a thread of the group that holds a DTensor when the interpreter ends aborts the process
     dist.destroy_process_group()
 
 

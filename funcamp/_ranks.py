@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +54,22 @@ def ranks_of(call: str, group: Any = None) -> Ranks:
 def process_group(ranks: Ranks) -> dist.ProcessGroup:
     """The group itself."""
     return dist.distributed_c10d._resolve_process_group(ranks.name)  # type: ignore[attr-defined, arg-type]
+
+
+def check_alike(described: list[str], ranks: Ranks) -> None:
+    """Raise ValueError, on all ranks, where one describes its tensors otherwise than the first; reads the host."""
+    if ranks.size == 1:
+        return
+    found: list[Any] = [None] * ranks.size
+    dist.all_gather_object(found, described, process_group(ranks))
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            pairs = itertools.zip_longest(found[0], other, fillvalue="nothing more")
+            first, here = next((a, b) for a, b in pairs if a != b)
+            raise ValueError(
+                "init: params and buffers must have the same names, shapes and dtypes on all ranks; on rank 0 "
+                f"{first}, on rank {rank} {here}"
+            )
 
 
 def max_over(*groups: Any) -> Reduce:

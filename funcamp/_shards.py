@@ -16,6 +16,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._flat import FlatParams
 from funcamp._layout import Groups, Layout
+from funcamp._mesh import is_distributed, local
 from funcamp._ranks import Ranks, all_gather_each, process_group, reduce_scatter_each
 from funcamp._types import Tree
 
@@ -128,11 +129,17 @@ def slice_of(flat: FlatParams) -> list[Tensor | None]:
 
 
 def joined_slice(saved: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `slice_of` for one leaf: plain, with its padding, on like's device."""
-    local = saved.to_local() if hasattr(saved, "to_local") else saved
-    padding = like.new_zeros(like.numel() - local.numel()) if like.dim() else like.new_zeros(0)
-    value = torch.cat([local.detach().to(like.device), padding]) if padding.numel() else local.detach().to(like.device)
-    return value.clone()
+    """The inverse of `slice_of` for one leaf: of a rank's slice plain, with its padding; on like's device."""
+    if is_distributed(like) or not is_distributed(saved):
+        return saved.detach().to(like.device, copy=True)
+    part = local(saved).detach().to(like.device)
+    return torch.cat([part, like.new_zeros(like.numel() - part.numel())])
+
+
+def refuse_slices(call: str, name: str, tree: Tree) -> None:
+    """Raise TypeError where a tree is a rank's slices: what one rank finds in them is not what all would."""
+    if isinstance(tree, Shards):
+        raise TypeError(f"{call}: {name} must be whole, not cut over ranks; got {tree!r}")
 
 
 def slice_length(size: int, ranks: Ranks) -> int:

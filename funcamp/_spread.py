@@ -9,6 +9,7 @@ would have, underflow and overflow included.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._flat import FlatParams
+from funcamp._flat import FlatParams, expand
 from funcamp._mesh import as_part_of, local, settled_sum
-from funcamp._ranks import Ranks, all_reduce, all_reduce_each, broadcast, ranks_of
-from funcamp._shards import cut, summed_slices
+from funcamp._ranks import Ranks, all_reduce, all_reduce_each, broadcast, check_alike, ranks_of
+from funcamp._shards import Shards, cut, summed_slices
 from funcamp._types import Tree
 
 #: What a rank's loss is multiplied by: a number, or a tensor of shape ().
@@ -32,9 +33,14 @@ class Alone:
     shard = False
     buckets = 1
 
-    def share(self, batch: Any) -> Share:  # noqa: ARG002
+    def share(self, batch: Any, device: torch.device) -> Share:  # noqa: ARG002
         """What this process's loss is multiplied by."""
         return 1.0
+
+    def check(self, params: Tree) -> None:
+        """Raise ValueError where the parameters are not laid out as `stored` does it."""
+        if isinstance(params, Shards):
+            raise ValueError(f"step: state must be whole, as distributed.gather_state gives it; got params {params!r}")
 
     def same(self, tree: Tree) -> Tree:
         """The values of the first rank, for a state that is to be equal everywhere."""
@@ -67,8 +73,9 @@ class DataParallel(Alone):
     Gradients are summed over ranks, in their own precision, after the last micro-batch of a window: by one all-reduce
     for each group of flat storage above a mebibyte, and one for the others of a dtype and the means of loss and
     buffers. They are summed before they are checked, so an overflow on one rank is found on all, without a collective
-    of its own. The state stays bit for bit equal over ranks; `init` begins with rank 0's values. Pure; put into the
-    step's graph by torch.compile; no host sync.
+    of its own. The state stays bit for bit equal over ranks, but for buffers that are not averaged; `init` begins with
+    rank 0's values. What the loss returns beside itself and what taps count stay each rank's. Pure; put into the step's
+    graph by torch.compile; no host sync but in `init`.
 
     With shard=True each rank stores a slice of the parameters, of the optimizer's state and of the average (ZeRO stages
     1 and 2): all-gather in the compute dtype, forward and backward, reduce-scatter, update of the slice. Clipping by
@@ -76,15 +83,17 @@ class DataParallel(Alone):
 
     Args:
         group: a ProcessGroup, or a DeviceMesh of one dimension; by default all processes.
-        shard: cut the state over the ranks; with flat storage and elementwise optimizers.
+        shard: cut the state over the ranks; with flat storage and elementwise optimizers (one of your own sees slices).
         dtype: what gradients are summed in where it is not their own dtype: float32 for precision, bfloat16 for bytes.
         weight: `(batch) -> number or tensor of shape ()`: how much a rank's batch counts, its number of examples or of
-            tokens, for batches that differ (a last, uneven one). A rank with weight 0 changes nothing. Costs one
-            all-reduce of a number before the backward pass. By default all count alike.
+            tokens, for batches that differ (a last, uneven one). A rank with weight 0 changes nothing; NaN, or 0 on all
+            ranks, skips the step. It sees a whole window, whose micro-batches count alike. Costs one all-reduce of a
+            number before the backward pass. By default all count alike.
         buckets: how many parts flat storage has, in the order of the parameters: under `jit` the collective of a part
             begins when its gradients are there, beside the backward pass of the parts before. Worth it where
             communication takes long; each part adds a few collectives and kernels.
-        mean_buffers: average floating-point buffers (BatchNorm's statistics) over ranks; False leaves each its own.
+        mean_buffers: average floating-point buffers (BatchNorm's statistics) over ranks; False leaves each its own, as
+            integer and complex ones are.
 
     Raises:
         TypeError: an argument is of another kind.
@@ -136,22 +145,40 @@ class DataParallel(Alone):
     def __repr__(self) -> str:
         return f"DataParallel(rank {self.ranks.rank} of {self.ranks.size}{', shard=True' if self.shard else ''})"
 
-    def share(self, batch: Any) -> Share:
-        """What this rank's loss is multiplied by."""
+    def share(self, batch: Any, device: torch.device) -> Share:
+        """What this rank's loss is multiplied by; NaN where a tensor of weight is negative."""
         if self._weight is None:
             return 1.0 / self.ranks.size
         weight = self._weight(batch)
-        if not isinstance(weight, Tensor):
-            device = next((leaf.device for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)), None)
-            weight = torch.full((), float(weight), device=device)
-        elif weight.dim():
-            raise ValueError(f"DataParallel: weight must return a tensor of shape (); got {_tree.describe(weight)}")
-        weight = weight.float()
+        if isinstance(weight, Tensor):
+            if weight.dim():
+                raise ValueError(f"DataParallel: weight must return a tensor of shape (); got {_tree.describe(weight)}")
+            weight = weight.to(device, torch.float64)
+            weight = torch.where(weight < 0, math.nan, weight)
+        else:
+            if not 0 <= weight < math.inf:
+                raise ValueError(f"DataParallel: weight must return 0 or a positive number; got {weight!r}")
+            weight = torch.full((), float(weight), dtype=torch.float64, device=device)
         return weight / all_reduce(weight, "sum", self.ranks)
 
+    def check(self, params: Tree) -> None:
+        """Raise ValueError where the parameters are not laid out as `stored` does it."""
+        if not self.shard:
+            super().check(params)
+        elif not isinstance(params, Shards) or params.ranks != self.ranks:
+            raise ValueError(
+                "step: state must be cut over this step's ranks, as its init and load_state_dict give it; got params "
+                f"{params!r} with {self!r}"
+            )
+
     def same(self, tree: Tree) -> Tree:
-        """The values of the first rank."""
-        return _tree.map_leaves(lambda leaf: broadcast(leaf, self.ranks), *_tree.flatten(tree))
+        """The values of the first rank, of tensors that all ranks know by the same names."""
+        single = expand(tree)
+        named = zip(_tree.names(single), _tree.leaves(single))
+        check_alike([f"{name} is {_tree.describe(leaf).rpartition(' on ')[0]}" for name, leaf in named], self.ranks)
+        flat, spec = _tree.flatten(tree)
+        values = [leaf if leaf is None else as_part_of(leaf, broadcast(local(leaf), self.ranks)) for leaf in flat]
+        return _tree.unflatten(values, spec)
 
     def stored(self, params: Tree) -> Tree:
         """This rank's slices of flat parameters, or all of them."""
@@ -171,16 +198,21 @@ class DataParallel(Alone):
         if self.ranks.size == 1:
             return self._summed(grads, [])[0], loss, after
         names = [name for name, value in after.items() if self._mean_buffers and value.is_floating_point()]
-        # What a buffer changed by: one that nobody wrote keeps its bits, an infinite one too.
-        changes = [torch.where(after[n] == before[n], 0.0, after[n] - before[n]) for n in names]
-        wide = torch.float64 if any(v.dtype == torch.float64 for v in (loss, *changes)) else torch.float32
-        parts = [weighed(value.reshape(-1).to(wide), share) for value in (loss, *changes)]
-        grads, (total,) = self._summed(grads, [torch.cat(parts)])
-        mean, *sums = torch.split(total, [part.numel() for part in parts])
+        values = [loss, *[after[name] for name in names]]
+        wide = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
+        parts = [weighed(value.reshape(-1).to(wide), share) for value in values]
+        # A buffer that no rank wrote keeps its bits.
+        written = [(after[name] != before[name]).any().to(wide) for name in names]
+        flags = [weighed(torch.stack(written), share)] if written else []
+        if isinstance(share, Tensor):  # a backward pass makes NaN of 0 where it divides by a count
+            grads = _tree.map_leaves(lambda leaf: torch.where(share == 0, 0.0, leaf), *_tree.flatten(grads))
+        grads, (total,) = self._summed(grads, [torch.cat([*parts, *flags])])
+        mean, *sums = torch.split(total, [part.numel() for part in [*parts, *flags]])
         new = {
-            name: (before[name].to(wide) + change.view(before[name].shape)).to(before[name].dtype)
-            for name, change in zip(names, sums)
+            name: torch.where(sums[-1][place] == 0, before[name], sums[place].view(before[name].shape))
+            for place, name in enumerate(names)
         }
+        new = {name: value.to(before[name].dtype) for name, value in new.items()}
         return grads, mean.reshape(()).to(loss.dtype), {**after, **new}
 
     def _summed(self, grads: Tree, more: list[Tensor]) -> tuple[Tree, list[Tensor]]:
@@ -205,4 +237,5 @@ def weighed(value: Tensor, share: Share, parts: int = 1) -> Tensor:
     value = value if parts == 1 else value / parts
     if not isinstance(share, Tensor):
         return value if share == 1.0 else value * share
-    return torch.where(share > 0, value * share, torch.zeros_like(value))
+    share = share.to(torch.promote_types(value.dtype, torch.float32))
+    return torch.where(share == 0, torch.zeros_like(value), value * share)

@@ -97,7 +97,7 @@ class TrainStep:
         """What the loss function returns for a batch, in the precision of the step, without a gradient.
 
         For validation between steps: put the module in eval mode before. With buffers the pair (loss, buffers). Of a
-        state cut over ranks every rank must call. No sync.
+        state cut over ranks every rank must call; each has its own batch's loss. No sync.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -171,7 +171,8 @@ class TrainStep:
         if not isinstance(state, TrainState):
             raise TypeError(f"step: state must be a TrainState, as init makes it; got {state!r}")
         options, parallel = self._options, self._options.parallel
-        probes, share = self._probes(state), parallel.share(batch)
+        parallel.check(state.params)
+        probes, share = self._probes(state), parallel.share(batch, state.scaler.scale.device)
         held = state._replace(**dict(zip(("params", "copies"), for_step(state.params, state.copies))))
 
         def one(buffers: dict[str, Tensor], piece: Any, parts: int) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:

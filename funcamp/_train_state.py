@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
@@ -159,7 +161,20 @@ def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
         raise TypeError(f"sharded_state_dict: state must be a TrainState; got {state!r}")
     tree = _tree.map_nodes(FlatParams, slice_of, _without_copies(state))
     pairs = zip(_tree.names(tree), _tree.leaves(tree))
-    return {name: leaf.detach().clone() for name, leaf in pairs if leaf is not None}
+    found = {name: leaf.detach().clone() for name, leaf in pairs if leaf is not None}
+    return found | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
+
+
+#: The entry that tells which parameter lies where in the groups.
+_LAYOUT = "layout"
+
+
+def _fingerprint(params: Tree) -> int:
+    known: list[Any] = [_tree.names(params)]
+    if isinstance(params, FlatParams):
+        layout = params.layout
+        known = [_tree.names(layout.tree(range(len(layout.slots)))), layout.leaves, layout.slots, layout.pieces]
+    return int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[:7], "big")
 
 
 def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> TrainState:
@@ -174,7 +189,7 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
 
     Raises:
         TypeError: like is no `TrainState`.
-        ValueError: saved has other names than like.
+        ValueError: saved has other names, shapes or dtypes than like, or its parameters lie in another order.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
@@ -183,11 +198,20 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
         >>> distributed.load_sharded_state_dict(saved, like).step
         tensor(0)
     """
-    names = list(sharded_state_dict(like))
-    if not isinstance(saved, dict) or list(saved) != names:
-        raise ValueError("load_sharded_state_dict: saved must be what sharded_state_dict(like) gave; got other names")
-    stored = _without_copies(like)
-    leaves, spec = _tree.flatten(stored)
+    call, expected = "load_sharded_state_dict", sharded_state_dict(like)
+    if not isinstance(saved, dict) or list(saved) != list(expected):
+        raise ValueError(f"{call}: saved must be what sharded_state_dict(like) gave; got other names")
+    for name, value in saved.items():
+        wanted = expected[name]
+        if not isinstance(value, Tensor) or value.shape != wanted.shape or value.dtype != wanted.dtype:
+            raise ValueError(
+                f"{call}: saved[{name!r}] must be like {_tree.describe(wanted)}; got {_tree.describe(value)}"
+            )
+    if saved[_LAYOUT] != expected[_LAYOUT]:
+        raise ValueError(
+            f"{call}: saved must hold like's parameters, in its order and under its policy; got another layout"
+        )
+    leaves, spec = _tree.flatten(_without_copies(like))
     given = iter(saved.values())
     new = [None if leaf is None else joined_slice(next(given), leaf) for leaf in leaves]
     state: TrainState = _tree.unflatten(new, spec)

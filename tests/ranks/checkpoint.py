@@ -114,6 +114,27 @@ def what_is_no_saved_state_is_refused() -> None:
             call(values)  # type: ignore[arg-type]
 
 
+@case(2)
+def a_state_of_other_parameters_is_refused() -> None:
+    def step_of(shard: bool) -> funcamp.TrainStep:
+        return funcamp.make_train_step(
+            lambda p, x: (p["a"] * x).sum() + p["b"].sum(),
+            funcamp.stateless(torch.optim.SGD),
+            parallel=distributed.DataParallel(shard=shard),
+        )
+
+    for shard in (False, True):
+        step = step_of(shard)
+        first = step.init({"a": torch.zeros(2, 2), "b": torch.ones(2, 2)})
+        other = step.init({"b": torch.zeros(2, 2), "a": torch.ones(2, 2)})
+        with pytest.raises(ValueError, match="got another layout"):
+            distributed.load_sharded_state_dict(distributed.sharded_state_dict(first), other)
+        values = distributed.sharded_state_dict(first)
+        values["scaler.scale"] = torch.ones(2)
+        with pytest.raises(ValueError, match=r"'scaler.scale'\] must be like a torch.float32 tensor"):
+            distributed.load_sharded_state_dict(values, first)
+
+
 @case(4)
 def every_rank_holds_its_part_only() -> None:
     step = made(mlp(), LOW, parallel=distributed.DataParallel(shard=True))

@@ -205,9 +205,97 @@ def uneven_batches_count_by_their_weight() -> None:
 
 @case(2)
 def weights_must_be_numbers_or_scalars() -> None:
-    step = made(mlp(), parallel=distributed.DataParallel(weight=lambda batch: batch[1]))
-    with pytest.raises(ValueError, match=r"weight must return a tensor of shape \(\)"):
-        step(step.init(), mine(mlp().batch(0)))
+    for weight, message in (
+        (lambda batch: batch[1], r"a tensor of shape \(\)"),
+        (lambda _: -1, "0 or a positive number"),
+    ):
+        step = made(mlp(), parallel=distributed.DataParallel(weight=weight))
+        with pytest.raises(ValueError, match=f"weight must return {message}"):
+            step(step.init(), mine(mlp().batch(0)))
+
+
+def linear(**options: Any) -> funcamp.TrainStep:
+    """The mean over unmasked rows of x w."""
+
+    def masked(params: Any, batch: Any) -> Tensor:
+        x, mask = batch
+        loss: Tensor = ((x @ params["w"]) * mask).sum() / mask.sum()
+        return loss
+
+    parallel = distributed.DataParallel(weight=lambda batch: batch[1].sum(), **options)
+    return funcamp.make_train_step(masked, funcamp.stateless(torch.optim.SGD, lr=0.1), parallel=parallel)
+
+
+@case(2)
+def a_rank_whose_examples_are_all_masked_changes_nothing() -> None:
+    x = torch.arange(12.0).view(4, 3) + rank()
+    for dtype, shard in ((torch.float32, False), (torch.float32, True), (torch.float64, False)):
+        step = linear(shard=shard)
+        mask = torch.ones(4, dtype=dtype) if rank() == 0 else torch.zeros(4, dtype=dtype)
+        _, metrics = step(step.init({"w": torch.ones(3, dtype=dtype)}), (x.to(dtype), mask))
+        first = torch.arange(12.0, dtype=dtype).view(4, 3)
+        assert metrics.found_inf == 0.0
+        assert_same(metrics.loss, first.sum(1).mean())
+        torch.testing.assert_close(metrics.grad_norm, first.mean(0).norm().float())
+
+
+@case(2)
+def weights_are_exact_in_float64() -> None:
+    step = linear()
+    mask = torch.tensor([1.0, float(rank())], dtype=torch.float64)
+    rows = torch.full((2, 1), 1.0 + rank(), dtype=torch.float64)
+    _, metrics = step(step.init({"w": torch.ones(1, dtype=torch.float64)}), (rows, mask))
+    torch.testing.assert_close(metrics.loss, torch.tensor(5 / 3, dtype=torch.float64), rtol=1e-15, atol=0.0)
+
+
+@case(2)
+def a_weight_that_is_no_weight_skips_the_step() -> None:
+    for low in (-0.5, float("nan")):
+        step = linear()
+        mask = torch.full((4,), 1.0 if rank() == 0 else low)
+        _, metrics = step(step.init({"w": torch.ones(3)}), (torch.ones(4, 3), mask))
+        assert metrics.found_inf == 1.0
+        assert metrics.loss.isnan()
+
+
+@case(2)
+def buffers_that_were_infinite_or_large_come_to_their_mean() -> None:
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
+        return (params["w"] * x).sum(), {name: torch.minimum(value, x.min()) for name, value in buffers.items()}
+
+    step = funcamp.make_train_step(
+        loss_fn, funcamp.stateless(torch.optim.SGD), has_buffers=True, parallel=distributed.DataParallel()
+    )
+    buffers = {"infinite": torch.tensor(float("inf")), "large": torch.tensor(1e9), "kept": torch.tensor(-1 / 3)}
+    state, _ = step(step.init({"w": torch.ones(3)}, buffers), torch.full((3,), 1.0 + 2 * rank()))
+    assert_same(
+        state.buffers, {"infinite": torch.tensor(2.0), "large": torch.tensor(2.0), "kept": torch.tensor(-1 / 3)}
+    )
+
+
+@case(2)
+def ranks_that_begin_with_other_parameters_are_told() -> None:
+    step = linear()
+    for params in ({"w": torch.ones(3 + rank())}, {"w": torch.ones(3)} if rank() else {"v": torch.ones(3)}):
+        with pytest.raises(ValueError, match="must have the same names, shapes and dtypes on all ranks; on rank 0"):
+            step.init(params)
+
+
+@case(2)
+def a_state_of_another_layout_is_refused() -> None:
+    whole, cut = (
+        made(mlp(), parallel=distributed.DataParallel()),
+        made(mlp(), parallel=distributed.DataParallel(shard=True)),
+    )
+    batch = mine(mlp().batch(0))
+    with pytest.raises(ValueError, match="state must be cut over this step's ranks"):
+        cut(whole.init(), batch)
+    with pytest.raises(ValueError, match="state must be whole"):
+        whole(cut.init(), batch)
+    slices = cut.init().params
+    for call in (funcamp.all_finite, lambda tree: funcamp.clip_grad_norm(tree, 1.0)):
+        with pytest.raises(TypeError, match="must be whole, not cut over ranks"):
+            call(slices)
 
 
 @case(2)

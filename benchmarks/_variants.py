@@ -15,6 +15,7 @@ from _models import Size, build, cross_entropy
 from torch import Tensor
 
 import funcamp
+from funcamp._formats import name_of
 from funcamp.distributed import DataParallel
 
 Maker = Callable[[Size, str, torch.dtype], Callable[[], Any]]
@@ -95,7 +96,7 @@ def funcamp_step(
     model, x, y = build(size, device)
     loss_fn = change(funcamp.module_loss(model, cross_entropy))
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
-    policy = str(dtype).removeprefix("torch.")
+    policy = name_of(dtype)
     step = funcamp.make_train_step(loss_fn, adamw, config, policy=policy, flat=flat, parallel=parallel)
     run: Callable[..., Any] = funcamp.jit(step, **options) if compiled else step
     state = [step.init()]

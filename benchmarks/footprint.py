@@ -2,8 +2,8 @@
 
 Compile time: first calls of an MLP of width 64, each in a process of its own with an empty cache, and again with the
 cache that the first one left, as a second start of the same program. Memory: bytes a parameter, counted tensor by
-tensor, and measured: what torch's allocator has handed out at the peak of a step, over what it had at the step's start,
-added to the tensors that lived then (gradients of the step before, freed at once, left out).
+tensor, and measured: the most that live at once during the third step, of all that torch's allocator has handed out
+since before the model was made.
 
     python benchmarks/footprint.py [--blocks 1,4,12,48] [--out benchmarks/results]
 """
@@ -57,27 +57,32 @@ STEPS: dict[str, Callable[[Size], Callable[[], Any]]] = {
 COMPILED = list(STEPS)[:4]
 
 
-def peak_of(run: Callable[[], Any]) -> int:
-    """The most bytes that torch's allocator handed out in a call, over those at its start."""
+def peak_of(make: Callable[[], Callable[[], Any]]) -> int:
+    """The most bytes that live at once in the third call, of those that torch's allocator handed out since make's."""
     with torch.profiler.profile(profile_memory=True) as profile:
+        run = make()
         run()
+        run()
+        with torch.profiler.record_function("third"):
+            run()
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    begin = next(event.start_ns() for event in events if event.name() == "third")
     live = highest = 0
-    for event in profile.profiler.kineto_results.events():
+    for event in events:
         if event.name() == "[memory]":
             live += event.nbytes()
-            highest = max(highest, live)
+            highest = max(highest, live) if event.start_ns() >= begin else live
     return highest
 
 
 def child(what: str, variant: str, blocks: str) -> float:
-    """One measurement, in this process: seconds of the first call, or bytes that a step adds at its peak."""
-    run = STEPS[variant](LARGE if what == "memory" else Size("mlp", int(blocks), 64, 32))
+    """One measurement, in this process: seconds of the first call, or bytes at the peak of a step."""
+    if what == "memory":
+        return peak_of(lambda: STEPS[variant](LARGE))
+    run = STEPS[variant](Size("mlp", int(blocks), 64, 32))
     start = time.perf_counter()
     run()
-    if what == "compile":
-        return time.perf_counter() - start
-    run()
-    return peak_of(run)
+    return time.perf_counter() - start
 
 
 def spawn(*arguments: str, times: int = 1) -> list[float]:
@@ -143,10 +148,7 @@ def main() -> None:
     held, count = counted()
     peaks = {}
     for name in ("torch eager", "funcamp.jit", "funcamp.jit, donate=False"):
-        before = held["eager" if name == "torch eager" else "funcamp, flat"]
-        start = sum(value for what, value in before.items() if what != "gradients")
-        added = spawn("memory", name, "0")[0] / count
-        peaks[name] = (round(start, 2), round(added, 2), round(start + added, 2))
+        peaks[name] = round(spawn("memory", name, "0")[0] / count, 2)
     body = [
         *table(("blocks", "first call", "s, cold", "over forward and backward", "s, compiled artifacts kept"), rows),
         "",
@@ -156,8 +158,8 @@ def main() -> None:
         ),
         "",
         *table(
-            ("bytes a parameter at a step's peak, batch 64", "held before, without gradients", "added", "peak"),
-            [(name, *v) for name, v in peaks.items()],
+            ("at the peak of a step, batch 64", "bytes a parameter, the module's own among them"),
+            list(peaks.items()),
         ),
     ]
     numbers = {"first_call_s": first, "bytes_a_parameter": held, "peak_bytes_a_parameter": peaks}

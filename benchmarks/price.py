@@ -24,6 +24,7 @@ from torch import Tensor
 
 import funcamp
 from funcamp._copies import for_loss, gather, refresh
+from funcamp._formats import name_of
 
 
 def unscaled(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:
@@ -31,7 +32,7 @@ def unscaled(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:
     model, x, y = build(size, device)
     loss_fn = funcamp.module_loss(model, cross_entropy)
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
-    start = funcamp.make_train_step(loss_fn, adamw, policy=str(dtype).removeprefix("torch.")).init()
+    start = funcamp.make_train_step(loss_fn, adamw, policy=name_of(dtype)).init()
 
     def step(state: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, Tensor]:
         params, opt_state, copies, buffers = state

@@ -61,8 +61,8 @@ def store(
     loss_fn: Any,
     group: Callable[[str, Tensor], str] | None,
     buckets: int = 1,
-) -> tuple[Tree, Copies]:
-    """The parameters as the state holds them, flat where group is given, and the copies of what the policy chooses."""
+) -> tuple[Tree, Plan]:
+    """The parameters as the state holds them, flat where group is given, and what of them the policy copies."""
     known: frozenset[str] | None = getattr(loss_fn, "cast_names", None)
     stored_as: dict[str, str] | None = getattr(loss_fn, "names", None)
     aliases: dict[str, list[str]] = {}
@@ -105,8 +105,7 @@ def store(
         if low and number is not None:
             kept.add(number if flat is None else flat.layout.slots[number].group)
     keys = None if stored_as is None else tuple(stored_as)
-    plan = Plan(tuple(uses), keys, tuple(sorted(kept)), policy.compute_dtype)
-    return stored, refresh(stored, plan)
+    return stored, Plan(tuple(uses), keys, tuple(sorted(kept)), policy.compute_dtype)
 
 
 def _refuse_ties(call: str, params: Tree) -> None:

@@ -156,15 +156,20 @@ def arrange(
     slots: list[Slot] = []
     pieces: dict[Any, list[int]] = {}
     for key, length, leaf in zip(keys, rows, distinct):
-        lengths = pieces.setdefault((key, length), [])
-        slots.append(Slot(list(pieces).index((key, length)), len(lengths), tuple(leaf.shape)))
+        sizes = pieces.setdefault((key, length), [])
+        slots.append(Slot(list(pieces).index((key, length)), len(sizes), tuple(leaf.shape)))
         unit = _ALIGNMENT if leaf.dim() > 1 else _ALIGNMENT // 2
-        lengths.append(-(-leaf.numel() // unit) * unit)
-    labels, columns = tuple(key[0] for key, _ in pieces), tuple(length for _, length in pieces)
-    parts = tuple(key[-1] for key, _ in pieces)
-    return _intern(
-        spec, tuple(leaves), tuple(slots), labels, tuple(map(tuple, pieces.values())), columns, parts
-    ), distinct
+        sizes.append(-(-leaf.numel() // unit) * unit)
+    layout = _intern(
+        spec,
+        tuple(leaves),
+        tuple(slots),
+        tuple(key[0] for key, _ in pieces),
+        tuple(tuple(sizes) for sizes in pieces.values()),
+        tuple(length for _, length in pieces),
+        tuple(key[-1] for key, _ in pieces),
+    )
+    return layout, distinct
 
 
 def _row_lengths(keys: list[tuple[Any, ...]], tensors: list[Tensor], most: int) -> list[int | None]:

@@ -75,9 +75,9 @@ class TrainStep:
             raise TypeError(f"init: buffers must be a dict of tensors; got {buffers!r}")
         with torch.no_grad():  # parameters given may require it
             group = options.group if options.flat else None
-            stored, copies = store(call, params, options.policy, self.loss_fn, group, options.parallel.buckets)
+            stored, plan = store(call, params, options.policy, self.loss_fn, group, options.parallel.buckets)
             stored, buffers = options.parallel.stored(options.parallel.same(stored)), options.parallel.same(buffers)
-            copies = refresh(stored, copies.plan)
+            copies = refresh(stored, plan)
         device = next((leaf.device for leaf in _tree.leaves(stored) if leaf is not None), None)
         if device is None:
             raise ValueError(f"init: params must hold a tensor; got {params!r}")
@@ -173,7 +173,8 @@ class TrainStep:
         options, parallel = self._options, self._options.parallel
         parallel.check(state.params)
         probes, share = self._probes(state), parallel.share(batch, state.scaler.scale.device)
-        held = state._replace(**dict(zip(("params", "copies"), for_step(state.params, state.copies))))
+        params, copies = for_step(state.params, state.copies)
+        held = state._replace(params=params, copies=copies)
 
         def one(buffers: dict[str, Tensor], piece: Any, parts: int) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
             return self._gradients(held, probes, buffers, piece, lambda loss: weighed(loss, share, parts))

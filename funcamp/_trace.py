@@ -81,13 +81,14 @@ def trace(
         HostError: an operation takes a tensor from home elsewhere, or reads it; nothing has run.
         SharedError: a captured tensor lies in a written storage; nothing has run.
     """
+    # Dynamo keeps the compiler, with all that it refers to, as long as the program: no tensor may be among that.
     calls: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = []
     failed: list[Exception] = []
-    own = {id(arg) for arg in args}
+    own, kinds = {id(arg) for arg in args}, sorted({arg.device.type for arg in args})
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         _check_graph(graph, home)
-        inner = _at_rest(_backend(backend, patches)(graph, inputs), backend, args)
+        inner = _at_rest(_backend(backend, patches)(graph, inputs), backend, kinds)
 
         def first(*given: Any) -> Any:
             if any(id(t) not in own and isinstance(t, Tensor) and storage_of(t) in written for t in given):
@@ -123,11 +124,13 @@ def trace(
     outline = Outline(spec, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], tensors)
     out = [*first, *[leaves[index] for index in tensors]]
     # Where there is nothing to compute, every result is an argument or a tensor of the function's own.
-    inner, given, results = calls[0] if calls else (lambda *_: (), (), ())
+    inner, given, results = calls.pop() if calls else (lambda *_: (), (), ())
     position = {id(arg): index for index, arg in enumerate(args)}
     inputs = [position.get(id(value), value) for value in given]
     made = {id(value): index for index, value in enumerate(results)}
-    outputs = [(made.get(id(value), -1), position.get(id(value), value)) for value in out]
+    outputs: list[tuple[int, Any]] = [
+        (made[id(value)], None) if id(value) in made else (-1, position.get(id(value), value)) for value in out
+    ]
 
     def run(values: list[Tensor]) -> list[Tensor]:
         got = inner(*[values[i] if type(i) is int else i for i in inputs])
@@ -162,11 +165,10 @@ def _follows_from_values(value: object) -> bool:
     return any(isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) for number in numbers)
 
 
-def _at_rest(inner: Callable[..., Any], backend: str, args: list[Tensor]) -> Callable[..., Any]:
+def _at_rest(inner: Callable[..., Any], backend: str, kinds: list[str]) -> Callable[..., Any]:
     """The same, out of reach of an autocast around the call: what it casts was settled in the trace."""
     if backend == "inductor":
         return inner
-    kinds = sorted({arg.device.type for arg in args})
 
     def run(*given: Any) -> Any:
         with contextlib.ExitStack() as stack:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._copies import Copies, refresh
+from funcamp._copies import Copies, clone, refresh
 from funcamp._flat import FlatParams, collapse, expand
 from funcamp._shards import Shards, cut, joined_slice, outline, slice_of, whole
 from funcamp._state import ScalerState
@@ -72,9 +72,8 @@ class Metrics(NamedTuple):
 
 def export(state: TrainState) -> dict[str, Tensor]:
     """Copies of every tensor under its dotted name."""
-    tree = expand(_without_copies(gather_state(state)))
-    pairs = zip(_tree.names(tree), _tree.leaves(tree))
-    return {name: leaf.detach().clone() for name, leaf in pairs if leaf is not None}
+    found: dict[str, Tensor] = clone(_by_name(expand(_without_copies(gather_state(state)))))
+    return found
 
 
 def restore(saved: dict[str, Tensor], like: TrainState) -> TrainState:
@@ -82,7 +81,8 @@ def restore(saved: dict[str, Tensor], like: TrainState) -> TrainState:
     if not isinstance(like, TrainState) or not isinstance(saved, dict):
         raise TypeError(f"load_state_dict: like must be a TrainState and saved a dict; got {like!r} and {saved!r}")
     stored = _without_copies(like)
-    tree = expand(_tree.map_nodes(Shards, outline, stored))
+    full = _tree.map_nodes(Shards, outline, stored)
+    tree = expand(full)
     leaves, spec = _tree.flatten(tree)
     names = [None if leaf is None else name for name, leaf in zip(_tree.names(tree), leaves)]
     odd = set(saved) ^ {name for name in names if name is not None}
@@ -101,7 +101,7 @@ def restore(saved: dict[str, Tensor], like: TrainState) -> TrainState:
                 f"load_state_dict: saved[{name!r}] must be like {_tree.describe(leaf)}; got {_tree.describe(value)}"
             )
         new.append(value.detach().to(leaf.device, copy=True))
-    full = collapse(_tree.map_nodes(Shards, outline, stored), _tree.unflatten(new, spec))
+    full = collapse(full, _tree.unflatten(new, spec))
     state: TrainState = _tree.map_nodes(Shards, lambda node, part: cut(part, node.ranks), stored, full)
     return state._replace(copies=refresh(state.params, like.copies.plan))
 
@@ -157,16 +157,19 @@ def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
         >>> list(distributed.sharded_state_dict(state))[:4]
         ['step', 'skipped', 'consecutive_skips', 'params.0']
     """
-    if not isinstance(state, TrainState):
-        raise TypeError(f"sharded_state_dict: state must be a TrainState; got {state!r}")
-    tree = _tree.map_nodes(FlatParams, slice_of, _without_copies(state))
-    pairs = zip(_tree.names(tree), _tree.leaves(tree))
-    found = {name: leaf.detach().clone() for name, leaf in pairs if leaf is not None}
-    return found | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
+    found: dict[str, Tensor] = clone(_slices("sharded_state_dict", "state", state))
+    return found
 
 
 #: The entry that tells which parameter lies where in the groups.
 _LAYOUT = "layout"
+
+
+def _slices(call: str, name: str, state: TrainState) -> dict[str, Tensor]:
+    if not isinstance(state, TrainState):
+        raise TypeError(f"{call}: {name} must be a TrainState; got {state!r}")
+    tree = _tree.map_nodes(FlatParams, slice_of, _without_copies(state))
+    return _by_name(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
 
 
 def _fingerprint(params: Tree) -> int:
@@ -198,7 +201,8 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
         >>> distributed.load_sharded_state_dict(saved, like).step
         tensor(0)
     """
-    call, expected = "load_sharded_state_dict", sharded_state_dict(like)
+    call = "load_sharded_state_dict"
+    expected = _slices(call, "like", like)
     if not isinstance(saved, dict) or list(saved) != list(expected):
         raise ValueError(f"{call}: saved must be what sharded_state_dict(like) gave; got other names")
     for name, value in saved.items():
@@ -220,3 +224,7 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
 
 def _without_copies(state: TrainState) -> TrainState:
     return state._replace(copies=Copies((), state.copies.plan))
+
+
+def _by_name(tree: Tree) -> dict[str, Tensor]:
+    return {name: leaf for name, leaf in zip(_tree.names(tree), _tree.leaves(tree)) if leaf is not None}

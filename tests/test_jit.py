@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree
 
 from funcamp import FlatParams, ScalerConfig, TrainState, clone, jit, stateless
 from tests.helpers import assert_same
@@ -463,3 +466,27 @@ def test_make_train_step_is_not_needed() -> None:
     state, metrics = eager_backend(step)([torch.zeros(1), torch.ones(1)], torch.ones(1))
     assert metrics == ()
     assert_same(state, [torch.ones(1), torch.ones(1)])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("donate", [True, False])
+def test_no_tensor_of_a_call_is_kept(donate: bool, backend: str) -> None:
+    def storages(tree: Any) -> list[StorageWeakRef]:
+        return [StorageWeakRef(leaf.untyped_storage()) for leaf in _pytree.tree_leaves(tree)]
+
+    def add_and_count(state: Any, batch: Tensor) -> Any:
+        return {"sum": state["sum"] + batch}, {"double": 2 * batch, "same": batch}
+
+    run, state, dropped = jit(add_and_count, donate=donate, backend=backend), {"sum": torch.zeros(8)}, []
+    for index in range(3):
+        batch = torch.full((8,), float(index))
+        before = storages(batch) if donate else storages((state, batch))
+        state, metrics = run(state, batch)
+        dropped += before + storages(metrics)
+        del batch, metrics
+    assert all(storage.expired() for storage in dropped)
+    last = storages(state)
+    del state, run
+    torch._dynamo.reset()
+    gc.collect()
+    assert all(storage.expired() for storage in last)

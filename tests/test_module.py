@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import ScalerConfig, make_train_step, module_loss, stateless
+from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
+from funcamp._formats import name_of
 from tests.helpers import assert_same, clone
+from tests.models import cnn
 
 SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -78,7 +80,7 @@ def test_module_is_trained_as_by_torch_and_left_as_it_was(name: str, dtype: torc
     optimizer = torch.optim.SGD(eager.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loss_fn = module_loss(model, F.mse_loss)
-    step = make_train_step(loss_fn, SGD, ScalerConfig(1024.0), policy=str(dtype).removeprefix("torch."))
+    step = make_train_step(loss_fn, SGD, ScalerConfig(1024.0), policy=name_of(dtype))
     state, before = step.init(), clone(dict(model.state_dict()))
     for _ in range(4):
         optimizer.zero_grad()
@@ -95,6 +97,21 @@ def test_module_is_trained_as_by_torch_and_left_as_it_was(name: str, dtype: torc
     assert all(isinstance(value, nn.Parameter) for value in model.parameters())
     model.load_state_dict(loss_fn.state_dict(state.params, state.buffers))
     assert_same(dict(model.state_dict()), dict(eager.state_dict()))
+
+
+@pytest.mark.parametrize("transform", ["eager", "jit"])
+def test_a_modules_own_tensors_are_not_needed_after_init(transform: str) -> None:
+    task = cnn()
+    loss_fn = module_loss(task.model, task.criterion)
+    step = make_train_step(loss_fn, SGD, ScalerConfig(1024.0), policy="bfloat16")
+    state, expected = step.init(), step.init()
+    expected, _ = step(expected, task.batch(0))
+    task.model.to("meta")
+    run = jit(step, backend="aot_eager") if transform == "jit" else step
+    state, _ = run(state, task.batch(0))
+    assert_same(state, expected)
+    task.model.to_empty(device="cpu").load_state_dict(loss_fn.state_dict(state.params, state.buffers))
+    assert_same(dict(task.model.state_dict()), loss_fn.state_dict(state.params, state.buffers))
 
 
 def test_a_module_under_two_names_compiles() -> None:

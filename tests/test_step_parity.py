@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import ScalerConfig, TrainState, by_group, make_train_step, module_loss, stateless
+from funcamp._formats import name_of
 from tests.helpers import assert_close, assert_same, clone
 from tests.models import Task, cnn, mlp, tied
 
@@ -82,7 +83,7 @@ FORMS = [
 def build(task: Task, name: str, dtype: torch.dtype, **options: Any) -> Any:
     cls, arguments = OPTIMIZERS[name]
     loss_fn = module_loss(task.model, task.criterion)
-    policy = str(dtype).removeprefix("torch.")
+    policy = name_of(dtype)
     return make_train_step(loss_fn, stateless(cls, **arguments), CONFIG, policy=policy, **options)
 
 

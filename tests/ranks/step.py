@@ -86,26 +86,18 @@ def equals_one_process_cut_over_ranks() -> None:
 def equals_one_process_with_accumulation() -> None:
     task = mlp()
 
-    def windows(number: int) -> tuple[Tensor, Tensor]:
-        x, y = task.batch(number)
-        return x.unflatten(0, (2, -1)).transpose(0, 1), y.unflatten(0, (2, -1)).transpose(0, 1)
+    def window(number: int) -> Any:
+        return tuple(leaf.unflatten(0, (2, -1)) for leaf in task.batch(number))
 
-    def pieces(number: int) -> tuple[Tensor, Tensor]:
-        x, y = windows(number)  # examples first, for `mine`; then windows first again
-        return x, y
+    def part(number: int) -> Any:
+        first, second = (mine(tuple(leaf[piece] for leaf in window(number))) for piece in range(2))
+        return tuple(torch.stack(pair) for pair in zip(first, second))
 
     for shard in (False, True):
         parallel = distributed.DataParallel(shard=shard)
         step, alone = made(task, parallel=parallel, accumulate=2), made(task, accumulate=2)
-
-        def part(number: int) -> Any:
-            return tuple(leaf.transpose(0, 1).contiguous() for leaf in mine(pieces(number)))
-
-        def all_of_it(number: int) -> Any:
-            return tuple(leaf.transpose(0, 1).contiguous() for leaf in pieces(number))
-
         state, seen = trained(step, step, part, 20)
-        expected, expected_seen = trained(alone, alone, all_of_it, 20)
+        expected, expected_seen = trained(alone, alone, window, 20)
         assert [row[2:] for row in seen] == [row[2:] for row in expected_seen]
         assert difference(distributed.gather_state(state).params, expected.params) < 0.02
 

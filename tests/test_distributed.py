@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.launch import torchrun
 from tests.ranks import CASES
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -21,17 +16,9 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[d
     found = {}
     for world in (2, 4):
         folder = tmp_path_factory.mktemp(f"ranks{world}")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        run = subprocess.run(
-            [*torchrun, "-m", "tests.ranks.run", str(folder)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        printed = torchrun(world, "-m", "tests.ranks.run", folder, bound=1200).printed
         files = [folder / f"{rank}.json" for rank in range(world)]
-        found[world] = ([json.loads(file.read_text()) if file.exists() else {} for file in files], run.stdout)
+        found[world] = ([json.loads(file.read_text()) if file.exists() else {} for file in files], printed)
     return found
 
 

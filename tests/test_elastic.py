@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import shutil
 import signal
@@ -12,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -24,53 +23,16 @@ from torch.utils import _pytree
 import funcamp
 from tests.elastic import TINY
 from tests.helpers import assert_same
+from tests.launch import BOUND, ENVIRONMENT, ROOT, lines, torchrun
 
-ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 processes = importlib.import_module("_processes")
 train_ddp = importlib.import_module("train_ddp")
 train_fsdp2 = importlib.import_module("train_fsdp2")
 train_gpt = importlib.import_module("train_gpt")
 
-#: Seconds for a launch, at most; where processes wait for a dead one they wait longer.
-BOUND, PATIENCE = 120, 600
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "PYTHONWARNINGS": "error::UserWarning",
-    # Or torch 2.11 to 2.13 keeps one store over restarts, where the new processes may find the dead ones' addresses.
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}
-
-
-class Ended(NamedTuple):
-    """A launch that is over."""
-
-    code: int
-    printed: str
-    """stdout and stderr."""
-
-
-def torchrun(world: int, *arguments: object, restarts: int = 0) -> Ended:
-    """Run a program, or `-m` a module, on this many processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
-    command += [f"--nproc-per-node={world}", f"--max-restarts={restarts}", *map(str, arguments)]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as launcher:
-        try:
-            printed, _ = launcher.communicate(timeout=BOUND)
-        except subprocess.TimeoutExpired:
-            launcher.terminate()  # it ends its processes, which a kill would leave running
-            printed, _ = launcher.communicate()
-            pytest.fail(f"{arguments} ran for more than {BOUND} seconds\n{printed[-4000:]}")
-    return Ended(launcher.returncode, printed)
-
-
-def lines(run: Ended) -> list[str]:
-    """What a run that went well printed."""
-    assert run.code == 0, run.printed[-4000:]
-    return run.printed.splitlines()
+#: --timeout of runs in which a process dies and the others must not need it, in seconds.
+PATIENCE = 600
 
 
 def steps(printed: list[str]) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
-from funcamp import TrainState, TrainStep, jit, make_train_step, module_loss, stateless
+from funcamp import TrainState, TrainStep, _trace, jit, make_train_step, module_loss, stateless
 from tests.generated import code_of, generated
 
 pytestmark = pytest.mark.inductor
@@ -126,3 +126,14 @@ def test_what_cannot_be_called_from_cpp_is_called_from_python(monkeypatch: pytes
     run = jit(step, donate=False)
     assert "CppWrapperCodeCache" not in code_of(run, state, batch)
     torch.testing.assert_close(run(state, batch), step(state, batch))
+
+
+def test_a_long_programs_kernels_have_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_of(2)
+    expected, _ = step(step.init(), BATCH)
+    for long, apart in ((0, True), (10**6, False)):
+        monkeypatch.setattr(_trace, "LONG", long)
+        run = jit(step, donate=False)
+        assert ("kernel_src = (" in code_of(run, step.init(), BATCH)) == apart
+        state, _ = run(step.init(), BATCH)
+        torch.testing.assert_close(state.params.tree(), expected.params.tree(), rtol=1e-2, atol=1e-3)

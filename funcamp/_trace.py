@@ -197,9 +197,10 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], patches: dict[s
     from torch._inductor.compile_fx import compile_fx
 
     if patches.get("cpp_wrapper"):
-        long = sum(node.op == "call_function" for node in graph.graph.nodes) > LONG
+        if sum(node.op == "call_function" for node in graph.graph.nodes) > LONG:
+            patches = {**patches, "cpp_wrapper_build_separate": True}
         try:
-            return compile_fx(graph, inputs, config_patches={**patches, "cpp_wrapper_build_separate": long})
+            return compile_fx(graph, inputs, config_patches=patches)
         except Exception:  # what C++ cannot call, Python may; if it cannot either, its error is the familiar one
             patches = {**patches, "cpp_wrapper": False}
     return compile_fx(graph, inputs, config_patches=patches)

@@ -201,18 +201,17 @@ class DataParallel(Alone):
         values = [loss, *[after[name] for name in names]]
         wide = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
         parts = [weighed(value.reshape(-1).to(wide), share) for value in values]
-        # A buffer that no rank wrote keeps its bits.
-        written = [(after[name] != before[name]).any().to(wide) for name in names]
-        flags = [weighed(torch.stack(written), share)] if written else []
+        if names:  # last of all: a buffer that no rank wrote keeps its bits
+            written = [(after[name] != before[name]).any().to(wide) for name in names]
+            parts.append(weighed(torch.stack(written), share))
         if isinstance(share, Tensor):  # a backward pass makes NaN of 0 where it divides by a count
             grads = _tree.map_leaves(lambda leaf: torch.where(share == 0, 0.0, leaf), *_tree.flatten(grads))
-        grads, (total,) = self._summed(grads, [torch.cat([*parts, *flags])])
-        mean, *sums = torch.split(total, [part.numel() for part in [*parts, *flags]])
-        new = {
-            name: torch.where(sums[-1][place] == 0, before[name], sums[place].view(before[name].shape))
-            for place, name in enumerate(names)
-        }
-        new = {name: value.to(before[name].dtype) for name, value in new.items()}
+        grads, (total,) = self._summed(grads, [torch.cat(parts)])
+        mean, *sums = torch.split(total, [part.numel() for part in parts])
+        new = {}
+        for place, name in enumerate(names):
+            old = before[name]
+            new[name] = torch.where(sums[-1][place] == 0, old, sums[place].view(old.shape)).to(old.dtype)
         return grads, mean.reshape(()).to(loss.dtype), {**after, **new}
 
     def _summed(self, grads: Tree, more: list[Tensor]) -> tuple[Tree, list[Tensor]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from funcamp import _capture, _tree
 from funcamp._advice import advise
 from funcamp._dry_run import dry_run
+from funcamp._joint_counts import JointCounts, counting_jointly
 from funcamp._mended import mended
 from funcamp._owned import Owned, arranged, own, storage_of, strides_for
 from funcamp._scratch import Scratch, asked, wanted
@@ -203,7 +204,11 @@ class JitStep:
                     old.copy_(new)
             return [], kept
 
-        patches = {"triton.cudagraphs": False, "post_grad_custom_pre_pass": SnapshotWriteBacks(options.exact)}
+        patches = {
+            "triton.cudagraphs": False,
+            "joint_custom_pre_pass": JointCounts(),
+            "post_grad_custom_pre_pass": SnapshotWriteBacks(options.exact),
+        }
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Collectives as soon as their inputs are there, what needs them as late as it can.
             patches |= {
@@ -221,7 +226,8 @@ class JitStep:
         if home == {"cpu"} and self._scratch is None:  # a tenth of a small step, but no way to ask for kept buffers
             patches["cpp_wrapper"] = True
         try:
-            with mended(exact=options.exact), asked() if self._scratch else contextlib.nullcontext():
+            jointly = counting_jointly() if options.backend == "inductor" else contextlib.nullcontext()
+            with jointly, mended(exact=options.exact), asked() if self._scratch else contextlib.nullcontext():
                 return trace(body, args, home, owned.storages if options.donate else set(), options.backend, patches)
         except SharedError:
             self._owned = own(owned.tree, like, set(), copy=True)

@@ -21,12 +21,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcamp import _tap, _tree
+from funcamp._counts import count, has_values
 from funcamp._grad_scaler import GradScaler
 from funcamp._jit_step import JitStep
 from funcamp._module import Holder
-from funcamp._stats import Stats, count, has_values
+from funcamp._records import Record, probe
+from funcamp._stats import Stats
 from funcamp._step import TrainStep
-from funcamp._tap import Record, probe
 
 #: Make tensors of nothing, or of another's shape: no numbers of the computation.
 _FACTORIES = frozenset(

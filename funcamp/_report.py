@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import _report_page, _report_plot, _report_text, _tree
+from funcamp._counts import WIDTH
 from funcamp._formats import format_of, name_of
 from funcamp._recorder import Operation, Recorder
-from funcamp._stats import WIDTH, Stats
-from funcamp._tap import Record
+from funcamp._records import Record
+from funcamp._stats import Stats
 
 
 class Origin(NamedTuple):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from funcamp._counts import LOWEST
 from funcamp._formats import format_of, name_of
 from funcamp._recorder import Operation
-from funcamp._stats import LOWEST, Stats
-from funcamp._tap import Record
+from funcamp._records import Record
+from funcamp._stats import Stats
 
 #: Exponents that are shown at least, and rows of one picture at most.
 _SHOWN, _ROWS = (-30, 18), 160
@@ -51,7 +52,7 @@ def of_operations(operations: list[Operation]) -> list[Line]:
     ]
 
 
-def of_modules(records: dict[str, Record]) -> list[Line]:
+def of_modules(records: Mapping[str, Record]) -> list[Line]:
     """A row for each module's output, then one for each gradient of it, in the order of the backward pass."""
     forward = [Line(path or "(module)", False, record.forward, False) for path, record in records.items()]
     backward = [Line(path or "(module)", True, record.backward, False) for path, record in records.items()]
@@ -98,7 +99,7 @@ def draw(rows: list[Line], path: Path, dtype: torch.dtype) -> Path:
 
 
 def plot_flushed(
-    history: Iterable[tuple[int, dict[str, Record]]], path: str | Path, dtype: torch.dtype = torch.float16
+    history: Iterable[tuple[int, Mapping[str, Record]]], path: str | Path, dtype: torch.dtype = torch.float16
 ) -> Path:
     """Draw, layer by step, the fraction of the gradient that a format flushes to zero.
 

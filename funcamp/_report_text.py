@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from funcamp._formats import name_of
-from funcamp._tap import Record
+from funcamp._records import Record
 
 _NUMBERS = ("shape", "std", "amax", "zero", "underflow", "subnormal", "overflow")
 COLUMNS = ("", "module", "operation", "dtype", *_NUMBERS, "")
@@ -59,7 +60,7 @@ def percent(part: float) -> str:
     return "" if not part else ("<0.01%" if part < 1e-4 else f"{100 * part:.3g}%")
 
 
-def annotate(module: nn.Module | None, records: dict[str, Record]) -> str:
+def annotate(module: nn.Module | None, records: Mapping[str, Record]) -> str:
     """Show a module's tree, beside each part the standard deviations of its output and of that one's gradient.
 
     As `(-> 0.573, <- 0.000296)`; n/a where there is none. Reads the records on the host: a sync.

@@ -1,35 +1,19 @@
 """Statistics of a tensor that add up: over microbatches, samples of vmap, ranks, the uses of one layer.
 
-A record is one row of float64: eight numbers, then for every binary exponent e how many finite values have
-2^e < |x| < 2^(e+1), then how many are 2^e itself. What rounding to a narrower format would do to the values follows, at
-any loss scale (`_formats`); powers of two are apart because half the smallest subnormal, the tie that goes to zero, is
-one.
+What rounding to a narrower format would do to the values follows from the counts of their exponents, at any loss scale
+(`_formats`); powers of two are apart because half the smallest subnormal, the tie that goes to zero, is one.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from funcamp import _tree
+from funcamp._counts import BINS, HEAD, HIGHEST, LOWEST, WIDTH, check_values, count
 from funcamp._formats import format_of
-from funcamp._whole import keep_functions_whole
-
-#: Exponents that have a bin: those of float32, from its smallest subnormal, 2^-149, to its largest value, below 2^128,
-#: and at both ends one for all that is beyond: 2^-150 goes to zero in float32 and needs a place of its own.
-LOWEST, HIGHEST = -151, 128
-BINS = HIGHEST - LOWEST + 1
-HEAD = 8
-WIDTH = HEAD + 2 * BINS
-
-#: Elements that a table of counts is made for, and how many tables at most.
-_PART, _TABLES = 4096, 32
-
-_VIEWS_BATCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 class Stats:
@@ -226,146 +210,6 @@ def stats(x: Tensor) -> Stats:
         (0.3333333333333333, 0.0)
     """
     return Stats(count(check_values("stats", x)))
-
-
-def check_values(call: str, x: object) -> Tensor:
-    """Return x; raise TypeError where it is no tensor that can be counted."""
-    if not has_values(x):
-        raise TypeError(f"{call}: x must be a strided floating-point or complex tensor; got {_tree.describe(x)}")
-    return x
-
-
-def has_values(x: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor that can be counted."""
-    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
-        return False
-    return x.is_floating_point() or x.is_complex()
-
-
-def count(x: Tensor) -> Tensor:
-    """The row of a record."""
-    return counts(taken(x, None).unsqueeze(0)).squeeze(0)
-
-
-#: Neighbours in a sample: one number of each line of memory costs as much as all of them.
-_BLOCK = 16
-
-
-def taken(x: Tensor, sample: int | None) -> Tensor:
-    """The numbers of a tensor as shape (n,); about so many of them, evenly spread, where it has more."""
-    x = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()).detach().reshape(-1)
-    if sample is None or x.numel() <= sample:
-        return x
-    block = min(_BLOCK, sample)
-    blocks = x.numel() // block
-    return x[: blocks * block].reshape(blocks, block)[:: _stride(blocks, sample // block)].reshape(-1)
-
-
-def counts(x: Tensor) -> Tensor:
-    """The rows of records, shape (rows, 568), of numbers of shape (rows, n)."""
-    magnitude, negative = _magnitude(x)
-    # Signed in their own width: Inductor's masks are slow to change theirs.
-    values = torch.where(magnitude < math.inf, torch.where(negative, -magnitude, magnitude), 0.0).double()
-    total, squares = values.sum(-1, keepdim=True), values.square().sum(-1, keepdim=True)
-    return torch.cat([torch.full_like(total, x.shape[-1]), total, squares, _histogram(magnitude, negative)], -1)
-
-
-def _stride(size: int, sample: int) -> int:
-    """The smallest that leaves no more than sample, prime to size: every column has its turn."""
-    stride = -(-size // sample)
-    while math.gcd(stride, size) > 1:
-        stride += 1
-    return stride
-
-
-def check_sample(call: str, sample: int | None) -> int | None:
-    """Return a number of elements to count, or None for all; raise where it is neither."""
-    if sample is None:
-        return None
-    if isinstance(sample, bool) or not isinstance(sample, int):
-        raise TypeError(f"{call}: sample must be an integer or None; got {sample!r}")
-    if sample < 1:
-        raise ValueError(f"{call}: sample must be 1 or more; got {sample}")
-    return sample
-
-
-def _magnitude(x: Tensor) -> tuple[Tensor, Tensor]:
-    """|x|, in float32 at least, and where x has a sign.
-
-    All in numbers of 32 bits: on a CPU Inductor makes no vector code of int16, signbit, or masks that change width.
-    """
-    if x.dtype == torch.float64:
-        wide = _bits(x, torch.int64)
-        return _bits(wide & (2**63 - 1), torch.float64), wide < 0
-    bits = _bits(x.float(), torch.int32)
-    low = bits & 0x7FFFFFFF
-    magnitude = _bits(low, torch.float32)
-    # Inductor fuses in float32: round, which changes nothing that is rounded already.
-    if x.dtype == torch.bfloat16:
-        rounded = _bits((low + 0x7FFF + ((low >> 16) & 1)) & ~0xFFFF, torch.float32)
-    elif x.dtype == torch.float16:
-        rounded = _bits((low + 0xFFF + ((low >> 13) & 1)) & ~0x1FFF, torch.float32)
-        rounded = torch.where(magnitude < 2.0**-14, magnitude + 0.5 - 0.5, rounded)  # 0.5 has float16's last place
-        rounded = torch.where(magnitude < 65520, rounded, math.inf)
-    else:
-        return magnitude, bits < 0
-    return torch.where(magnitude == magnitude, rounded, magnitude), bits < 0
-
-
-def _histogram(magnitude: Tensor, negative: Tensor) -> Tensor:
-    """All that is counted, of shape (rows, n), as a record's row has it from its fourth number on.
-
-    One scatter counts it, into some tables a row: writers rarely meet in one bin then.
-    """
-    exponent, power = _exponents(magnitude)
-    place = exponent.clamp(LOWEST, HIGHEST) + power.to(torch.int32) * BINS + (HEAD - 3 - LOWEST)
-    sign = negative.to(torch.int32)
-    place = torch.where(magnitude == 0, 3 + sign, place)
-    place = torch.where(magnitude == math.inf, 1 + sign, place)
-    place = torch.where(magnitude != magnitude, 0, place)
-    (rows, length), size = place.shape, WIDTH - 3
-    tables = min(max(length // _PART, 1), _TABLES)
-    index = torch.int32 if length < 2**31 else torch.int64
-    table = torch.arange(length, dtype=index, device=place.device) % tables
-    table = table + torch.arange(rows, dtype=torch.int32, device=place.device).unsqueeze(-1) * tables
-    place = (place + table * size).flatten().long()
-    found = torch.zeros(rows * tables * size, dtype=torch.int32, device=place.device)
-    found = found.scatter_add(0, place, torch.ones_like(place, dtype=torch.int32))
-    return found.reshape(rows, tables, size).sum(1).double()
-
-
-def _exponents(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """floor(log2) as int32, and whether the value is a power of two, from bits."""
-    if magnitude.dtype == torch.float64:
-        bits = _bits(magnitude, torch.int64)
-        return (((bits >> 52) & 0x7FF) - 1023).to(torch.int32), (bits & ((1 << 52) - 1)) == 0
-    low = magnitude < 2.0**-100  # subnormal values have bits of another form: count them 2^100 higher
-    bits = _bits(torch.where(low, magnitude * 2.0**100, magnitude), torch.int32)
-    return ((bits >> 23) & 0xFF) - (127 + 100 * low.to(torch.int32)), (bits & 0x7FFFFF) == 0
-
-
-class _Bits(Function):
-    """A tensor's bits as another dtype: vmap has no rule for that before torch 2.13 (tests/test_upstream.py)."""
-
-    @staticmethod
-    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.view(dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:  # noqa: ARG004
-        return _bits(x, dtype), in_dims[0]
-
-
-def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if _VIEWS_BATCH or not torch._C._are_functorch_transforms_active():
-        return x.view(dtype)
-    if torch.compiler.is_dynamo_compiling():
-        keep_functions_whole()
-    bits: Tensor = _Bits.apply(x, dtype)  # type: ignore[no-untyped-call]
-    return bits
 
 
 def check_positive(call: str, name: str, value: float | Tensor) -> None:

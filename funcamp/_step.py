@@ -18,11 +18,11 @@ from funcamp._fold import judge, unscale_and_clip
 from funcamp._grad import around_backward, differentiate
 from funcamp._limits import exhausted, saturated
 from funcamp._options import Options
+from funcamp._records import Record, Records, probe
 from funcamp._rulebook import init
 from funcamp._scaler import unscale
 from funcamp._spread import weighed
 from funcamp._state import ScalerState
-from funcamp._tap import Record, probe
 from funcamp._train_state import Metrics, TrainState, export, restore
 from funcamp._types import Tree
 from funcamp._update import skip_step, update
@@ -220,7 +220,7 @@ class TrainStep:
             skipped=skipped.clone(),
             consecutive_skips=after.consecutive_skips.clone(),
             found_inf_by_leaf=by_leaf,
-            records=records,
+            records=Records.of(records) if records else {},
             aux=aux,
         )
         return after, metrics

@@ -8,7 +8,6 @@ the parameters, and add up as gradients do: over every use of a probe, over samp
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -16,77 +15,15 @@ from torch import Tensor
 from torch.autograd import Function
 
 from funcamp import _tree
-from funcamp._stats import WIDTH, Stats, check_positive, check_sample, check_values, count, counts, taken
+from funcamp._counts import check_sample, check_values, count, taken
+from funcamp._joint_counts import count_jointly
+from funcamp._records import Record
 from funcamp._whole import keep_functions_whole
-
-
-class Record:
-    """The statistics of a tensor in the forward pass and of its gradient in the backward pass; `a + b` merges.
-
-    Immutable, a pytree of two tensors. As text the two standard deviations, which reads them on the host.
-
-    Example:
-        >>> print(torch.func.grad(lambda probe, x: (tap(x, probe) * 2 * x).sum())(probe(), torch.tensor([1.0, 3.0])))
-        (-> 1.41, <- 2.83)
-    """
-
-    forward: Stats
-    backward: Stats
-
-    def __init__(self, forward: Stats, backward: Stats) -> None:
-        self.forward, self.backward = forward, backward
-
-    def __add__(self, other: Record) -> Record:
-        return Record(self.forward + other.forward, self.backward + other.backward)
-
-    def __repr__(self) -> str:
-        return f"Record({self.forward!r}, {self.backward!r})"
-
-    def __str__(self) -> str:
-        return f"(-> {_shown(self.forward)}, <- {_shown(self.backward)})"
-
-    def total(self) -> Record:
-        """A batch of records, of vmap say, merged to one."""
-        return Record(self.forward.total(), self.backward.total())
-
-    def unscale(self, scale: float | Tensor) -> Record:
-        """The record with the backward pass as it would be without loss scaling. Exact where scale is a power of two.
-
-        See `Stats.rescale`.
-        """
-        check_positive("unscale", "scale", scale)
-        return Record(self.forward, self.backward.rescale(1 / scale))
-
-
-_tree.register(Record, lambda r: ([r.forward, r.backward], None), lambda both, _: Record(both[0], both[1]), "passes")
-
-
-def _shown(record: Stats) -> str:
-    if record.row.dim() > 1:
-        record = record.total()
-    std = record.std.item()
-    return "n/a" if math.isnan(std) else f"{std:.3g}"
-
-
-def probe(device: torch.device | str | None = None) -> Record:
-    """Make the empty record that `tap` takes: what to differentiate with respect to. No sync.
-
-    Args:
-        device: where the tapped tensors will be.
-
-    Raises:
-        RuntimeError: device is none that torch knows.
-
-    Example:
-        >>> probe().forward.count
-        tensor(0., dtype=torch.float64)
-    """
-    return Record(*(Stats(torch.zeros(WIDTH, dtype=torch.float64, device=device)) for _ in range(2)))
 
 
 def count_both(saved: Tensor, grad: Tensor, sample: int) -> Tensor:
     """The rows of a sample of the forward pass and of one of the gradient, in one pass."""
-    return counts(torch.stack([saved, taken(grad, sample)]))
+    return count_jointly([saved.unsqueeze(0), taken(grad, sample).unsqueeze(0)])
 
 
 class _Tap(Function):

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from funcamp import _tree
+from funcamp._counts import WIDTH, check_sample, has_values
 from funcamp._module import ModuleLoss
-from funcamp._stats import WIDTH, Stats, check_sample, has_values
-from funcamp._tap import Record, probe, tap
+from funcamp._records import Record, probe
+from funcamp._stats import Stats
+from funcamp._tap import tap
 
 _PASSES = ("_funcamp_forward", "_funcamp_backward")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._copies import Copies, clone, refresh
 from funcamp._flat import FlatParams, collapse, expand
+from funcamp._records import Record
 from funcamp._shards import Shards, cut, joined_slice, outline, slice_of, whole
 from funcamp._state import ScalerState
 from funcamp._types import Tree
@@ -63,9 +65,9 @@ class Metrics(NamedTuple):
     found_inf_by_leaf: Any
     """Bool, shape (leaves,): which parameters' gradients are not finite, in the order of `leaf_names`; `()` without
     that option."""
-    records: Any
-    """What taps counted, a `numerics.Record` by name, its backward pass scaled (`Record.unscale(metrics.scale)`); `{}`
-    without probes."""
+    records: Mapping[str, Record]
+    """What taps counted, as `numerics.Records`: a `Record` by name, its backward pass scaled
+    (`Record.unscale(metrics.scale)`); `{}` without probes."""
     aux: Any
     """What the loss returned beside itself, stacked over micro-batches; `()` without has_aux."""
 

@@ -5,11 +5,12 @@ module, also in a training step; `numerics_report` runs a step once and looks at
 """
 
 from funcamp._recorder import Operation
+from funcamp._records import Record, Records, probe
 from funcamp._report import NumericsReport, Origin, Recommendation, numerics_report
 from funcamp._report_plot import plot_flushed
 from funcamp._report_text import annotate
 from funcamp._stats import Stats, stats
-from funcamp._tap import Record, probe, tap
+from funcamp._tap import tap
 from funcamp._track import TrackedLoss, TrackedModule, track_scales
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Origin",
     "Recommendation",
     "Record",
+    "Records",
     "Stats",
     "TrackedLoss",
     "TrackedModule",

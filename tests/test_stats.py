@@ -61,6 +61,16 @@ def test_record_is_what_plain_python_counts(transform: Transform, dtype: torch.d
     assert record.histogram.tolist() == bins
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_lie_anywhere_in_memory(transform: Transform, dtype: torch.dtype) -> None:
+    base = torch.tensor(SPECIAL + WIDER[dtype]).to(dtype)
+    for x in (base[1:], base[1:8], base[2::3], base[1:2]):
+        told, bins = by_hand(x.tolist())
+        record = transform(stats)(x)
+        assert {name: getattr(record, name).item() for name in told} == pytest.approx(told, rel=1e-15)
+        assert record.histogram.tolist() == bins
+
+
 def test_empty_and_scalar(transform: Transform) -> None:
     assert transform(stats)(torch.zeros(3, 0)).row.tolist() == [0.0] * 568
     assert transform(stats)(torch.tensor(-2.0)).sum.item() == -2.0
@@ -178,13 +188,15 @@ def test_counts_of_many_elements_in_one_bin() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_compiled_counts_what_is_rounded(dtype: torch.dtype) -> None:
     # Inductor keeps what it fuses in float32
-    def through(x: Tensor) -> Any:
-        return stats((x * 2.0**-20).to(dtype))
+    def through(x: Tensor, small: Tensor) -> Any:
+        rounded = (x * 2.0**-20).to(dtype)
+        return stats(rounded), stats(rounded[1:]), stats(small)
 
     x = torch.randn(1000)
-    eager, compiled = through(x), torch.compile(through, fullgraph=True)(x)
-    assert_same(eager.row[3:], compiled.row[3:])
-    assert eager.poszero.item() > 0 or dtype == torch.bfloat16
+    small = x.to(dtype)[3:]
+    for eager, compiled in zip(through(x, small), torch.compile(through, fullgraph=True)(x, small)):
+        assert_same(eager.row[3:], compiled.row[3:])
+    assert through(x, small)[0].poszero.item() > 0 or dtype == torch.bfloat16
 
 
 def test_what_float32_does_not_reach_is_beyond_its_limits() -> None:

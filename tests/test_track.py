@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
-from funcamp.numerics import Record, probe, stats, tap, track_scales
+from funcamp import ScalerConfig, _tree, jit, make_train_step, module_loss, stateless
+from funcamp.numerics import Record, Records, probe, stats, tap, track_scales
 from tests.helpers import assert_close, assert_same
 from tests.models import Task, cnn, mlp, tied
 
@@ -209,6 +209,27 @@ def test_a_loss_taps_what_it_wants(compiled: bool) -> None:
     metrics = (jit(step, donate=False, backend="aot_eager") if compiled else step)(state, torch.ones(2))[1]
     record = metrics.records["product"].unscale(metrics.scale)
     assert [record.forward.sum.item(), record.backward.sum.item()] == [3.0, 6.0]
+
+
+def test_records_of_a_step_are_one_tensor() -> None:
+    task = mlp()
+    step = make_train_step(track_scales(module_loss(task.model, task.criterion)), SGD, CONFIG)
+    records = step(step.init(), task.batch(0))[1].records
+    assert isinstance(records, Records)
+    assert _tree.leaves(records) == [records.rows]
+    leaves, spec = _tree.flatten(records)
+    assert_same(_tree.unflatten(leaves, spec)["0"], records["0"])
+    assert list(records) == list(dict(records)) == list(step.loss_fn.probe_names)  # type: ignore[attr-defined]
+    assert_same(Records.of(records).rows, records.rows)
+    assert (records + records)["0"].forward.count == 2 * records["0"].forward.count
+    both = Records(records.names, torch.stack([records.rows, records.rows]))
+    assert_same(both["0"].backward.row[1], records["0"].backward.row)
+    assert_same(both.total().rows, (records + records).rows)
+    assert "nowhere" not in records
+    with pytest.raises(KeyError, match="nowhere"):
+        records["nowhere"]
+    with pytest.raises(ValueError, match=r"Records: names must be the same.*'other'"):
+        records + Records(("other",), records.rows[:1])
 
 
 def test_a_sample_of_each_tensor() -> None:

@@ -215,7 +215,7 @@ def test_inductor_swaps_the_turns_of_dropout_and_rand() -> None:
 
 
 def test_views_of_another_dtype_have_no_batching_rule() -> None:
-    # `_stats._Bits` can go when 2.11 and 2.12 are no longer supported.
+    # `_counts._Bits` can go when 2.11 and 2.12 are no longer supported.
     def bits() -> Any:
         return torch.func.vmap(lambda x: x.view(torch.int32))(torch.ones(2, 3))
 

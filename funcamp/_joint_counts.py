@@ -1,0 +1,113 @@
+"""All samples of a compiled step counted by one kernel, instead of some small kernels for each.
+
+Where `counting_jointly` says so, `count_jointly` puts one operation into the graph, without its parts; before Inductor
+takes the graph apart, `JointCounts` counts those of equal length together. A record is the same bit for bit, except for
+the order of its two sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from funcamp import _counts
+from funcamp._counts import WIDTH, counts, packed
+
+_thread = threading.local()
+_library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("counts(Tensor[] parts) -> Tensor")
+_library.impl("counts", lambda parts: counts(*packed(parts)), "CompositeExplicitAutograd")
+_COUNTS: Any = torch.ops.funcamp.counts.default
+
+
+@torch.library.register_fake(_COUNTS, lib=_library)  # type: ignore[untyped-decorator]
+def _fake(parts: list[Tensor]) -> Tensor:
+    return parts[0].new_empty((sum(len(part) for part in parts), WIDTH), dtype=torch.float64)
+
+
+@torch.library.register_vmap(_COUNTS, lib=_library)  # type: ignore[untyped-decorator]
+def _vmap(info: Any, in_dims: tuple[list[int | None]], parts: list[Tensor]) -> tuple[Tensor, int]:
+    size = info.batch_size
+    batched = [
+        part.expand(size, *part.shape) if dim is None else part.movedim(dim, 0) for part, dim in zip(parts, in_dims[0])
+    ]
+    found: Tensor = _COUNTS([part.flatten(0, 1) for part in batched])
+    each = torch.split(found, [size * part.shape[1] for part in batched])
+    return torch.cat([rows.reshape(size, -1, WIDTH) for rows in each], 1), 0
+
+
+@contextlib.contextmanager
+def counting_jointly() -> Iterator[None]:
+    """A region, in this thread, in which graphs are traced that `JointCounts` will change."""
+    before, _thread.active = getattr(_thread, "active", False), True
+    try:
+        yield
+    finally:
+        _thread.active = before
+
+
+def count_jointly(parts: list[Tensor]) -> Tensor:
+    """The rows of records of numbers of shapes (rows, n), all rows together."""
+    if getattr(_thread, "active", False):
+        found: Tensor = _COUNTS(parts)
+        return found
+    return counts(*packed(parts))
+
+
+def _joint_counts_of(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The nodes to be counted together: of one kind and length, none of them behind another."""
+    behind: dict[fx.Node, int] = {}
+    groups: dict[Any, list[fx.Node]] = {}
+    for node in graph.nodes:
+        behind[node] = max((behind[before] for before in node.all_input_nodes), default=0)
+        if node.target is _COUNTS:
+            value = node.all_input_nodes[0].meta["val"]
+            key = (behind[node], value.dtype, value.device, value.shape[1])
+            groups.setdefault(key, []).append(node)
+            behind[node] += 1
+    return list(groups.values())
+
+
+class JointCounts(CustomGraphPass):
+    """The pass over the graph of a step, before Inductor's own."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Change the graph in place."""
+        groups = _joint_counts_of(graph)
+        for nodes in groups:
+            _count_together(graph, nodes)
+        if groups:
+            from torch._inductor.pattern_matcher import stable_topological_sort
+
+            stable_topological_sort(graph)
+
+    def uuid(self) -> bytes:
+        """What Inductor's cache knows this pass by: with it go the functions that a graph names but does not hold."""
+        return get_hash_for_files((__file__, _counts.__file__))
+
+
+def _count_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    from torch._inductor.decomposition import select_decomp_table
+
+    given: list[Any] = [node.args[0] for node in nodes]
+    parts = [part for one in given for part in one]
+    rows = [sum(len(part.meta["val"]) for part in one) for one in given]
+
+    def together(*parts: Tensor) -> list[Tensor]:
+        return list(torch.split(counts(*packed(list(parts))), rows))
+
+    with parts[0].meta["val"].fake_mode:
+        traced = make_fx(together, decomposition_table=select_decomp_table())(*[part.meta["val"] for part in parts])
+    places = dict(zip(traced.graph.find_nodes(op="placeholder"), parts))
+    with graph.inserting_after(nodes[-1]):
+        found: Any = graph.graph_copy(traced.graph, places)
+    for node, counted in zip(nodes, found):
+        node.replace_all_uses_with(counted)
+        graph.erase_node(node)

@@ -1,0 +1,128 @@
+"""What taps count: a record of both passes, and records by name in one tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._counts import WIDTH
+from funcamp._stats import Stats, check_positive
+
+
+class Record:
+    """The statistics of a tensor in the forward pass and of its gradient in the backward pass; `a + b` merges.
+
+    Immutable, a pytree of two tensors. As text the two standard deviations, which reads them on the host.
+
+    Example:
+        >>> print(torch.func.grad(lambda probe, x: (tap(x, probe) * 2 * x).sum())(probe(), torch.tensor([1.0, 3.0])))
+        (-> 1.41, <- 2.83)
+    """
+
+    forward: Stats
+    backward: Stats
+
+    def __init__(self, forward: Stats, backward: Stats) -> None:
+        self.forward, self.backward = forward, backward
+
+    def __add__(self, other: Record) -> Record:
+        return Record(self.forward + other.forward, self.backward + other.backward)
+
+    def __repr__(self) -> str:
+        return f"Record({self.forward!r}, {self.backward!r})"
+
+    def __str__(self) -> str:
+        return f"(-> {_shown(self.forward)}, <- {_shown(self.backward)})"
+
+    def total(self) -> Record:
+        """A batch of records, of vmap say, merged to one."""
+        return Record(self.forward.total(), self.backward.total())
+
+    def unscale(self, scale: float | Tensor) -> Record:
+        """The record with the backward pass as it would be without loss scaling. Exact where scale is a power of two.
+
+        See `Stats.rescale`.
+        """
+        check_positive("unscale", "scale", scale)
+        return Record(self.forward, self.backward.rescale(1 / scale))
+
+
+_tree.register(Record, lambda r: ([r.forward, r.backward], None), lambda both, _: Record(both[0], both[1]), "passes")
+
+
+def _shown(record: Stats) -> str:
+    if record.row.dim() > 1:
+        record = record.total()
+    std = record.std.item()
+    return "n/a" if math.isnan(std) else f"{std:.3g}"
+
+
+def probe(device: torch.device | str | None = None) -> Record:
+    """Make the empty record that `tap` takes: what to differentiate with respect to. No sync.
+
+    Args:
+        device: where the tapped tensors will be.
+
+    Raises:
+        RuntimeError: device is none that torch knows.
+
+    Example:
+        >>> probe().forward.count
+        tensor(0., dtype=torch.float64)
+    """
+    return Record(*(Stats(torch.zeros(WIDTH, dtype=torch.float64, device=device)) for _ in range(2)))
+
+
+class Records(Mapping[str, Record]):
+    """Records by name, all in one tensor, which leaves a compiled step sooner than many; `a + b` merges.
+
+    Immutable, a pytree of one tensor. As a mapping it makes each `Record` when asked for.
+
+    Example:
+        >>> records = Records.of({"layer": probe()})
+        >>> dict(records), records.rows.shape
+        ({'layer': Record(Stats(float64[568] on cpu), Stats(float64[568] on cpu))}, torch.Size([1, 2, 568]))
+    """
+
+    rows: Tensor
+    """float64, shape (..., names, 2, 568): of either pass; leading dimensions are a batch of records."""
+
+    def __init__(self, names: tuple[str, ...], rows: Tensor) -> None:
+        self.names, self.rows = names, rows
+
+    @classmethod
+    def of(cls, records: Mapping[str, Record]) -> Records:
+        """The same records in one tensor."""
+        rows = [torch.stack([record.forward.row, record.backward.row], -2) for record in records.values()]
+        return cls(tuple(records), torch.stack(rows, -3))
+
+    def __getitem__(self, name: str) -> Record:
+        if name not in self.names:
+            raise KeyError(name)
+        forward, backward = self.rows.select(-3, self.names.index(name)).unbind(-2)
+        return Record(Stats(forward), Stats(backward))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __add__(self, other: Records) -> Records:
+        if other.names != self.names:
+            raise ValueError(f"Records: names must be the same to be merged; got {self.names} and {other.names}")
+        return Records(self.names, self.rows + other.rows)
+
+    def __repr__(self) -> str:
+        return f"Records({self.names}, {_tree.describe(self.rows)})"
+
+    def total(self) -> Records:
+        """A batch of records, of unrolled steps say, merged to one."""
+        return Records(self.names, self.rows.reshape(-1, *self.rows.shape[-3:]).sum(0))
+
+
+_tree.register(Records, lambda r: ([r.rows], r.names), lambda rows, names: Records(names, rows[0]), "rows")

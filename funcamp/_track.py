@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, overload
@@ -182,9 +183,18 @@ def _tap_outputs(sample: int | None, part: nn.Module, _: Any, outputs: Any) -> A
     forward, backward = (getattr(part, which) for which in _PASSES)
     if forward.device.type == "meta":  # called outside of functional_call
         return outputs
+    return _tapped(outputs, Record(Stats(forward), Stats(backward)), sample)
+
+
+def _tapped(outputs: Any, record: Record, sample: int | None) -> Any:
     leaves, spec = _tree.flatten(outputs)
-    record = Record(Stats(forward), Stats(backward))
-    return _tree.unflatten([tap(leaf, record, sample=sample) if has_values(leaf) else leaf for leaf in leaves], spec)
+    for index, leaf in enumerate(leaves):
+        if has_values(leaf):
+            leaves[index] = tap(leaf, record, sample=sample)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # no pytree, unless registered as one
+            fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
+            leaves[index] = dataclasses.replace(leaf, **_tapped(fields, record, sample))
+    return _tree.unflatten(leaves, spec)
 
 
 def _rows(names: Iterable[str], probes: dict[str, Record]) -> dict[str, Tensor]:

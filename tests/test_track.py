@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -114,6 +115,40 @@ def test_several_outputs_and_layers_that_are_not_called() -> None:
         "cell": 40.0,
         "attend": 40.0,
         "unused": 0.0,
+    }
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: Tensor
+    parts: list[Tensor]
+    name: str = "output"
+
+
+class ReturnsDataclass(nn.Module):
+    def forward(self, x: Tensor) -> Output:
+        return Output(2 * x, [3 * x])
+
+
+class TakesDataclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), ReturnsDataclass()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.second(self.first(x))
+        assert out.name == "output"
+        return out.hidden + out.parts[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_tensors_in_a_dataclass_are_tapped(compiled: bool) -> None:
+    step = make_train_step(track_scales(module_loss(TakesDataclass(), F.mse_loss)), SGD, CONFIG)
+    batch = (torch.randn(3, 4), torch.randn(3, 4))
+    metrics = (jit(step, donate=False, backend="aot_eager") if compiled else step)(step.init(), batch)[1]
+    assert {name: record.backward.count.item() for name, record in metrics.records.items()} == {
+        "first": 12,
+        "second": 24,
     }
 
 

@@ -63,7 +63,7 @@ def taken(x: Tensor, sample: int | None) -> Tensor:
     x = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()).detach().reshape(-1)
     if sample is None or x.numel() <= sample:
         return x
-    block = min(_BLOCK, sample)
+    block = max(1, min(_BLOCK, sample // _BLOCK))
     blocks, wanted = x.numel() // block, sample // block
     places = torch.arange(wanted, device=x.device) * _stride(blocks, wanted) % blocks
     return x[: blocks * block].reshape(blocks, block)[places].reshape(-1)
@@ -76,8 +76,10 @@ def packed(parts: list[Tensor]) -> tuple[Tensor, int]:
     """
     padding = 0
     if parts[0].dtype in _HALVES:
-        padding = parts[0].shape[1] % 2 or (2 if len(parts) == 1 else 0)
-    return torch.nn.functional.pad(torch.cat(parts), (0, padding)), padding
+        length = parts[0].shape[1]
+        padding = length % 2 or (2 if len(parts) == 1 or not length else 0)
+    # What batches of vmap leave behind may look like channels-last memory, which the two keep.
+    return torch.nn.functional.pad(torch.cat(parts), (0, padding)).contiguous(), padding
 
 
 def counts(x: Tensor, padding: int) -> Tensor:

@@ -40,7 +40,7 @@ def _vmap(info: Any, in_dims: tuple[list[int | None]], parts: list[Tensor]) -> t
     ]
     found: Tensor = _COUNTS([part.flatten(0, 1) for part in batched])
     each = torch.split(found, [size * part.shape[1] for part in batched])
-    return torch.cat([rows.reshape(size, -1, WIDTH) for rows in each], 1), 0
+    return torch.cat([rows.reshape(*part.shape[:2], WIDTH) for rows, part in zip(each, batched)], 1), 0
 
 
 @contextlib.contextmanager

@@ -96,7 +96,9 @@ class Records(Mapping[str, Record]):
 
     @classmethod
     def of(cls, records: Mapping[str, Record]) -> Records:
-        """The same records in one tensor."""
+        """The same records in one tensor; raises ValueError where there is none."""
+        if not records:
+            raise ValueError("Records.of: records must hold one at least; got none")
         rows = [torch.stack([record.forward.row, record.backward.row], -2) for record in records.values()]
         return cls(tuple(records), torch.stack(rows, -3))
 
@@ -112,7 +114,11 @@ class Records(Mapping[str, Record]):
     def __len__(self) -> int:
         return len(self.names)
 
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
     def __add__(self, other: Records) -> Records:
+        if not isinstance(other, Records):
+            return NotImplemented
         if other.names != self.names:
             raise ValueError(f"Records: names must be the same to be merged; got {self.names} and {other.names}")
         return Records(self.names, self.rows + other.rows)
@@ -125,4 +131,4 @@ class Records(Mapping[str, Record]):
         return Records(self.names, self.rows.reshape(-1, *self.rows.shape[-3:]).sum(0))
 
 
-_tree.register(Records, lambda r: ([r.rows], r.names), lambda rows, names: Records(names, rows[0]), "rows")
+_tree.register(Records, lambda r: ([r.rows], r.names), lambda rows, names: Records(tuple(names), rows[0]), "rows")

@@ -135,7 +135,8 @@ def plot_flushed(
             raise ValueError(f"plot_flushed: history must have the same layers at every step; step {step} differs")
     plt = _pyplot("plot_flushed")
     flushed = torch.stack(
-        [torch.stack([records[name].backward.underflow(dtype).cpu() for name in names]) for _, records in kept], 1
+        [torch.stack([records[name].backward.total().underflow(dtype).cpu() for name in names]) for _, records in kept],
+        1,
     )
     figure, axes = plt.subplots(figsize=(9, 1.6 + 0.2 * len(names)), layout="constrained")
     image = axes.imshow(

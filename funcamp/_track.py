@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
@@ -43,7 +43,7 @@ class TrackedModule:
         device = next((value.device for value in self.skeleton.parameters()), None)
         return {name: probe(device) for name in self.names}
 
-    def __call__(self, values: dict[str, Tensor], probes: dict[str, Record], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, values: dict[str, Tensor], probes: Mapping[str, Record], *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
         return functional_call(self.skeleton, {**values, **_rows(self.names, probes)}, args, kwargs)
 
@@ -63,7 +63,7 @@ class TrackedLoss(ModuleLoss):
 
     def __call__(self, params: dict[str, Tensor], *probes_and_rest: Any) -> Any:
         """The loss; with buffers, the loss and the buffers after the forward pass."""
-        if not probes_and_rest or not isinstance(probes_and_rest[0], dict):
+        if not probes_and_rest or not isinstance(probes_and_rest[0], Mapping):
             raise TypeError(f"{self!r}: must be called with params, probes and what module_loss takes beside")
         probes, *rest = probes_and_rest
         return super().__call__({**params, **_rows(self.probe_names, probes)}, *rest)
@@ -197,11 +197,11 @@ def _tapped(outputs: Any, record: Record, sample: int | None) -> Any:
     return _tree.unflatten(leaves, spec)
 
 
-def _rows(names: Iterable[str], probes: dict[str, Record]) -> dict[str, Tensor]:
+def _rows(names: Iterable[str], probes: Mapping[str, Record]) -> dict[str, Tensor]:
     """The buffers that the taps read, by name."""
     found: dict[str, Tensor] = {}
     for name in names:
-        if not isinstance(probes, dict) or not isinstance(probes.get(name), Record):
+        if not isinstance(probes, Mapping) or not isinstance(probes.get(name), Record):
             raise ValueError(f"track_scales: probes must hold a Record for every tapped module; got none for {name!r}")
         prefix = f"{name}." if name else ""
         rows = (probes[name].forward.row, probes[name].backward.row)

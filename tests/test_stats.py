@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.func import vmap
 from torch.multiprocessing.spawn import spawn
 
+from funcamp._counts import taken
 from funcamp.numerics import Stats, stats
 from tests.conftest import Transform
 from tests.helpers import assert_close, assert_same
@@ -182,6 +184,21 @@ def test_counts_of_many_elements_in_one_bin() -> None:
     # more than one table of counts, and more than float32 counts exactly
     record = stats(torch.ones(1).expand(2**24 + 3))
     assert (record.count.item(), record.nonzero.item(), record.sum.item()) == (2**24 + 3,) * 3
+
+
+def test_nested_vmap_of_channels_last_halves() -> None:
+    x = torch.randn(2, 4, 6, 3).bfloat16().contiguous(memory_format=torch.channels_last)
+    each = torch.stack([torch.stack([stats(part).row for part in parts]) for parts in x])
+    assert_same(vmap(vmap(stats))(x).row[..., 3:], each[..., 3:])
+
+
+@pytest.mark.parametrize(
+    ("size", "sample"), [(1000, 5), (100_000, 31), (10**6, 47), (4097, 4096), (7, 1), (10_007, 256)]
+)
+def test_samples_are_spread_and_none_comes_twice(size: int, sample: int) -> None:
+    found = taken(torch.arange(float(size)), sample)
+    assert sample * 0.9 < len(found.unique()) == len(found) <= sample
+    assert found.max() > 0.75 * size or sample == 1
 
 
 @pytest.mark.inductor

@@ -207,3 +207,10 @@ def test_bad_input_is_named() -> None:
         tap(torch.ones(1), torch.zeros(2, 568))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"tap: x must be a strided floating-point .* torch.int64"):
         tap(torch.ones(1, dtype=torch.int64), probe())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sample_of_nothing(dtype: torch.dtype) -> None:
+    x = torch.randn(0, 4).to(dtype)
+    record = grad(lambda q: tap(x, q, sample=64).sum().float())(probe())
+    assert record.forward.count == record.backward.count == 0

@@ -223,6 +223,13 @@ class Checkpointed(nn.Module):
         return self.second(checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=False))
 
 
+class CheckpointedTwice(Checkpointed):
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(2):
+            x = checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=False)
+        return self.second(x)
+
+
 def test_layers_that_are_computed_again_count_once() -> None:
     loss_fn = module_loss(Checkpointed(), F.mse_loss)
     step = make_train_step(track_scales(loss_fn), SGD, CONFIG, engine="autograd")
@@ -231,6 +238,17 @@ def test_layers_that_are_computed_again_count_once() -> None:
     assert {name: record.forward.count.item() for name, record in metrics.records.items()} == {"first": 12, "second": 6}
     plain = make_train_step(loss_fn, SGD, CONFIG, engine="autograd")
     assert_same(after, plain(plain.init(), batch)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does that
+def test_tapped_layers_in_several_checkpoints_compile() -> None:
+    loss_fn = track_scales(module_loss(CheckpointedTwice(), F.mse_loss))
+    step = make_train_step(loss_fn, SGD, CONFIG, engine="autograd")
+    batch = (torch.randn(3, 4), torch.randn(3, 2))
+    after, metrics = jit(step, donate=False, backend="aot_eager")(step.init(), batch)
+    wanted, seen = step(step.init(), batch)
+    assert_same(after, wanted)
+    assert_same(metrics.records, seen.records)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
@@ -261,6 +279,12 @@ def test_records_of_a_step_are_one_tensor() -> None:
     assert_same(both["0"].backward.row[1], records["0"].backward.row)
     assert_same(both.total().rows, (records + records).rows)
     assert "nowhere" not in records
+    assert len({records, records, both}) == 2
+    assert isinstance(track_scales(task.model)(values_of(task.model), records, task.batch(0)[0]), Tensor)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        records + dict(records)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="records must hold one"):
+        Records.of({})
     with pytest.raises(KeyError, match="nowhere"):
         records["nowhere"]
     with pytest.raises(ValueError, match=r"Records: names must be the same.*'other'"):

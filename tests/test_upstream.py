@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -248,3 +249,28 @@ def test_dynamo_takes_no_function_with_a_jvp() -> None:
     run = torch.compile(lambda x: Same.apply(x), fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="custom jvp"):
         run(torch.ones(1, requires_grad=True))
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_checkpoints_with_custom_functions_are_not_recomputed() -> None:
+    # `_trace._compiled` can go when this compiles on 2.13 and later, as it does before.
+    def grads(x: Tensor) -> Any:
+        y = x
+        for _ in range(2):
+            y = checkpoint(lambda y: _Double.apply(torch.tanh(y)).sin(), y, use_reentrant=False)
+        return torch.autograd.grad(y.sum(), x)
+
+    broken = torch.__version__ >= "2.13"
+    raised = pytest.raises(Exception, match="disjoint backward regions") if broken else contextlib.nullcontext()
+    with torch._dynamo.config.patch(trace_autograd_ops=True), raised:
+        torch.compile(grads, backend="aot_eager", fullgraph=True)(torch.ones(3, requires_grad=True))

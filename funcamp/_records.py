@@ -19,6 +19,7 @@ class Record:
     Immutable, a pytree of two tensors. As text the two standard deviations, which reads them on the host.
 
     Example:
+        >>> from funcamp.numerics import probe, tap
         >>> print(torch.func.grad(lambda probe, x: (tap(x, probe) * 2 * x).sum())(probe(), torch.tensor([1.0, 3.0])))
         (-> 1.41, <- 2.83)
     """
@@ -84,8 +85,8 @@ class Records(Mapping[str, Record]):
 
     Example:
         >>> records = Records.of({"layer": probe()})
-        >>> dict(records), records.rows.shape
-        ({'layer': Record(Stats(float64[568] on cpu), Stats(float64[568] on cpu))}, torch.Size([1, 2, 568]))
+        >>> list(records), records["layer"].forward.count, records.rows.shape
+        (['layer'], tensor(0., dtype=torch.float64), torch.Size([1, 2, 568]))
     """
 
     rows: Tensor

@@ -86,6 +86,7 @@ def tap(x: Tensor, probe: Record, *, sample: int | None = None) -> Tensor:
         ValueError: sample is below 1.
 
     Example:
+        >>> from funcamp.numerics import probe, tap
         >>> def loss(w, probe, x):
         ...     return tap(w * x, probe).square().sum()
         >>> record = torch.func.grad(loss, argnums=1)(torch.tensor(2.0), probe(), torch.tensor([1.0, 3.0]))

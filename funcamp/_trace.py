@@ -92,7 +92,7 @@ def trace(
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         _check_graph(graph, home)
-        inner = _at_rest(_compiled(_backend(backend, patches), graph, inputs), backend, kinds)
+        inner = _at_rest(_backend(backend, patches)(graph, inputs), backend, kinds)
 
         def first(*given: Any) -> Any:
             if any(id(t) not in own and isinstance(t, Tensor) and storage_of(t) in written for t in given):
@@ -181,20 +181,6 @@ def _at_rest(inner: Callable[..., Any], backend: str, kinds: list[str]) -> Calla
                     stack.enter_context(torch.autocast(kind, enabled=False))
             return inner(*given)
 
-    return run
-
-
-def _compiled(made: Callable[..., Any], graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """What a backend makes of a graph; where torch 2.13 cannot recompute in it, the activations are kept instead."""
-    try:
-        run: Callable[..., Any] = made(graph, inputs)
-    except RuntimeError as error:
-        # Its pass takes one stretch of backward operations; those of a custom function, a tap, are none to it and cut
-        # it in two (tests/test_upstream.py tells when this can go).
-        if "disjoint backward regions that require recomputation" not in str(error):
-            raise
-        with torch._functorch.config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False):
-            run = made(graph, inputs)
     return run
 
 

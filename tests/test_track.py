@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -241,14 +242,15 @@ def test_layers_that_are_computed_again_count_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does that
-def test_tapped_layers_in_several_checkpoints_compile() -> None:
+def test_torch_compiles_no_taps_in_several_checkpoints() -> None:
     loss_fn = track_scales(module_loss(CheckpointedTwice(), F.mse_loss))
     step = make_train_step(loss_fn, SGD, CONFIG, engine="autograd")
     batch = (torch.randn(3, 4), torch.randn(3, 2))
-    after, metrics = jit(step, donate=False, backend="aot_eager")(step.init(), batch)
-    wanted, seen = step(step.init(), batch)
-    assert_same(after, wanted)
-    assert_same(metrics.records, seen.records)
+    seen = step(step.init(), batch)[1]
+    assert {name: record.forward.count.item() for name, record in seen.records.items()} == {"first": 24, "second": 6}
+    refused = pytest.raises(RuntimeError, match="2 disjoint backward regions that require recomputation")
+    with refused if torch.__version__ >= "2.13" else contextlib.nullcontext():
+        jit(step, donate=False, backend="aot_eager")(step.init(), batch)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])

@@ -263,7 +263,7 @@ class _Double(torch.autograd.Function):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_checkpoints_with_custom_functions_are_not_recomputed() -> None:
-    # `_trace._compiled` can go when this compiles on 2.13 and later, as it does before.
+    # A tracked step with several checkpoints compiles when this does, on 2.13 and later as before.
     def grads(x: Tensor) -> Any:
         y = x
         for _ in range(2):

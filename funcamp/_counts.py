@@ -51,7 +51,7 @@ def has_values(x: object) -> TypeGuard[Tensor]:
 
 def count(x: Tensor) -> Tensor:
     """The row of a record."""
-    return counts(*packed([taken(x, None).unsqueeze(0)])).squeeze(0)
+    return counts([taken(x, None).unsqueeze(0)]).squeeze(0)
 
 
 #: Neighbours in a sample: one number of each line of memory costs as much as all of them.
@@ -69,8 +69,8 @@ def taken(x: Tensor, sample: int | None) -> Tensor:
     return x[: blocks * block].reshape(blocks, block)[places].reshape(-1)
 
 
-def packed(parts: list[Tensor]) -> tuple[Tensor, int]:
-    """Numbers of shapes (rows, n), all rows together as `counts` takes them, and how many zeros were added to each.
+def _packed(parts: list[Tensor]) -> tuple[Tensor, int]:
+    """Numbers of shapes (rows, n), all rows together, and how many zeros were added to each row.
 
     Halves need an even number in memory of their own, to be viewed in pairs: padding is what no compiler leaves out.
     """
@@ -82,8 +82,9 @@ def packed(parts: list[Tensor]) -> tuple[Tensor, int]:
     return torch.nn.functional.pad(torch.cat(parts), (0, padding)).contiguous(), padding
 
 
-def counts(x: Tensor, padding: int) -> Tensor:
-    """The rows of records, shape (rows, 568), of numbers of shape (rows, n), as `packed` gives them."""
+def counts(parts: list[Tensor]) -> Tensor:
+    """The rows of records, all together in shape (rows, 568), of numbers of shapes (rows, n)."""
+    x, padding = _packed(parts)
     length = x.shape[-1] - padding
     place, values = _placed_wide(x.unsqueeze(1)) if x.dtype == torch.float64 else _placed(_single_bits(x))
     values, found = values.double(), _table(place)
@@ -92,11 +93,11 @@ def counts(x: Tensor, padding: int) -> Tensor:
     if padding:
         zeros = torch.stack([zeros[:, 0] - padding, zeros[:, 1]], -1)
     total, squares = values.sum((1, 2)).unsqueeze(-1), values.square().sum((1, 2)).unsqueeze(-1)
-    parts = [
+    columns = [
         *(torch.full_like(total, length), total, squares),
         *(both[:, 0, _NONFINITE:], found[:, :, 1, _NONFINITE], zeros, both[:, :, _FIRST:_NONFINITE].flatten(1)),
     ]
-    return torch.cat([part.double() for part in parts], -1)
+    return torch.cat([column.double() for column in columns], -1)
 
 
 def _stride(size: int, sample: int) -> int:

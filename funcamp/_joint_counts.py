@@ -18,12 +18,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcamp import _counts
-from funcamp._counts import WIDTH, counts, packed
+from funcamp._counts import WIDTH, counts
 
 _thread = threading.local()
 _library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("counts(Tensor[] parts) -> Tensor")
-_library.impl("counts", lambda parts: counts(*packed(parts)), "CompositeExplicitAutograd")
+_library.impl("counts", counts, "CompositeExplicitAutograd")
 _COUNTS: Any = torch.ops.funcamp.counts.default
 
 
@@ -54,11 +54,11 @@ def counting_jointly() -> Iterator[None]:
 
 
 def count_jointly(parts: list[Tensor]) -> Tensor:
-    """The rows of records of numbers of shapes (rows, n), all rows together."""
+    """As `counts`."""
     if getattr(_thread, "active", False):
         found: Tensor = _COUNTS(parts)
         return found
-    return counts(*packed(parts))
+    return counts(parts)
 
 
 def _joint_counts_of(graph: fx.Graph) -> list[list[fx.Node]]:
@@ -101,7 +101,7 @@ def _count_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     rows = [sum(len(part.meta["val"]) for part in one) for one in given]
 
     def together(*parts: Tensor) -> list[Tensor]:
-        return list(torch.split(counts(*packed(list(parts))), rows))
+        return list(torch.split(counts(list(parts)), rows))
 
     with parts[0].meta["val"].fake_mode:
         traced = make_fx(together, decomposition_table=select_decomp_table())(*[part.meta["val"] for part in parts])

@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from torch.func import vmap
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from funcamp._counts import counts, packed
 from funcamp._joint_counts import _COUNTS, JointCounts, count_jointly, counting_jointly
 from funcamp.numerics import track_scales
 from tests.helpers import assert_close, assert_same
@@ -37,10 +36,6 @@ def compiled(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[i
     with counting_jointly():
         made = torch.compile(fn, fullgraph=True, options={"joint_custom_pre_pass": Noting()})(*args)
     return made, scatters
-
-
-def alone(parts: list[Tensor]) -> Tensor:
-    return counts(*packed(parts))
 
 
 def test_samples_of_a_kind_are_counted_together() -> None:
@@ -85,7 +80,7 @@ def test_samples_of_vmap() -> None:
         return vmap(lambda part: count_jointly([part, y]))(x)
 
     found, _ = compiled(fn, (x, y))
-    wanted = torch.stack([alone([part, y]) for part in x])
+    wanted = torch.stack([count_jointly([part, y]) for part in x])
     assert_same(found[..., 3:], wanted[..., 3:])
     with counting_jointly():
         assert_same(fn(x, y)[..., 3:], wanted[..., 3:])

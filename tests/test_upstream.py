@@ -251,26 +251,16 @@ def test_dynamo_takes_no_function_with_a_jvp() -> None:
         run(torch.ones(1, requires_grad=True))
 
 
-class _Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_checkpoints_with_custom_functions_are_not_recomputed() -> None:
     # A tracked step with several checkpoints compiles when this does, on 2.13 and later as before.
     def grads(x: Tensor) -> Any:
         y = x
         for _ in range(2):
-            y = checkpoint(lambda y: _Double.apply(torch.tanh(y)).sin(), y, use_reentrant=False)
+            y = checkpoint(lambda y: Seven.apply(torch.tanh(y)).sin(), y, use_reentrant=False)
         return torch.autograd.grad(y.sum(), x)
 
-    broken = torch.__version__ >= "2.13"
+    broken = VERSION >= (2, 13)
     raised = pytest.raises(Exception, match="disjoint backward regions") if broken else contextlib.nullcontext()
     with torch._dynamo.config.patch(trace_autograd_ops=True), raised:
         torch.compile(grads, backend="aot_eager", fullgraph=True)(torch.ones(3, requires_grad=True))

@@ -11,6 +11,8 @@ _WAYS_OUT = {
     "grad; pass engine='func'",
     "trampoline_autograd_apply": "an autograd.Function goes into the program whole, so that its backward is not lost; "
     "give it tensors, numbers and strings as arguments, and let it read no other tensor; or pass engine='autograd'",
+    "element 0 of tensors does not require grad": "the state's tensors do not require gradients; differentiate with "
+    "scaled_grad_and_value, torch.func.grad, or torch.autograd.grad with respect to `w.detach().requires_grad_()`",
     "incompatible with .grad()": "torch.autograd.grad does not take torch.utils.checkpoint with use_reentrant=True; "
     "pass use_reentrant=False",
 }

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from funcamp._trace import Flat
+from funcamp._compile import Flat
 
 #: Numbers of these types come out of the graph together: one copy for all.
 _PACKED = (torch.float32, torch.int64)

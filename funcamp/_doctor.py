@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import funcamp
-from funcamp._dry_run import dry_run
 from funcamp._formats import name_of
-from funcamp._trace import cpp_compiler
+from funcamp._compile import cpp_compiler
 
 _STEPS = 300
 _CONFIG = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=20)
@@ -177,7 +176,7 @@ def _host_reads(device: str) -> str:
     model, batch = _task(device)
     step = _step(model, torch.optim.AdamW, max_norm=1.0)
     state = step.init()
-    dry_run("doctor", step, state, batch(0))
+    funcamp.jit(step, backend="aot_eager", capture=False)(funcamp.clone(state), batch(0))  # the trace finds them
     if device != "cuda":
         return "none, in a run without values"
     run = funcamp.jit(step)

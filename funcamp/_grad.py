@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from funcamp import _tree
 from funcamp._advice import advise
@@ -15,26 +18,30 @@ from funcamp._scaler import scale, unscale_and_check
 from funcamp._state import ScalerState, check_state
 from funcamp._whole import keep_functions_whole, whole_functions
 
-#: What differentiates: torch.func.grad, or torch.autograd.grad on detached copies of the parameters.
+#: What differentiates: torch.func.grad, or torch.autograd.grad with respect to detached parameters.
 Engine = Literal["func", "autograd"]
 #: Calls a backward pass in the surroundings that the inputs and the aux of the forward pass ask for.
 Holding = Callable[[list[Tensor], Any, Callable[[], Any]], Any]
 
 
 def scaled_grad_and_value(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, engine: Engine = "func"
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, engine: Engine | None = None
 ) -> Callable[..., Any]:
     """Turn a loss function into one that returns unscaled, checked gradients and the loss.
 
     grads = d(scale * loss)/d(params) * f32(1 / f64(scale)), found_inf as in `unscale_and_check`. The loss comes back as
-    loss_fn returned it. Pure; safe under torch.compile and vmap; no sync.
+    loss_fn returned it. Pure; safe under torch.compile and vmap; no sync. Nothing that comes out requires a gradient,
+    unless torch.func differentiates.
 
     Args:
         loss_fn: `(params, *args, **kwargs) -> loss`, or `-> (loss, aux)` with has_aux; the loss is a floating-point
             tensor of shape (), aux a pytree of tensors. Autocast goes inside it.
         has_aux: whether loss_fn returns `(loss, aux)`.
-        engine: "func" for torch.func, which nests and vmaps; "autograd" for torch.autograd, which takes
-            `torch.utils.checkpoint` and every autograd.Function, and neither nests nor vmaps.
+        engine: "autograd" for torch.autograd, the operations of `loss.backward()` in their order; "func" for torch.func,
+            which nests and vmaps, but takes neither `torch.utils.checkpoint` nor attention with dropout under autocast
+            (a dtype error of torch's). None chooses at each call: "func" inside a transform (vmap, grad, jvp), inside
+            another loss, if an argument requires a gradient, and under a torch.compile of your own unless
+            `torch._dynamo.config.trace_autograd_ops` is set; "autograd" otherwise.
 
     Returns:
         A function `(state, params, *args, **kwargs) -> ((grads, state), loss)`, or `-> ((grads, state), (loss, aux))`.
@@ -65,12 +72,14 @@ def scaled_grad_and_value(
             given = iter(inner)
             return _tree.unflatten([None if leaf is None else next(given) for leaf in flat], spec)
 
+        chosen = choose(engine, (state, params, args, kwargs))
+
         def loss_of(inner: list[Tensor]) -> Any:
             return loss_fn(build(inner), *args, **kwargs)
 
         present = [leaf for leaf in flat if leaf is not None]
         holding = around_backward(loss_fn, build)
-        scaled_grads, loss, aux = differentiate(call, state, loss_of, present, has_aux, engine, holding=holding)
+        scaled_grads, loss, aux = differentiate(call, state, loss_of, present, has_aux, chosen, holding=holding)
         checked = unscale_and_check(state, build(scaled_grads))
         return (checked, (loss, aux)) if has_aux else (checked, loss)
 
@@ -100,11 +109,45 @@ def differentiate(
     if torch.is_inference_mode_enabled():
         raise RuntimeError(f"{call}: a loss must not be differentiated under torch.inference_mode()")
     try:
-        with whole_functions():  # frames of the loss that torch.compile takes one by one
+        with whole_functions(), _inside():  # frames of the loss that torch.compile takes one by one
             return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(scaled_loss, inputs, holding)
     except RuntimeError as error:
         advise(call, error)
         raise
+
+
+def choose(engine: Engine | None, arguments: Any) -> Engine:
+    """Return the engine, or the one that is right here: torch.func where something differentiates or maps around it."""
+    if engine is not None:
+        return engine
+    if torch.compiler.is_dynamo_compiling():
+        return "autograd" if _traces_autograd() else "func"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or _losses.depth:
+        return "func"
+    requires = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _tree.leaves(arguments))
+    return "func" if requires and torch.is_grad_enabled() else "autograd"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _traces_autograd() -> bool:
+    return bool(torch._dynamo.config.trace_autograd_ops)
+
+
+class _Losses(threading.local):
+    depth = 0
+
+
+_losses = _Losses()
+"""How many losses this thread is differentiating, each inside of the one before."""
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    _losses.depth += 1
+    try:
+        yield
+    finally:
+        _losses.depth -= 1
 
 
 def around_backward(loss_fn: Any, build: Callable[[list[Tensor]], Any]) -> Holding | None:
@@ -147,11 +190,11 @@ def _leaf(value: Tensor) -> Tensor:
     return value.detach().requires_grad_()
 
 
-def check_engine(call: str, engine: object) -> Engine:
+def check_engine(call: str, engine: object) -> Engine | None:
     """Return the engine; raise ValueError where it is another word."""
-    if engine not in get_args(Engine):
-        raise ValueError(f"{call}: engine must be 'func' or 'autograd'; got {engine!r}")
-    if engine == "autograd" and not torch.compiler.is_dynamo_compiling():
+    if engine is not None and engine not in get_args(Engine):
+        raise ValueError(f"{call}: engine must be 'func', 'autograd' or None; got {engine!r}")
+    if engine != "func" and not torch.compiler.is_dynamo_compiling():
         put_leaves_in_graphs()
     return engine  # type: ignore[return-value]  # checked in the line above
 

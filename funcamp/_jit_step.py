@@ -11,16 +11,15 @@ from torch import Tensor
 
 from funcamp import _capture, _tree
 from funcamp._advice import advise
-from funcamp._dry_run import dry_run
+from funcamp._compile import Flat, check_compiler, compile_graph
 from funcamp._joint_counts import JointCounts, counting_jointly
 from funcamp._mended import mended
 from funcamp._owned import Owned, arranged, own, storage_of, strides_for
 from funcamp._scratch import Scratch, asked, wanted
-from funcamp._signature import check_batch, difference, flat, kinds, signature
-from funcamp._trace import Flat, HostError, Outline, SharedError, Traced, check_compiler, trace
+from funcamp._signature import check_batch, check_like, difference, flat, kinds, signature
+from funcamp._trace import Graph, HostError, Outline, trace
 from funcamp._types import Tree
 from funcamp._unroll import first_of, unrolled
-from funcamp._user_line import in_text
 from funcamp._writeback import SnapshotWriteBacks
 
 
@@ -161,23 +160,22 @@ class JitStep:
         self, owned: Owned, one: Tree, given: list[Tensor], strides: list[tuple[int, ...]]
     ) -> tuple[_Program, list[Tensor]]:
         unroll, graphs = self._options.unroll, self._graphs
-        with graphs.kept() if graphs is not None else contextlib.nullcontext():
-            traced = self._trace(owned, one, given if unroll is None else [leaf[0] for leaf in given])
-        owned = self._owned or owned
-        self._captured += traced.captured
-        run, results, metrics = traced.run, traced.results, len(traced.rest.tensors)
+        graph = self._trace(owned, one, given if unroll is None else [leaf[0] for leaf in given])
+        if self._options.donate and any(storage_of(leaf) in owned.storages for leaf in graph.captured):
+            owned = self._owned = own(owned.tree, self._like, set(), copy=True)
+        run, metrics = self._compile_graph(graph, owned), len(graph.rest.tensors)
+        self._captured += graph.captured
         if unroll is not None:
-            run = unrolled(traced.run, len(owned.leaves), metrics, unroll)
+            run = unrolled(run, len(owned.leaves), metrics, unroll)
         if graphs is not None:
             captured = _capture.Captured(graphs, run, owned.leaves, given, metrics)
-            return _Program(captured, traced.rest, strides), captured(given)
-        if unroll is not None:
-            results = unrolled(traced.run, len(owned.leaves), metrics, unroll, done=results)([*owned.leaves, *given])
-        return _Program(run, traced.rest, strides), results
+            return _Program(captured, graph.rest, strides), captured(given)
+        program = _Program(run, graph.rest, strides)
+        return program, self._run(run, owned, given)
 
-    def _trace(self, owned: Owned, batch: Tree, given: list[Tensor]) -> Traced:
+    def _trace(self, owned: Owned, batch: Tree, given: list[Tensor]) -> Graph:
         options, step, like = self._options, self._step, self._like
-        count, filled, expected = len(owned.leaves), owned.filled, owned.spec
+        count, filled = len(owned.leaves), owned.filled
         flat, spec = _tree.flatten(batch)
         places = [index for index, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
 
@@ -185,25 +183,34 @@ class JitStep:
             whole = list(flat)
             for place, value in zip(places, values[count:]):
                 whole[place] = value
-            new, metrics = step(filled(values[:count]), _tree.unflatten(whole, spec))
-            leaves, structure = _tree.flatten(new)
-            fresh = [leaf for leaf in leaves if leaf is not None]
-            if structure != expected or len(fresh) != count:
-                raise _UnlikeError
-            for leaf, old in zip(fresh, values):
-                if signature(leaf) != signature(old):
-                    raise _UnlikeError
+            out = step(filled(values[:count]), _tree.unflatten(whole, spec))
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise TypeError(f"jit: step must return the pair (state, metrics); got {type(out).__name__}")
+            new, metrics = out
+            check_like(("state", "the step's new state"), like, new)
+            fresh = [leaf for leaf in _tree.leaves(new) if leaf is not None]
             numbers, rest = _tree.flatten(metrics)
-            kept = _tree.unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in numbers], rest)
+            kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in numbers]
             if not options.donate:
-                return fresh, kept
+                return [leaf.detach() for leaf in fresh], _tree.unflatten(kept, rest)
             # All values before the first write; the clones cost nothing where a value is computed.
-            snapshots = [new if new is old else new.clone() for new, old in zip(fresh, values)]
-            for new, old in zip(snapshots, values):
-                if new is not old:
-                    old.copy_(new)
-            return [], kept
+            changed = [(leaf.detach().clone(), old) for leaf, old in zip(fresh, values) if leaf is not old]
+            for leaf, old in changed:
+                old.copy_(leaf)
+            return [], _tree.unflatten(kept, rest)
 
+        jointly = counting_jointly() if options.backend == "inductor" else contextlib.nullcontext()
+        try:
+            with jointly:
+                return trace(body, [*owned.leaves, *given], {leaf.device.type for leaf in owned.leaves})
+        except HostError as error:
+            raise RuntimeError(f"jit: step must {error}") from None
+        except RuntimeError as error:
+            advise("jit", error)
+            raise
+
+    def _compile_graph(self, graph: Graph, owned: Owned) -> Flat:
+        options = self._options
         patches = {
             "triton.cudagraphs": False,
             "joint_custom_pre_pass": JointCounts(),
@@ -217,37 +224,16 @@ class JitStep:
             }
         if options.exact:
             patches |= {"emulate_precision_casts": True, "fallback_random": True}
-        # Graphs take the step at their first replay: this one is on clones.
-        state = [leaf.clone() if self._graphs is not None else leaf.detach() for leaf in owned.leaves]
-        args = [*state, *[leaf.detach() for leaf in given]]
-        home = {leaf.device.type for leaf in owned.leaves}
-        if self._scratch is None and wanted(args):
+        if self._scratch is None and wanted(graph.examples):
             self._scratch = Scratch()
-        if home == {"cpu"} and self._scratch is None:  # a tenth of a small step, but no way to ask for kept buffers
-            patches["cpp_wrapper"] = True
+        if self._scratch is None and {leaf.device.type for leaf in owned.leaves} == {"cpu"}:
+            patches["cpp_wrapper"] = True  # a tenth of a small step, but no way to ask for kept buffers
         try:
-            jointly = counting_jointly() if options.backend == "inductor" else contextlib.nullcontext()
-            with jointly, mended(exact=options.exact), asked() if self._scratch else contextlib.nullcontext():
-                return trace(body, args, home, owned.storages if options.donate else set(), options.backend, patches)
-        except SharedError:
-            self._owned = own(owned.tree, like, set(), copy=True)
-            return self._trace(self._owned, batch, given)
-        except HostError as error:
-            raise RuntimeError(f"jit: step must {error}") from None
+            with mended(exact=options.exact), asked() if self._scratch else contextlib.nullcontext():
+                return compile_graph(graph, options.backend, patches)
         except Exception as error:
-            advise("jit", error)
-            # torch 2.11 says so of a shape that follows from values.
-            told = isinstance(error, AssertionError) and "Expected FakeTensor" in str(error)
-            if not told and not isinstance(error, torch._dynamo.exc.TorchDynamoException | _UnlikeError):
-                raise
-            dry_run("jit", step, owned.tree, batch)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            where = in_text(str(error))
-            raise RuntimeError(f"jit: step cannot be compiled into one graph: {reason}; in {where}") from error
-
-
-class _UnlikeError(Exception):
-    """The new state is unlike the old one; `dry_run` says how."""
+            raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error
 
 
 def _beside(leaf: Tensor, batch: Tree) -> tuple[Tree, list[Tensor]]:

@@ -40,7 +40,7 @@ def make_train_step(
     has_buffers: bool | None = None,
     keep_buffers: bool = False,
     has_scaler: bool = False,
-    engine: Engine = "func",
+    engine: Engine | None = None,
     found_inf_by_leaf: bool = False,
     probes: Iterable[str] | None = None,
     flat: bool = True,
@@ -75,7 +75,8 @@ def make_train_step(
             torch's loop does, where it may be non-finite; by default they go back with the rest.
         has_scaler: loss_fn takes the `ScalerState` before the batch, to scale gradients of its own: a gradient
             penalty's, an inner loop's. Give it to `scaled_grad_and_value`, or to `scale` and `unscale`.
-        engine: "func" or "autograd", as in `scaled_grad_and_value`; "autograd" for activation checkpointing.
+        engine: "autograd", "func" or None, as in `scaled_grad_and_value`: torch's autograd, unless the step runs inside
+            a transform of torch.func.
         found_inf_by_leaf: tell in the metrics which parameters' gradients are not finite, in the order of
             `leaf_names(state.params)`. Reads the gradients once more.
         probes: names of tensors that the loss taps: it then takes a dict of `numerics.Record` by these names after
@@ -120,10 +121,6 @@ def make_train_step(
         raise TypeError(f"{call}: accumulate must be an integer; got {accumulate!r}")
     if accumulate < 1:
         raise ValueError(f"{call}: accumulate must be 1 or more; got {accumulate}")
-    if scan and check_engine(call, engine) == "autograd":
-        raise ValueError(
-            f"{call}: scan must be False with engine='autograd', which torch's scan does not take; got True"
-        )
     if ema_decay is not None:
         check_decay(call, "ema_decay", ema_decay)
     for name, function in (("reduce", reduce), ("group", group)):

@@ -27,7 +27,7 @@ class Options(NamedTuple):
     has_buffers: bool
     keep_buffers: bool
     has_scaler: bool
-    engine: Engine
+    engine: Engine | None
     found_inf_by_leaf: bool
     probes: tuple[str, ...]
     flat: bool

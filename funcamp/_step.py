@@ -15,7 +15,7 @@ from funcamp._config import ScalerConfig
 from funcamp._copies import clone, for_loss, for_step, full_size, gather, refresh, store
 from funcamp._ema import ema_update
 from funcamp._fold import judge, unscale_and_clip
-from funcamp._grad import around_backward, differentiate
+from funcamp._grad import around_backward, choose, differentiate
 from funcamp._limits import exhausted, saturated
 from funcamp._options import Options
 from funcamp._records import Record, Records, probe
@@ -264,7 +264,8 @@ class TrainStep:
         def loss_of(values: list[Tensor]) -> Any:
             return self._call(*build(values), buffers, state.scaler, batch)
 
-        engine, holding = self._options.engine, around_backward(self.loss_fn, build if rows else build_params)
+        holding = around_backward(self.loss_fn, build if rows else build_params)
+        engine = choose(self._options.engine, (state, batch))
         grads, loss, aux = differentiate(
             "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding
         )

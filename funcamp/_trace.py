@@ -1,39 +1,49 @@
-"""Compile a function of a flat list of tensors once, and call it afterwards without torch.compile's front end.
+"""Trace a function of a flat list of tensors into one graph of aten operations, by running its Python once.
 
-Dynamo evaluates a guard for everything the function read while it was traced: half a millisecond a call for a training
-step. Here the caller knows by itself what the compiled program was made for, so guards are not evaluated again: what
-the function read besides its arguments stays as it was, tensors by reference.
+The function runs on tensors without values (torch's fake tensors), under torch's `make_fx`: what Python does, it does
+at that time, and the graph holds what was done to tensors. Autograd, torch.func, autocast, hooks, loggers and
+autograd.Functions act as in eager code. Tensors that the function reads of its own become inputs of the graph, by
+reference. Nothing is computed, and no random number is drawn.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import shutil
-import types
-from collections.abc import Callable, Set
-from typing import Any, NamedTuple, TypeAlias
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from funcamp import _tree
-from funcamp._grad import put_leaves_in_graphs
-from funcamp._owned import storage_of
 from funcamp._types import Tree
-from funcamp._user_line import INSTEAD, READS, in_text
-from funcamp._whole import whole_functions
+from funcamp._user_line import INSTEAD, READS, in_stack, in_traceback
 
-Flat: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
-_serial = itertools.count()
+_log = logging.getLogger("funcamp")
+_aten = torch.ops.aten
+#: What torch says of a fake tensor whose values or memory are asked for.
+_ASKED = (
+    "is not supported for tensor subclasses",
+    "data is not allocated",
+    "Cannot access data pointer",
+    "get value out of a tracing tensor",
+    "Cannot access storage of",
+)
 
-#: Operations in a graph above which C++ calls its kernels from a file of their own. One file takes longer than linearly
-#: to compile (128 s for 85 at 48 blocks, 3,300 operations); of two, small steps take longer (0.75 ms for 0.52).
-LONG = 1500
 
-
-class SharedError(Exception):
-    """A tensor that the function reads of its own lies in a storage that will be written."""
+#: No seed of a user's is as large.
+_FIRST = 1 << 63
 
 
 class HostError(Exception):
@@ -50,181 +60,291 @@ class Outline(NamedTuple):
     """The places of the tensors."""
 
 
-class Traced(NamedTuple):
-    """A compiled function."""
+class Wrapper(NamedTuple):
+    """What is around the plain tensors of a tensor subclass (DTensor)."""
 
-    run: Flat
-    """From arguments to results, flat."""
-    results: list[Tensor]
-    """Those of the first call."""
-    rest: Outline
-    """The pytree that the function returned beside its list, whose tensors are the last results."""
+    kind: Any
+    inner: dict[str, Wrapper | None]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Graph(NamedTuple):
+    """A traced function."""
+
+    module: torch.fx.GraphModule
+    """From the plain parts of its arguments, and captured tensors, to the plain parts of its results."""
+    examples: list[Tensor]
+    """Fake tensors like these inputs."""
     captured: list[Tensor]
     """What it reads of its own."""
+    wrappers: list[Wrapper | None]
+    """Those of its results: the list's, then the pytree's."""
+    rest: Outline
+    """The pytree that the function returned beside its list."""
+    wrapped: bool
+    """Whether an argument or a result is no plain tensor."""
 
 
-def trace(
-    fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]],
-    args: list[Tensor],
-    home: Set[str],
-    written: Set[int],
-    backend: str,
-    patches: dict[str, Any],
-) -> Traced:
-    """Compile fn for arguments like these and run it on them once.
+def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Tensor], home: Set[str]) -> Graph:
+    """Trace fn for arguments like these.
 
     Args:
         fn: from a list of tensors to a list of tensors and a pytree; may write to its arguments.
         args: distinct tensors, none an alias of another.
         home: types of device that it must not leave.
-        written: storages that will be written.
-        backend: "inductor", or another name that torch.compile knows.
-        patches: Inductor's options.
 
     Raises:
-        HostError: an operation takes a tensor from home elsewhere, or reads it; nothing has run.
-        SharedError: a captured tensor lies in a written storage; nothing has run.
+        HostError: an operation takes a tensor from home elsewhere, or reads it.
+        RuntimeError: fn accumulates gradients in a tensor of its own.
+        Exception: what fn raises.
     """
-    # Dynamo keeps the compiler, with all that it refers to, as long as the program: no tensor may be among that.
-    calls: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = []
-    failed: list[Exception] = []
-    own, kinds = {id(arg) for arg in args}, sorted({arg.device.type for arg in args})
+    fake, watch = FakeTensorMode(allow_non_fake_inputs=True), _Watch(home)
+    around = [wrapper_of(arg) for arg in args]
+    plain = [part for arg in args for part in parts(arg)]
+    with fake:  # new ones: what later arguments share with each other is not known now
+        examples: list[Tensor] = [
+            torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device) for part in plain
+        ]
+    wrappers: list[Wrapper | None] = []
+    outlines: list[Outline] = []
 
-    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        _check_graph(graph, home)
-        inner = _at_rest(_backend(backend, patches)(graph, inputs), backend, kinds)
+    def flat(*given: Tensor) -> list[Tensor]:
+        pieces = iter(given)
+        with watch.on():
+            first, rest = fn([with_parts(wrapper, pieces) for wrapper in around])
+            leaves, spec = _tree.flatten(rest)
+            tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            outlines.append(Outline(spec, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], tensors))
+            results = [*first, *[leaves[index] for index in tensors]]
+            wrappers.extend(wrapper_of(result) for result in results)
+        return [part for result in results for part in parts(result)]
 
-        def first(*given: Any) -> Any:
-            if any(id(t) not in own and isinstance(t, Tensor) and storage_of(t) in written for t in given):
-                raise SharedError
-            try:
-                out = inner(*given)
-            except Exception as error:
-                failed.append(error)
-                raise
-            calls.append((inner, given, out))
-            return out
-
-        return first
-
-    # Dynamo keeps its programs by code object: one of its own for each trace.
-    code = fn.__code__.replace(co_name=f"{fn.__code__.co_name}_{next(_serial)}")
-    alone = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
-    put_leaves_in_graphs()
-    tape: Any = torch._C._autograd
-    hooks = tape._saved_tensors_hooks_is_enabled()
     try:
-        # A step may differentiate by torch.autograd.grad, and have custom functions under torch.func.
-        with torch.no_grad(), whole_functions(), torch._dynamo.config.patch(trace_autograd_ops=True):
-            first, rest = torch.compile(alone, fullgraph=True, backend=compiler, dynamic=False)(args)
+        # On a GPU autograd would call backward in a thread of its own, outside of these modes.
+        with _as_if_compiling(), _fresh_casts(), torch.autograd.set_multithreading_enabled(False), fake:
+            module = make_fx(flat, tracing_mode="real")(*examples)
     except Exception as error:
-        if hooks:  # a graph of torch.func turns them off, and does not turn them on again where it fails
-            tape._saved_tensors_hooks_enable()
-        if failed:  # it was compiled, and failed at work: no matter of compilation
-            raise failed[0] from None
-        raise getattr(error, "inner_exception", error) from error.__cause__
-    leaves, spec = _tree.flatten(rest)
-    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    outline = Outline(spec, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], tensors)
-    out = [*first, *[leaves[index] for index in tensors]]
-    # Where there is nothing to compute, every result is an argument or a tensor of the function's own.
-    inner, given, results = calls.pop() if calls else (lambda *_: (), (), ())
-    position = {id(arg): index for index, arg in enumerate(args)}
-    inputs = [position.get(id(value), value) for value in given]
-    made = {id(value): index for index, value in enumerate(results)}
-    outputs: list[tuple[int, Any]] = [
-        (made[id(value)], None) if id(value) in made else (-1, position.get(id(value), value)) for value in out
-    ]
-
-    def run(values: list[Tensor]) -> list[Tensor]:
-        got = inner(*[values[i] if type(i) is int else i for i in inputs])
-        return [got[i] if i >= 0 else values[j] if type(j) is int else j for i, j in outputs]
-
-    return Traced(run, out, outline, [t for t in given if isinstance(t, Tensor) and id(t) not in own])
+        watch.settle(plain, failed=True)
+        asked = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+        if asked or (isinstance(error, RuntimeError) and any(text in str(error) for text in _ASKED)):
+            raise HostError(f"{READS}; {in_traceback(error)} does: {INSTEAD}") from None
+        raise
+    watch.settle(plain)
+    captured = _lift(module)
+    for leaf in captured:
+        if isinstance(leaf.grad, FakeTensor):
+            leaf.grad = None
+            raise RuntimeError(
+                "jit: step must not call backward() on tensors of its own, whose .grad only this trace would see; "
+                "take torch.autograd.grad, or gradients with respect to the state"
+            )
+    with fake:
+        examples += [fake.from_tensor(leaf.detach()) for leaf in captured]
+    return Graph(module, examples, captured, wrappers, outlines[0], any([*around, *wrappers]))
 
 
-def _check_graph(graph: torch.fx.GraphModule, home: Set[str]) -> None:
-    for node in graph.graph.nodes:
-        if node.op not in ("call_function", "call_method"):
+def parts(value: Tensor) -> list[Tensor]:
+    """Return the plain tensors of a tensor subclass that has some (DTensor), of another tensor itself."""
+    if not is_traceable_wrapper_subclass(value):
+        return [value]
+    names, _ = value.__tensor_flatten__()
+    return [part for name in names for part in parts(getattr(value, name))]
+
+
+def wrapper_of(value: Tensor) -> Wrapper | None:
+    """Return what is around a tensor's plain tensors; None of a plain one."""
+    if not is_traceable_wrapper_subclass(value):
+        return None
+    names, context = value.__tensor_flatten__()
+    inner = {name: wrapper_of(getattr(value, name)) for name in names}
+    return Wrapper(type(value), inner, context, value.size(), value.stride())
+
+
+def with_parts(wrapper: Wrapper | None, plain: Iterator[Tensor]) -> Tensor:
+    """Return a tensor of the next plain ones."""
+    if wrapper is None:
+        return next(plain)
+    inner = {name: with_parts(around, plain) for name, around in wrapper.inner.items()}
+    made: Tensor = wrapper.kind.__tensor_unflatten__(inner, wrapper.context, wrapper.size, wrapper.stride)
+    return made
+
+
+@contextlib.contextmanager
+def _as_if_compiling() -> Iterator[None]:
+    """Let torch.compiler.is_compiling say so, which models and torch itself ask before they read a value."""
+    flags: Any = torch.compiler
+    before, flags._is_compiling_flag = flags._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        flags._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def _fresh_casts() -> Iterator[None]:
+    """Keep an autocast around the call from meeting its copies of fake weights, and the trace from real ones."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+def _lift(module: torch.fx.GraphModule) -> list[Tensor]:
+    """Make inputs of the tensors that a graph holds, but for constants that it copies at once (torch.tensor)."""
+    captured: list[Tensor] = []
+    inputs: dict[int, torch.fx.Node] = {}
+    graph = module.graph
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in graph.find_nodes(op="get_attr"):
+        value = getattr(module, str(node.target), None)
+        constant = node.users and all(user.target is _aten.lift_fresh_copy.default for user in node.users)
+        if not isinstance(value, Tensor) or constant:
             continue
-        if any(_follows_from_values(value) for value in _values([node])):
-            raise HostError(f"{READS}; {in_text(node.stack_trace or '')} does: {INSTEAD}")
-        away = _devices([node]) - home
-        if away and _devices(node.all_input_nodes) & home:
-            line = in_text(node.stack_trace or "")
-            raise HostError(f"stay on one type of device; {line} moves a tensor to {away.pop()}")
+        if id(value) not in inputs:
+            with graph.inserting_before(first):
+                made = graph.placeholder(f"captured_{len(captured)}")
+            made.meta = dict(node.meta)
+            inputs[id(value)] = made
+            captured.append(value)
+        node.replace_all_uses_with(inputs[id(value)])
+        graph.erase_node(node)
+    module.recompile()
+    return captured
 
 
-def _values(nodes: list[torch.fx.Node]) -> list[Any]:
-    return _tree.leaves([node.meta.get("example_value") for node in nodes])
+class _Watch(TorchDispatchMode):
+    """Looks at every operation of a trace: reads, devices, random numbers, and what outlives the trace."""
 
+    supports_higher_order_operators = True
 
-def _devices(nodes: list[torch.fx.Node]) -> set[str]:
-    return {value.device.type for value in _values(nodes) if isinstance(value, Tensor)}
+    def __init__(self, home: Set[str]) -> None:
+        super().__init__()
+        self._home = home
+        self._tracer: Any = None
+        self._made: dict[int, tuple[weakref.ref[Tensor], torch.fx.Node]] = {}
+        self._drawn: dict[Any, Any] = {}
 
-
-def _follows_from_values(value: object) -> bool:
-    """Whether a number, or a size of a tensor, is one that no shape tells."""
-    numbers = value.shape if isinstance(value, Tensor) else (value,)
-    return any(isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) for number in numbers)
-
-
-def _at_rest(inner: Callable[..., Any], backend: str, kinds: list[str]) -> Callable[..., Any]:
-    """The same, out of reach of an autocast around the call: what it casts was settled in the trace."""
-    if backend == "inductor":
-        return inner
-
-    def run(*given: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for kind in kinds:
-                if torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            return inner(*given)
-
-    return run
-
-
-def _backend(name: str, patches: dict[str, Any]) -> Callable[..., Any]:
-    if name == "inductor":
-        return lambda graph, inputs: _inductor(graph, inputs, patches)
-    from torch._dynamo.backends.registry import lookup_backend
-
-    found: Callable[..., Any] = lookup_backend(name)
-    return found
-
-
-def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any]) -> Any:
-    from torch._inductor.compile_fx import compile_fx
-
-    if patches.get("cpp_wrapper"):
-        if sum(node.op == "call_function" for node in graph.graph.nodes) > LONG:
-            patches = {**patches, "cpp_wrapper_build_separate": True}
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Watch in this region, with the generator's seed standing for the position in its sequence."""
+        mode: Any = get_proxy_mode()
+        self._tracer, before = mode.tracer, torch.get_rng_state()
+        torch.default_generator.manual_seed(_FIRST)
         try:
-            return compile_fx(graph, inputs, config_patches=patches)
-        except Exception:  # what C++ cannot call, Python may; if it cannot either, its error is the familiar one
-            patches = {**patches, "cpp_wrapper": False}
-    return compile_fx(graph, inputs, config_patches=patches)
+            with self:
+                yield
+        finally:
+            torch.set_rng_state(before)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tags = getattr(func, "tags", ())
+        if torch.Tag.data_dependent_output in tags and type(args[0]) in (Tensor, torch.nn.Parameter):
+            raise HostError(f"{READS}; {in_stack()} does: {INSTEAD}")  # make_fx would read a captured tensor
+        draws = torch.Tag.nondeterministic_seeded in tags
+        out = self._draw(func, args, kwargs) if draws else func(*args, **kwargs)
+        for value in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
+            if isinstance(value, FakeTensor):
+                self._look(value, args, kwargs)
+        return out
+
+    def _look(self, out: Tensor, args: Any, kwargs: Any) -> None:
+        if out.device.type not in self._home:
+            given = [leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if any(leaf.device.type in self._home for leaf in given):
+                raise HostError(f"stay on one type of device; {in_stack()} moves a tensor to {out.device.type}")
+        if not any(out is arg for arg in args) or id(out) in self._made:
+            found: Any = get_proxy_slot(out, self._tracer, None)
+            if found is not None:
+                self._made[id(out)] = weakref.ref(out), found.proxy.node
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Random numbers; those drawn before if the generator was set back, as `torch.utils.checkpoint` does.
+
+        Otherwise a block that is computed again would have other masks than its forward pass.
+        """
+        turn = torch.default_generator.initial_seed()
+        leaves = _tree.leaves((args, kwargs))
+        if turn < _FIRST or any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            raise RuntimeError(
+                "jit: step must draw from torch's default generator and not seed it, for the state of a generator "
+                f"cannot be part of a program; {in_stack()} does: seed before the call, or pass a seed's numbers in "
+                "the batch"
+            )
+        torch.default_generator.manual_seed(turn + 1)
+        alike = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        key = turn, func, str(alike)
+        if key not in self._drawn:
+            out = func(*args, **kwargs)
+            # Copied, since what was drawn may be written (dropout divides it); unused, a compiler drops the copy.
+            self._drawn[key] = _copies(out)
+            return out
+        if func._schema.is_mutable:
+            return args[0].copy_(self._drawn[key])
+        return _copies(self._drawn[key])
+
+    def settle(self, given: list[Tensor], *, failed: bool = False) -> None:
+        """Give the tensors that Python has kept of a trace, in a module's cache for instance, values from these inputs.
+
+        Args:
+            given: the plain arguments of the function.
+            failed: the trace has failed, and its frames are still there: only what depends on no argument can be meant.
+        """
+        self._drawn.clear()
+        alive = [(ref(), node) for ref, node in self._made.values() if ref() is not None]
+        if alive:
+            alive.clear()
+            gc.collect()  # autograd's nodes and what they hold refer to each other
+            alive = [(ref(), node) for ref, node in self._made.values() if ref() is not None]
+        self._made.clear()
+        if not alive:
+            return
+        # Weak references to them stand in the way of swap_tensors.
+        self._tracer.tensor_tracker.clear()
+        alive[0][0].fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        values: dict[torch.fx.Node, Any] = dict(zip(self._tracer.graph.find_nodes(op="placeholder"), given))
+        for kept, node in alive:
+            needed = _behind(node)
+            depends = any(other.op == "placeholder" for other in needed)
+            if failed and depends:
+                continue
+            if depends:
+                _log.warning(
+                    "jit: the step keeps %s in Python: it stays what it was in the first call; return it in the "
+                    "metrics instead",
+                    _tree.describe(kept),
+                )
+            with torch.no_grad():
+                for other in self._tracer.graph.nodes:
+                    if other in needed and other not in values:
+                        values[other] = _value(other, self._tracer.root, values)
+            torch.utils.swap_tensors(kept, values[node].clone())
 
 
-def check_compiler(backend: str, leaves: list[Tensor]) -> None:
-    """Raise RuntimeError where Inductor would want a C++ compiler and there is none."""
-    if backend == "inductor" and any(leaf.device.type == "cpu" for leaf in leaves):
-        cpp_compiler("jit: torch.compile needs a C++ compiler on a CPU")
+def _copies(out: Any) -> Any:
+    leaves, spec = _tree.flatten(out)
+    return _tree.unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def cpp_compiler(need: str) -> str:
-    """The path of the compiler that Inductor uses: $CXX, or the platform's own.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    from torch._inductor import config
-
-    names = [name for name in config.cpp.cxx if name]
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    if found is None:
-        raise RuntimeError(
-            f"{need}; found no {' or '.join(names)}: install it, name another in $CXX before Python starts, or pass "
-            "backend='aot_eager'"
-        )
+def _behind(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """A node and all that it is computed from."""
+    found, rest = {node}, [node]
+    while rest:
+        for other in rest.pop().all_input_nodes:
+            if other not in found:
+                found.add(other)
+                rest.append(other)
     return found
+
+
+def _value(node: torch.fx.Node, root: Any, values: dict[torch.fx.Node, Any]) -> Any:
+    if node.op == "get_attr":
+        return getattr(root, str(node.target))
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+        args = (args[0].clone(), *args[1:])  # nothing that a user holds is written
+    assert callable(node.target)
+    return node.target(*args, **kwargs)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._trace import Flat
+from funcamp._compile import Flat
 from funcamp._types import Tree
 
 
@@ -26,7 +26,7 @@ def first_of(batch: Tree, unroll: int) -> Tree:
     return _tree.unflatten([leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def unrolled(one: Flat, state: int, metrics: int, unroll: int, done: list[Tensor] | None = None) -> Flat:
+def unrolled(one: Flat, state: int, metrics: int, unroll: int) -> Flat:
     """`unroll` calls of a compiled step of one batch, each on the state that the one before left.
 
     Args:
@@ -34,17 +34,14 @@ def unrolled(one: Flat, state: int, metrics: int, unroll: int, done: list[Tensor
         state: how many of its arguments are the state, the first ones.
         metrics: how many of its results are metrics, the last ones.
         unroll: how often it is called.
-        done: the results of the first call, where that has been made.
     """
 
     def run(values: list[Tensor]) -> list[Tensor]:
-        held, batches, rows, out = values[:state], values[state:], [], done
+        held, batches, rows, out = values[:state], values[state:], [], []
         for index in range(unroll):
-            if index or out is None:
-                out = one([*held, *[leaf[index] for leaf in batches]])
+            out = one([*held, *[leaf[index] for leaf in batches]])
             held = out[: len(out) - metrics] or held
             rows.append(out[len(out) - metrics :])
-        assert out is not None
         return [*out[: len(out) - metrics], *(torch.stack(column) for column in zip(*rows))]
 
     return run

@@ -62,17 +62,18 @@ def test_a_training_step_is_the_eager_one(make: Any, flat: bool) -> None:
 
 
 def test_a_thousand_steps_compile_once() -> None:
-    torch._dynamo.utils.counters.clear()
+    calls: list[int] = []
     state: Any = {"x": torch.zeros(2), "lr": torch.tensor(0.5)}
 
     def step(state: Any, batch: Tensor) -> Any:
+        calls.append(1)
         return {"x": state["x"] + state["lr"] * batch, "lr": state["lr"] * 0.999}, batch.sum()
 
     run = eager_backend(step)
     for index in range(1000):
         state, _ = run(state, torch.full((2,), float(index)))
     assert run.programs == 1
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert calls == [1]  # its Python ran once
 
 
 def test_metrics_keep_their_structure_and_their_constants() -> None:
@@ -344,11 +345,6 @@ def backward(state: Any, batch: Any) -> Any:
     return state, None
 
 
-def prints(state: Any, batch: Any) -> Any:
-    print("total", state["total"])  # noqa: T201  what a user would do
-    return state, None
-
-
 def host_branch(state: Any, batch: Any) -> Any:
     if state["total"] > 1:
         return state, None
@@ -367,11 +363,6 @@ def loses(state: Any, batch: Any) -> Any:
     return {"total": state["total"]}, None
 
 
-def breaks(state: Any, batch: Any) -> Any:
-    sys.stdout.write("hello")
-    return {**state, "total": state["total"] + 1}, None
-
-
 X = {"x": torch.ones(2)}
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step": (lambda: jit(3), TypeError, "jit: step must be callable; got 3"),  # type: ignore[arg-type]
@@ -383,15 +374,13 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "array": (lambda: eager_backend(add)(start(), {"x": [numpy.zeros(2)]}), TypeError, r"batch\['x'\]\[0\] must be a tensor, or a constant"),
     "sparse": (lambda: eager_backend(add)(start(), {"x": torch.eye(2).to_sparse()}), TypeError, r"batch\['x'\] must be strided; got layout torch.sparse_coo"),
     "numpy": (lambda: eager_backend(host_numpy)(start(), X), RuntimeError, r"must not read .*test_jit.py:\d+ \(return .*numpy\(\).*\) does"),
-    "backward": (lambda: eager_backend(backward)(start(), X), RuntimeError, r"must differentiate with torch.func.*test_jit.py:\d+ \(.*backward\(\)\) uses it"),
-    "print": (lambda: eager_backend(prints)(start(), X), RuntimeError, r"cannot be compiled into one graph: .*test_jit.py:\d+ \(print"),
+    "backward": (lambda: eager_backend(backward)(start(), X), RuntimeError, "state's tensors do not require gradients; differentiate with scaled_grad_and_value"),
     "item": (lambda: eager_backend(host_item)(start(), X), RuntimeError, r"must not read .*test_jit.py:\d+ \(return state, .*item\(\).*\) does"),
     "branch": (lambda: eager_backend(host_branch)(start(), X), RuntimeError, r"must not read .*\(if state\[\"total\"\] > 1:\) does"),
     "moves": (lambda: eager_backend(moves)(start(), X), RuntimeError, r"one type of device; .*to\(\"meta\"\).* moves a tensor to meta"),
     "widens": (lambda: eager_backend(widens)(start(), X), ValueError, r"new state must have .* at \['total'\] it has a torch.float64 .* for a torch.float32"),
     "loses": (lambda: eager_backend(loses)(start(), X), ValueError, "one tree structure"),
     "no pair": (lambda: eager_backend(lambda s, b: s)(start(), X), TypeError, r"must return the pair \(state, metrics\); got dict"),
-    "breaks": (lambda: eager_backend(breaks)(start(), X), RuntimeError, "cannot be compiled into one graph"),
     "number in the state": (lambda: eager_backend(add)({"total": 1.0}, X), TypeError, r"state\['total'\] must be a tensor or None; got 1.0"),
     "sparse state": (lambda: eager_backend(add)({"total": torch.eye(2).to_sparse()}, X), TypeError, "must be strided"),
     "unroll length": (lambda: eager_backend(add, unroll=3)(start(), X), ValueError, r"batch\['x'\] must hold 3 steps along its first dimension"),

@@ -145,6 +145,12 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
     return Graph(module, examples, captured, wrappers, outlines[0], any([*around, *wrappers]))
 
 
+def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    """Trace a part of a function that is being traced: a graph, and what it reads besides its arguments."""
+    module = make_fx(fn, tracing_mode="real")(*args)
+    return module, _lift(module)
+
+
 def parts(value: Tensor) -> list[Tensor]:
     """Return the plain tensors of a tensor subclass that has some (DTensor), of another tensor itself."""
     if not is_traceable_wrapper_subclass(value):
@@ -277,14 +283,22 @@ class _Watch(TorchDispatchMode):
         torch.default_generator.manual_seed(turn + 1)
         alike = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         key = turn, func, str(alike)
-        if key not in self._drawn:
+        # Copies are kept, since what was drawn may be written (dropout divides it); unused, a compiler drops them.
+        if not func._schema.is_mutable:
+            if key in self._drawn:
+                return _copies(self._drawn[key])
             out = func(*args, **kwargs)
-            # Copied, since what was drawn may be written (dropout divides it); unused, a compiler drops the copy.
             self._drawn[key] = _copies(out)
             return out
-        if func._schema.is_mutable:
-            return args[0].copy_(self._drawn[key])
-        return _copies(self._drawn[key])
+        # Eager code fills memory in its order; made functional, the call would fill a contiguous tensor.
+        target = args[0]
+        memory = target.permute(sorted(range(target.dim()), key=target.stride, reverse=True))
+        if key in self._drawn:
+            memory.copy_(self._drawn[key])
+        else:
+            func(memory, *args[1:], **kwargs)
+            self._drawn[key] = memory.clone()
+        return target
 
     def settle(self, given: list[Tensor], *, failed: bool = False) -> None:
         """Give the tensors that Python has kept of a trace, in a module's cache for instance, values from these inputs.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._trace import subgraph
 from funcamp._types import Tree
 
 #: From buffers, one micro-batch and their number to scaled gradients of loss / number, the loss, the buffers, aux.
@@ -28,7 +29,8 @@ def accumulate(
     """
     leaves, spec = _tree.flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    counts = {leaf.shape[0] if leaf.dim() else 0 for leaf in tensors}
+    # Under symbolic tracing sizes cannot be hashed; int() makes constants of them.
+    counts = {int(leaf.shape[0]) if leaf.dim() else 0 for leaf in tensors}
     if len(counts) != 1 or not 1 <= min(counts) <= limit:
         raise ValueError(
             f"step: every tensor of batch must hold 1 to {limit} micro-batches along its first dimension, all the same "
@@ -60,8 +62,6 @@ def accumulate(
 
 
 def _scanned(part: Any, total: list[Any], buffers: dict[str, Tensor], tensors: list[Tensor]) -> Any:
-    from torch._higher_order_ops.scan import scan  # torch has no public name for it, 2.11 to 2.13
-
     present = [a is not None for a in total]
 
     def combine(carry: Any, slices: list[Tensor]) -> Any:
@@ -73,9 +73,30 @@ def _scanned(part: Any, total: list[Any], buffers: dict[str, Tensor], tensors: l
         return ([a for a in after if a is not None], _fresh(buffers)), _fresh((loss, aux))
 
     start = ([a for a in total if a is not None], buffers)
-    (sums, buffers), (losses, aux) = scan(combine, start, tensors)
+    (sums, buffers), (losses, aux) = _scan(combine, start, tensors)
     given = iter(sums)
     return [next(given) if there else None for there in present], buffers, losses, aux
+
+
+def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tree, xs: list[Tensor]) -> Any:
+    """torch's scan, which has no public name (2.11 to 2.15), in a program that Dynamo or `jit` traces."""
+    from torch._higher_order_ops.scan import scan, scan_op
+
+    if torch.compiler.is_dynamo_compiling():
+        return scan(combine, start, xs)
+    carry, spec = _tree.flatten(start)
+    specs = []
+
+    def flat(*values: Tensor) -> list[Tensor]:
+        after, out = combine(_tree.unflatten(list(values[: len(carry)]), spec), list(values[len(carry) :]))
+        leaves, found = _tree.flatten(out)
+        specs.append(found)
+        return [*_tree.leaves(after), *leaves]
+
+    module, captured = subgraph(flat, [*carry, *(leaf[0] for leaf in xs)])
+    with torch.no_grad():
+        done = list(scan_op(module, carry, xs, tuple(captured)))
+    return _tree.unflatten(done[: len(carry)], spec), _tree.unflatten(done[len(carry) :], specs[0])
 
 
 def _fresh(tree: Tree) -> Tree:

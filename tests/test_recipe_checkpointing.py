@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,8 +21,6 @@ from tests.test_lr_scheduler import one_thread
 
 RECIPE = example("checkpointing")
 CONFIG = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=5)
-# torch 2.11 compiles a checkpointed block as if it were none: right, and it saves nothing.
-COMPILES_RECOMPUTATION = torch.__version__ >= "2.13"
 Wrap = Callable[[Any], Any]
 
 
@@ -174,10 +171,11 @@ def test_checkpointed_step_is_the_step_without(middle: Callable[[], nn.Module], 
     assert_same(dict(model.state_dict()), before)
 
 
-def test_eager_step_with_dropout_in_a_checkpointed_block_is_the_loop() -> None:
+@WRAPS
+def test_step_with_dropout_in_a_checkpointed_block_is_the_loop(wrap: Wrap) -> None:
     model = body(nn.Dropout(0.5))
     torch.manual_seed(1)
-    state, history = run(step_for(model), eager, batch_of)
+    state, history = run(step_for(model), wrap, batch_of)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     scaler, trace = scaler_for(CONFIG, "cpu"), []
     torch.manual_seed(1)
@@ -245,35 +243,25 @@ def calls(wrap: Wrap, checkpointed: bool) -> int:
 
 @WRAPS
 def test_checkpointed_blocks_are_computed_twice(wrap: Wrap) -> None:
-    again = 2 if wrap is eager or COMPILES_RECOMPUTATION else 1
     assert calls(wrap, False) == 3
-    assert calls(wrap, True) == 3 * again
+    assert calls(wrap, True) == 6
 
 
-# What torch cannot compile: these tests fail once it can.
+@WRAPS
+def test_dropout_in_a_checkpointed_block_has_the_masks_of_the_forward_pass(wrap: Wrap) -> None:
+    ends = []
+    for on, how in ((False, eager), (True, wrap)):
+        torch.manual_seed(1)
+        ends.append(run(step_for(body(nn.Dropout(0.5), on)), how, batch_of))
+    assert_same(*ends)
 
 
-def refused(text: str) -> Any:
-    return pytest.raises(RuntimeError, match=text) if COMPILES_RECOMPUTATION else contextlib.nullcontext()
-
-
-def test_torch_compiles_no_dropout_in_a_checkpointed_block() -> None:
-    step = step_for(body(nn.Dropout(0.5)))
-    with refused("does not support RNG ops in recompute regions"):
-        compiled(step)(step.init(), batch_of(0))
-
-
-def test_torch_compiles_no_two_backward_passes_over_checkpointed_blocks() -> None:
-    step = step_for(body(nn.Tanh()), accumulate=2)
-    with refused("2 disjoint backward regions that require recomputation"):
-        compiled(step)(step.init(), tuple(torch.stack([leaf, leaf]) for leaf in batch_of(0)))
-
-
-def test_accumulation_over_checkpointed_blocks_eager() -> None:
+@WRAPS
+def test_accumulation_over_checkpointed_blocks(wrap: Wrap) -> None:
     def batch(index: int) -> Any:
         return tuple(torch.stack(column) for column in zip(batch_of(2 * index), batch_of(2 * index + 1)))
 
-    ends = [run(step_for(body(nn.Tanh(), on), accumulate=2), eager, batch) for on in (True, False)]
+    ends = [run(step_for(body(nn.Tanh(), on), accumulate=2), wrap if on else eager, batch) for on in (True, False)]
     assert_same(*ends)
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import funcamp
-from funcamp._formats import name_of
 from funcamp._compile import cpp_compiler
+from funcamp._formats import name_of
 
 _STEPS = 300
 _CONFIG = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=20)

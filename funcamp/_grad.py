@@ -37,10 +37,10 @@ def scaled_grad_and_value(
         loss_fn: `(params, *args, **kwargs) -> loss`, or `-> (loss, aux)` with has_aux; the loss is a floating-point
             tensor of shape (), aux a pytree of tensors. Autocast goes inside it.
         has_aux: whether loss_fn returns `(loss, aux)`.
-        engine: "autograd" for torch.autograd, the operations of `loss.backward()` in their order; "func" for torch.func,
-            which nests and vmaps, but takes neither `torch.utils.checkpoint` nor attention with dropout under autocast
-            (a dtype error of torch's). None chooses at each call: "func" inside a transform (vmap, grad, jvp), inside
-            another loss, if an argument requires a gradient, and under a torch.compile of your own unless
+        engine: "autograd" for torch.autograd, the operations of `loss.backward()` in their order; "func" for
+            torch.func, which nests and vmaps, but takes neither `torch.utils.checkpoint` nor attention with dropout
+            under autocast (a dtype error of torch's). None chooses at each call: "func" inside a transform (vmap, grad,
+            jvp), inside another loss, if an argument requires a gradient, and under a torch.compile of your own unless
             `torch._dynamo.config.trace_autograd_ops` is set; "autograd" otherwise.
 
     Returns:

@@ -227,7 +227,7 @@ class _Watch(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, home: Set[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._home = home
         self._tracer: Any = None
         self._made: dict[int, tuple[weakref.ref[Tensor], torch.fx.Node]] = {}
@@ -308,11 +308,10 @@ class _Watch(TorchDispatchMode):
             failed: the trace has failed, and its frames are still there: only what depends on no argument can be meant.
         """
         self._drawn.clear()
-        alive = [(ref(), node) for ref, node in self._made.values() if ref() is not None]
-        if alive:
-            alive.clear()
+        if any(ref() is not None for ref, _ in self._made.values()):
             gc.collect()  # autograd's nodes and what they hold refer to each other
-            alive = [(ref(), node) for ref, node in self._made.values() if ref() is not None]
+        alive: list[tuple[Any, torch.fx.Node]] = [(ref(), node) for ref, node in self._made.values()]
+        alive = [(kept, node) for kept, node in alive if kept is not None]
         self._made.clear()
         if not alive:
             return
@@ -320,22 +319,24 @@ class _Watch(TorchDispatchMode):
         self._tracer.tensor_tracker.clear()
         alive[0][0].fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
         values: dict[torch.fx.Node, Any] = dict(zip(self._tracer.graph.find_nodes(op="placeholder"), given))
+        fixed: list[str] = []
         for kept, node in alive:
             needed = _behind(node)
-            depends = any(other.op == "placeholder" for other in needed)
-            if failed and depends:
-                continue
-            if depends:
-                _log.warning(
-                    "jit: the step keeps %s in Python: it stays what it was in the first call; return it in the "
-                    "metrics instead",
-                    _tree.describe(kept),
-                )
+            if any(other.op == "placeholder" for other in needed):
+                if failed:
+                    continue
+                fixed.append(_tree.describe(kept))
             with torch.no_grad():
                 for other in self._tracer.graph.nodes:
                     if other in needed and other not in values:
                         values[other] = _value(other, self._tracer.root, values)
-            torch.utils.swap_tensors(kept, values[node].clone())
+            torch.utils.swap_tensors(kept, values[node].clone())  # type: ignore[no-untyped-call]
+        if fixed:
+            _log.warning(
+                "jit: Python keeps tensors of the step that follow from its arguments, and later calls will not change "
+                "them: %s. Return what you want to see in the metrics",
+                ", ".join(fixed[:4]) + ", ..." * (len(fixed) > 4),
+            )
 
 
 def _copies(out: Any) -> Any:
@@ -357,8 +358,8 @@ def _behind(node: torch.fx.Node) -> set[torch.fx.Node]:
 def _value(node: torch.fx.Node, root: Any, values: dict[torch.fx.Node, Any]) -> Any:
     if node.op == "get_attr":
         return getattr(root, str(node.target))
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-    if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
-        args = (args[0].clone(), *args[1:])  # nothing that a user holds is written
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+    target: Any = node.target
+    args: list[Any] = [torch.fx.map_arg(arg, values.__getitem__) for arg in node.args]
+    if getattr(getattr(target, "_schema", None), "is_mutable", False):
+        args[0] = args[0].clone()  # nothing that a user holds is written
+    return target(*args, **torch.fx.map_arg(dict(node.kwargs), values.__getitem__))

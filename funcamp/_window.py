@@ -79,7 +79,7 @@ def _scanned(part: Any, total: list[Any], buffers: dict[str, Tensor], tensors: l
 
 
 def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tree, xs: list[Tensor]) -> Any:
-    """torch's scan, which has no public name (2.11 to 2.15), in a program that Dynamo or `jit` traces."""
+    """Torch's scan, which has no public name (2.11 to 2.15), in a program that Dynamo or `jit` traces."""
     from torch._higher_order_ops.scan import scan, scan_op
 
     if torch.compiler.is_dynamo_compiling():

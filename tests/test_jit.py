@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ Step = Callable[[Any, Any], Any]
 
 
 def eager_backend(step: Step, **options: Any) -> Any:
-    return jit(step, backend="aot_eager", **options)
+    return jit(step, backend="eager", **options)
 
 
 def add(state: Any, batch: Any) -> Any:

@@ -16,9 +16,10 @@ from funcamp import distributed, numerics
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"_types", "_mesh"},
+    {"_types", "_mesh", "_user_line"},
     {"_ranks"},
     {"_advice", "_tree", "_constants", "_recompute", "_whole", "_formats"},
+    {"_trace"},
     {"_counts"},
     {"_joint_counts", "_stats"},
     {"_records"},
@@ -52,9 +53,9 @@ LAYERS = [
     {"_grad_scaler"},
     {"_step"},
     {"_make_step"},
-    {"_mended", "_metrics", "_scratch", "_signature", "_user_line", "_writeback"},
-    {"_dry_run", "_owned"},
-    {"_trace"},
+    {"_mended", "_metrics", "_scratch", "_signature", "_writeback"},
+    {"_owned"},
+    {"_compile"},
     {"_capture", "_unroll"},
     {"_jit_step"},
     {"_jit"},

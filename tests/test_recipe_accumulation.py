@@ -15,7 +15,7 @@ from tests.recipes.accumulation import oracle
 from tests.test_lr_scheduler import one_thread
 
 STEPS = 40
-COMPILED = functools.partial(funcamp.jit, backend="aot_eager")
+COMPILED = functools.partial(funcamp.jit, backend="eager")
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])

@@ -35,11 +35,11 @@ def eager(step: Any) -> Any:
 
 
 def compiled(step: Any) -> Any:
-    return funcamp.jit(step, backend="aot_eager")
+    return funcamp.jit(step, backend="eager")
 
 
 def kept(step: Any) -> Any:
-    return funcamp.jit(step, backend="aot_eager", donate=False)
+    return funcamp.jit(step, backend="eager", donate=False)
 
 
 WRAPS = pytest.mark.parametrize("wrap", [eager, compiled])

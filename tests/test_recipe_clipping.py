@@ -18,7 +18,7 @@ from tests.test_lr_scheduler import one_thread
 STEPS = 40
 MAX_VALUE = 0.1
 EAGER = pytest.param(lambda step, **_: step, id="eager")
-COMPILED = pytest.param(functools.partial(funcamp.jit, backend="aot_eager"), id="compiled")
+COMPILED = pytest.param(functools.partial(funcamp.jit, backend="eager"), id="compiled")
 
 
 @pytest.mark.parametrize("wrap", [EAGER, COMPILED])

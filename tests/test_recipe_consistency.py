@@ -19,7 +19,7 @@ from tests.test_lr_scheduler import one_thread
 Engine = Literal["func", "autograd"]
 Wrap = Callable[[Any], Any]
 
-jit = functools.partial(funcamp.jit, backend="aot_eager")
+jit = functools.partial(funcamp.jit, backend="eager")
 CONFIG = funcamp.ScalerConfig(init_scale=2.0**10)
 ORDERS = ("no_grad first", "no_grad last")
 

@@ -16,7 +16,7 @@ from tests.test_lr_scheduler import one_thread
 
 LATER = 31  # a skipped step in the middle of the run
 EAGER = pytest.param(lambda step, **_: step, id="eager")
-COMPILED = pytest.param(functools.partial(funcamp.jit, backend="aot_eager"), id="compiled")
+COMPILED = pytest.param(functools.partial(funcamp.jit, backend="eager"), id="compiled")
 
 
 @pytest.mark.parametrize("wrap", [EAGER, COMPILED])

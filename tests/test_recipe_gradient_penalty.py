@@ -56,7 +56,7 @@ def wgan_gp_oracle() -> tuple[dict[str, Tensor], Trace]:
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda step: step, lambda step: funcamp.jit(step, backend="aot_eager")], ids=["eager", "compiled"]
+    "wrap", [lambda step: step, lambda step: funcamp.jit(step, backend="eager")], ids=["eager", "compiled"]
 )
 def test_penalty_on_the_gradient_of_the_inputs(wrap: Callable[[Any], Any]) -> None:
     critic = make_critic()

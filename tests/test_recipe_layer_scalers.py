@@ -47,7 +47,7 @@ def eager(step: Any) -> Any:
 
 
 def compiled(step: Any) -> Any:
-    return funcamp.jit(step, backend="aot_eager", donate=False)
+    return funcamp.jit(step, backend="eager", donate=False)
 
 
 def block_by_block(monkeypatch: pytest.MonkeyPatch, scales: list[float]) -> Trees:

@@ -15,7 +15,7 @@ from tests.recipes.layers import oracle
 from tests.test_lr_scheduler import one_thread
 
 EAGER = pytest.param(lambda step, **_: step, id="eager")
-COMPILED = pytest.param(functools.partial(funcamp.jit, backend="aot_eager"), id="compiled")
+COMPILED = pytest.param(functools.partial(funcamp.jit, backend="eager"), id="compiled")
 SKIPPED, LATER = 5, 21  # the first steps are all skipped; so is a later one
 
 

@@ -18,7 +18,7 @@ from tests.test_recipe_ensemble import with_two_roundings
 RECIPE = example("per_sample")
 Wrap = Callable[[Any], Any]
 WRAPS = pytest.mark.parametrize(
-    "wrap", [lambda step: step, lambda step: funcamp.jit(step, backend="aot_eager")], ids=["eager", "compiled"]
+    "wrap", [lambda step: step, lambda step: funcamp.jit(step, backend="eager")], ids=["eager", "compiled"]
 )
 
 

@@ -51,7 +51,7 @@ class Watched:
 def test_what_a_call_returned_stays_as_it_is(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if captured:
         monkeypatch.setattr(_capture, "graphs_for", lambda device: StandIn())
-    watched = Watched(functools.partial(funcamp.jit, backend="aot_eager"))
+    watched = Watched(functools.partial(funcamp.jit, backend="eager"))
     RECIPE.train(3, watched)
     assert len(watched.results) == 3 * (8 + 1)
     for now, then in zip(watched.results, watched.then):

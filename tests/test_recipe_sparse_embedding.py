@@ -15,7 +15,7 @@ from tests.test_lr_scheduler import one_thread
 
 STEPS = 40
 EAGER = pytest.param(lambda step, **_: step, id="eager")
-COMPILED = pytest.param(functools.partial(funcamp.jit, backend="aot_eager"), id="compiled")
+COMPILED = pytest.param(functools.partial(funcamp.jit, backend="eager"), id="compiled")
 
 
 def functional(recipe: Any, *, sparse: bool) -> Any:

@@ -27,7 +27,7 @@ def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wra
     if request.param == "eager":
         return lambda step, **_: step
     monkeypatch.setattr(_capture, "graphs_for", lambda device: StandIn())
-    return functools.partial(funcamp.jit, backend="aot_eager")
+    return functools.partial(funcamp.jit, backend="eager")
 
 
 @functools.cache

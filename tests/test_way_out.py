@@ -78,7 +78,7 @@ def test_torch_func_does_not_take_it(loss: Loss, text: str) -> None:
         call(step, step)
     if loss is takes_ctx or torch.__version__ >= "2.13":  # torch 2.11 compiles checkpoints under torch.func
         with pytest.raises(RuntimeError, match=f"(step|jit): {text}"):
-            call(jit(step, backend="aot_eager"), step)
+            call(jit(step, backend="eager"), step)
     assert torch.equal(checkpointed({"w": torch.ones(2)}, torch.ones(2)), 2 * torch.ones(()).sin())  # as before
 
 
@@ -88,7 +88,7 @@ def test_torch_func_does_not_take_it(loss: Loss, text: str) -> None:
 def test_that_way_out_works(loss: Loss) -> None:
     step = step_of(loss, engine="autograd")
     expected = torch.ones(4) - 0.5 * (torch.ones(4).cos() if loss is checkpointed else 2.0)
-    for run in (step, jit(step, backend="aot_eager")):
+    for run in (step, jit(step, backend="eager")):
         assert torch.equal(call(run, step)[0].params.tree()["w"], expected)
 
 
@@ -98,7 +98,7 @@ def test_shape_or_branch_that_follows_from_values(loss: Loss) -> None:
     call(step, step)
     text = r"step must not read a tensor's value on the host .* does: take torch.where or a mask of fixed shape instead"
     with pytest.raises(RuntimeError, match=text):
-        call(jit(step, backend="aot_eager"), step)
+        call(jit(step, backend="eager"), step)
 
 
 def test_vmap_over_the_autograd_engine() -> None:
@@ -138,7 +138,7 @@ def test_module_that_is_computed_again_with_other_parameters(right: bool) -> Non
     expected = of_a_module(of_a_module.init(params), (torch.ones(2, 4), None))[0].params.tree()
     step = make_train_step(loss, SGD, engine="autograd")
     x = torch.ones(2, 4)
-    assert_same(jit(step, backend="aot_eager")(step.init(params), x)[0].params.tree(), expected)
+    assert_same(jit(step, backend="eager")(step.init(params), x)[0].params.tree(), expected)
     with contextlib.nullcontext() if right else pytest.raises(RuntimeError, match="Linear must be computed again with"):
         assert_same(step(step.init(params), x)[0].params.tree(), expected)
     assert not torch.nn.modules.module._global_forward_pre_hooks
@@ -191,14 +191,14 @@ def test_function_that_reads_a_tensor_besides_its_arguments() -> None:
     step = step_of(lambda p, x: Reads.apply(p["w"]).sum())
     call(step, step)
     with pytest.raises(RuntimeError, match=r"jit: an autograd.Function goes into the program whole"):
-        call(jit(step, backend="aot_eager"), step)
+        call(jit(step, backend="eager"), step)
 
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_loss_of_no_parameter_and_inference_mode(engine: Any, compiled: bool) -> None:
     step = step_of(lambda p, x: x.sum(), engine=engine)
-    state, metrics = call(jit(step, backend="aot_eager") if compiled else step, step)
+    state, metrics = call(jit(step, backend="eager") if compiled else step, step)
     assert torch.equal(state.params.tree()["w"], torch.ones(4))
     assert metrics.grad_norm == 0
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"must not be differentiated under torch.inference"):
@@ -227,7 +227,7 @@ def test_block_that_is_computed_again_reads_the_buffers_of_the_state(compiled: b
         loss = module_loss(Frozen(keeps), lambda out, _: out.square().mean())
         buffers = {name: value + 1 if value.is_floating_point() else value for name, value in loss.buffers().items()}
         step = make_train_step(loss, SGD, engine=engine)  # type: ignore[arg-type]
-        run, state = jit(step, backend="aot_eager") if compiled else step, step.init(None, buffers)
+        run, state = jit(step, backend="eager") if compiled else step, step.init(None, buffers)
         for _ in range(2):
             state, _ = run(state, (x, None))
         found.append((state.params.tree(), state.buffers))

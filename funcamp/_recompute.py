@@ -1,7 +1,7 @@
 """An eager backward pass that calls modules again, as `torch.utils.checkpoint` does: with the forward's parameters.
 
 `functional_call` puts a module's own parameters back before the backward pass begins. What is computed again meets
-those, and the gradients are wrong without a word. Traced, the parameters are inputs of what is computed again.
+those, and the gradients are wrong without a word.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def same_parameters() -> Iterator[Callable[[], None]]:
             raise RuntimeError(
                 f"step: a {type(module).__name__} must be computed again with the parameters of the forward pass, and "
                 "have had one set of them there; functional_call has put its own back: checkpoint functional_call "
-                "itself, checkpoint(functional_call, module, params, x, use_reentrant=False), use module_loss, or jit"
+                "itself, checkpoint(functional_call, module, params, x, use_reentrant=False), or use module_loss"
             )
 
     handle = register_module_forward_pre_hook(look)

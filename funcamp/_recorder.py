@@ -1,17 +1,19 @@
-"""What every operation of an eager run holds: a dispatch mode that counts outputs, and hooks that name modules.
+"""Record what every operation of an eager run holds: a dispatch mode counts outputs, hooks name modules.
 
-The backward pass is told from the forward by autograd's current node; a node's sequence number leads back to the module
-whose forward pass made it (`torch._C._current_autograd_node`, `torch.autograd._get_sequence_nr`: no public names, torch
-2.11 to 2.13).
+Autograd's current node tells the backward pass from the forward; a node's sequence number leads back to the module
+whose forward pass made it. Every backward pass starts in `torch.autograd._engine_run_backward`, where a finished one is
+repeated at other scales. Private names of torch 2.11 to 2.15: `torch._C._current_autograd_node`,
+`torch.autograd._get_sequence_nr`, `torch.autograd._engine_run_backward`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,14 +22,13 @@ from torch.autograd import Function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcamp import _tap, _tree
+from funcamp import _scaler, _tap, _tree
 from funcamp._counts import count, has_values
-from funcamp._grad_scaler import GradScaler
 from funcamp._jit_step import JitStep
 from funcamp._module import Holder
+from funcamp._passes import Operation, Pass, Trial, combined, largest, narrow
 from funcamp._records import Record, probe
 from funcamp._stats import Stats
-from funcamp._step import TrainStep
 
 #: Make tensors of nothing, or of another's shape: no numbers of the computation.
 _FACTORIES = frozenset(
@@ -51,43 +52,48 @@ _COPIES = frozenset({"clone", "detach", "lift_fresh", "alias", "contiguous", "_u
 }
 
 
-class Operation(NamedTuple):
-    """One output of one operation that `numerics_report` saw."""
-
-    backward: bool
-    path: str
-    """The module whose forward pass called it, or whose backward pass it is part of; empty outside of modules."""
-    name: str
-    """Its name among torch's operators: mm, add, native_layer_norm_backward."""
-    output: int
-    """Which of its outputs."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stats: Stats
-    creates: Tensor
-    """Bool, shape (2,): whether it holds inf, or NaN, that no input did."""
-
-
 class Enough(BaseException):
     """Ends a run once the passes asked for are recorded; no `except Exception` of the run's own stops it."""
 
 
 class Recorder(TorchDispatchMode):
-    """Records operations while it is active, from the first forward pass on to the end of so many backward passes."""
+    """Records operations while it is active, from the first forward pass on to the end of so many backward passes.
 
-    def __init__(self, module: nn.Module | None, first: int = 1, passes: int | None = None) -> None:
+    Args:
+        module: names the operations; None for the first one that is called.
+        first: the first backward pass to record.
+        passes: how many; None for all.
+        loss_scale: what the loss is multiplied by; None for what is seen in the run.
+        otherwise: the same if nothing is seen.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        first: int = 1,
+        passes: int | None = None,
+        loss_scale: float | None = None,
+        otherwise: float = 1.0,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.records: dict[str, Record] = {}
-        self.loss_scale: Tensor | None = None
+        self.unscaled: dict[str, Record] = {}
+        self.passes: list[Pass] = []
+        self.loss_scale = otherwise if loss_scale is None else loss_scale
         self.module = module
+        self._looks_for_scale = loss_scale is None
+        self._finite_losses: list[bool] = []
+        self._start = 0
         self._skip, self._passes = first - 1, passes
         self._paths: dict[nn.Module, str] = {} if module is None else _paths(module)
         self._stack: list[str | None] = []
-        self._of_node: dict[int, str] = {}
-        self._in_backward = self._evaluating = self._muted = self._done = False
+        self._of_node: dict[int, tuple[str, tuple[str, int] | None]] = {}
+        self._evaluating = self._muted = self._repeating = self._done = False
         self.seen_backward = False
         self._mark: tuple[str, bool] | None = None
+        self._reading: Callable[[Tensor], Any] | None = None
+        self._read: Any = None
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -102,9 +108,11 @@ class Recorder(TorchDispatchMode):
                 patches.enter_context(mock.patch.object(JitStep, "__call__", _eagerly))
                 for name in ("count", "count_both", "taken"):
                     patches.enter_context(mock.patch.object(_tap, name, self._muting(getattr(_tap, name))))
-                for kind, name, place in _SCALES:
-                    noting = self._noting(getattr(kind, name), place)
-                    patches.enter_context(mock.patch.object(kind, name, noting))
+                for owner, name, place in _scales():
+                    noting = self._noting(getattr(owner, name), place)
+                    patches.enter_context(mock.patch.object(owner, name, noting))
+                run_backward = self._around_backward(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+                patches.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", run_backward))
                 patches.enter_context(self)
                 warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
                 yield
@@ -115,10 +123,15 @@ class Recorder(TorchDispatchMode):
                 hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        node = torch._C._current_autograd_node()
-        self._turn(node is not None)
+        if self._done:  # caught by an `except BaseException` of the script's
+            raise Enough
+        if self._reading is not None:
+            out = func(*args, **(kwargs or {}))
+            self._read = self._reading(out)
+            return out
         if self._skip or self._muted:
             return func(*args, **(kwargs or {}))
+        node = torch._C._current_autograd_node()
         before = _found((args, kwargs))
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
@@ -126,70 +139,155 @@ class Recorder(TorchDispatchMode):
             (place, backward), self._mark = self._mark, None
             counted, empty = Stats(count(out)), probe(out.device).forward
             record = Record(empty, counted) if backward else Record(counted, empty)
-            self.records[place] = self.records[place] + record if place in self.records else record
+            for records, one in ((self.records, record), (self.unscaled, record.unscale(self.loss_scale))):
+                records[place] = records[place] + one if place in records else one
             return out
-        path = self._path_of(node)
+        path, line = self._place_of(node)
         if path is None or name in _FACTORIES or name in _COPIES or getattr(func, "is_view", False):
             return out
         for index, leaf in enumerate(_tree.leaves(out)):
             if _counts(leaf):
                 row = count(leaf)
                 creates = torch.stack([row[4] + row[5] > 0, row[3] > 0]) & ~before.to(row.device)
-                self.operations.append(
-                    Operation(node is not None, path, name, index, leaf.dtype, tuple(leaf.shape), Stats(row), creates)
-                )
+                about = (node is not None, path, name, index, leaf.dtype, tuple(leaf.shape))
+                self.operations.append(Operation(*about, Stats(row), creates, self.loss_scale, line))
         return out
 
     def _muting(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """A call of a tap's, whose operations are none of the run's."""
 
-        def muted(*args: Any) -> Any:
+        def muted(*args: Any, **kwargs: Any) -> Any:
             before, self._muted = self._muted, True
             try:
-                return call(*args)
+                return call(*args, **kwargs)
             finally:
                 self._muted = before
 
         return muted
 
     def _noting(self, call: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
-        """A call that scales a loss, and what it scales by noted."""
+        """A call that scales a loss: note what it scales by, and what it scales."""
+        scaled = self._muting(call)  # not an operation of the model, and free to overflow
 
         def noted(*args: Any, **kwargs: Any) -> Any:
-            out = call(*args, **kwargs)
-            scale = place(*args)
+            out = scaled(*args, **kwargs)
+            scale = place(args[0])
             if isinstance(scale, Tensor) and not self._skip:
-                self.loss_scale = scale.detach().clone()
+                losses = _tree.leaves([args[1:], kwargs])
+                self._finite_losses += [self._look(leaf, _is_finite) for leaf in losses if _counts(leaf)]
+                if self._looks_for_scale:
+                    self.loss_scale = self._look(scale, lambda plain: plain.max().item())  # vmap has a batch of them
             return out
 
         return noted
 
-    def _turn(self, in_backward: bool) -> None:
-        """Count backward passes by their ends."""
-        if self._done:  # caught by an `except BaseException` of the script's
-            raise Enough
-        ended = self._in_backward and not in_backward
-        self._in_backward = in_backward
-        self.seen_backward |= in_backward
-        if not ended:
-            return
-        if self._skip:
-            self._skip -= 1
-        elif self._passes is not None:
-            self._passes -= 1
-            if not self._passes:
-                self._done = True
-                raise Enough
+    def _look(self, x: Tensor, read: Callable[[Tensor], Any]) -> Any:
+        """What read says of a tensor's values, beneath the wrappers of torch.func."""
+        self._reading = read
+        try:
+            x.detach().clone()
+        finally:
+            self._reading = None
+        return self._read
 
-    def _path_of(self, node: Any) -> str | None:
-        """The module of the operation that runs now; None where it is not part of a pass that is differentiated."""
+    def _around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The call that every backward pass starts with: count the pass, and repeat it where that tells more."""
+
+        def run_backward(
+            outputs: Any, seeds: Any, keep: bool, create: bool, inputs: Any, *rest: Any, **how: Any
+        ) -> Any:
+            if self._done:
+                raise Enough
+            if self._repeating or torch._C._current_autograd_node() is not None:  # part of another pass
+                return run(outputs, seeds, keep, create, inputs, *rest, **how)
+            if self._skip:
+                out = run(outputs, seeds, keep, create, inputs, *rest, **how)
+                self._skip, self._finite_losses = self._skip - 1, []
+                return out
+            obstacle = _obstacle()
+            out = run(outputs, seeds, keep or not obstacle, create, inputs, *rest, **how)
+            self.seen_backward = True
+
+            def again(scale: float) -> Sequence[Tensor | None]:
+                with torch.no_grad():
+                    scaled = tuple(seed if seed is None else seed * scale for seed in seeds)
+                return run(outputs, scaled, True, False, tuple(inputs or leaves_behind(outputs)), True, False)  # type: ignore[no-any-return]
+
+            finite = self._finite_losses or [self._look(leaf, _is_finite) for leaf in outputs if _counts(leaf)]
+            formats = [seed.dtype for seed in seeds if isinstance(seed, Tensor)]
+            self.passes.append(self._muting(self._look_again)(again, all(finite), formats, obstacle))
+            self._finite_losses, self._start = [], len(self.operations)
+            if self._passes is not None:
+                self._passes -= 1
+                if not self._passes:
+                    self._done = True
+                    raise Enough
+            return out
+
+        return run_backward
+
+    def _look_again(
+        self,
+        again: Callable[[float], Sequence[Tensor | None]],
+        loss_is_finite: bool,
+        formats: list[torch.dtype],
+        obstacle: str,
+    ) -> Pass:
+        """What is known of the pass that has just ended, repeated where it overflowed, or may at a larger scale."""
+        scale = self.loss_scale
+        operations = [one for one in self.operations[self._start :] if one.backward]
+        clean = not any(one.stats.nonfinite > 0 for one in operations)
+        if not loss_is_finite:
+            return Pass(scale, False, clean, None, operations)
+        if clean and not narrow(operations):
+            return Pass(scale, True, True, None, operations)
+
+        def trial(place: int) -> Trial:
+            if clean and place == 0:
+                return Trial(operations, True)
+            factor = 2.0**place
+            with self._apart(scale * factor):
+                grads = again(factor)
+                finite = all(self._look(grad, _is_finite) for grad in grads if isinstance(grad, Tensor))
+                return Trial(self.operations, finite)
+
+        # Seeds, and the scale times them, must be normal numbers.
+        lowest = max([-120, *(math.frexp(torch.finfo(dtype).tiny)[1] for dtype in formats)])
+        highest = min([127, *(math.frexp(torch.finfo(dtype).max)[1] for dtype in formats)]) - math.frexp(scale)[1]
+        if obstacle:
+            return Pass(scale, True, clean, None, operations, obstacle)
+        try:
+            place, best = largest(trial, lowest, max(highest, 0))
+        except Exception as error:  # a hook's of the user's, or a function that takes one backward pass only
+            told = str(error).strip().splitlines() or [type(error).__name__]
+            return Pass(scale, True, clean, None, operations, told[0])
+        if place is None:
+            return Pass(scale, True, False, None, best.operations)
+        evidence = combined(operations, best.operations) if place < 0 else best.operations
+        return Pass(scale, True, place >= 0, scale * 2.0**place, evidence)
+
+    @contextlib.contextmanager
+    def _apart(self, scale: float) -> Iterator[None]:
+        """A region whose operations are not those of the run."""
+        before = self.operations, self.loss_scale, self._muted
+        self.operations, self.loss_scale, self._muted, self._repeating = [], scale, False, True
+        try:
+            yield
+        finally:
+            self.operations, self.loss_scale, self._muted = before
+            self._repeating = False
+
+    def _place_of(self, node: Any) -> tuple[str | None, tuple[str, int] | None]:
+        """The module and the line of the operation that runs now; no module if it is in no differentiated pass."""
         if node is None:
-            path = self._stack[-1] if self._stack else (None if self._evaluating else "")
+            path, line = self._stack[-1] if self._stack else (None if self._evaluating else ""), _line()
         else:
-            path = None if self._stack and self._stack[-1] is None else self._of_node.get(node._sequence_nr(), "")
+            path, line = self._of_node.get(node._sequence_nr(), ("", None))
+            if self._stack and self._stack[-1] is None:
+                path = None
         if path is not None:
-            self._of_node.setdefault(torch.autograd._get_sequence_nr() - 1, path)  # type: ignore[attr-defined]
-        return path
+            self._of_node.setdefault(torch.autograd._get_sequence_nr() - 1, (path, line))  # type: ignore[attr-defined]
+        return path, line
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if isinstance(module, Holder):  # only calls the backward pass
@@ -198,7 +296,8 @@ class Recorder(TorchDispatchMode):
         if module not in self._paths:  # a root that was not told
             self._add(getattr(module, "_orig_mod", module))
         if not self._stack:
-            if self._passes is not None and not self._in_backward and not self.records:
+            in_backward = torch._C._current_autograd_node() is not None
+            if self._passes is not None and not in_backward and not self.records:
                 self.operations.clear()  # what the script did before: initialization, data
             differentiated = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
             self._evaluating = self._passes is not None and not differentiated
@@ -231,19 +330,58 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, x: Tensor, path: str, *, backward: bool) -> Tensor:
         """Copy a module's output, or the gradient of it, and count it, under vmap and torch.func too."""
-        self._mark = (path, backward)
+        self._mark = None if self._repeating else (path, backward)
         try:
             return x.clone()
         finally:
             self._mark = None
 
 
-#: Calls that scale a loss, and where in their arguments the scale is after them.
-_SCALES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (TrainStep, "_gradients", lambda _, state, *__: state.scaler.scale),
-    (torch.amp.GradScaler, "scale", lambda scaler, *_: scaler._scale),
-    (GradScaler, "scale", lambda scaler, *_: scaler._scale),
-)
+def _scales() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Calls that scale a loss, and how to get the scale from their first argument afterwards."""
+    yield _scaler, "scaled", lambda state: state.scale
+    kinds: list[type] = [torch.amp.GradScaler]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if "scale" in vars(kind):
+            yield kind, "scale", lambda scaler: scaler._scale
+
+
+def _obstacle() -> str:
+    """Why a backward pass must not be repeated; empty if it may."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "other ranks may not repeat it too"
+    return ""
+
+
+def leaves_behind(outputs: Sequence[Any]) -> list[Tensor]:
+    """The leaves that a backward pass from these outputs reaches."""
+    found, seen = [], set()
+    stack = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        stack.extend(following for following, _ in node.next_functions)
+    return found
+
+
+def _line() -> tuple[str, int] | None:
+    """The innermost line that runs now and is neither torch's nor this library's."""
+    frame = sys._getframe(1) if hasattr(sys, "_getframe") else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "funcamp"):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x.coalesce().values() if x.layout == torch.sparse_coo else x).all())
 
 
 class _Mark(Function):

@@ -16,7 +16,8 @@ from funcamp._stats import Stats, check_positive
 class Record:
     """The statistics of a tensor in the forward pass and of its gradient in the backward pass; `a + b` merges.
 
-    Immutable, a pytree of two tensors. As text the two standard deviations, which reads them on the host.
+    Immutable, a pytree of two tensors. As text the standard deviations of the finite values, and how many are not
+    finite: `(-> 0.573, <- 0.0021 (3 inf of 24))`. That reads them on the host.
 
     Example:
         >>> from funcamp.numerics import probe, tap
@@ -59,7 +60,10 @@ def _shown(record: Stats) -> str:
     if record.row.dim() > 1:
         record = record.total()
     std = record.std.item()
-    return "n/a" if math.isnan(std) else f"{std:.3g}"
+    shown = "n/a" if math.isnan(std) else f"{std:.3g}"
+    kinds = (("NaN", record.nan), ("inf", record.posinf + record.neginf))
+    counts = [f"{number.item():.0f} {kind}" for kind, number in kinds if number > 0]
+    return f"{shown} ({', '.join(counts)} of {record.count.item():.0f})" if counts else shown
 
 
 def probe(device: torch.device | str | None = None) -> Record:

@@ -14,9 +14,13 @@ from torch import Tensor, nn
 from funcamp import _report_page, _report_plot, _report_text, _tree
 from funcamp._counts import WIDTH
 from funcamp._formats import format_of, name_of
-from funcamp._recorder import Operation, Recorder
+from funcamp._passes import Operation, Pass
+from funcamp._recorder import Recorder, leaves_behind
 from funcamp._records import Record
+from funcamp._report_text import power
 from funcamp._stats import Stats
+
+_NONE = Stats(torch.zeros(WIDTH, dtype=torch.float64))
 
 
 class Origin(NamedTuple):
@@ -29,11 +33,8 @@ class Origin(NamedTuple):
     """Whether the operation made it; else it came in with a parameter or the batch, and was first seen there."""
 
     def __str__(self) -> str:
-        one = self.operation
-        where = one.path or "outside of layers"
-        way = "backward" if one.backward else "forward"
         came = "first in" if self.made else "came in with a parameter or the batch, first seen in"
-        return f"{self.kind} {came} {one.name} ({way}, {where}, {name_of(one.dtype)}, shape {one.shape})"
+        return f"{self.kind} {came} {_where(self.operation)}"
 
 
 class Recommendation(NamedTuple):
@@ -45,6 +46,10 @@ class Recommendation(NamedTuple):
     """The fraction of the backward pass's finite nonzero values that is zero at that scale."""
     underflow_unscaled: float
     """The same at scale 1."""
+    bounded_by: str
+    """The operation with the largest gradients, and where it is."""
+    is_upper_bound: bool = False
+    """Whether gradients overflowed and could not be measured: the scale that works may be any smaller one."""
 
 
 class NumericsReport:
@@ -55,11 +60,14 @@ class NumericsReport:
     records: dict[str, Record]
     """The outputs of every module, and their gradients, by path."""
     loss_scale: float
-    """What the loss was multiplied by in this run."""
+    """What the loss was multiplied by in this run, in its last backward pass."""
+    passes: list[Pass]
+    """The backward passes, and the scales at which each is finite."""
 
-    def __init__(self, recorder: Recorder, loss_scale: float) -> None:
-        self.operations, self.records, self.loss_scale = recorder.operations, recorder.records, loss_scale
-        self.module = recorder.module
+    def __init__(self, recorder: Recorder) -> None:
+        self.operations, self.records, self.passes = recorder.operations, recorder.records, recorder.passes
+        self._unscaled, self.module = recorder.unscaled, recorder.module
+        self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
 
     def __repr__(self) -> str:
         backward = sum(one.backward for one in self.operations)
@@ -71,28 +79,43 @@ class NumericsReport:
         An infinity that the program itself put in (a mask) is none, and an operation that has one among its inputs is
         not asked for more of them. What torch masks at once, as in the backward pass of a norm at 0, is named too.
         """
-        for one in self.operations:
-            for kind, made in zip(("inf", "NaN"), one.creates.tolist()):
-                if made:
-                    return Origin(one, kind, True)
-        seen = next((one for one in self.operations if one.stats.nan > 0), None)
-        return None if seen is None else Origin(seen, "NaN", False)
+        return _origin(self.operations)
+
+    def cause(self) -> Origin | None:
+        """What makes the loss, or its gradients at every loss scale, inf or NaN; None if a loss scale can help.
+
+        A loss that is not finite before it is scaled comes from the forward pass. Gradients are judged by repeating the
+        backward pass at other scales.
+        """
+        forward = [one for one in self.operations if not one.backward]
+        for one in self.passes:
+            if not one.loss_is_finite:
+                return _origin(forward, any_infinity=True)
+            if not (one.finite or one.obstacle) and one.largest_scale is None:
+                return _origin(one.evidence, any_infinity=True)
+        return None
 
     def recommend_scale(self, dtype: torch.dtype = torch.float16, headroom: float = 2.0) -> Recommendation:
         """The largest power of two with which no value of the backward pass overflows, over headroom.
 
-            scale = 2^floor(log2(largest / amax / headroom))
+            scale = 2^floor(log2(largest / headroom))
 
-        amax is the largest magnitude of the backward pass, rounded up to a power of two; numbers of shape () are left
-        out, as the loss itself is in float32. Best from a pass in float32; of one that overflowed the largest finite
-        value is taken.
+        A pass that ran in this dtype (float16, float8) was repeated at other loss scales while it was recorded: largest
+        is the largest scale at which its gradients were seen finite, whether or not the run itself overflowed. For
+        another dtype it is the dtype's largest power of two over the largest magnitude of the pass, rounded up to a
+        power of two; numbers of shape () are left out, as the loss itself is in float32.
 
         Args:
             dtype: what the backward pass will be in.
             headroom: how many times larger the gradients of other batches may be.
 
+        Returns:
+            The scale. `is_upper_bound` is set if the pass overflowed and could not be repeated (on several ranks, with
+            a reentrant checkpoint): only its finite values are known then.
+
         Raises:
-            ValueError: headroom is no positive number, or the pass has no nonzero gradient.
+            ValueError: headroom is no positive number, the pass has no nonzero gradient, or no loss scale helps, since
+                the loss itself or its gradients at every scale are inf or NaN (`cause`).
             TypeError: dtype has no known limits.
 
         Example:
@@ -103,20 +126,27 @@ class NumericsReport:
         if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 < headroom < math.inf:
             raise ValueError(f"recommend_scale: headroom must be a positive number; got {headroom!r}")
         limit = 2.0 ** math.floor(math.log2(format_of(dtype).max))
-        gradients = self.gradients()
-        amax = gradients.amax.item()
-        if not amax:
+        if (cause := self.cause()) is not None:
+            raise ValueError(f"recommend_scale: the gradients must be finite at some loss scale; got {cause}")
+        evidence = [one for found in self.passes for one in found.evidence]
+        unseen = [found.loss_scale for found in self.passes if found.obstacle and not found.finite]
+        same = [] if unseen else [one for one in evidence if one.dtype == dtype]
+        rows = same or [one for one in evidence if one.shape]
+        amaxes = [one.stats.amax.item() / one.loss_scale for one in rows]
+        amax = max(amaxes, default=0.0)
+        if not amax and not unseen:
             raise ValueError("recommend_scale: the report must have finite, nonzero gradients; got none")
-        scale = 2.0 ** min(math.floor(math.log2(limit / amax / headroom)), 127)
-        return Recommendation(scale, gradients.underflow(dtype, scale).item(), gradients.underflow(dtype).item())
+        known = [found.largest_scale for found in self.passes if found.largest_scale is not None]
+        bounds = [2.0**127, *(overflowed / 2 for overflowed in unseen), *(known if same else ())]
+        if amax and (not same or len(known) < len(self.passes)):
+            bounds.append(limit / amax)
+        scale, gradients = 2.0 ** math.floor(math.log2(min(bounds) / headroom)), _unscaled(rows)
+        scaled, unscaled = (gradients.underflow(dtype, factor).item() for factor in (scale, 1.0))
+        return Recommendation(scale, scaled, unscaled, _where(rows[amaxes.index(amax)]) if amax else "", bool(unseen))
 
     def gradients(self) -> Stats:
         """All values of the backward pass, without loss scaling; numbers of shape () are not among them."""
-        total = Stats(torch.zeros(WIDTH, dtype=torch.float64))
-        for one in self.operations:
-            if one.backward and one.shape:
-                total = total + Stats(one.stats.row.cpu())
-        return total.rescale(1 / self.loss_scale)
+        return _unscaled([one for one in self.operations if one.backward and one.shape])
 
     def to_rows(self, dtype: torch.dtype = torch.float16) -> list[dict[str, Any]]:
         """Plain numbers and strings, a dict for each operation: `pandas.DataFrame(report.to_rows())`, csv, json.
@@ -137,7 +167,7 @@ class NumericsReport:
         Raises:
             ImportError: rich is not installed.
         """
-        return _report_text.table(self.to_rows(dtype), dtype)
+        return _report_text.table(self.to_rows(dtype), _report_text.caption(dtype, self.loss_scale))
 
     def annotate(self) -> str:
         """The tree of the module, beside each part the standard deviations of its output and of that one's gradient.
@@ -148,7 +178,7 @@ class NumericsReport:
 
     def unscaled_records(self) -> dict[str, Record]:
         """`records`, the gradients without loss scaling."""
-        return {path: record.unscale(self.loss_scale) for path, record in self.records.items()}
+        return self._unscaled
 
     def plot(self, path: str | Path, dtype: torch.dtype = torch.float16, *, modules: bool = False) -> Path:
         """Draw a row for each operation, exponents across, and the limits of a format as lines.
@@ -188,7 +218,8 @@ class NumericsReport:
                 picture = self.plot(Path(folder) / "plot.png", dtype).read_bytes()
             except ImportError:
                 picture = None
-        return _report_page.write(Path(path), dtype, title, sentences, self.annotate(), picture, rows)
+        caption = _report_text.caption(dtype, self.loss_scale)
+        return _report_page.write(Path(path), title, sentences, self.annotate(), picture, caption, rows)
 
     def summary(self, dtype: torch.dtype = torch.float16) -> list[str]:
         """What one would want to know first, a sentence each.
@@ -197,17 +228,23 @@ class NumericsReport:
             TypeError: dtype has no known limits.
         """
         origin = self.first_nonfinite()
-        found = [f"Operations: {repr(self)[15:-1]}. Loss scale in this run: {self.loss_scale:g}."]
+        found = [f"Operations: {repr(self)[15:-12]}. Loss scale in this run: {power(self.loss_scale)}."]
         found.append(f"Non-finite values: {'none made' if origin is None else origin}.")
+        cause = self.cause()
+        if cause is not None:
+            return [*found, _report_text.no_scale_helps(cause.operation, str(cause))]
+        found += _report_text.at_scales(self.passes)
         try:
             advice = self.recommend_scale(dtype)
         except ValueError:
             return [*found, "Loss scale: no finite, nonzero gradient was seen."]
         found.append(
-            f"Loss scale for {name_of(dtype)}: {advice.scale:g}, with which {100 * advice.underflow:.3g} % of the "
-            f"gradients' values are flushed to zero, unscaled {100 * advice.underflow_unscaled:.3g} %."
+            f"Loss scale for {name_of(dtype)}: {'at most ' * advice.is_upper_bound}{power(advice.scale)}, with which "
+            f"{100 * advice.underflow:.3g} % of the gradients' values are flushed to zero, "
+            f"unscaled {100 * advice.underflow_unscaled:.3g} %."
         )
-        return found
+        largest = "largest finite gradients" if advice.is_upper_bound else "largest gradients, which bound it"
+        return [*found, f"The {largest}: {advice.bounded_by or 'none'}."]
 
 
 def numerics_report(
@@ -215,17 +252,19 @@ def numerics_report(
 ) -> NumericsReport:
     """Run a function once, eagerly, and count what every operation in it holds.
 
-    For a look at a model, not for a loop: it takes several times as long as the run. Nothing is written that the
-    function does not write itself: gradients come from `torch.autograd.grad`. The run does not sync; what the report
-    tells does.
+    For a look at a model, not for a loop: it takes several times as long as the run, and syncs. Nothing is written that
+    the function does not write itself: gradients come from `torch.autograd.grad`.
+
+    A backward pass that overflows, or runs in float16, is repeated at other loss scales, to find the largest at which
+    its gradients are finite. Hooks in it are then called again.
 
     Args:
         fn: any function: a loss, whose backward pass is then run too; one that differentiates by itself (torch.func,
             `backward()`); a `TrainStep`; compiled ones run eagerly.
         *args: passed to fn.
         module: the module whose paths name the operations; by default the first one that is called.
-        loss_scale: what fn multiplies its loss by; by default what a `TrainStep` or a GradScaler in it did, or the
-            scale in the first of args that is a state.
+        loss_scale: what fn multiplies its loss by; by default what a step, `scale` or a GradScaler in it multiplied by,
+            or the scale in the first of args that is a state.
         **kwargs: passed to fn.
 
     Returns:
@@ -254,47 +293,58 @@ def numerics_report(
         raise TypeError(f"numerics_report: module must be a torch.nn.Module; got {module!r}")
     if loss_scale is not None and not 0 < loss_scale < math.inf:
         raise ValueError(f"numerics_report: loss_scale must be a positive number; got {loss_scale}")
-    recorder = Recorder(module)
+    recorder = Recorder(module, loss_scale=loss_scale, otherwise=_scale_in(args))
     with recorder.recording():
         result = fn(*args, **kwargs)
         if not recorder.seen_backward:
             _differentiate(result)
     if not recorder.operations:
         raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")
-    return NumericsReport(recorder, scale_of(recorder, *args) if loss_scale is None else loss_scale)
+    return NumericsReport(recorder)
 
 
 def _differentiate(result: Any) -> None:
     """The backward pass of a loss that has a graph; gradients go nowhere."""
     losses = [leaf for leaf in _tree.leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if losses and losses[0].dim() == 0 and losses[0].grad_fn is not None:
-        leaves = _leaves_behind(losses[0])
+        leaves = leaves_behind(losses[:1])
         if leaves:
             torch.autograd.grad(losses[0], leaves, allow_unused=True)
 
 
-def _leaves_behind(loss: Tensor) -> list[Tensor]:
-    found, seen, stack = [], set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        stack.extend(following for following, _ in node.next_functions)
-    return found
+def _where(one: Operation) -> str:
+    way = "backward" if one.backward else "forward"
+    text = f"{one.name} ({way}, {one.path or 'outside of layers'}, {name_of(one.dtype)}, shape {one.shape})"
+    return text if one.line is None else f"{text} at {one.line[0]}:{one.line[1]}"
 
 
-def scale_of(recorder: Recorder, *args: Any) -> float:
-    """What the loss was multiplied by, as the recorder saw it, or as the first state among args says; else 1."""
-    if recorder.loss_scale is not None:
-        return float(recorder.loss_scale.item())
+def _scale_in(args: Any) -> float:
+    """The scale in the first of args that is a state; else 1."""
     for arg in args:
         scale = getattr(getattr(arg, "scaler", arg), "scale", None)
         if isinstance(scale, Tensor) and scale.dim() == 0:
             return float(scale.item())
     return 1.0
+
+
+def _origin(operations: list[Operation], *, any_infinity: bool = False) -> Origin | None:
+    """The first that made inf or NaN; else the first with NaN, or with an infinity too."""
+    for one in operations:
+        for kind, made in zip(("inf", "NaN"), one.creates.tolist()):
+            if made:
+                return Origin(one, kind, True)
+    for one in operations:
+        if one.stats.nan > 0 or (any_infinity and one.stats.nonfinite > 0):
+            return Origin(one, "NaN" if one.stats.nan > 0 else "inf", False)
+    return None
+
+
+def _unscaled(operations: list[Operation]) -> Stats:
+    """All values of operations, without loss scaling."""
+    totals: dict[float, Stats] = {}
+    for one in operations:
+        totals[one.loss_scale] = totals.get(one.loss_scale, _NONE) + Stats(one.stats.row.cpu())
+    return sum((total.rescale(1 / scale) for scale, total in totals.items()), _NONE)
 
 
 def _plain(index: int, one: Operation, dtype: torch.dtype) -> dict[str, Any]:

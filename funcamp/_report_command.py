@@ -16,7 +16,7 @@ import torch
 
 from funcamp._formats import DTYPES, name_of
 from funcamp._recorder import Recorder
-from funcamp._report import NumericsReport, numerics_report, scale_of
+from funcamp._report import NumericsReport, numerics_report
 
 _FORMATS = {name_of(dtype): dtype for dtype in DTYPES}
 
@@ -75,7 +75,7 @@ def _record(
     script = Path(args.target)
     if not script.is_file():
         parser.error(f"target must be a file; there is none at {script}")
-    recorder = Recorder(None, args.first, args.passes)
+    recorder = Recorder(None, args.first, args.passes, args.loss_scale)
     argv, path = mock.patch.object(sys, "argv", [str(script), *own]), mock.patch.object(sys, "path", _path(script))
     ending: BaseException | None = None
     try:
@@ -87,7 +87,7 @@ def _record(
         ending = error
     if not recorder.operations:
         parser.error(f"target must run a backward pass, {args.first} or more of them; none was seen in {script}")
-    return NumericsReport(recorder, args.loss_scale or scale_of(recorder)), ending
+    return NumericsReport(recorder), ending
 
 
 def _path(script: Path) -> list[str]:

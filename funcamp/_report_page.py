@@ -7,9 +7,6 @@ import html
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from funcamp._formats import name_of
 from funcamp._report_text import COLUMNS, cells
 
 _STYLE = """
@@ -23,11 +20,11 @@ tr.made { background: #fdd } tr.flushed { background: #fff3cd } img { max-width:
 
 def write(
     path: Path,
-    dtype: torch.dtype,
     title: str,
     sentences: list[str],
     tree: str,
     picture: bytes | None,
+    caption: str,
     rows: list[dict[str, Any]],
 ) -> Path:
     """The page of `NumericsReport.to_html`."""
@@ -46,7 +43,7 @@ def write(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
         f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1><ul>{said}</ul>",
         f"<h2>Modules</h2><pre>{html.escape(tree)}</pre>{image}",
-        f"<h2>Operations</h2><p>Fractions are those that rounding to {name_of(dtype)} would lose.</p>",
+        f"<h2>Operations</h2><p>{html.escape(caption.capitalize())}.</p>",
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></body></html>\n",
     ]
     path.write_text("".join(parts), encoding="utf-8")

@@ -11,7 +11,7 @@ import torch
 
 from funcamp._counts import LOWEST
 from funcamp._formats import format_of, name_of
-from funcamp._recorder import Operation
+from funcamp._passes import Operation
 from funcamp._records import Record
 from funcamp._stats import Stats
 

@@ -10,20 +10,27 @@ import torch
 from torch import nn
 
 from funcamp._formats import name_of
+from funcamp._passes import Operation, Pass, narrow
 from funcamp._records import Record
 
 _NUMBERS = ("shape", "std", "amax", "zero", "underflow", "subnormal", "overflow")
 COLUMNS = ("", "module", "operation", "dtype", *_NUMBERS, "")
 
 
-def table(rows: list[dict[str, Any]], dtype: torch.dtype) -> Any:
+def caption(dtype: torch.dtype, loss_scale: float) -> str:
+    """What the numbers in the table of operations are."""
+    scaled = "" if loss_scale == 1 else f"gradients are times the loss scale, {power(loss_scale)}; "
+    return f"values as in this run: {scaled}fractions are those that rounding to {name_of(dtype)} would lose"
+
+
+def table(rows: list[dict[str, Any]], title: str) -> Any:
     """A rich table of `NumericsReport.to_rows`: red where something non-finite is made, yellow above 1 % underflow."""
     try:
         from rich.table import Table
     except ImportError as error:
         raise ImportError("table: needs rich: pip install 'funcamp[demo]'; to_rows() needs nothing") from error
 
-    found = Table(title=f"fractions are those that rounding to {name_of(dtype)} would lose", title_justify="left")
+    found = Table(title=title, title_justify="left")
     for name in COLUMNS:
         found.add_column(name, justify="right" if name in _NUMBERS else "left")
     for row in rows:
@@ -53,6 +60,38 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         *(percent(part) for part in (zeros, row["underflow"], row["subnormal"], row["overflow"])),
         ", ".join(made + nonfinite),
     )
+
+
+def power(scale: float) -> str:
+    """A loss scale, and which power of two it is."""
+    exponent = math.log2(scale)
+    number = f"{scale:.0f}" if 1 <= scale < 2**53 and scale.is_integer() else f"{scale:g}"
+    return f"{number} (2^{exponent:.0f})" if exponent.is_integer() else number
+
+
+def no_scale_helps(one: Operation, cause: str) -> str:
+    """The sentence of a run whose loss or gradients are not finite whatever the loss scale."""
+    what = "gradients are inf or NaN at every loss scale" if one.backward else "loss is inf or NaN before it is scaled"
+    change = "keep it from dividing by zero, and from a root or logarithm of zero"
+    if narrow([one]):
+        change = f"compute it in float32 or bfloat16, make what goes into it smaller, or {change}"
+    return f"No loss scale helps: the {what}: {cause}. Change that operation: {change}."
+
+
+def at_scales(passes: list[Pass]) -> list[str]:
+    """Sentences on the scales at which the backward passes were seen finite."""
+    found = []
+    for index, one in enumerate(passes):
+        run = f"Backward pass{f' {index + 1}' if len(passes) > 1 else ''}: at the loss scale {power(one.loss_scale)} "
+        run += f"the gradients {'are finite' if one.finite else 'overflow'}"
+        if one.largest_scale is not None:
+            found.append(f"{run}; repeated at others, they are finite up to {power(one.largest_scale)}.")
+        elif one.obstacle and not one.finite:
+            found.append(
+                f"{run}; it could not be repeated at others ({one.obstacle}), so how large they are is not known. Run "
+                "this report once in float32 or bfloat16: the loss scale that it gives works in float16 too."
+            )
+    return found
 
 
 def percent(part: float) -> str:

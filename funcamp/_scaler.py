@@ -50,7 +50,12 @@ def scale(state: ScalerState, outputs: Tree) -> Tree:
     for index, leaf in enumerate(flat):
         if leaf is not None:
             _tree.check_device("scale", "outputs", outputs, index, leaf, state.scale.device)
-    return _tree.map_leaves(lambda leaf: leaf * state.scale.to(leaf.device, non_blocking=True), flat, spec)
+    return _tree.unflatten(scaled(state, flat), spec)
+
+
+def scaled(state: ScalerState, flat: list[Tensor | None]) -> list[Tensor | None]:
+    """Tensors times the scale; every loss that is scaled passes through here, where `numerics_report` sees it."""
+    return [None if leaf is None else leaf * state.scale.to(leaf.device, non_blocking=True) for leaf in flat]
 
 
 def unscale(state: ScalerState, tree: Tree) -> Tree:

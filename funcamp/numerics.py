@@ -4,7 +4,7 @@
 module, also in a training step; `numerics_report` runs a step once and looks at every operation.
 """
 
-from funcamp._recorder import Operation
+from funcamp._passes import Operation
 from funcamp._records import Record, Records, probe
 from funcamp._report import NumericsReport, Origin, Recommendation, numerics_report
 from funcamp._report_plot import plot_flushed

@@ -238,10 +238,11 @@ class NumericsReport:
             advice = self.recommend_scale(dtype)
         except ValueError:
             return [*found, "Loss scale: no finite, nonzero gradient was seen."]
+        scale = ("at most " if advice.is_upper_bound else "") + power(advice.scale)
+        flushed, unscaled = (f"{100 * part:.3g} %" for part in (advice.underflow, advice.underflow_unscaled))
         found.append(
-            f"Loss scale for {name_of(dtype)}: {'at most ' * advice.is_upper_bound}{power(advice.scale)}, with which "
-            f"{100 * advice.underflow:.3g} % of the gradients' values are flushed to zero, "
-            f"unscaled {100 * advice.underflow_unscaled:.3g} %."
+            f"Loss scale for {name_of(dtype)}: {scale}, which leaves room for gradients twice as large. With it {flushed} "
+            f"of the gradients' values are flushed to zero, unscaled {unscaled}."
         )
         largest = "largest finite gradients" if advice.is_upper_bound else "largest gradients, which bound it"
         return [*found, f"The {largest}: {advice.bounded_by or 'none'}."]

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=_FORMATS, default="float16", help="the format to judge by")
     parser.add_argument("--first", type=int, default=1, help="the first backward pass to record, counted from 1")
     parser.add_argument("--passes", type=int, default=1, help="how many to record; the script ends after them")
-    parser.add_argument("--loss-scale", type=float, help="what the loss is multiplied by, where no GradScaler does it")
+    parser.add_argument("--loss-scale", type=float, help="what the loss is multiplied by, if no scaler or step does it")
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace, own: list[str]) -> int:

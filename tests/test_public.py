@@ -59,6 +59,7 @@ LAYERS = [
     {"_capture", "_unroll"},
     {"_jit_step"},
     {"_jit"},
+    {"_passes"},
     {"_doctor", "_recorder", "_report_text"},
     {"_report_page", "_report_plot"},
     {"_report"},

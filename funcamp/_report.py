@@ -46,6 +46,9 @@ class Recommendation(NamedTuple):
     """The fraction of the backward pass's finite nonzero values that is zero at that scale."""
     underflow_unscaled: float
     """The same at scale 1."""
+    zero: float
+    """The fraction of all values that is zero at every scale seen: because of the model (a ReLU, a mask), or flushed in
+    each of them. It is not part of the two fractions above; a pass in float32 tells the two apart."""
     bounded_by: str
     """The operation with the largest gradients, and where it is."""
     is_upper_bound: bool = False
@@ -142,7 +145,10 @@ class NumericsReport:
             bounds.append(limit / amax)
         scale, gradients = 2.0 ** math.floor(math.log2(min(bounds) / headroom)), _unscaled(rows)
         scaled, unscaled = (gradients.underflow(dtype, factor).item() for factor in (scale, 1.0))
-        return Recommendation(scale, scaled, unscaled, _where(rows[amaxes.index(amax)]) if amax else "", bool(unseen))
+        zero = ((gradients.poszero + gradients.negzero) / gradients.count.clamp(min=1)).item()
+        return Recommendation(
+            scale, scaled, unscaled, zero, _where(rows[amaxes.index(amax)]) if amax else "", bool(unseen)
+        )
 
     def gradients(self) -> Stats:
         """All values of the backward pass, without loss scaling; numbers of shape () are not among them."""
@@ -241,8 +247,9 @@ class NumericsReport:
         scale = ("at most " if advice.is_upper_bound else "") + power(advice.scale)
         flushed, unscaled = (f"{100 * part:.3g} %" for part in (advice.underflow, advice.underflow_unscaled))
         found.append(
-            f"Loss scale for {name_of(dtype)}: {scale}, which leaves room for gradients twice as large. With it {flushed} "
-            f"of the gradients' values are flushed to zero, unscaled {unscaled}."
+            f"Loss scale for {name_of(dtype)}: {scale}, which leaves room for gradients twice as large. With it "
+            f"{flushed} of the gradients' values are flushed to zero, unscaled {unscaled}."
+            + (f" {100 * advice.zero:.3g} % more are zero at each scale seen." if advice.zero > 0.01 else "")
         )
         largest = "largest finite gradients" if advice.is_upper_bound else "largest gradients, which bound it"
         return [*found, f"The {largest}: {advice.bounded_by or 'none'}."]

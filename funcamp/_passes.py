@@ -48,6 +48,8 @@ class Trial(NamedTuple):
     operations: list[Operation]
     finite: bool
     """Whether the gradients that it returns are finite: what a scaler asks."""
+    gradients: dict[str, Stats]
+    """Those of modules' outputs, by path, without loss scaling."""
 
 
 class Pass(NamedTuple):

@@ -13,7 +13,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -78,13 +78,14 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.records: dict[str, Record] = {}
-        self.unscaled: dict[str, Record] = {}
+        self.gradients: dict[str, Stats] = {}  # of modules' outputs, without loss scaling
         self.passes: list[Pass] = []
         self.loss_scale = otherwise if loss_scale is None else loss_scale
         self.module = module
         self._looks_for_scale = loss_scale is None
         self._finite_losses: list[bool] = []
-        self._start = 0
+        self.end = 0
+        """Where in the operations those begin that come after the last backward pass."""
         self._skip, self._passes = first - 1, passes
         self._paths: dict[nn.Module, str] = {} if module is None else _paths(module)
         self._stack: list[str | None] = []
@@ -138,9 +139,9 @@ class Recorder(TorchDispatchMode):
         if self._mark is not None:
             (place, backward), self._mark = self._mark, None
             counted, empty = Stats(count(out)), probe(out.device).forward
-            record = Record(empty, counted) if backward else Record(counted, empty)
-            for records, one in ((self.records, record), (self.unscaled, record.unscale(self.loss_scale))):
-                records[place] = records[place] + one if place in records else one
+            if backward:
+                _add(self.gradients, place, counted.rescale(1 / self.loss_scale))
+            _add(self.records, place, Record(empty, counted) if backward else Record(counted, empty))
             return out
         path, line = self._place_of(node)
         if path is None or name in _FACTORIES or name in _COPIES or getattr(func, "is_view", False):
@@ -204,7 +205,7 @@ class Recorder(TorchDispatchMode):
                 out = run(outputs, seeds, keep, create, inputs, *rest, **how)
                 self._skip, self._finite_losses = self._skip - 1, []
                 return out
-            obstacle = _obstacle()
+            obstacle, before = _obstacle(), dict(self.gradients)
             out = run(outputs, seeds, keep or not obstacle, create, inputs, *rest, **how)
             self.seen_backward = True
 
@@ -215,8 +216,8 @@ class Recorder(TorchDispatchMode):
 
             finite = self._finite_losses or [self._look(leaf, _is_finite) for leaf in outputs if _counts(leaf)]
             formats = [seed.dtype for seed in seeds if isinstance(seed, Tensor)]
-            self.passes.append(self._muting(self._look_again)(again, all(finite), formats, obstacle))
-            self._finite_losses, self._start = [], len(self.operations)
+            self.passes.append(self._muting(self._look_again)(again, all(finite), formats, obstacle, before))
+            self._finite_losses, self.end = [], len(self.operations)
             if self._passes is not None:
                 self._passes -= 1
                 if not self._passes:
@@ -232,10 +233,11 @@ class Recorder(TorchDispatchMode):
         loss_is_finite: bool,
         formats: list[torch.dtype],
         obstacle: str,
+        before: dict[str, Stats],
     ) -> Pass:
         """What is known of the pass that has just ended, repeated where it overflowed, or may at a larger scale."""
         scale = self.loss_scale
-        operations = [one for one in self.operations[self._start :] if one.backward]
+        operations = [one for one in self.operations[self.end :] if one.backward]
         clean = not any(one.stats.nonfinite > 0 for one in operations)
         if not loss_is_finite:
             return Pass(scale, False, clean, None, operations)
@@ -244,12 +246,12 @@ class Recorder(TorchDispatchMode):
 
         def trial(place: int) -> Trial:
             if clean and place == 0:
-                return Trial(operations, True)
+                return Trial(operations, True, {})
             factor = 2.0**place
             with self._apart(scale * factor):
                 grads = again(factor)
                 finite = all(self._look(grad, _is_finite) for grad in grads if isinstance(grad, Tensor))
-                return Trial(self.operations, finite)
+                return Trial(self.operations, finite, self.gradients)
 
         # Seeds, and the scale times them, must be normal numbers.
         lowest = max([-120, *(math.frexp(torch.finfo(dtype).tiny)[1] for dtype in formats)])
@@ -263,18 +265,23 @@ class Recorder(TorchDispatchMode):
             return Pass(scale, True, clean, None, operations, told[0])
         if place is None:
             return Pass(scale, True, False, None, best.operations)
-        evidence = combined(operations, best.operations) if place < 0 else best.operations
+        evidence = best.operations
+        if place < 0:
+            evidence, self.gradients = combined(operations, evidence), before
+            for path, gradient in best.gradients.items():
+                _add(self.gradients, path, gradient)
         return Pass(scale, True, place >= 0, scale * 2.0**place, evidence)
 
     @contextlib.contextmanager
     def _apart(self, scale: float) -> Iterator[None]:
         """A region whose operations are not those of the run."""
-        before = self.operations, self.loss_scale, self._muted
-        self.operations, self.loss_scale, self._muted, self._repeating = [], scale, False, True
+        before = self.operations, self.records, self.gradients, self.loss_scale, self._muted
+        self.operations, self.records, self.gradients = [], {}, {}
+        self.loss_scale, self._muted, self._repeating = scale, False, True
         try:
             yield
         finally:
-            self.operations, self.loss_scale, self._muted = before
+            self.operations, self.records, self.gradients, self.loss_scale, self._muted = before
             self._repeating = False
 
     def _place_of(self, node: Any) -> tuple[str | None, tuple[str, int] | None]:
@@ -330,7 +337,7 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, x: Tensor, path: str, *, backward: bool) -> Tensor:
         """Copy a module's output, or the gradient of it, and count it, under vmap and torch.func too."""
-        self._mark = None if self._repeating else (path, backward)
+        self._mark = (path, backward)
         try:
             return x.clone()
         finally:
@@ -378,6 +385,13 @@ def _line() -> tuple[str, int] | None:
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+_Sum = TypeVar("_Sum", Record, Stats)
+
+
+def _add(sums: dict[str, _Sum], path: str, one: _Sum) -> None:
+    sums[path] = sums[path] + one if path in sums else one
 
 
 def _is_finite(x: Tensor) -> bool:

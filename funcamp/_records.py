@@ -38,7 +38,7 @@ class Record:
         return f"Record({self.forward!r}, {self.backward!r})"
 
     def __str__(self) -> str:
-        return f"(-> {_shown(self.forward)}, <- {_shown(self.backward)})"
+        return f"(-> {text(self.forward)}, <- {text(self.backward)})"
 
     def total(self) -> Record:
         """A batch of records, of vmap say, merged to one."""
@@ -56,14 +56,16 @@ class Record:
 _tree.register(Record, lambda r: ([r.forward, r.backward], None), lambda both, _: Record(both[0], both[1]), "passes")
 
 
-def _shown(record: Stats) -> str:
+def text(record: Stats, counted: Stats | None = None) -> str:
+    """The standard deviation of a record, and how many values are not finite, of another record if there is one."""
+    counted = record if counted is None else counted
     if record.row.dim() > 1:
-        record = record.total()
+        record, counted = record.total(), counted.total()
     std = record.std.item()
     shown = "n/a" if math.isnan(std) else f"{std:.3g}"
-    kinds = (("NaN", record.nan), ("inf", record.posinf + record.neginf))
+    kinds = (("NaN", counted.nan), ("inf", counted.posinf + counted.neginf))
     counts = [f"{number.item():.0f} {kind}" for kind, number in kinds if number > 0]
-    return f"{shown} ({', '.join(counts)} of {record.count.item():.0f})" if counts else shown
+    return f"{shown} ({', '.join(counts)} of {counted.count.item():.0f})" if counts else shown
 
 
 def probe(device: torch.device | str | None = None) -> Record:

@@ -99,7 +99,7 @@ def percent(part: float) -> str:
     return "" if not part else ("<0.01%" if part < 1e-4 else f"{100 * part:.3g}%")
 
 
-def annotate(module: nn.Module | None, records: Mapping[str, Record]) -> str:
+def annotate(module: nn.Module | None, records: Mapping[str, Record | str]) -> str:
     """Show a module's tree, beside each part the standard deviations of its output and of that one's gradient.
 
     As `(-> 0.573, <- 0.000296)`; n/a where there is none. Reads the records on the host: a sync.

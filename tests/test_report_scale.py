@@ -169,6 +169,18 @@ def test_gradients_are_shown_without_the_scale_that_the_step_applied(how: str) -
     assert {one.loss_scale for one in report.operations if one.backward} == {2.0**10}
 
 
+@pytest.mark.parametrize("how", ["torch", "GradScaler", "step", "jit"])
+def test_gradients_of_a_run_that_overflows_are_measured_where_they_are_finite(how: str) -> None:
+    report, fine = (report_of(how, made(Net), times(1.0), scale) for scale in (2.0**40, 2.0**10))
+    assert "0 NaN" not in report.annotate()
+    assert "inf of 12))" in report.annotate()
+    for path, record in fine.unscaled_records().items():
+        ours = report.unscaled_records()[path].backward
+        assert (ours.count.item(), ours.nonfinite.item()) == (record.backward.count.item(), 0)
+        assert ours.std.item() == pytest.approx(record.backward.std.item(), rel=2e-2)
+    assert report.operations[-1].backward  # nothing of the optimizer
+
+
 @pytest.mark.parametrize("scale", [2.0**16, 1.0])
 @pytest.mark.parametrize("how", ["torch", "GradScaler", "step", "jit"])
 @pytest.mark.parametrize(
@@ -222,7 +234,9 @@ def test_half_of_a_gradient_infinite_is_shown_by_counts() -> None:
         (out.float() * torch.tensor([1e9, 1e9, 0.0, 0.0])).sum().backward()
 
     report = numerics_report(loss, module=layer)
-    assert report.annotate().endswith("<- 0 (4 inf of 8))")
+    assert report.annotate().endswith("<- 5.34e+08 (4 inf of 8))")
+    assert str(report.records[""]).endswith("<- 0 (4 inf of 8))")
+    assert report.unscaled_records()[""].backward.nonfinite == 0
     assert report.to_rows()[0]["posinf"] == 0
     record = funcamp.numerics.Record(stats(torch.ones(2)), stats(torch.tensor([math.nan, -math.inf, 1.0, 2.0])))
     assert str(record) == "(-> 0, <- 0.707 (1 NaN, 1 inf of 4))"
@@ -429,7 +443,7 @@ def test_search_finds_the_largest_scale_with_few_trials(limit: int | None, seen:
         amax = 2.0 ** (16 - limit + place) if seen and limit is not None else 0.0
         about = (True, "", "mul", 0, torch.float16, (1,))
         one = Operation(*about, stats(torch.tensor([amax])), torch.zeros(2, dtype=torch.bool), 1.0)
-        return Trial([one], limit is not None and place <= limit)
+        return Trial([one], limit is not None and place <= limit, {})
 
     found, _ = largest(again, -120, 100)
     assert found == limit

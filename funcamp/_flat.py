@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -14,8 +15,9 @@ from funcamp._types import Tree
 class FlatParams:
     """A pytree of tensors held as one 1-D tensor per group; made by `ravel`, immutable, itself a pytree.
 
-    Its leaves are the groups, so every function of pytrees (the scaler's, an optimizer's, `clip_grad_norm`, a tree_map)
-    does per group what it would do per tensor. Copy a state of several FlatParams freely: the layout is shared.
+    `flat["weight"]` is one tensor, a view, as `flat.tree()["weight"]` is. Its leaves are the groups, so every function
+    of pytrees (the scaler's, an optimizer's, `clip_grad_norm`, a tree_map) does per group what it would do per tensor.
+    Copy a state of several FlatParams freely: the layout is shared.
     """
 
     groups: Groups
@@ -30,6 +32,21 @@ class FlatParams:
     def __repr__(self) -> str:
         held = ", ".join(f"{label}: {_tree.describe(group)}" for label, group in zip(self.layout.labels, self.groups))
         return f"FlatParams({len(self.layout.slots)} tensors in {{{held}}})"
+
+    def __getitem__(self, key: Any) -> Any:
+        tree = self.tree()
+        try:
+            return tree[key]
+        except (KeyError, IndexError, TypeError) as error:
+            raise type(error)(f"FlatParams: {key!r} must be in .tree(), {_tree.brief(tree)}") from None
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("FlatParams: it must not be iterated over: .tree() is the pytree of its tensors")
+
+    if not TYPE_CHECKING:  # or every misspelt attribute would pass
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"FlatParams has no attribute {name!r}: .tree() is the pytree of its tensors")
 
     def tree(self) -> Tree:
         """The original pytree, its leaves views of the groups; leaves that were one tensor are one view.

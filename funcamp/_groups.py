@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
@@ -32,7 +34,8 @@ class GroupedOptimizer:
         _tree.same_structure("update", ("params", "grads"), (params, grads))
         if not isinstance(opt_state, dict) or opt_state.keys() != self.optimizers.keys():
             raise TypeError(
-                f"update: opt_state must hold a state for each of {sorted(self.optimizers)}; got {opt_state!r}"
+                f"update: opt_state must hold a state for each of {sorted(self.optimizers)}; "
+                f"got {_tree.brief(opt_state)}"
             )
         labels = self._labels("update", params)
         flat, spec = _tree.flatten(params)
@@ -43,6 +46,11 @@ class GroupedOptimizer:
             )
             flat = [value if mine is None else mine for value, mine in zip(flat, _tree.leaves(new))]
         return _tree.unflatten(flat, spec), states
+
+    def learning_rate(self, opt_state: Any) -> dict[str, Any]:
+        """Return the learning rates of the next step, as `StatelessOptimizer.learning_rate`, under the labels."""
+        rates = {label: getattr(optimizer, "learning_rate", None) for label, optimizer in self.optimizers.items()}
+        return {label: rate(opt_state[label]) for label, rate in rates.items() if rate is not None}
 
     def _labels(self, call: str, params: Tree) -> list[str | None]:
         """The label of every leaf; a FlatParams knows its own."""
@@ -90,7 +98,9 @@ def by_group(
         ['matrix', 'vector']
     """
     if not isinstance(optimizers, Mapping) or not optimizers:
-        raise TypeError(f"by_group: optimizers must be a mapping from labels to optimizers; got {optimizers!r}")
+        raise TypeError(
+            f"by_group: optimizers must be a mapping from labels to optimizers; got {_tree.brief(optimizers)}"
+        )
     for label, optimizer in optimizers.items():
         if not isinstance(label, str):
             raise TypeError(f"by_group: optimizers must have strings as labels; got {label!r}")
@@ -102,10 +112,38 @@ def by_group(
 
 def check_optimizer(call: str, name: str, optimizer: Any) -> None:
     """Raise TypeError where a value has no init and update."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups = "" if len(optimizer.param_groups) == 1 else ", one for each of its groups in by_group({...})"
+        raise TypeError(
+            f"{call}: {name} must be a pure optimizer with init and update, and takes no parameters: write "
+            f"{_as_stateless(optimizer)}{groups}; got one of class {type(optimizer).__name__}"
+        )
     if isinstance(optimizer, type) or not (
         callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
     ):
-        raise TypeError(f"{call}: {name} must have init and update, as stateless(...) gives; got {optimizer!r}")
+        write = "as stateless(...) gives"
+        if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+            write = f"write stateless({_path(optimizer)}, lr=...)"
+        raise TypeError(f"{call}: {name} must have init and update, {write}; got {_tree.brief(optimizer)}")
+
+
+def _as_stateless(optimizer: torch.optim.Optimizer) -> str:
+    """The call that makes the same optimizer: the class, and the hyperparameters that are not its defaults."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    given = [
+        f"{name}={'...' if isinstance(value, Tensor) else repr(value)}"
+        for name, value in optimizer.param_groups[0].items()
+        if name in accepted
+        and name not in ("params", "fused", "foreach", "capturable", "differentiable")
+        and (name == "lr" or isinstance(value, Tensor) or value != accepted[name].default)
+    ]
+    return f"stateless({', '.join([_path(type(optimizer)), *given])})"
+
+
+def _path(cls: type) -> str:
+    if getattr(torch.optim, cls.__name__, None) is cls:
+        return f"torch.optim.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _part(tree: Tree, labels: list[str | None], label: str) -> Tree:

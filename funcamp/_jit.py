@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
+from funcamp import _tree
 from funcamp._jit_step import JitStep, Options
+from funcamp._module import ModuleLoss
 
 
 def jit(
@@ -44,7 +48,7 @@ def jit(
         A `JitStep`: call it as step. On CUDA a state from elsewhere (a checkpoint) is copied into its storage.
 
     Raises:
-        TypeError: step is not callable, or an argument is of another type than said above.
+        TypeError: step is not callable, or a module, a loss or a class; an argument is of another type than said above.
         ValueError: unroll or max_signatures is below 1.
 
     Example:
@@ -56,7 +60,14 @@ def jit(
         (tensor(4.), tensor(1.))
     """
     if not callable(step):
-        raise TypeError(f"jit: step must be callable; got {step!r}")
+        raise TypeError(f"jit: step must be callable; got {_tree.brief(step)}")
+    if isinstance(step, (nn.Module, ModuleLoss, type)):
+        kind = "class" if isinstance(step, type) else "loss" if isinstance(step, ModuleLoss) else "module"
+        name = step.__name__ if isinstance(step, type) else type(step).__name__
+        raise TypeError(
+            f"jit: step must be a function (state, batch) -> (state, metrics); got the {kind} {name}: write "
+            "jit(make_train_step(module_loss(model, criterion), optimizer)); a forward pass is for torch.compile"
+        )
     if isinstance(step, JitStep):
         raise TypeError(f"jit: step must not be compiled already; got {step!r}")
     for name, flag in (("donate", donate), ("capture", capture), ("exact", exact)):

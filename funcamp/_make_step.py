@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from funcamp import _tree
 from funcamp._clip import check_limit
 from funcamp._config import ScalerConfig, check_config
 from funcamp._ema import check_decay
@@ -29,7 +30,7 @@ def make_train_step(
     optimizer: Any,
     config: ScalerConfig = ScalerConfig(),
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | str | torch.dtype | None = None,
     max_norm: float | Tensor | None = None,
     max_value: float | Tensor | None = None,
     accumulate: int = 1,
@@ -58,10 +59,11 @@ def make_train_step(
         loss_fn: `(params, batch) -> loss`, any function of a pytree of parameters and a batch; `module_loss` makes one
             of a module. With has_buffers `(params, buffers, batch) -> (loss, buffers)`. Dropout draws from torch's
             default generator: `torch.manual_seed` makes a run reproducible, saving `torch.get_rng_state` resumes it.
-        optimizer: what `stateless` or `by_group` makes, or any object with such an init and update.
+        optimizer: what `stateless` or `by_group` makes, or any object with such an init and update; with a
+            `learning_rate(opt_state)` too the metrics have its rate.
         config: the scaler's configuration.
-        policy: a `Policy` or its string: autocast and compute copies. None: the loss sees the parameters as they are,
-            and autocast is its own affair.
+        policy: a `Policy`, its string ("float16", "bf16", "16-mixed") or a dtype: autocast and compute copies. None:
+            the loss sees the parameters as they are, and autocast is its own affair.
         max_norm: clip gradients to this global 2-norm; a positive number or a tensor of shape ().
         max_value: clamp gradients to this magnitude; not with max_norm.
         accumulate: micro-batches in a step: their gradients of loss / count are summed in the parameters' dtype, under
@@ -108,7 +110,12 @@ def make_train_step(
     """
     call = "make_train_step"
     if not callable(loss_fn):
-        raise TypeError(f"{call}: loss_fn must be callable; got {loss_fn!r}")
+        raise TypeError(f"{call}: loss_fn must be callable; got {_tree.brief(loss_fn)}")
+    if isinstance(loss_fn, nn.Module):
+        raise TypeError(
+            f"{call}: loss_fn must be a function of parameters and batch: write module_loss(model, criterion), or "
+            f"module_loss(model) if the model returns its loss; got the module {type(loss_fn).__name__} itself"
+        )
     check_optimizer(call, "optimizer", optimizer)
     config = check_config(call, config)
     checked = check_policy(call, policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import weakref
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ class StatelessOptimizer:
         self._hyperparameters = hyperparameters
         self._runs = Adafactor if cls is torch.optim.Adafactor else cls
         self._traits: Traits = probe(self._runs, hyperparameters)
+        rate = inspect.signature(cls.__init__).parameters.get("lr")
+        self._default_rate = None if rate is None else rate.default
         # Dynamo reuses a graph across closures that differ only in a traced function they capture (kin of
         # https://github.com/pytorch/pytorch/issues/197811) but guards on strings: hence a name, not the object.
         self._key = f"{cls.__qualname__}-{next(_serial)}"
@@ -132,6 +135,34 @@ class StatelessOptimizer:
         new = _tree.unflatten(flat, spec)
         return (new if self._traits.elementwise else collapse(like, new)), OptState(opt_state.applied + 1, trees)
 
+    def learning_rate(self, opt_state: OptState) -> Any:
+        """Return the learning rate of the next step: a float32 tensor of shape (), a copy; `()` for a class without.
+
+        A schedule is evaluated at `opt_state.applied`. Pure; no sync. A step's metrics have it.
+
+        Args:
+            opt_state: the state from `init` or the last `update`.
+
+        Returns:
+            The rate, or `()`.
+
+        Raises:
+            Nothing.
+
+        Example:
+            >>> sgd = stateless(torch.optim.SGD, lr=lambda applied: 0.5 / (1 + applied))
+            >>> sgd.learning_rate(sgd.init({"w": torch.ones(2)}))
+            tensor(0.5000)
+        """
+        value = self._hyperparameters.get("lr", self._default_rate)
+        if value is None:
+            return ()
+        if callable(value):
+            value = value(opt_state.applied)
+        if isinstance(value, Tensor):
+            return value.detach().to(torch.float32, copy=True)
+        return torch.full((), value, dtype=torch.float32, device=opt_state.applied.device)
+
     def _stored(self, tree: Tree) -> Tree:
         return tree if self._traits.elementwise else expand(tree)
 
@@ -155,7 +186,7 @@ class StatelessOptimizer:
 
     def _states(self, params: Tree, opt_state: OptState) -> dict[str, list[Any]]:
         if not isinstance(opt_state, OptState):
-            raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {opt_state!r}")
+            raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
         by_name = {}
         for name, tree in opt_state.state.items():
             _tree.same_structure("update", ("params", f"opt_state.state[{name!r}]"), (params, tree))

@@ -20,7 +20,12 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
-_SHORT = {"f16": "float16", "half": "float16", "bf16": "bfloat16", "f32": "float32", "float": "float32"}
+#: What Lightning, Accelerate, Hugging Face and torch call them; "16-true" is another thing, parameters in float16.
+_SHORT = {
+    **dict.fromkeys(("fp16", "f16", "half", "16-mixed"), "float16"),
+    **dict.fromkeys(("bf16", "bf16-mixed"), "bfloat16"),
+    **dict.fromkeys(("fp32", "f32", "float", "32-true", "no"), "float32"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.compute_dtype, torch.dtype):
-            raise TypeError(f"Policy: compute_dtype must be a torch.dtype; got {self.compute_dtype!r}")
+            fix = f", write Policy.parse({self.compute_dtype!r})" if isinstance(self.compute_dtype, str) else ""
+            raise TypeError(f"Policy: compute_dtype must be a torch.dtype; got {self.compute_dtype!r}{fix}")
         if self.compute_dtype not in _DTYPES.values():
             raise ValueError(f"Policy: compute_dtype must be one of {', '.join(_DTYPES)}; got {self.compute_dtype}")
         if not isinstance(self.autocast, bool):
@@ -84,7 +90,8 @@ class Policy:
     def parse(cls, text: str) -> Policy:
         """The policy that prints as `text`: `dtype[,autocast=on|off][,keep=glob|glob][,copy=glob|glob]`.
 
-        The dtype may be short: f16 or half, bf16, f32.
+        The dtype may have one of its other names: fp16, f16, half or 16-mixed; bf16 or bf16-mixed; fp32, f32, float,
+        32-true or no.
 
         Raises:
             TypeError: text is no string.
@@ -97,7 +104,8 @@ class Policy:
         if not isinstance(text, str):
             raise TypeError(f"Policy.parse: text must be a string; got {text!r}")
         head, *rest = [part.strip() for part in text.split(",")]
-        dtype = _DTYPES.get(_SHORT.get(head, head))
+        name = head.lower().removeprefix("torch.")
+        dtype = _DTYPES.get(_SHORT.get(name, name))
         if dtype is None:
             raise ValueError(
                 f"Policy.parse: text must begin with a dtype, one of {', '.join([*_DTYPES, *_SHORT])}; got {text!r}"
@@ -130,12 +138,14 @@ class Policy:
 
 
 def check_policy(call: str, policy: object) -> Policy | None:
-    """Return the policy, parsed where it is a string; raise TypeError where it is none."""
+    """Return the policy, made of a string or a dtype; raise TypeError if it is none."""
     if isinstance(policy, str):
         return Policy.parse(policy)
+    if isinstance(policy, torch.dtype):
+        return Policy(policy)
     if policy is not None and not isinstance(policy, Policy):
         names = ", ".join(field.name for field in fields(Policy))
-        raise TypeError(f"{call}: policy must be a Policy ({names}), a string or None; got {policy!r}")
+        raise TypeError(f"{call}: policy must be a Policy ({names}), a string, a torch.dtype or None; got {policy!r}")
     return policy
 
 

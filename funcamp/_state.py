@@ -7,6 +7,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from funcamp import _tree
+
 
 class ScalerState(NamedTuple):
     """What the scaler carries from one step to the next; immutable, a pytree of three tensors on one device.
@@ -74,7 +76,7 @@ def check_state(call: str, state: object) -> ScalerState:
         ValueError: a field has a shape other than ().
     """
     if not isinstance(state, tuple) or getattr(type(state), "_fields", ())[:3] != ScalerState._fields:
-        raise TypeError(f"{call}: state must be a ScalerState, as init makes it; got {state!r}")
+        raise TypeError(f"{call}: state must be a ScalerState, as init makes it; got {_tree.brief(state)}")
     known = cast(ScalerState, state)
     for name, dtype in _DTYPES.items():
         value = getattr(known, name)

@@ -72,7 +72,7 @@ class TrainStep:
         if buffers is None:
             buffers = self.loss_fn.buffers() if hasattr(self.loss_fn, "buffers") else {}
         if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
-            raise TypeError(f"init: buffers must be a dict of tensors; got {buffers!r}")
+            raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
         with torch.no_grad():  # parameters given may require it
             group = options.group if options.flat else None
             stored, plan = store(call, params, options.policy, self.loss_fn, group, options.parallel.buckets)
@@ -80,7 +80,7 @@ class TrainStep:
             copies = refresh(stored, plan)
         device = next((leaf.device for leaf in _tree.leaves(stored) if leaf is not None), None)
         if device is None:
-            raise ValueError(f"init: params must hold a tensor; got {params!r}")
+            raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}")
         return TrainState(
             step=_count(device),
             skipped=_count(device),
@@ -93,20 +93,55 @@ class TrainStep:
             ema=() if options.ema_decay is None else clone(stored),
         )
 
-    def loss(self, state: TrainState, batch: Any) -> Any:
-        """What the loss function returns for a batch, in the precision of the step, without a gradient.
+    def loss(self, state: TrainState, batch: Any, *, training: bool = False) -> Tensor:
+        """Evaluate the loss of a batch: no gradient, no dropout, nothing written.
 
-        For validation between steps: put the module in eval mode before. With buffers the pair (loss, buffers). Of a
-        state cut over ranks every rank must call; each has its own batch's loss. No sync.
+        For validation. In the precision of the step, of one batch without micro-batches. A loss of `module_loss` is
+        evaluated in eval mode: dropout off, BatchNorm by its running statistics. The module's flags are set for the
+        call and put back. A loss of your own is called as it is: the flags of modules in it are yours. What the loss
+        returns beside (buffers, aux) is left out: call `step.loss_fn` on `compute_params(state)` for it. Of a state cut
+        over ranks every rank must call; each has its own batch's loss. No sync.
+
+        Args:
+            state: from `init` or a step.
+            batch: as the step takes it; of one micro-batch.
+            training: leave the module's flags as they stand: the loss that the step would see, with dropout.
+
+        Returns:
+            The loss, unscaled, shape ().
+
+        Raises:
+            TypeError: state is no `TrainState`, or training no bool; the loss returns no pair where it should.
+            ValueError: state is cut over other ranks.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
             >>> step.loss(step.init({"w": torch.ones(2)}), torch.tensor([1.0, 2.0]))
             tensor(3.)
         """
-        with torch.no_grad():
+        self._check_state("loss", state, batch)
+        if not isinstance(training, bool):
+            raise TypeError(f"loss: training must be True or False; got {_tree.brief(training)}")
+        evaluating = getattr(self.loss_fn, "evaluating", None)
+        mode = contextlib.nullcontext() if training or evaluating is None else evaluating()
+        with torch.no_grad(), mode:
             inputs, build = for_loss(*for_step(state.params, state.copies))
-            return self._call(build(inputs), self._probes(state), state.buffers, state.scaler, batch)
+            returned = self._call(build(inputs), self._probes(state), state.buffers, state.scaler, _tree.plain(batch))
+        options = self._options
+        if options.has_buffers or options.has_aux:
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                beside = "(buffers, aux)" if options.has_buffers and options.has_aux else "buffers or aux"
+                raise TypeError(f"loss: loss_fn must return (loss, {beside}); got {_tree.brief(returned)}")
+            returned, _ = returned
+        if not isinstance(returned, Tensor):
+            raise TypeError(f"loss: loss_fn must return a tensor as loss; got {_tree.brief(returned)}")
+        return returned
+
+    def _check_state(self, call: str, state: Any, batch: Any = None) -> None:
+        if not isinstance(state, TrainState):
+            swapped = "; the state goes first, then the batch" if isinstance(batch, TrainState) else ""
+            raise TypeError(f"{call}: state must be a TrainState, as init makes it; got {_tree.brief(state)}{swapped}")
+        self._options.parallel.check(state.params)
 
     def compute_params(self, state: TrainState) -> Tree:
         """The parameters as the loss sees them: copies in the compute dtype where the policy made them.
@@ -119,6 +154,7 @@ class TrainStep:
             >>> step.compute_params(step.init({"w": torch.ones(1, 2)}))
             {'w': tensor([[1., 1.]], dtype=torch.bfloat16)}
         """
+        self._check_state("compute_params", state)
         inputs, build = for_loss(*for_step(state.params, state.copies))
         values = [value.detach() for value in inputs]
         # Outside of a program the next donated step would write new values into these.
@@ -168,10 +204,8 @@ class TrainStep:
             ValueError: the loss has a shape other than (); micro-batches are more than accumulate, none, or differ in
                 number.
         """
-        if not isinstance(state, TrainState):
-            raise TypeError(f"step: state must be a TrainState, as init makes it; got {state!r}")
-        options, parallel = self._options, self._options.parallel
-        parallel.check(state.params)
+        self._check_state("step", state, batch)
+        options, parallel, batch = self._options, self._options.parallel, _tree.plain(batch)
         probes, share = self._probes(state), parallel.share(batch, state.scaler.scale.device)
         params, copies = for_step(state.params, state.copies)
         held = state._replace(params=params, copies=copies)
@@ -213,6 +247,7 @@ class TrainStep:
             loss=loss,
             grad_norm=norm.float(),
             scale=state.scaler.scale.clone(),
+            lr=self._learning_rate(state),
             found_inf=scaler.found_inf,
             exhausted=exhausted(scaler, self.config).float(),
             saturated=saturated(scaler, self.config).float(),
@@ -224,6 +259,10 @@ class TrainStep:
             aux=aux,
         )
         return after, metrics
+
+    def _learning_rate(self, state: TrainState) -> Any:
+        rate = getattr(self.optimizer, "learning_rate", None)
+        return () if rate is None else rate(state.opt_state)
 
     def _probes(self, state: TrainState) -> dict[str, Record]:
         return {name: probe(state.scaler.scale.device) for name in self._options.probes}

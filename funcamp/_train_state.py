@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a step reports: tensors, shape (), float32 but for the counts, which are int64, and aux."""
+    """Per-step metrics: scalar float32 tensors, except int64 counts and aux."""
 
     loss: Tensor
     """The unscaled loss in the loss's dtype; its mean over micro-batches."""
@@ -50,6 +50,9 @@ class Metrics(NamedTuple):
     """The 2-norm of the unscaled gradients before clipping; infinite or NaN where the step was skipped."""
     scale: Tensor
     """The scale that multiplied this step's loss."""
+    lr: Any
+    """The learning rate of this step, float32: of `by_group` a dict, one for each label; `()` for an optimizer without.
+    A skipped step did not use it."""
     found_inf: Tensor
     """1.0 if this step was skipped."""
     exhausted: Tensor
@@ -71,6 +74,34 @@ class Metrics(NamedTuple):
     aux: Any
     """What the loss returned beside itself, stacked over micro-batches; `()` without has_aux."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Make a dict for a logger: every metric by its name, a dict's entries one by one as `lr/matrix`, `aux/hits`.
+
+        Left out are those that an option left empty, and records. Tensors; numbers in a row of `MetricReader`. No sync.
+
+        Example:
+            >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD, lr=0.5))
+            >>> _, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+            >>> row = metrics.to_dict()
+            >>> row["loss"], row["lr"], "aux" in row
+            (tensor(2.), tensor(0.5000), False)
+        """
+        found: dict[str, Any] = {}
+        for name in self._fields:
+            value = getattr(self, name)
+            if name != "records" and not (isinstance(value, tuple) and not value):
+                found |= _entries(name, value)
+        return found
+
+
+def _entries(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= _entries(f"{name}/{key}", item)
+    return found
+
 
 def export(state: TrainState) -> dict[str, Tensor]:
     """Copies of every tensor under its dotted name."""
@@ -81,7 +112,10 @@ def export(state: TrainState) -> dict[str, Tensor]:
 def restore(saved: dict[str, Tensor], like: TrainState) -> TrainState:
     """The inverse of `export`, laid out and placed as like is."""
     if not isinstance(like, TrainState) or not isinstance(saved, dict):
-        raise TypeError(f"load_state_dict: like must be a TrainState and saved a dict; got {like!r} and {saved!r}")
+        raise TypeError(
+            "load_state_dict: like must be a TrainState and saved a dict; got "
+            f"{_tree.brief(like)} and {_tree.brief(saved)}"
+        )
     stored = _without_copies(like)
     full = _tree.map_nodes(Shards, outline, stored)
     tree = expand(full)
@@ -130,7 +164,7 @@ def gather_state(state: TrainState) -> TrainState:
         True
     """
     if not isinstance(state, TrainState):
-        raise TypeError(f"gather_state: state must be a TrainState; got {state!r}")
+        raise TypeError(f"gather_state: state must be a TrainState; got {_tree.brief(state)}")
     if not isinstance(state.params, Shards):
         return state
     full: TrainState = _tree.map_nodes(Shards, whole, state)
@@ -169,7 +203,7 @@ _LAYOUT = "layout"
 
 def _slices(call: str, name: str, state: TrainState) -> dict[str, Tensor]:
     if not isinstance(state, TrainState):
-        raise TypeError(f"{call}: {name} must be a TrainState; got {state!r}")
+        raise TypeError(f"{call}: {name} must be a TrainState; got {_tree.brief(state)}")
     tree = _tree.map_nodes(FlatParams, slice_of, _without_copies(state))
     return _by_name(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
 

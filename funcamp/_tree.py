@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -102,6 +102,41 @@ def describe(leaf: object) -> str:
     if torch.compiler.is_compiling():  # Dynamo may hold the value as a symbol, which no string can show.
         return f"a {type(leaf).__name__}"
     return f"{leaf!r} of type {type(leaf).__name__}"
+
+
+def brief(value: object) -> str:
+    """Any value in an error message, its tensors by kind: what stands in it, never the numbers."""
+    if isinstance(value, Tensor) or torch.compiler.is_compiling():
+        return describe(value)
+    kind = _a(value)
+    if hasattr(value, "_fields"):
+        return kind
+    if isinstance(value, Mapping) and value:
+        return f"{kind} with {_listed([repr(key) for key in value])}"
+    if isinstance(value, (tuple, list, set)) and value:
+        return f"{kind} of {_listed([describe(item) if isinstance(item, Tensor) else _a(item) for item in value])}"
+    text = repr(value)
+    return text if len(text) <= _LONGEST and "\n" not in text else kind
+
+
+_LONGEST, _MOST = 100, 5
+
+
+def _a(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def _listed(texts: list[str]) -> str:
+    return ", ".join(texts[:_MOST] + ([f"... ({len(texts)})"] if len(texts) > _MOST else []))
+
+
+def plain(tree: Tree) -> Tree:
+    """The tree with every mapping that is no pytree node as a dict: a `UserDict` from a Hugging Face tokenizer."""
+    flat, spec = flatten(tree)
+    if not any(isinstance(leaf, Mapping) for leaf in flat):
+        return tree
+    return unflatten([plain(dict(leaf)) if isinstance(leaf, Mapping) else leaf for leaf in flat], spec)
 
 
 def tensors(call: str, name: str, tree: Tree) -> tuple[list[Tensor | None], TreeSpec]:

@@ -21,6 +21,7 @@ from funcamp import (
     clip_grad_value,
     ema_update,
     init,
+    jit,
     make_train_step,
     merge,
     module_loss,
@@ -58,6 +59,11 @@ BUFFERED = module_loss(torch.nn.BatchNorm1d(2), torch.nn.functional.mse_loss)
 SPARSE = make_train_step(module_loss(torch.nn.Embedding(3, 2, sparse=True), torch.nn.functional.mse_loss), SGD)
 CLAMPED = make_train_step(lambda p, b: (p["w"] * b).abs().sum(), SGD, max_value=1.0)
 MODULE = module_loss(torch.nn.Linear(2, 2), torch.nn.functional.mse_loss)
+
+
+ADAMW = torch.optim.AdamW([torch.ones(1, requires_grad=True)], lr=3e-4, betas=(0.9, 0.95))
+TWO: list[dict[str, Any]] = [{"params": [W], "lr": 1.0}, {"params": [W.clone()]}]
+GROUPS = torch.optim.SGD(TWO, lr=0.5, momentum=0.9)
 
 
 def loss_of(value: Any) -> Callable[..., Any]:
@@ -182,7 +188,14 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step loss_fn": (lambda: make_train_step(3, SGD), TypeError, "loss_fn must be callable; got 3"),  # type: ignore[arg-type]
     "step optimizer": (lambda: make_train_step(LOSS, torch.optim.SGD), TypeError, "optimizer must have init and update"),
     "step config": (lambda: make_train_step(LOSS, SGD, 3), TypeError, "config must be a ScalerConfig"),  # type: ignore[arg-type]
-    "step policy": (lambda: make_train_step(LOSS, SGD, policy=torch.float16), TypeError, "policy must be a Policy"),  # type: ignore[arg-type]
+    "step policy": (lambda: make_train_step(LOSS, SGD, policy=16), TypeError, "policy must be a Policy.*a torch.dtype or None; got 16"),  # type: ignore[arg-type]
+    "step policy dtype": (lambda: make_train_step(LOSS, SGD, policy=torch.int8), ValueError, "compute_dtype must be one of float16.*got torch.int8"),
+    "step policy true": (lambda: make_train_step(LOSS, SGD, policy="16-true"), ValueError, "text must begin with a dtype, .*16-mixed.*; got '16-true'"),
+    "step module": (lambda: make_train_step(torch.nn.Linear(1, 1), SGD), TypeError, r"write module_loss\(model, criterion\).*got the module Linear itself"),
+    "step torch optimizer": (lambda: make_train_step(LOSS, ADAMW), TypeError, r"write stateless\(torch.optim.AdamW, lr=0.0003, betas=\(0.9, 0.95\)\); got one of class AdamW$"),
+    "step torch groups": (lambda: make_train_step(LOSS, GROUPS), TypeError, r"write stateless\(torch.optim.SGD, lr=1.0, momentum=0.9\), one for each of its groups in by_group"),
+    "step class": (lambda: make_train_step(LOSS, torch.optim.AdamW), TypeError, r"write stateless\(torch.optim.AdamW, lr=...\)"),
+    "by_group optimizer": (lambda: by_group({"a": ADAMW}), TypeError, r"optimizers\['a'\] must be a pure optimizer.*write stateless\(torch.optim.AdamW, lr=0.0003"),
     "step max_norm": (lambda: make_train_step(LOSS, SGD, max_norm=0.0), ValueError, "max_norm must be positive; got 0.0"),
     "step limits": (lambda: make_train_step(LOSS, SGD, max_norm=1.0, max_value=1.0), ValueError, "must not both be given"),
     "step accumulate": (lambda: make_train_step(LOSS, SGD, accumulate=0), ValueError, "accumulate must be 1 or more; got 0"),
@@ -195,6 +208,18 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "init buffers": (lambda: STEP.init({"w": W}, {"b": 1}), TypeError, "buffers must be a dict of tensors"),  # type: ignore[dict-item]
     "init names": (lambda: make_train_step(MODULE, SGD).init({"weight": W}), ValueError, "must have the names .* differ in 'bias'"),
     "step state": (lambda: STEP({}, W), TypeError, "state must be a TrainState.*got {}"),  # type: ignore[arg-type]
+    "step swapped": (lambda: STEP((W, W), START), TypeError, r"step: state must be a TrainState.*got a tuple of a torch.float32 tensor of shape \(2,\) on cpu, a torch.*; the state goes first, then the batch$"),  # type: ignore[arg-type]
+    "loss swapped": (lambda: STEP.loss({"x": W}, START), TypeError, "loss: state must be a TrainState.*got a dict with 'x'; the state goes first"),  # type: ignore[arg-type]
+    "compute_params state": (lambda: STEP.compute_params(W), TypeError, "compute_params: state must be a TrainState.*got a torch.float32 tensor"),  # type: ignore[arg-type]
+    "loss training": (lambda: STEP.loss(START, W, training=1), TypeError, "training must be True or False; got 1"),  # type: ignore[arg-type]
+    "loss number evaluated": (lambda: make_train_step(lambda p, b: 1.0, SGD).loss(START, W), TypeError, "loss: loss_fn must return a tensor as loss; got 1.0"),
+    "loss without aux": (lambda: make_train_step(LOSS, SGD, has_aux=True).loss(START, W), TypeError, r"loss: loss_fn must return \(loss, buffers or aux\); got a torch.float32 tensor"),
+    "flat name": (lambda: START.params["v"], KeyError, "'v' must be in .tree\\(\\), a dict with 'w'"),
+    "flat iteration": (lambda: list(START.params), TypeError, r"must not be iterated over: .tree\(\) is the pytree of its tensors"),
+    "flat attribute": (lambda: START.params.items(), AttributeError, r"has no attribute 'items': .tree\(\) is the pytree"),
+    "jit module": (lambda: jit(torch.nn.Linear(1, 1)), TypeError, r"step must be a function \(state, batch\).*got the module Linear: write jit\(make_train_step"),
+    "jit loss": (lambda: jit(MODULE), TypeError, "got the loss ModuleLoss: write jit"),
+    "jit class": (lambda: jit(torch.nn.Linear), TypeError, "got the class Linear: write jit"),  # type: ignore[arg-type]
     "init ties": (lambda: make_train_step(LOSS, SGD, flat=False).init({"w": W, "v": W}), ValueError, "one tensor twice where flat=False.*'w' and 'v'"),
     "init one name twice": (lambda: STEP.init({"w.b": W, "w": {"b": W + 1}}), ValueError, "a dotted name of its own; got 'w.b' twice"),
     "step buffers": (lambda: make_train_step(BUFFERED, SGD, has_buffers=False), ValueError, "has_buffers must be True.*got False"),

@@ -40,6 +40,26 @@ def test_short_forms() -> None:
     assert str(Policy.parse(" float16 , keep=a.*|b ")) == "float16,keep=a.*|b"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "names"),
+    [
+        (
+            torch.float16,
+            ["fp16", "f16", "half", "float16", "16-mixed", "FP16", " fp16 ", "torch.float16", torch.float16],
+        ),
+        (torch.bfloat16, ["bf16", "bfloat16", "bf16-mixed", "BF16", "torch.bfloat16", torch.bfloat16]),
+        (torch.float32, ["fp32", "f32", "float", "float32", "32-true", "no", torch.float32]),
+    ],
+)
+def test_names_that_others_use(dtype: torch.dtype, names: list[Any]) -> None:
+    loss_fn = module_loss(nn.Linear(2, 2), cross_entropy)
+    for name in names:
+        step = make_train_step(loss_fn, stateless(torch.optim.SGD), policy=name)
+        assert step._options.policy == Policy(dtype)
+        if isinstance(name, str):
+            assert Policy.parse(f"{name},keep=a") == Policy(dtype, keep=("a",))
+
+
 def seen_by_loss(task: Task, policy: str, flat: bool) -> dict[str, torch.dtype]:
     step = make_train_step(
         module_loss(task.model, task.criterion), stateless(torch.optim.SGD), policy=policy, flat=flat

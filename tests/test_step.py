@@ -371,8 +371,9 @@ def test_metrics_say_what_happened() -> None:
     step = make_train_step(linear, SGD, ScalerConfig(8.0))
     state = step.init({"a": torch.zeros(2)})
     _, metrics = step(state, torch.tensor([[3.0, 4.0]]))
-    zero, count = torch.tensor(0.0), torch.tensor(0)
-    expected: Any = (zero, torch.tensor(5.0), torch.tensor(8.0), zero, zero, zero, count + 1, count, count, (), {}, ())
+    zero, count, rate = torch.tensor(0.0), torch.tensor(0), torch.tensor(0.1)
+    scalars = (zero, torch.tensor(5.0), torch.tensor(8.0), rate, zero, zero, zero, count + 1, count, count)
+    expected: Any = (*scalars, (), {}, ())
     assert_same(tuple(metrics), expected)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._flat import FlatParams, lay_out
-from funcamp._layout import identity
 from funcamp._policy import Policy
 from funcamp._shards import Shards, outline, whole
+from funcamp._ties import identity
 from funcamp._types import Tree
 
 

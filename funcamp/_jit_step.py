@@ -82,8 +82,12 @@ class JitStep:
         try:
             program = self._programs.get(key)
         except TypeError:
+            if (as_dicts := _tree.plain(batch)) is not batch:
+                return self(state, as_dicts)
             check_batch(batch)
             raise
+        if program is None and (as_dicts := _tree.plain(batch)) is not batch:  # a mapping that can be hashed
+            return self(state, as_dicts)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         owned = self._own(state)
         if program is None:

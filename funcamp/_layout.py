@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._ties import identity
 from funcamp._types import Tree
 
 _ALIGNMENT = 128
@@ -189,13 +190,6 @@ def _row_lengths(keys: list[tuple[Any, ...]], tensors: list[Tensor], most: int) 
         leaf.shape[1] if fits and (key, leaf.shape[1]) in chosen else None
         for key, leaf, fits in zip(keys, tensors, aligned)
     ]
-
-
-def identity(leaf: Tensor) -> object:
-    """What two names of one tensor share: the object, or place and shape in one storage (as in a state_dict)."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(leaf) or not leaf.numel():
-        return id(leaf)
-    return leaf.untyped_storage()._cdata, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype
 
 
 def _count(shape: tuple[int, ...]) -> int:

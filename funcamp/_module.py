@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from funcamp import _tree
+from funcamp._ties import identity, overlaps
 
 _LAYER = frozenset({"weight", "bias"})
 
@@ -26,39 +31,44 @@ _CAST: dict[type[nn.Module], frozenset[str]] = {
 
 
 class ModuleLoss:
-    """`criterion(model(*inputs), target)` as a function of the module's parameters; made by `module_loss`.
+    """A module and a criterion as a function of the module's parameters; made by `module_loss`.
 
-    `(params, batch) -> loss`, or for a module with buffers `(params, buffers, batch) -> (loss, buffers)`, where batch
-    is a tuple `(*inputs, target)`. Nothing in the module is written.
+    `(params, batch) -> loss`, or for a module with buffers `(params, buffers, batch) -> (loss, buffers)`. Nothing in
+    the module is written.
     """
 
-    def __init__(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> None:
+    def __init__(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor] | None = None) -> None:
         self.model, self.criterion = model, criterion
-        # One name for each place in a module: functional_call goes wrong where one place is given under two names.
-        places = [(prefix, module) for prefix, module in model.named_modules()]
-        named = {
-            _join(prefix, n): p for prefix, module in places for n, p in module._parameters.items() if p is not None
-        }
-        kept = {_join(prefix, n): b for prefix, module in places for n, b in module._buffers.items() if b is not None}
-        self.names: dict[str, str] = {n: s for n, s in _first_names(named).items() if named[n].requires_grad}
+        self._made_of = model
+        self._parts = _parts(model)
+        self.names: dict[str, str] = {}
         """Every trainable parameter's name, to the name under which it is stored (another one where it is tied)."""
-        self.buffer_names: dict[str, str] = _first_names(kept)
-        """The same for buffers."""
+        self.buffer_names: dict[str, str] = {}
+        """The same for buffers, and for frozen parameters in the memory of one."""
+        self.names, self.buffer_names = _ties(model)
         self.cast_names: frozenset[str] = frozenset(
-            _join(prefix, name) for prefix, module in places for name in _cast_by_autocast(module)
+            _join(prefix, name) for prefix, module in model.named_modules() for name in _cast_by_autocast(module)
         )
         """The names of those that torch.autocast would cast."""
-        self.has_buffers = bool(kept)
+        self.has_buffers = bool(self.buffer_names)
 
     def __repr__(self) -> str:
-        return f"module_loss({type(self.model).__name__}, {self.criterion!r})"
+        criterion = "" if self.criterion is None else f", {self.criterion!r}"
+        return f"module_loss({type(self.model).__name__}{criterion})"
 
     def __call__(self, params: dict[str, Tensor], *buffers_and_batch: Any) -> Any:
-        """The loss; with buffers, the loss and the buffers after the forward pass."""
+        """The loss; with buffers, the loss and the buffers after the forward pass.
+
+        Raises:
+            TypeError: the batch is of another form than `module_loss` says, or the model returns no loss.
+            ValueError: the module has other parameters or buffers than when the loss was made, or froze one since; its
+                forward pass assigned one of two buffers that were one tensor.
+        """
         *given, batch = buffers_and_batch
         if len(given) != self.has_buffers:
             wanted = "params, buffers and batch" if self.has_buffers else "params and batch"
             raise TypeError(f"{self!r}: must be called with {wanted}; got {1 + len(buffers_and_batch)} arguments")
+        self._check_unchanged(called=True)
         values = dict(params)
         for name, stored in self.names.items():
             if name not in params and stored in params:
@@ -66,11 +76,62 @@ class ModuleLoss:
         if self.has_buffers:
             fresh = {name: value.clone() for name, value in given[0].items()}
             values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
-        *inputs, target = batch
-        # Ties are made above: torch's tying would undo two precisions of one tensor.
-        outputs = functional_call(self.model, values, tuple(inputs), tie_weights=False)
-        loss = self.criterion(outputs, target)
-        return (loss, {name: values[name] for name in given[0]}) if self.has_buffers else loss
+        loss = self._loss(values, batch)
+        return (loss, self._after(values, given[0])) if self.has_buffers else loss
+
+    def _loss(self, values: dict[str, Tensor], batch: Any) -> Any:
+        """The loss of a batch; writes buffers that the module assigned into values."""
+        inputs, named, target = _arguments(batch, has_target=self.criterion is not None)
+        # Ties are made by the caller: torch's tying would undo two precisions of one tensor.
+        try:
+            outputs = functional_call(self.model, values, inputs, named, tie_weights=False)
+        except TypeError as error:
+            if _fits(self.model, inputs, named):
+                raise
+            raise TypeError(
+                f"module_loss: batch must be {_form(self.criterion is not None)}, as "
+                f"{type(self.model).__name__}.forward{inspect.signature(self.model.forward)} takes them; "
+                f"got {_tree.brief(batch)}: {error}"
+            ) from error
+        return _loss_in(outputs) if self.criterion is None else self.criterion(outputs, target)
+
+    def _after(self, values: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name, stored in self.buffer_names.items():
+            if values[name] is not values[stored]:
+                raise ValueError(
+                    f"module_loss: buffers that are one tensor must stay one; got {stored!r} and {name!r}, and the "
+                    "forward pass assigned another tensor to one of them: register a clone() for the other"
+                )
+        return {name: values[name] for name in before}
+
+    def _check_unchanged(self, *, called: bool = False) -> None:
+        """Raise ValueError if the module's parameters or buffers, or which of them are trained, are not as found."""
+        now = _parts(self._made_of)
+        if called:  # a buffer more may be a cache that the forward pass registered
+            now = {name: part for name, part in now.items() if name in self._parts or part != "a buffer"}
+        if now == self._parts:
+            return
+        name = next(name for name in {**self._parts, **now} if now.get(name) != self._parts.get(name))
+        was, found = (parts.get(name, "not in it") for parts in (self._parts, now))
+        raise ValueError(
+            f"module_loss: model must stay as it was when the loss was made; {name!r} was {was} and is {found}: make "
+            "the loss again, module_loss(model, ...), and the step of it"
+        )
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context manager: every part of the module in eval mode; their flags are put back afterwards.
+
+        The flags are set, `train` and `eval` are not called: a class may do more in them, such as merging weights.
+        """
+        flags = [(part, part.training) for part in self.model.modules()]
+        try:
+            for part, _ in flags:
+                part.training = False
+            yield
+        finally:
+            for part, flag in flags:
+                part.training = flag
 
     def holding(self, params: dict[str, Tensor], after: Any, run: Callable[[], Any]) -> Any:
         """Call run while the module holds these parameters, and copies of the buffers after its forward pass.
@@ -85,7 +146,17 @@ class ModuleLoss:
         return functional_call(Holder(self.model, run), values, (), tie_weights=False)
 
     def params(self) -> dict[str, Tensor]:
-        """The module's trainable parameters under their names, tied ones once, detached."""
+        """The module's trainable parameters under their names, tied ones once, detached.
+
+        Raises:
+            ValueError: the module has other parameters or buffers than when the loss was made, or froze or tied one.
+        """
+        self._check_unchanged()
+        if (self.names, self.buffer_names) != _ties(self._made_of):
+            raise ValueError(
+                "module_loss: model must have the ties it had when the loss was made; tensors were tied or parted "
+                "since (Module.to may part them): make the loss again, module_loss(model, ...), and the step of it"
+            )
         return {stored: self.model.get_parameter(stored).detach() for stored in dict.fromkeys(self.names.values())}
 
     def buffers(self) -> dict[str, Tensor]:
@@ -101,17 +172,16 @@ class ModuleLoss:
             buffers: the buffers by stored name; None for the module's own.
 
         Raises:
-            KeyError: a parameter is missing.
+            KeyError: a parameter or buffer is missing.
         """
         tree = params.tree() if hasattr(params, "tree") else params
-        values = {**(buffers or {}), **{name: tree[name] for name in dict.fromkeys(self.names.values())}}
-        stored = {
-            id(self.model.get_parameter(name) if name in tree else self.model.get_buffer(name)): value
-            for name, value in values.items()
-        }
+        values = {name: tree[stored] for name, stored in self.names.items()}
+        if buffers is not None:
+            values |= {name: buffers[stored] for name, stored in self.buffer_names.items()}
+        held = {id(value): values[name] for name, value in _tensors(self.model).items() if name in values}
         own = self.model.state_dict(keep_vars=True)
         return {
-            name: stored.get(id(value), value).detach().clone() if isinstance(value, Tensor) else value
+            name: held.get(id(value), value).detach().clone() if isinstance(value, Tensor) else value
             for name, value in own.items()
         }
 
@@ -127,15 +197,22 @@ class Holder(nn.Module):
         return self._run()
 
 
-def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> ModuleLoss:
+def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor] | None = None) -> ModuleLoss:
     """Turn a module and a criterion into a loss function for `make_train_step`.
 
-    loss = criterion(model(*inputs), target) for a batch `(*inputs, target)`. The module gives the code, its training
-    flags and its frozen parameters; values come from the parameters and buffers passed. Its gradients, hooks on
-    parameters and `requires_grad` afterwards play no part. No sync of its own.
+    loss = criterion(model(*inputs), target) for a batch `(*inputs, target)`, a tuple or a list.
+
+    Without a criterion the model returns its loss: a tensor of shape (), an object with `.loss`, or a dict with
+    "loss". A batch is then a mapping, passed as keyword arguments (the form of every Hugging Face model: `labels` in
+    it), or a tuple or list of positional ones, or a tensor, the only one.
+
+    The module gives the code, its training flags and its frozen parameters; values come from the parameters and
+    buffers passed. Its gradients, hooks on parameters and `requires_grad` afterwards play no part. No sync of its own.
 
     Args:
-        model: the module. Modules that write buffers (BatchNorm in training) work: the new ones are returned.
+        model: the module. Modules that write buffers (BatchNorm in training) work: the new ones are returned. A
+            parameter or buffer under several names is one. Later it must keep its parameters, buffers and which of them
+            require a gradient: freeze, tie or add first.
         criterion: `(output, target) -> loss`, a floating-point tensor of shape (): `torch.nn.functional.cross_entropy`.
 
     Returns:
@@ -143,18 +220,25 @@ def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Mo
 
     Raises:
         TypeError: model is no Module, or under fully_shard, DDP or FSDP; criterion is not callable.
-        ValueError: an embedding in it has max_norm, which writes its weight in the forward pass.
+        ValueError: an embedding in it has max_norm, which writes its weight in the forward pass; a parameter is lazy;
+            two parameters or buffers share memory without being one tensor, so that a step of the one would change the
+            other; the criterion has trainable parameters.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
         >>> zeros = {name: torch.zeros_like(value) for name, value in loss_fn.params().items()}
         >>> loss_fn(zeros, (torch.ones(3, 2), torch.ones(3, 1)))
         tensor(1.)
+        >>> class Own(torch.nn.Linear):
+        ...     def forward(self, x, labels):
+        ...         return {"loss": torch.nn.functional.mse_loss(super().forward(x), labels)}
+        >>> module_loss(Own(2, 1))(zeros, {"x": torch.ones(3, 2), "labels": torch.ones(3, 1)})
+        tensor(1.)
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"module_loss: model must be a torch.nn.Module; got {model!r}")
-    if not callable(criterion):
-        raise TypeError(f"module_loss: criterion must be callable; got {criterion!r}")
+        raise TypeError(f"module_loss: model must be a torch.nn.Module; got {_tree.brief(model)}")
+    if criterion is not None and not callable(criterion):
+        raise TypeError(f"module_loss: criterion must be callable; got {_tree.brief(criterion)}")
     for name, module in model.named_modules():
         if hasattr(module, "set_requires_gradient_sync") or hasattr(module, "no_sync"):
             raise TypeError(
@@ -167,17 +251,126 @@ def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Mo
                 f"module_loss: model must not write its parameters in the forward pass; got max_norm={module.max_norm} "
                 f"in {name or 'the module'}, which renormalizes its weight in place"
             )
+    for name, value in _tensors(model).items():
+        if nn.parameter.is_lazy(value):
+            raise ValueError(
+                f"module_loss: model must have its shapes; {name!r} is lazy: call the model on a batch once, before"
+            )
+    if isinstance(criterion, nn.Module):
+        for name, value in criterion.named_parameters():
+            if value.requires_grad:
+                raise ValueError(
+                    f"module_loss: criterion must have no trainable parameter, which no step would train; got {name!r} "
+                    f"in {type(criterion).__name__}: make it a part of the model, whose forward takes the target"
+                )
     return ModuleLoss(model, criterion)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by its name: one for each place, whatever stands in several."""
+    # functional_call goes wrong where one place is given under two names, hence named_modules without duplicates.
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None:
+                found[_join(prefix, name)] = value
+    return found
+
+
+def _parts(model: nn.Module) -> dict[str, str]:
+    """What the module is made of: every parameter and buffer, and whether it is trained."""
+    parts = {}
+    for prefix, module in model.named_modules():
+        for name, value in module._parameters.items():
+            if value is not None:
+                parts[_join(prefix, name)] = "a trainable parameter" if value.requires_grad else "a frozen parameter"
+        parts |= {_join(prefix, name): "a buffer" for name, value in module._buffers.items() if value is not None}
+    return parts
+
+
+def _ties(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """From the names of trainable parameters, and of what is kept with the buffers, to those they are stored under.
+
+    Raises:
+        ValueError: two of them share memory and are not one.
+    """
+    parts, tensors = _parts(model), _tensors(model)
+    # Two Parameters are two to an optimizer, though one memory; of the others memory alone counts.
+    keys = {name: id(t) if parts[name] == "a trainable parameter" else identity(t) for name, t in tensors.items()}
+    buffers = [name for name, part in parts.items() if part == "a buffer"]
+    trained = [name for name, part in parts.items() if part == "a trainable parameter"]
+    distinct = set({key: name for name, key in reversed(keys.items())}.values())
+    for one, other in overlaps({name: tensor for name, tensor in tensors.items() if name in distinct}):
+        if {parts[one], parts[other]} != {"a frozen parameter"}:
+            raise ValueError(
+                f"module_loss: parameters and buffers must be one tensor or share no memory; got {parts[one]} {one!r} "
+                f"and {parts[other]} {other!r}: assign the one to the other (layer.weight = other.weight), compute it "
+                "in forward, or clone() it"
+            )
+    first_trained = {keys[name]: name for name in reversed(trained)}
+    first_kept = {keys[name]: name for name in reversed(buffers)}
+    frozen = [name for name, part in parts.items() if part == "a frozen parameter" and keys[name] in first_kept]
+    return (
+        {name: first_trained[keys[name]] for name in trained},
+        {name: first_kept[keys[name]] for name in (*buffers, *frozen)},
+    )
+
+
+def _form(has_target: bool) -> str:
+    if has_target:
+        return "a tuple or list (*inputs, target) with a criterion"
+    return "a mapping of keyword arguments, a tuple or list of arguments, or a tensor"
+
+
+def _arguments(batch: Any, *, has_target: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """What of a batch the model is called with, by position and by name, and the target."""
+    if isinstance(batch, (tuple, list)) and (batch or not has_target):
+        return (tuple(batch[:-1]), {}, batch[-1]) if has_target else (tuple(batch), {}, None)
+    if not has_target and isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
+        return (), dict(batch), None
+    if not has_target and isinstance(batch, Tensor):
+        return (batch,), {}, None
+    also = ""
+    if has_target and isinstance(batch, Mapping):
+        also = "; module_loss(model) without a criterion passes a mapping on, for a model that returns its loss"
+    raise TypeError(f"module_loss: batch must be {_form(has_target)}; got {_tree.brief(batch)}{also}")
+
+
+def _fits(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(model.forward).bind(*inputs, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def _loss_in(outputs: Any) -> Tensor:
+    """The loss in what a model returned.
+
+    Raises:
+        TypeError: there is none.
+    """
+    if isinstance(outputs, Tensor):
+        loss: Any = outputs
+    elif isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    else:
+        loss = getattr(outputs, "loss", None)
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise TypeError(
+            "module_loss: model must return its loss where there is no criterion: a tensor of shape (), an object with "
+            f".loss or a dict with 'loss'; got {_tree.brief(outputs)}{_loss_of(outputs, loss)}. Pass labels in the "
+            "batch if the model wants them for it, or module_loss a criterion"
+        )
+    return loss
+
+
+def _loss_of(outputs: Any, loss: Any) -> str:
+    return "" if loss is outputs else f", its loss {_tree.brief(loss)}"
 
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
-
-
-def _first_names(named: dict[str, Any]) -> dict[str, str]:
-    """Every name to the first one of the same tensor."""
-    first = {id(value): name for name, value in reversed(named.items())}
-    return {name: first[id(value)] for name, value in named.items()}
 
 
 def _cast_by_autocast(module: nn.Module) -> frozenset[str]:

@@ -98,9 +98,10 @@ class TrainStep:
 
         For validation. In the precision of the step, of one batch without micro-batches. A loss of `module_loss` is
         evaluated in eval mode: dropout off, BatchNorm by its running statistics. The module's flags are set for the
-        call and put back. A loss of your own is called as it is: the flags of modules in it are yours. What the loss
-        returns beside (buffers, aux) is left out: call `step.loss_fn` on `compute_params(state)` for it. Of a state cut
-        over ranks every rank must call; each has its own batch's loss. No sync.
+        call and put back; another thread that calls the module meanwhile sees them too. A loss of your own is called as
+        it is: the flags of modules in it are yours. What the loss returns beside (buffers, aux) is left out: call
+        `step.loss_fn` on `compute_params(state)` for it. Of a state cut over ranks every rank must call; each has its
+        own batch's loss. No sync.
 
         Args:
             state: from `init` or a step.

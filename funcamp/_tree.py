@@ -106,7 +106,7 @@ def describe(leaf: object) -> str:
 
 def brief(value: object) -> str:
     """Any value in an error message, its tensors by kind: what stands in it, never the numbers."""
-    if isinstance(value, Tensor) or torch.compiler.is_compiling():
+    if isinstance(value, Tensor) or torch.compiler.is_dynamo_compiling():
         return describe(value)
     kind = _a(value)
     if hasattr(value, "_fields"):

@@ -17,7 +17,7 @@ from funcamp import distributed, numerics
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"_types", "_mesh", "_user_line"},
-    {"_ranks"},
+    {"_ranks", "_ties"},
     {"_advice", "_tree", "_constants", "_recompute", "_whole", "_formats"},
     {"_trace"},
     {"_counts"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,14 +14,18 @@ from funcamp import _capture, _tree
 from funcamp._advice import advise
 from funcamp._compile import Flat, check_compiler, compile_graph
 from funcamp._joint_counts import JointCounts, counting_jointly
+from funcamp._memory import Memory
 from funcamp._mended import mended
-from funcamp._owned import Owned, arranged, own, storage_of, strides_for
+from funcamp._owned import Layout, Owned, arranged, layouts_for, own
 from funcamp._scratch import Scratch, asked, wanted
-from funcamp._signature import check_batch, check_like, difference, flat, kinds, signature
+from funcamp._signature import check_batch, check_like, check_state, difference, flat, key_of, kinds
 from funcamp._trace import Graph, HostError, Outline, trace
 from funcamp._types import Tree
 from funcamp._unroll import first_of, unrolled
 from funcamp._writeback import SnapshotWriteBacks
+
+#: Leaves whose place in memory a call of a captured step looks at: 0.15 µs each.
+_WATCHED = 16
 
 
 class Options(NamedTuple):
@@ -39,7 +44,7 @@ class _Program(NamedTuple):
 
     run: Flat | _capture.Captured
     outline: Outline
-    strides: list[tuple[int, ...]]
+    layouts: list[Layout]
 
 
 class JitStep:
@@ -51,12 +56,17 @@ class JitStep:
         self._owned: Owned | None = None
         self._like: Tree = None
         self._captured: list[Tensor] = []
+        self._places: list[tuple[int, tuple[int, ...]]] = []
         self._graphs: _capture.Graphs | None = None
         self._scratch: Scratch | None = None
         self._last: Any = None
 
     def __repr__(self) -> str:
         return f"jit({self._step!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle or copy the step and the options: a copy compiles again. The step must be picklable itself."""
+        return JitStep, (self._step, self._options)
 
     @property
     def programs(self) -> int:
@@ -77,25 +87,39 @@ class JitStep:
             RuntimeError: step cannot be compiled or captured, or reads the host; there is no compiler.
             Exception: what step itself raises while it is traced.
         """
+        if _thread.compiling or torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"jit: {self!r} must be called with tensors of its own, not inside another jit nor a transform of "
+                "torch.func (vmap, grad): use the function it was made of there, and jit the result"
+            )
         leaves, spec = flat(batch)
-        key = (spec, tuple([signature(leaf) for leaf in leaves]))
         try:
+            key = (spec, tuple([key_of(leaf) for leaf in leaves]))
             program = self._programs.get(key)
-        except TypeError:
+        except Exception:
             if (as_dicts := _tree.plain(batch)) is not batch:
                 return self(state, as_dicts)
             check_batch(batch)
             raise
-        if program is None and (as_dicts := _tree.plain(batch)) is not batch:  # a mapping that can be hashed
-            return self(state, as_dicts)
+        if program is None:
+            if (as_dicts := _tree.plain(batch)) is not batch:  # a mapping that can be hashed
+                return self(state, as_dicts)
+            check_batch(batch)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        owned = self._own(state)
+        if self._captured and [(leaf.data_ptr(), leaf.stride()) for leaf in self._captured] != self._places:
+            self._follow()
+        owned = self._owned
+        if owned is None or not owned.is_of(state):
+            check_state(state)
+            if owned is not None and self._graphs is not None:  # before another state is copied into that memory
+                batch, given = _outside(owned.memory, batch)
+            owned = self._own(state)
         if program is None:
             with torch.inference_mode(False):
                 program, results = self._compile(key, owned, batch, given)
             owned = self._owned or owned
         else:
-            given = arranged(given, program.strides, owned)
+            given = arranged(given, program.layouts, owned.memory)
             results = (
                 program.run(given)
                 if isinstance(program.run, _capture.Captured)
@@ -106,7 +130,7 @@ class JitStep:
         for index, value in zip(program.outline.tensors, results[first:]):
             metrics[index] = value
         if first:  # not donated
-            fresh = Owned(owned.filled(results[:first]))
+            fresh = Owned(owned.filled(results[:first]), owned.strides, written=False)
             if self._graphs is None:
                 self._owned = fresh
             return fresh.tree, _tree.unflatten(metrics, program.outline.spec)
@@ -119,9 +143,7 @@ class JitStep:
             return run([*owned.leaves, *given])
 
     def _own(self, state: Tree) -> Owned:
-        """The state's leaves, in storage that is this step's to write, or for graphs in their static storage."""
-        if self._owned is not None and self._owned.is_of(state):
-            return self._owned
+        """The state's leaves, in memory that is this step's to write, or for graphs in their static memory."""
         with torch.inference_mode(False), torch.no_grad():
             if self._owned is not None and self._graphs is not None:
                 self._owned.refill(state, self._like)
@@ -129,13 +151,31 @@ class JitStep:
             leaf = next((leaf for leaf in _tree.leaves(state) if isinstance(leaf, Tensor)), None)
             if self._owned is None and self._options.capture and leaf is not None:
                 self._graphs = _capture.graphs_for(leaf.device)
-            donate = self._options.donate
-            avoid = {storage_of(leaf) for leaf in self._captured} if donate else set()
-            owned = own(state, self._like, avoid, copy=not donate and self._graphs is not None)
+            donate, graphs = self._options.donate, self._graphs is not None
+            avoid = Memory(self._captured)
+            owned = own(state, self._like, avoid, copy=graphs and not donate, written=graphs or donate)
         if self._owned is None:
             self._like = kinds(owned.tree)
         self._owned = owned
         return owned
+
+    def _follow(self) -> None:
+        """Go on with captured tensors that were given other memory: the state, if that is its, is moved out of it.
+
+        Raises:
+            RuntimeError: a graph reads the former memory, or a program the former strides.
+        """
+        for leaf, (address, stride) in zip(self._captured, self._places):
+            if leaf.stride() == stride and (self._graphs is None or leaf.data_ptr() == address):
+                continue
+            raise RuntimeError(
+                f"jit: step must find the tensors that it reads of its own in place; {_tree.describe(leaf)} was given "
+                "other memory or strides (by .data, set_, t_) since it was compiled: write into it with copy_, make it "
+                "a leaf of the state or of the batch, or make another jit"
+            )
+        owned, self._places = self._owned, list(map(_place, self._captured))
+        if owned is not None and any(map(owned.memory.meets, self._captured)):
+            self._owned = None
 
     def _compile(self, key: Any, owned: Owned, batch: Tree, given: list[Tensor]) -> tuple[_Program, list[Tensor]]:
         options, unroll = self._options, self._options.unroll
@@ -145,36 +185,40 @@ class JitStep:
                     f"jit: batch must have at most {options.max_signatures} signatures in all (max_signatures); "
                     f"{difference(batch, self._last, key)}"
                 )
-            check_batch(batch)
             if self._graphs is not None:
                 batch, given = _beside(owned.leaves[0], batch)
             one = batch if unroll is None else first_of(batch, unroll)
             check_compiler(options.backend, owned.leaves + given)
-            strides = strides_for(given)
-            given = arranged(given, strides, owned)
-            program, results = self._program(owned, one, given, strides)
+            layouts = layouts_for(given)
+            given = arranged(given, layouts, owned.memory)
+            _thread.compiling = True
+            program, results = self._program(owned, one, given, layouts)
         except BaseException:
             if not self._programs:  # a state that never was of use binds no later one
                 self._owned = self._graphs = self._like = None
             raise
+        finally:
+            _thread.compiling = False
         self._programs[key] = program
         return program, results
 
     def _program(
-        self, owned: Owned, one: Tree, given: list[Tensor], strides: list[tuple[int, ...]]
+        self, owned: Owned, one: Tree, given: list[Tensor], layouts: list[Layout]
     ) -> tuple[_Program, list[Tensor]]:
         unroll, graphs = self._options.unroll, self._graphs
         graph = self._trace(owned, one, given if unroll is None else [leaf[0] for leaf in given])
-        if self._options.donate and any(storage_of(leaf) in owned.storages for leaf in graph.captured):
-            owned = self._owned = own(owned.tree, self._like, set(), copy=True)
+        if any(map(owned.memory.meets, graph.captured)):
+            owned = self._owned = own(owned.tree, self._like, Memory(), copy=True)
         run, metrics = self._compile_graph(graph, owned), len(graph.rest.tensors)
-        self._captured += graph.captured
+        self._captured += [leaf for leaf in graph.captured if all(leaf is not other for other in self._captured)]
+        self._places = list(map(_place, self._captured))
         if unroll is not None:
             run = unrolled(run, len(owned.leaves), metrics, unroll)
         if graphs is not None:
+            owned.watch(_WATCHED)
             captured = _capture.Captured(graphs, run, owned.leaves, given, metrics)
-            return _Program(captured, graph.rest, strides), captured(given)
-        program = _Program(run, graph.rest, strides)
+            return _Program(captured, graph.rest, layouts), captured(given)
+        program = _Program(run, graph.rest, layouts)
         return program, self._run(run, owned, given)
 
     def _trace(self, owned: Owned, batch: Tree, given: list[Tensor]) -> Graph:
@@ -238,6 +282,26 @@ class JitStep:
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error
+
+
+class _Thread(threading.local):
+    """Whether a step is being compiled by this thread."""
+
+    compiling = False
+
+
+_thread = _Thread()
+
+
+def _place(leaf: Tensor) -> tuple[int, tuple[int, ...]]:
+    return leaf.data_ptr(), leaf.stride()
+
+
+def _outside(memory: Memory, batch: Tree) -> tuple[Tree, list[Tensor]]:
+    """A batch without a part in some memory, and its tensors."""
+    leaves, spec = _tree.flatten(batch)
+    apart = [leaf.detach().clone() if isinstance(leaf, Tensor) and memory.meets(leaf) else leaf for leaf in leaves]
+    return _tree.unflatten(apart, spec), [leaf for leaf in apart if isinstance(leaf, Tensor)]
 
 
 def _beside(leaf: Tensor, batch: Tree) -> tuple[Tree, list[Tensor]]:

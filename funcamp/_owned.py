@@ -1,15 +1,17 @@
-"""The state that a compiled step works on: in storage that nothing else of it shares, given back as one object."""
+"""The state that a compiled step works on: in memory that nothing else lies in, given back as one object."""
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
-from collections.abc import Set
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._memory import Memory, is_private
 from funcamp._signature import Kind, check_like
 from funcamp._types import Tree
 
@@ -17,20 +19,56 @@ _NAMES = ("the first state", "state")
 
 
 class Owned:
-    """A state as a tree and as a list of tensors."""
+    """A state as a tree and as a list of tensors.
 
-    def __init__(self, tree: Tree) -> None:
+    Args:
+        tree: the state.
+        strides: those that programs were compiled for; its own by default.
+        written: whether steps write to it.
+    """
+
+    def __init__(self, tree: Tree, strides: list[tuple[int, ...]] | None = None, *, written: bool = True) -> None:
         self.tree = tree
         flat, self.spec = _tree.flatten(tree)
         self._places = [index for index, leaf in enumerate(flat) if leaf is not None]
         self.leaves: list[Tensor] = [flat[index] for index in self._places]
-        self.storages = {storage_of(leaf) for leaf in self.leaves}
+        self.strides = [leaf.stride() for leaf in self.leaves] if strides is None else strides
         self._contents = _tree.contents(tree)
+        self.watch(len(self.leaves) or 1)
+        # What callers have of it may be given other memory; this may not.
+        self._statics = [leaf.detach() for leaf in self.leaves] if written else []
+        #: Where steps write.
+        self.memory = Memory(self._statics)
 
     def is_of(self, state: Tree) -> bool:
-        """Whether a state is this one, nothing in it replaced since."""
-        if state is not self.tree:
+        """Whether a state is this one, nothing in it replaced since, nor given other memory or strides in place.
+
+        Raises:
+            RuntimeError: a leaf was given others at a call that did not look at it.
+        """
+        if state is not self.tree or not self._holds(state):
             return False
+        leaves, addresses, strides = next(self._parts)
+        if list(map(Tensor.data_ptr, leaves)) == addresses and list(map(Tensor.stride, leaves)) == strides:
+            return True
+        if self._part >= len(self.leaves):
+            return False
+        now = zip(self._places, self.leaves, self._statics)
+        place = next(place for place, *pair in now if len({(leaf.data_ptr(), leaf.stride()) for leaf in pair}) > 1)
+        raise RuntimeError(
+            f"jit: state{_tree.path_of(state, place)} must stay where it is in memory, for a CUDA graph writes there; "
+            "it was given other memory or strides (by .data, set_, t_): put another tensor in its place"
+        )
+
+    def watch(self, part: int) -> None:
+        """Look at so many leaves at each call in turn; only steps that do not read callers' tensors may skip some."""
+        self._part = part
+        starts = range(0, len(self.leaves), part)
+        parts = [(self.leaves[i : i + part], self.strides[i : i + part]) for i in starts] or [([], [])]
+        held = [(leaves, list(map(Tensor.data_ptr, leaves)), strides) for leaves, strides in parts]
+        self._parts = itertools.cycle(held)
+
+    def _holds(self, state: Tree) -> bool:
         if self._contents is None:
             flat, spec = _tree.flatten(state)
             return spec == self.spec and all(flat[place] is leaf for place, leaf in zip(self._places, self.leaves))
@@ -52,9 +90,10 @@ class Owned:
         """Copy another state into this one's storage; what callers still hold of this one keeps its values."""
         check_like(_NAMES, like, state)
         values = [leaf for leaf in _tree.leaves(state) if leaf is not None]
-        values = [leaf.detach().clone() if storage_of(leaf) in self.storages else leaf.detach() for leaf in values]
-        statics = [leaf.detach() for leaf in self.leaves]
+        values = [leaf.detach().clone() if self.memory.meets(leaf) else leaf.detach() for leaf in values]
+        statics, self._statics = self._statics, [leaf.detach() for leaf in self._statics]
         handles, self.leaves, self.tree, self._contents = self.leaves, statics, None, []
+        self._parts = itertools.cycle([])
         while handles:
             handle = handles.pop()
             if sys.getrefcount(handle) > 2:  # this name and the call's: else nobody holds it
@@ -63,29 +102,27 @@ class Owned:
             static.copy_(value)
         self.tree = self.filled(statics)
         self._contents = _tree.contents(self.tree)
+        self.watch(self._part)
 
 
-def own(state: Tree, like: Tree | None, avoid: Set[int], *, copy: bool) -> Owned:
-    """Take a state over: its own storage where no two leaves share one, copies of the rest (of all with `copy`).
+def own(state: Tree, like: Tree | None, avoid: Memory, *, copy: bool = False, written: bool = True) -> Owned:
+    """Take a state over: its own memory if torch allocated it and no two leaves share it, else copies.
 
     Args:
         state: the state.
         like: the kinds of the first one, with the strides that programs were compiled for.
-        avoid: storages that are not to be written.
-        copy: take none of its storage.
+        avoid: memory that is not to be written.
+        copy: take none of its memory.
+        written: whether steps write to it.
 
     Raises:
-        TypeError: a leaf is neither a strided tensor nor None.
         ValueError: it differs from `like` in structure, or a leaf in shape, dtype or device.
     """
-    flat, spec = _tree.tensors("jit", "state", state)
-    for index, leaf in enumerate(flat):
-        if leaf is not None and leaf.layout != torch.strided:
-            raise TypeError(f"jit: state{_tree.path_of(state, index)} must be strided; got layout {leaf.layout}")
+    flat, spec = _tree.flatten(state)
     if like is not None:
         check_like(_NAMES, like, state)
     wanted: list[Kind | None] = [None] * len(flat) if like is None else _tree.leaves(like)
-    seen = set(avoid)
+    seen = Memory()
     taken: list[Tensor | None] = []
     for leaf, kind in zip(flat, wanted):
         if leaf is None:
@@ -94,38 +131,43 @@ def own(state: Tree, like: Tree | None, avoid: Set[int], *, copy: bool) -> Owned
         overlaps = _overlaps_itself(leaf)
         stride = kind.stride if kind is not None else None if overlaps else leaf.stride()
         unfit = copy or overlaps or leaf.requires_grad or leaf.is_inference() or leaf.is_conj() or leaf.is_neg()
-        if unfit or leaf.stride() != stride or storage_of(leaf) in seen:
+        unfit = unfit or leaf.stride() != stride
+        if not unfit and written:
+            unfit = not is_private(leaf) or seen.meets(leaf) or avoid.meets(leaf)
+        if unfit:
             leaf = _laid_out(leaf.detach(), stride)
-        if leaf.numel():
-            seen.add(storage_of(leaf))
+        seen.add(leaf)
         taken.append(leaf)
-    return Owned(state if all(a is b for a, b in zip(flat, taken)) else _tree.unflatten(taken, spec))
+    same = all(a is b for a, b in zip(flat, taken))
+    return Owned(state if same else _tree.unflatten(taken, spec), written=written)
 
 
-def arranged(batch: list[Tensor], strides: list[tuple[int, ...]], owned: Owned) -> list[Tensor]:
-    """A batch in the strides that a program was compiled for, nothing of it in the state's storage, no grad in it."""
+class Layout(NamedTuple):
+    """How a batch's tensor lies in memory when a program reads it."""
+
+    stride: tuple[int, ...]
+    extent: int
+    """Bytes from the first to the last."""
+
+
+def arranged(batch: list[Tensor], layouts: list[Layout], memory: Memory) -> list[Tensor]:
+    """A batch as a program was compiled for it: its layouts, nothing in memory that will be written, no grad."""
     return [
         leaf
-        if leaf.stride() == stride and storage_of(leaf) not in owned.storages and not _lazy(leaf)
+        if leaf.stride() == stride and memory.is_free(leaf.data_ptr(), extent) and not _lazy(leaf)
         else _laid_out(leaf.detach(), stride)
-        for leaf, stride in zip(batch, strides)
+        for leaf, (stride, extent) in zip(batch, layouts)
     ]
 
 
-def strides_for(batch: list[Tensor]) -> list[tuple[int, ...]]:
-    """The strides to compile for: a batch's own where they are dense in a common order, else contiguous ones."""
+def layouts_for(batch: list[Tensor]) -> list[Layout]:
+    """The layouts to compile for: a batch's own where they are dense in a common order, else contiguous ones."""
     return [
-        leaf.stride()
+        Layout(leaf.stride(), leaf.numel() * leaf.element_size())
         if leaf.is_contiguous() or (leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last))
-        else torch.empty(leaf.shape, device="meta").stride()
+        else Layout(torch.empty(leaf.shape, device="meta").stride(), leaf.numel() * leaf.element_size())
         for leaf in batch
     ]
-
-
-def storage_of(leaf: Tensor) -> int:
-    """What tells a tensor's storage from another."""
-    told: int = leaf.untyped_storage()._cdata
-    return told
 
 
 def _lazy(leaf: Tensor) -> bool:

@@ -12,6 +12,8 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._types import Tree
 
+_PLAIN = {Tensor, torch.nn.Parameter}
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -54,9 +56,9 @@ def check_like(names: tuple[str, str], like: Tree, tree: Tree) -> None:
 def flat(batch: Tree) -> tuple[list[Any], Any]:
     """The leaves of a batch, and what stands for its structure: cheap for a tuple or a dict of tensors."""
     kind = type(batch)
-    if kind is tuple and {*map(type, batch)} == {Tensor}:
+    if kind is tuple and {*map(type, batch)} <= _PLAIN:
         return list(batch), len(batch)
-    if kind is dict and {*map(type, batch.values())} == {Tensor}:
+    if kind is dict and {*map(type, batch.values())} <= _PLAIN:
         return list(batch.values()), tuple(batch)
     return _tree.flatten(batch)
 
@@ -68,13 +70,41 @@ def signature(leaf: Any) -> Any:
     return type(leaf), repr(leaf) if isinstance(leaf, numbers.Number) else leaf
 
 
+def key_of(leaf: Any) -> Any:
+    """The signature of a leaf of a batch, and what makes a tensor one that a program cannot take."""
+    if isinstance(leaf, Tensor):
+        kind = type(leaf)
+        return leaf.shape, leaf.dtype, leaf.device, leaf.layout, Tensor if kind is torch.nn.Parameter else kind
+    return signature(leaf)
+
+
+def check_state(state: Tree) -> None:
+    """Raise TypeError for a leaf of a state that is neither a plain tensor nor None."""
+    for index, leaf in enumerate(_tree.tensors("jit", "state", state)[0]):
+        if leaf is not None and (fault := _fault(leaf)):
+            raise TypeError(f"jit: state{_tree.path_of(state, index)} must be {fault}")
+
+
+def _fault(leaf: Tensor) -> str | None:
+    """What a compiled program wants of a tensor that this one is not."""
+    if type(leaf) not in _PLAIN:
+        return (
+            f"a plain tensor; got a {type(leaf).__name__}: pass the tensors it holds, or its .as_subclass(torch.Tensor)"
+        )
+    if leaf.layout != torch.strided or leaf.is_nested:
+        return f"strided; got {'a nested tensor' if leaf.is_nested else f'layout {leaf.layout}'}"
+    if leaf.is_quantized or leaf.is_meta:
+        return f"a tensor of numbers; got a {'quantized' if leaf.is_quantized else 'meta'} one"
+    return None
+
+
 def check_batch(batch: Tree) -> None:
-    """Raise TypeError for a leaf of a batch that is neither a strided tensor nor can be a constant of a program."""
+    """Raise TypeError for a leaf of a batch that is neither a plain tensor nor can be a constant of a program."""
     for index, leaf in enumerate(_tree.leaves(batch)):
         where = f"jit: batch{_tree.path_of(batch, index)} must be"
         if isinstance(leaf, Tensor):
-            if leaf.layout != torch.strided:
-                raise TypeError(f"{where} strided; got layout {leaf.layout}")
+            if fault := _fault(leaf):
+                raise TypeError(f"{where} {fault}")
             continue
         try:
             hash(leaf)
@@ -93,7 +123,7 @@ def difference(batch: Tree, before: Any, now: Any) -> str:
 
 
 def _told(leaf: tuple[Any, ...]) -> str:
-    if len(leaf) == 3:
+    if len(leaf) == 5:
         return f"a {leaf[1]} tensor of shape {tuple(leaf[0])} on {leaf[2]}"
     shown = leaf[1] if issubclass(leaf[0], numbers.Number) else repr(leaf[1])
     return f"{shown} (make it a tensor: a number is a constant of the program)"

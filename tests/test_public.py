@@ -53,7 +53,7 @@ LAYERS = [
     {"_grad_scaler"},
     {"_step"},
     {"_make_step"},
-    {"_mended", "_metrics", "_scratch", "_signature", "_writeback"},
+    {"_memory", "_mended", "_metrics", "_scratch", "_signature", "_writeback"},
     {"_owned"},
     {"_compile"},
     {"_capture", "_unroll"},

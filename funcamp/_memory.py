@@ -1,0 +1,57 @@
+"""Memory that tensors share: two storages may lie over one numpy array, and only their addresses say so."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+class Memory:
+    """The memory of some tensors: the address ranges of their storages.
+
+    Addresses of different devices are compared too. If two are equal by chance, that costs a copy and no more.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        # Start and end of disjoint ranges in turn, ascending: an address is in one where an odd number precede it.
+        self._edges: list[int] = []
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: Tensor) -> None:
+        """Add the storage of a tensor."""
+        storage = tensor.untyped_storage()
+        start, size = storage.data_ptr(), storage.nbytes()
+        if not (start and size and tensor.numel()):
+            return
+        low, high = bisect_left(self._edges, start), bisect_right(self._edges, start + size)
+        self._edges[low:high] = [start] * (not low % 2) + [start + size] * (not high % 2)
+
+    def meets(self, tensor: Tensor) -> bool:
+        """Whether any byte of a tensor is in this memory."""
+        return tensor.numel() > 0 and not self.is_free(tensor.data_ptr(), extent(tensor))
+
+    def is_free(self, start: int, size: int) -> bool:
+        """Whether this memory holds none of so many bytes from an address on."""
+        edges = self._edges
+        place = bisect_right(edges, start)
+        return not place % 2 and (place == len(edges) or edges[place] >= start + size)
+
+
+def extent(tensor: Tensor) -> int:
+    """How many bytes lie between the first and the last of a tensor."""
+    if not tensor.numel():
+        return 0
+    return (sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape)) + 1) * tensor.element_size()
+
+
+def is_private(tensor: Tensor) -> bool:
+    """Whether torch allocated the memory of a tensor, for this process alone.
+
+    Any other may be read-only (a memory map, a Python bytes object), or lie at a second address too (a file mapped
+    twice), which no comparison of addresses sees.
+    """
+    storage = tensor.untyped_storage()
+    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())

@@ -1,0 +1,153 @@
+"""A tensor of a kind that no compiled step takes is refused by its name, at the first call and at any later one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.masked import masked_tensor
+
+from funcamp import JitStep, jit
+from tests.helpers import assert_same
+
+
+class Named(Tensor):
+    """A subclass with memory of its own."""
+
+
+class Wrapper(Tensor):
+    """A subclass without: what torch.compile would have to take apart."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        made: Wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.held = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        unwrap = torch.utils._pytree.tree_map_only(Wrapper, lambda leaf: leaf.held, (args, kwargs or {}))
+        return func(*unwrap[0], **unwrap[1])
+
+
+KINDS: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "sparse": (lambda: torch.eye(2).to_sparse(), "must be strided; got layout torch.sparse_coo"),
+    "csr": (lambda: torch.eye(2).to_sparse_csr(), "must be strided; got layout torch.sparse_csr"),
+    "mkldnn": (lambda: torch.eye(2).to_mkldnn(), "must be strided; got layout torch._mkldnn"),
+    "masked": (lambda: masked_tensor(torch.eye(2), torch.eye(2) > 0), "must be a plain tensor; got a MaskedTensor"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]), "must be .*; got a nested tensor"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged),
+        "must be a plain tensor; got a NestedTensor",
+    ),
+    "subclass": (lambda: torch.eye(2).as_subclass(Named), r"must be a plain tensor; got a Named: pass .*as_subclass"),
+    "wrapper": (lambda: Wrapper(torch.eye(2)), "must be a plain tensor; got a Wrapper"),
+    "quantized": (
+        lambda: torch._empty_affine_quantized((2, 2), scale=1.0, zero_point=0, dtype=torch.qint8),
+        "quantized",
+    ),
+    "meta": (lambda: torch.ones(2, 2, device="meta"), "must be a tensor of numbers; got a meta one"),
+}
+WARNINGS = ("ignore:.*(beta state|prototype stage|quantiz)",)
+
+
+def add(state: Any, batch: Any) -> Any:
+    return {"a": state["a"] + batch["x"].sum()}, None
+
+
+def plain() -> dict[str, Tensor]:
+    return {"a": torch.zeros(2, 2)}
+
+
+@pytest.mark.filterwarnings(*WARNINGS)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_tensor_of_another_kind_is_refused_at_any_call(name: str) -> None:
+    make, message = KINDS[name]
+    leaf, run = make(), jit(add, backend="aot_eager")
+    state: Any = plain()
+    for _ in range(2):
+        with pytest.raises(TypeError, match=rf"jit: batch\['x'\] .*{message}"):
+            run(state, {"x": leaf})
+        with pytest.raises(TypeError, match=rf"jit: state\['a'\] .*{message}"):
+            run({"a": leaf}, {"x": torch.eye(2)})
+        state, _ = run(state, {"x": torch.eye(2)})
+    assert_same(state["a"], torch.full((2, 2), 4.0))
+    assert run.programs == 1
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_parameter_is_a_tensor(later: bool) -> None:
+    run, state = jit(add, backend="aot_eager"), plain()
+    if later:
+        state, _ = run(state, {"x": torch.zeros(2, 2)})
+    state, _ = run(state, {"x": torch.nn.Parameter(torch.eye(2))})
+    assert_same(state["a"], torch.full((2, 2), 2.0))
+    assert not state["a"].requires_grad
+    assert run.programs == 1
+
+
+def test_a_compiled_step_inside_another_says_what_to_do() -> None:
+    inner = jit(add, backend="aot_eager")
+    state, _ = inner(plain(), {"x": torch.eye(2)})  # compiled before, too
+    for used in (inner, jit(add, backend="aot_eager")):
+
+        def calls(state: Any, batch: Any, used: JitStep = used) -> Any:
+            return used(state, batch)
+
+        outer = jit(calls, backend="aot_eager")
+        with pytest.raises(RuntimeError, match=r"jit: jit\(.*add.*\) must be called .* not inside another jit"):
+            outer(plain(), {"x": torch.eye(2)})
+    state, _ = inner(state, {"x": torch.eye(2)})
+    assert_same(state["a"], torch.full((2, 2), 4.0))
+
+
+def test_a_compiled_step_inside_a_transform_says_what_to_do() -> None:
+    run = jit(add, backend="aot_eager")
+    run(plain(), {"x": torch.ones(2)})
+    with pytest.raises(RuntimeError, match=r"not inside .* a transform of torch\.func"):
+        torch.vmap(lambda row: run(plain(), {"x": row})[0])(torch.ones(3, 2))
+
+
+def test_another_thread_may_run_while_one_compiles() -> None:
+    other, seen = jit(add, backend="aot_eager"), []
+    state, _ = other(plain(), {"x": torch.eye(2)})
+
+    def step(state: Any, batch: Any) -> Any:
+        return add(state, batch)
+
+    def beside(graph: Any, inputs: Any) -> Any:
+        thread = threading.Thread(target=lambda: seen.append(other(state, {"x": torch.eye(2)})[0]))
+        thread.start()
+        thread.join()
+        return graph
+
+    torch._dynamo.register_backend(beside, name="funcamp_beside")
+    jit(step, backend="funcamp_beside")(plain(), {"x": torch.eye(2)})
+    assert len(seen) == 1
+
+
+def test_copies_and_pickles_are_not_compiled_yet() -> None:
+    run = jit(add, backend="aot_eager", donate=False)
+    run(plain(), {"x": torch.eye(2)})
+    for other in (pickle.loads(pickle.dumps(run)), copy.deepcopy(run)):
+        assert isinstance(other, JitStep)
+        assert (repr(other), other.programs) == (repr(run), 0)
+        before = plain()
+        other(before, {"x": torch.eye(2)})
+        assert before["a"].sum() == 0  # the options too
+
+
+def test_a_step_that_cannot_be_pickled_is_named() -> None:
+    def local(state: Any, batch: Any) -> Any:
+        return state, batch
+
+    with pytest.raises((AttributeError, pickle.PicklingError), match="local"):
+        pickle.dumps(jit(local))

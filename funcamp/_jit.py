@@ -33,7 +33,10 @@ def jit(
         step: `(state, batch) -> (state, metrics)`, pure, any pytrees of tensors; the state it returns has the
             structure, shapes, dtypes and devices of the one it takes. `make_train_step` makes one.
         donate: consume the state passed in: the call returns the same object, with the new values in it. `clone` a
-            state first to keep it. False leaves it alone and allocates the new one.
+            state first to keep it. False leaves it alone and allocates the new one. Only memory that torch allocated
+            for this process is written: the first call copies a leaf over other memory (numpy, a memory map, DLPack,
+            a file that `torch.load` read, shared memory), or that shares memory with another leaf or with a tensor
+            that step reads of its own. A part of the batch in the state's memory is read before it is written.
         capture: on CUDA, capture into a graph; the first call warms up on clones. Elsewhere it plays no part.
         unroll: steps in a call; every tensor of the batch holds that many along its first dimension, and metrics come
             back stacked. In one graph on CUDA. None for one step and no such dimension.

@@ -119,12 +119,10 @@ class JitStep:
                 program, results = self._compile(key, owned, batch, given)
             owned = self._owned or owned
         else:
-            given = arranged(given, program.layouts, owned.memory)
-            results = (
-                program.run(given)
-                if isinstance(program.run, _capture.Captured)
-                else self._run(program.run, owned, given)
-            )
+            if isinstance(program.run, _capture.Captured):  # it copies the batch before it writes
+                results = program.run(arranged(given, program.layouts, None))
+            else:
+                results = self._run(program.run, owned, arranged(given, program.layouts, owned.memory))
         self._last = key
         metrics, first = list(program.outline.constants), len(results) - len(program.outline.tensors)
         for index, value in zip(program.outline.tensors, results[first:]):

@@ -150,11 +150,11 @@ class Layout(NamedTuple):
     """Bytes from the first to the last."""
 
 
-def arranged(batch: list[Tensor], layouts: list[Layout], memory: Memory) -> list[Tensor]:
+def arranged(batch: list[Tensor], layouts: list[Layout], memory: Memory | None) -> list[Tensor]:
     """A batch as a program was compiled for it: its layouts, nothing in memory that will be written, no grad."""
     return [
         leaf
-        if leaf.stride() == stride and memory.is_free(leaf.data_ptr(), extent) and not _lazy(leaf)
+        if leaf.stride() == stride and (memory is None or memory.is_free(leaf.data_ptr(), extent)) and not _lazy(leaf)
         else _laid_out(leaf.detach(), stride)
         for leaf, (stride, extent) in zip(batch, layouts)
     ]

@@ -127,6 +127,26 @@ def test_another_state_and_a_batch_over_the_memory_of_the_last_one(name: str, co
     assert_same((state["a"], found), (torch.arange(4.0), torch.arange(4.0).flip(0)))
 
 
+@pytest.mark.parametrize("name", ALIASES)
+def test_steps_in_one_call_and_a_batch_over_the_memory_of_the_state(name: str, compiled: Callable[..., Any]) -> None:
+    run = compiled(lambda state, batch: ({"a": state["a"] + batch.sum()}, None), unroll=2)
+    state, _ = run({"a": torch.arange(4.0)}, torch.zeros(2, 2))
+    state, _ = run(state, ALIASES[name](state["a"]).view(2, 2))
+    assert_same(state["a"], torch.arange(4.0) + 6)
+
+
+def test_a_state_that_no_one_holds_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_capture, "graphs_for", lambda device: StandIn())
+    run, kept = jit(replaced, backend="aot_eager"), []
+    run({"a": torch.zeros(4)}, torch.arange(4.0))
+    monkeypatch.setattr(Tensor, "set_", lambda *args: kept.append(args))
+    held, _ = run({"a": torch.ones(4)}, torch.arange(4.0))
+    assert not kept
+    run({"a": torch.ones(4)}, torch.arange(4.0))
+    assert len(kept) == 1
+    assert held is not None
+
+
 def test_a_batch_partly_over_the_memory_of_the_state(compiled: Callable[..., Any]) -> None:
     run, memory = compiled(lambda state, batch: ({"a": state["a"] + batch.flip(0)}, None)), torch.arange(6.0)
     state, _ = run({"a": memory[1:5]}, torch.zeros(4))

@@ -41,14 +41,6 @@ def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.
     return grads
 
 
-def joined(flags: list[Tensor], device: torch.device | None) -> Tensor:
-    """One flag of several, 1.0 or 0.0, on a device; by default the first one's."""
-    found = flags[0] if device is None else flags[0].to(device, non_blocking=True)
-    for flag in flags[1:]:
-        found = torch.maximum(found, flag.to(found.device, non_blocking=True))
-    return found
-
-
 def unscale(grads: list[Tensor], inv_scale: Tensor, *, grows: bool = True) -> Tensor:
     """Multiply gradients on one device in place; return the flag, float32, shape (), 1.0 or 0.0.
 

@@ -15,7 +15,7 @@ from funcamp import _foreach
 from funcamp._held_scaler import HeldScaler, per_optimizer
 from funcamp._rulebook import state_type
 from funcamp._rules import widen
-from funcamp._select import Flags, Made, is_watched, obstacle, read, select
+from funcamp._select import Flags, Made, is_watched, joined, make_state, obstacle, read, select, with_grads
 from funcamp._select_compiled import select_compiled
 from funcamp._update import update
 
@@ -28,8 +28,8 @@ class GradScaler(HeldScaler):
     by selection: its parameters and state are copied before and chosen after. That is more memory traffic, and a launch
     a tensor, where a host read would stall the device once: prefer fused=True, or skip="host". What selection could not
     put back is read for, as torch does: an optimizer of another class, hooks or a `step` put in place of the class's
-    (unless skip="select" asks for them to see a step that is put back), parameters that are tensor subclasses, counters
-    on the host (Adam on a GPU without capturable=True).
+    (unless skip="select" asks for them to see a step that is put back), a closure, parameters that are tensor
+    subclasses or sparse, counters on the host (Adam on a GPU without capturable=True), a momentum of sparse gradients.
 
     Under `torch.compile(fullgraph=True)` with `torch._dynamo.config.trace_autograd_ops = True` the loop is one graph,
     the selection a part of the optimizer's kernels, for torch.optim's classes without hooks; without fullgraph another
@@ -82,6 +82,12 @@ class GradScaler(HeldScaler):
         """
         if not self._enabled:
             return outputs
+        if self._takes_as_is:
+            warnings.warn(
+                "GradScaler.scale: it is called in the closure of step(), whose gradients are taken as they are: "
+                "unscale them in the closure, or give it the loss that is not scaled",
+                stacklevel=2,
+            )
         if isinstance(outputs, Tensor):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
@@ -120,12 +126,17 @@ class GradScaler(HeldScaler):
 
         No sync; with skip="host", and for an optimizer that keeps Python numbers or tensors on the host, the flag is
         read; so it is at a first step that makes state which selection cannot make in advance (a momentum with
-        dampening, a class of your own). Returns what `optimizer.step(*args, **kwargs)` returned: None where it was not
-        called, or is compiled.
+        dampening or of a 16-bit parameter, Rprop, ASGD, a class of your own).
+
+        A closure is given by position, and not called in a skipped step. Its gradients are taken as they are, so that
+        `scale` warns if it is called there; those of a fused optimizer are divided by the scale, unless `unscale_` was
+        called, and not checked.
+
+        Returns what `optimizer.step(*args, **kwargs)` returned: None where it was not called, or is compiled.
 
         Raises:
-            AssertionError: `scale` was not called before, or no parameter has a gradient.
-            RuntimeError: it was called for this optimizer since the last `update`; a closure is given.
+            AssertionError: `scale` was not called before; no parameter has a gradient, or none had one at `unscale_`.
+            RuntimeError: it was called for this optimizer since the last `update`; closure is given by name.
             ValueError: a gradient is float16, without allow_fp16.
         """
         if not self._enabled:
@@ -133,20 +144,27 @@ class GradScaler(HeldScaler):
                 select_compiled(optimizer, None)
                 return None
             return optimizer.step(*args, **kwargs)
-        if "closure" in kwargs or any(callable(arg) for arg in args):
+        if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._check_scale_growth_tracker("step")
         noted = self._per_optimizer_states[id(optimizer)]
         if noted["stage"] is Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and not torch.compiler.is_dynamo_compiling():
-            result = self._fused_step(optimizer, noted, *args, **kwargs)
-        else:
-            if noted["stage"] is Stage.READY:
-                self.unscale_(optimizer)
-            if len(noted["found_inf_per_device"]) == 0:
-                raise AssertionError("No inf checks were recorded for this optimizer.")
-            result = self._maybe_opt_step(optimizer, noted, *args, **kwargs)
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and not torch.compiler.is_dynamo_compiling()
+        if _given(args, kwargs):
+            self._takes_as_is = not fused or noted["stage"] is Stage.UNSCALED
+        try:
+            if fused:
+                result = self._fused_step(optimizer, noted, *args, **kwargs)
+            else:
+                if noted["stage"] is Stage.READY:
+                    self.unscale_(optimizer)
+                if len(noted["found_inf_per_device"]) == 0:
+                    raise AssertionError("No inf checks were recorded for this optimizer.")
+                result = self._maybe_opt_step(optimizer, noted, *args, **kwargs)
+        finally:
+            if _given(args, kwargs):
+                self._takes_as_is = False
         noted["stage"] = Stage.STEPPED
         return result
 
@@ -164,7 +182,7 @@ class GradScaler(HeldScaler):
             flag for noted in self._per_optimizer_states.values() for flag in noted["found_inf_per_device"].values()
         ]
         if flags:
-            self._found_inf = _foreach.joined(flags, scale.device)
+            self._found_inf = joined(flags, scale.device)
         if new_scale is not None:
             self._set_scale(scale, new_scale)
         elif not flags:
@@ -207,6 +225,7 @@ class GradScaler(HeldScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> Flags:
         grads = _foreach.by_device(optimizer, allow_fp16)
+        inv_scale = inv_scale.reshape(())
         grows = self._may_grow(inv_scale)
         with torch.no_grad():
             return {
@@ -238,19 +257,21 @@ class GradScaler(HeldScaler):
         flags: Flags = optimizer_state["found_inf_per_device"]
         if torch.compiler.is_dynamo_compiling():
             if self._compiles(optimizer, args, kwargs):
-                select_compiled(optimizer, _foreach.joined(list(flags.values()), None) != 0)
+                select_compiled(optimizer, joined(list(flags.values()), None) != 0)
                 return None
             torch._dynamo.graph_break(
                 msg="GradScaler.step compiles where optimizer is of a class of torch.optim's own that keeps to the "
                 "device, its step has no argument, hook or replacement, and skip is not 'host'"
             )
-        reads = all(device.type == "cpu" for device in flags) or (obstacle(optimizer) is None and is_watched(optimizer))
-        if self._skip == "host" or (self._skip is None and reads):
+        given = _given(args, kwargs)
+        watched = obstacle(optimizer) is None and (is_watched(optimizer) or given)
+        if self._skip == "host" or (self._skip is None and (watched or all(d.type == "cpu" for d in flags))):
             return None if read(flags) else optimizer.step(*args, **kwargs)
-        return select(optimizer, flags, lambda: optimizer.step(*args, **kwargs))
+        reason = "step is given a closure, which a skipped step must not call" if given else None
+        return select(optimizer, flags, lambda: optimizer.step(*args, **kwargs), reason)
 
     def _compiles(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
-        plain = not (args or kwargs) and self._skip != "host"
+        plain = not _given(args, kwargs) and self._skip != "host"
         return plain and obstacle(optimizer) is None and not is_watched(optimizer)
 
     def _fused_step(self, optimizer: Any, noted: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -268,16 +289,28 @@ class GradScaler(HeldScaler):
         unscaled = noted["stage"] is Stage.UNSCALED
         if not unscaled:
             self._check_inf_per_device(optimizer)
+        flags: Flags = noted["found_inf_per_device"]
+        if not flags and (with_grads(optimizer) or _given(args, kwargs)):
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer: unscale_() or step() must be called after backward(); "
+                "there was no gradient when it was called, so those that are there now would be taken scaled."
+            )
+        made = None
+        if isinstance(optimizer, torch.optim.SGD):  # no other writes a first state in a step that it skips
+            make_state(optimizer)
+            made = Made(optimizer)
         given = getattr(optimizer, "grad_scale", None)
         optimizer.grad_scale = given if unscaled else (scale if given is None else scale * given)
-        optimizer.found_inf = _foreach.joined(
-            list(noted["found_inf_per_device"].values()) or [torch.zeros_like(scale)], scale.device
-        )
-        made = Made(optimizer) if isinstance(optimizer, torch.optim.SGD) else None
+        optimizer.found_inf = joined(list(flags.values()) or [torch.zeros_like(scale)], scale.device)
         try:
             result = optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-        if made is not None:
-            made.remove(noted["found_inf_per_device"])
+        if made is not None and made.added() and read(flags):
+            made.remove()
         return result
+
+
+def _given(args: Any, kwargs: Any) -> bool:
+    """Whether a step is given an argument: None is none, which Accelerate passes."""
+    return any(value is not None for value in (*args, *kwargs.values()))

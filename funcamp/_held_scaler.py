@@ -32,6 +32,9 @@ def per_optimizer() -> dict[str, Any]:
 class HeldScaler(torch.amp.GradScaler):
     """`GradScaler` without its iteration."""
 
+    _takes_as_is = False
+    """Whether a closure runs, whose gradients nothing will unscale."""
+
     def __init__(
         self,
         device: str = "cuda",

@@ -30,6 +30,14 @@ _KNOWN = (
 _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
+def joined(flags: list[Tensor], device: torch.device | None) -> Tensor:
+    """One flag of several, 1.0 or 0.0, on a device; by default the first one's."""
+    found = flags[0] if device is None else flags[0].to(device, non_blocking=True)
+    for flag in flags[1:]:
+        found = torch.maximum(found, flag.to(found.device, non_blocking=True))
+    return found
+
+
 def read(flags: Flags) -> bool:
     """Whether any flag is set, on the host: waits for the device."""
     return any(bool(flag != 0) for flag in flags.values())
@@ -60,85 +68,146 @@ def is_watched(optimizer: Any) -> bool:
     )
 
 
-def select(optimizer: Any, flags: Flags, step: Callable[[], Any]) -> Any:
-    """Call `step`, which steps the optimizer, and undo it where a flag is set; return what it returned.
+def select(optimizer: Any, flags: Flags, step: Callable[[], Any], reason: str | None = None) -> Any:
+    """Call `step`, which steps the optimizer, and undo it if a flag is set; return what it returned.
 
-    Where there is an obstacle the flag is read on the host instead, with a warning once an optimizer.
+    If there is an obstacle the flag is read on the host instead, with a warning once an optimizer. An error of a step
+    that is undone is not raised: torch does not take that step.
+
+    Args:
+        optimizer: the optimizer.
+        flags: found_inf for every device that holds gradients.
+        step: its step.
+        reason: an obstacle that the caller knows of.
 
     Raises:
         RuntimeError: the flag would be read while a CUDA graph is being captured.
     """
-    reason = obstacle(optimizer)
-    if reason is None:
-        made = Made(optimizer)
-        changing = [*made.params, *(v for entry in made.entries for v in entry.values() if isinstance(v, Tensor))]
-        reason = _obstacle_of_tensors(optimizer, made.params)
+    params = with_grads(optimizer)
+    reason = reason or obstacle(optimizer) or _obstacle_of_tensors(optimizer, params) or make_state(optimizer)
     if reason is not None:
         _warn(optimizer, reason)
         return None if read(flags) else step()
-    with torch.no_grad():
-        kept = [torch.empty_like(tensor) for tensor in changing]
-        torch._foreach_copy_(kept, changing)
+    made = Made(optimizer)
+    entries = [optimizer.state[param] for param in params if param in optimizer.state]
+    changing = [*params, *(value for entry in entries for value in entry.values() if isinstance(value, Tensor))]
+    if _writes_grads(optimizer):
+        changing += [param.grad for param in params if not param.grad.is_sparse]
+    kept = [torch.empty_like(tensor) for tensor in changing]
+    if changing:
+        with torch.no_grad():
+            torch._foreach_copy_(kept, changing)
     try:
         return step()
+    except Exception:
+        if not read(flags):
+            raise
+        return None
     finally:
         with torch.no_grad():
-            found = {device: flag != 0 for device, flag in flags.items()}
+            found = joined(list(flags.values()), None) != 0
+            on = {device: found.to(device, non_blocking=True) for device in {tensor.device for tensor in changing}}
             for tensor, old in zip(changing, kept):
-                torch.where(found[tensor.device], old, tensor, out=tensor)
-        made.remove(flags)
+                torch.where(on[tensor.device], old, tensor, out=tensor)
+        if made.added() and read(flags):
+            made.remove()
+
+
+def with_grads(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The parameters that a step would change."""
+    return [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
 
 
 def _obstacle_of_tensors(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> str | None:
+    name = type(optimizer).__name__
     for param in params:
         if type(param) not in (Tensor, torch.nn.Parameter):
             return f"a parameter is a {type(param).__name__}"
+        if param.layout != torch.strided:
+            return "a parameter is sparse"
         for value in optimizer.state.get(param, {}).values():
             if isinstance(value, Tensor) and value.device != param.device:
-                return f"{type(optimizer).__name__} keeps tensors on the host (capturable=True or fused=True does not)"
+                return f"{name} keeps tensors on the host (capturable=True or fused=True does not)"
+            if isinstance(value, Tensor) and value.layout != torch.strided:
+                return f"{name} keeps sparse tensors, whose sizes follow from the gradients"
     return None
 
 
+def _writes_grads(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step may write into the gradients: SGD's with foreach=True, which adds the momentum into them."""
+    return type(optimizer) is torch.optim.SGD and any(group["nesterov"] for group in optimizer.param_groups)
+
+
 class Made:
-    """The state an optimizer has before a step, so that what the step makes can be told from it and removed."""
+    """The state of an optimizer at one time, so that what is added later can be found and removed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        _make_state(optimizer, self.params)
-        self.entries = [optimizer.state[param] for param in self.params if param in optimizer.state]
-        self._names = [{name for name, value in entry.items() if value is not None} for entry in self.entries]
-        self._state = optimizer.state
+        self._state: Any = optimizer.state
+        self._names = {param: self._given(entry) for param, entry in self._state.items()}
 
-    def remove(self, flags: Flags) -> None:
-        """Remove what the step made, if it made anything and a flag is set: only then is the flag read."""
-        made: list[tuple[Any, Any]] = [
-            (entry, name)
-            for entry, names in zip(self.entries, self._names)
-            for name, value in entry.items()
-            if value is not None and name not in names
-        ]
-        known = {id(entry) for entry in self.entries}
-        made += [(self._state, p) for p in self.params if p in self._state and id(self._state[p]) not in known]
-        if made and read(flags):
-            for place, name in made:
-                del place[name]
+    @staticmethod
+    def _given(entry: Any) -> set[str]:
+        return {name for name, value in entry.items() if value is not None} if isinstance(entry, dict) else set()
+
+    def added(self) -> list[tuple[Any, Any]]:
+        """What was added: the dict that holds it, and its key."""
+        found = []
+        for param, entry in self._state.items():
+            if param not in self._names:
+                found.append((self._state, param))
+            else:
+                found += [(entry, name) for name in self._given(entry) - self._names[param]]
+        return found
+
+    def remove(self) -> None:
+        """Remove what was added."""
+        for place, name in self.added():
+            del place[name]
 
 
-def _make_state(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
-    """Make the state that the first step of a known class would begin with, so that it can be selected."""
-    if type(optimizer) not in _KNOWN or all(optimizer.state.get(param) for param in params):
-        return
+def make_state(optimizer: torch.optim.Optimizer) -> str | None:
+    """Make the state that a first step begins with, so that it can be selected.
+
+    Only of a class whose first state does not depend on its hyperparameters, which may change before the first step
+    that is applied: Rprop and ASGD store the learning rate.
+
+    Returns:
+        None, or why a step from this state could not be undone; then nothing is made.
+    """
+    params = with_grads(optimizer)
+    if type(optimizer) not in _KNOWN or type(optimizer) in (torch.optim.Rprop, torch.optim.ASGD):
+        return None
+    if all(optimizer.state.get(param) for param in params):
+        return None
+    made = Made(optimizer)
+    try:
+        _init_groups(optimizer)
+    except Exception as error:
+        reason: str | None = str(error)  # which the step raises, unless it is skipped
+    else:
+        reason = _obstacle_of_tensors(optimizer, params)
+    if reason is not None:
+        made.remove()
+    return reason
+
+
+def _init_groups(optimizer: torch.optim.Optimizer) -> None:
     init_group = optimizer._init_group  # type: ignore[attr-defined]
     lists = len(inspect.signature(init_group).parameters) - 1
     with torch.no_grad():
         for group in optimizer.param_groups:
             init_group(group, *([] for _ in range(lists)))
             if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
-                # its first buffer is the gradient itself, which a later step makes of zeros; the fused kernel, where
-                # the first step is skipped, leaves uninitialized memory in it
+                # Its first buffer is the gradient itself, which a later step makes of -0.0, to which any number can be
+                # added, -0.0 too. The fused kernel, if the first step is skipped, leaves uninitialized memory in it.
+                # Narrow types are left out: on a CPU torch's foreach=True rounds the momentum itself to bfloat16, but
+                # only if every parameter has a buffer, so that making one would change the others.
                 for param in group["params"]:
-                    if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
-                        optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
+                    grad, state = param.grad, optimizer.state[param]
+                    if grad is None or grad.is_sparse or grad.dtype.itemsize < 4:
+                        continue
+                    if state.get("momentum_buffer") is None:
+                        state["momentum_buffer"] = torch.zeros_like(grad).neg_()
 
 
 def _warn(optimizer: torch.optim.Optimizer, reason: str) -> None:

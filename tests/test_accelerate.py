@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import itertools
@@ -223,13 +222,17 @@ def test_scaler_set_after_prepare_is_not_the_optimizers() -> None:
         run.optimizer.step()
 
 
-def test_closure_is_refused_where_torch_would_take_the_step_with_scaled_gradients() -> None:
-    # Accelerate passes it by position, where torch's scaler does not look
-    called: list[type[Scaler]] = []
+def test_closure_that_accelerate_passes_by_position_is_taken_as_by_torch() -> None:
+    results = []
     for make in (Scaler, funcamp.GradScaler):
-        run = Run(make("cpu", init_scale=1.0))
+        run = Run(make("cpu", init_scale=4.0))
         run.accelerator.backward(run.model(torch.ones(SIZE, 4)).mean())
-        refuses = pytest.raises(RuntimeError, match="Closure use is not currently supported")
-        with contextlib.nullcontext() if make is Scaler else refuses:
-            run.optimizer.step(functools.partial(called.append, make))
-    assert called == [Scaler]
+
+        def closure(run: Run = run) -> float:
+            for param in run.model.parameters():
+                param.grad = torch.ones_like(param)
+            return 1.0
+
+        run.optimizer.step(closure)
+        results.append([param.detach() for param in run.model.parameters()])
+    assert_same(*results)

@@ -23,7 +23,7 @@ import funcamp
 from funcamp import GradScaler, ScalerConfig, _foreach, init, update
 from funcamp._optim_run import _as_if_compiling
 from funcamp._select import is_watched
-from tests.helpers import assert_same
+from tests.helpers import assert_same, clone
 
 Optimizers = Callable[[list[Tensor]], torch.optim.Optimizer]
 
@@ -464,11 +464,82 @@ def test_float16_gradients_are_unscaled_in_float32_if_asked() -> None:
     assert scaler.metrics().found_inf == 1.0
 
 
-def test_positional_closure_is_refused() -> None:
-    scaler = GradScaler("cpu")
-    scaler.scale(torch.zeros(()))
-    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-        scaler.step(_no_params(), lambda: 1.0)
+MODES = [None, "host", "select"]
+
+
+@pytest.mark.parametrize("skip", MODES)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "AdamW fused"])
+@pytest.mark.filterwarnings("ignore:GradScaler.step. a skipped step cannot be undone.*given a closure:UserWarning")
+def test_positional_closure_follows_torch(name: str, skip: Any) -> None:
+    """Called unless the step is skipped: a fused optimizer's always."""
+    seen = []
+    for scaler in (make(GradScaler, skip=skip), make(torch.amp.GradScaler)):
+        loop, returned = Loop(scaler, name), []
+        (optimizer,) = loop.optimizers
+
+        def closure(loop: Loop = loop) -> float:
+            for param in loop.params:
+                param.grad = torch.full_like(param, 0.5)
+            return 7.0
+
+        for overflow in (True, False, True):
+            for param, grad in zip(loop.params, grads_for(loop.params, random.Random(0), overflow)):
+                param.grad = grad
+            returned.append(scaler.step(optimizer, closure))
+            scaler.update()
+        seen.append((returned, loop.state()[0], scaler.state_dict(), [param.grad for param in loop.params]))
+    assert_same(*seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "unscale", "warns"),
+    [("SGD", False, True), ("SGD", True, True), ("AdamW fused", False, False), ("AdamW fused", True, True)],
+)
+def test_a_closure_that_scales_is_warned_of_where_nothing_unscales_it(name: str, unscale: bool, warns: bool) -> None:
+    loop = Loop(make(GradScaler), name)
+    (optimizer,) = loop.optimizers
+
+    def closure() -> None:
+        loop.scaler.scale(loop.params[0].sum()).backward()
+
+    for param in loop.params:
+        param.grad = torch.ones_like(param)
+    if unscale:
+        loop.scaler.unscale_(optimizer)
+    with pytest.warns(UserWarning, match="called in the closure of step") if warns else contextlib.nullcontext():
+        loop.scaler.step(optimizer, closure)
+    loop.scaler.update()
+    loop.scaler.scale(torch.zeros(()))
+
+
+@pytest.mark.parametrize("skip", MODES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_unscaling_before_backward_raises_at_the_step(name: str, skip: Any) -> None:
+    """As torch, which says "'int' object has no attribute 'device'" of a fused optimizer."""
+    loop = Loop(make(GradScaler, skip=skip), name)
+    (optimizer,) = loop.optimizers
+    loop.scaler.unscale_(optimizer)
+    for param in loop.params:
+        param.grad = torch.ones_like(param)
+    before = clone(loop.state()[:2])
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+            loop.scaler.step(optimizer)
+        assert_same(loop.state()[:2], before)
+    assert not hasattr(optimizer, "grad_scale")
+
+
+def test_fused_optimizer_without_gradients_does_nothing() -> None:
+    for cls in (GradScaler, torch.amp.GradScaler):
+        loop = Loop(make(cls), "AdamW fused", "SGD")
+        fused, other = loop.optimizers
+        for param in other.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        loop.scaler.unscale_(fused)
+        loop.scaler.step(fused)
+        loop.scaler.step(other)
+        loop.scaler.update()
+        assert not fused.state
 
 
 @pytest.mark.parametrize(

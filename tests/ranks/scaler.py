@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -215,3 +217,39 @@ def an_overflow_on_one_rank_alone_skips_on_all() -> None:
         seen = train(wrapped, scaler, mine, poison=lambda step: step == 3 and rank() == 1)
         assert [skipped for _, skipped in seen] == [step == 3 for step in range(STEPS)]
         assert scaler.get_scale() == 2.0
+
+
+@case(2, 4)
+def upstreams_own_case_of_fsdp2() -> None:
+    """pytorch/pytorch, test_fully_shard_grad_scaler.py: its asserts, on one mesh and, of four ranks, on two."""
+    meshes = [init_device_mesh("cpu", (world(),))]
+    if world() == 4:
+        meshes.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    modes: tuple[Any, ...] = (None, "host", "select")
+    for mesh, has_inf, skip in itertools.product(meshes, (True, False), modes):
+        wrapped = model()
+        if mesh.ndim == 2:
+            parallelize_module(wrapped, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for layer in wrapped:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh["dp"] if mesh.ndim == 2 else mesh)
+        adam = torch.optim.Adam(wrapped.parameters(), lr=1e-2)
+        scaler = funcamp.GradScaler("cpu", init_scale=2.0, skip=skip)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+            scaler.scale(wrapped(batch(0)[0]).sum()).backward()
+        grad: Any = next(wrapped.parameters()).grad
+        if has_inf and rank() == 1:
+            grad.to_local()[0, 0] = float("inf")
+        before = grad.to_local().clone()
+        scaler.unscale_(adam)
+        noted = scaler._per_optimizer_states[id(adam)]
+        assert [flag.item() for flag in noted["found_inf_per_device"].values()] == [float(has_inf)]
+        assert noted["stage"].name == "UNSCALED"
+        assert torch.equal(grad.to_local(), before * 0.5)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "GradScaler.step: a skipped step cannot be undone")
+            scaler.step(adam)
+        assert (not adam.state) == has_inf
+        scaler.update()
+        assert scaler.get_scale() == (1.0 if has_inf else 2.0)

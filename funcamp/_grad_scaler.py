@@ -126,7 +126,7 @@ class GradScaler(HeldScaler):
 
         No sync; with skip="host", and for an optimizer that keeps Python numbers or tensors on the host, the flag is
         read; so it is at a first step that makes state which selection cannot make in advance (a momentum with
-        dampening or of a 16-bit parameter, Rprop, ASGD, a class of your own).
+        dampening, Rprop, ASGD, parameters that are not float32, a class of your own).
 
         A closure is given by position, and not called in a skipped step. Its gradients are taken as they are, so that
         `scale` warns if it is called there; those of a fused optimizer are divided by the scale, unless `unscale_` was

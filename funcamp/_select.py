@@ -169,13 +169,17 @@ def make_state(optimizer: torch.optim.Optimizer) -> str | None:
     """Make the state that a first step begins with, so that it can be selected.
 
     Only of a class whose first state does not depend on its hyperparameters, which may change before the first step
-    that is applied: Rprop and ASGD store the learning rate.
+    that is applied: Rprop and ASGD store the learning rate. Only for float32 parameters: torch casts a state that is
+    loaded to its parameter's type, a product of NAdam too; and with foreach=True on a CPU it rounds the momentum itself
+    to bfloat16, but only if every parameter has a buffer, so that making one would change the others.
 
     Returns:
         None, or why a step from this state could not be undone; then nothing is made.
     """
     params = with_grads(optimizer)
     if type(optimizer) not in _KNOWN or type(optimizer) in (torch.optim.Rprop, torch.optim.ASGD):
+        return None
+    if any(param.dtype is not torch.float32 for param in params):
         return None
     if all(optimizer.state.get(param) for param in params):
         return None
@@ -200,11 +204,9 @@ def _init_groups(optimizer: torch.optim.Optimizer) -> None:
             if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
                 # Its first buffer is the gradient itself, which a later step makes of -0.0, to which any number can be
                 # added, -0.0 too. The fused kernel, if the first step is skipped, leaves uninitialized memory in it.
-                # Narrow types are left out: on a CPU torch's foreach=True rounds the momentum itself to bfloat16, but
-                # only if every parameter has a buffer, so that making one would change the others.
                 for param in group["params"]:
                     grad, state = param.grad, optimizer.state[param]
-                    if grad is None or grad.is_sparse or grad.dtype.itemsize < 4:
+                    if grad is None or grad.is_sparse:
                         continue
                     if state.get("momentum_buffer") is None:
                         state["momentum_buffer"] = torch.zeros_like(grad).neg_()

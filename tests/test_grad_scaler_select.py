@@ -150,6 +150,23 @@ def test_a_learning_rate_that_is_state_is_that_of_the_first_applied_step(cls: An
     same(lambda params: cls(params, lr=0.1), [torch.ones(2)], list(map(list, grads)), skip)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_state_that_is_saved_before_the_first_applied_step(dtype: torch.dtype) -> None:
+    """torch casts a state that is loaded, NAdam's product of momenta too, to its parameter's type."""
+    results = []
+    for scaler in (GradScaler("cpu", skip="select", **NUMBERS), torch.amp.GradScaler("cpu", **NUMBERS)):
+        weight = torch.nn.Parameter(torch.ones(2, dtype=dtype))
+        nadam = torch.optim.NAdam([weight], lr=0.1)
+        scaler.scale(torch.zeros(()))
+        for size in (math.inf, 4.0, 8.0):
+            weight.grad = torch.full_like(weight, size)
+            scaler.step(nadam)
+            scaler.update()
+            nadam.load_state_dict(nadam.state_dict())
+        results.append((weight.detach(), dict(nadam.state[weight])))
+    assert_same(*results)
+
+
 @pytest.mark.parametrize("skip", MODES)
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -156,7 +156,7 @@ def test_a_batch_partly_over_the_memory_of_the_state(compiled: Callable[..., Any
     assert_same(state["a"], expected)
 
 
-@pytest.mark.parametrize("name", ["numpy", "dlpack", "data"])
+@pytest.mark.parametrize("name", ALIASES)
 def test_a_tensor_that_the_step_reads_over_the_memory_of_the_state(name: str, compiled: Callable[..., Any]) -> None:
     start = torch.arange(4.0)
     anchor = ALIASES[name](start)

@@ -131,15 +131,9 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
         if asked or (isinstance(error, RuntimeError) and any(text in str(error) for text in _ASKED)):
             raise HostError(f"{READS}; {in_traceback(error)} does: {INSTEAD}") from None
         raise
+    _refuse_gradients(module)
     watch.settle(plain)
     captured = _lift(module)
-    for leaf in captured:
-        if isinstance(leaf.grad, FakeTensor):
-            leaf.grad = None
-            raise RuntimeError(
-                "jit: step must not call backward() on tensors of its own, whose .grad only this trace would see; "
-                "take torch.autograd.grad, or gradients with respect to the state"
-            )
     with fake:
         examples += [fake.from_tensor(leaf.detach()) for leaf in captured]
     return Graph(module, examples, captured, wrappers, outlines[0], any([*around, *wrappers]))
@@ -196,6 +190,17 @@ def _fresh_casts() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+
+
+def _refuse_gradients(module: torch.fx.GraphModule) -> None:
+    for node in module.graph.find_nodes(op="get_attr"):
+        leaf = getattr(module, str(node.target))
+        if isinstance(leaf, Tensor) and leaf.is_leaf and isinstance(leaf.grad, FakeTensor):
+            leaf.grad = None
+            raise RuntimeError(
+                "jit: step must not call backward() on tensors of its own, whose .grad only this trace would see; "
+                f"got {_tree.describe(leaf)}: take torch.autograd.grad, or gradients with respect to the state"
+            )
 
 
 def _lift(module: torch.fx.GraphModule) -> list[Tensor]:
@@ -330,7 +335,15 @@ class _Watch(TorchDispatchMode):
                 for other in self._tracer.graph.nodes:
                     if other in needed and other not in values:
                         values[other] = _value(other, self._tracer.root, values)
-            torch.utils.swap_tensors(kept, values[node].clone())  # type: ignore[no-untyped-call]
+            try:
+                torch.utils.swap_tensors(kept, values[node].clone())  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                if failed:
+                    continue
+                raise RuntimeError(
+                    f"jit: step must not keep {_tree.describe(kept)} in Python where torch refers to it too ({error}); "
+                    "return it in the metrics instead"
+                ) from None
         if fixed:
             _log.warning(
                 "jit: Python keeps tensors of the step that follow from its arguments, and later calls will not change "

@@ -16,7 +16,7 @@ from funcamp._adafactor import Adafactor
 from funcamp._flat import collapse, expand
 from funcamp._hyper import evaluate
 from funcamp._optim_probe import Traits, probe
-from funcamp._optim_run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
+from funcamp._optim_run import LeafState, first_values, tensors_after, refuse_differentiation, run_step
 from funcamp._types import Tree
 
 
@@ -206,9 +206,9 @@ def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) ->
     """Make a torch.optim class pure.
 
     It gains `init(params) -> opt_state` and `update(params, grads, opt_state) -> (params, opt_state)`. The class's own
-    `step` runs on clones with its state set from opt_state, under torch.compile as under eager; nothing is rewritten,
-    nothing the caller holds is mutated. `capturable=True` is set where the class has it, so counters are tensors and no
-    step reads the host. Building it runs the class on a few numbers to learn how it keeps its state.
+    `step` runs on clones with its state set from opt_state, under torch.compile as under eager; nothing the caller
+    holds is mutated. Counters are tensors on the parameters' device, whatever `capturable` says, so no step reads the
+    host. No global state of torch is set: other threads may run optimizers of their own. Building it runs the class on a few numbers to learn how it keeps its state.
 
     Args:
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, Adafactor, RMSprop, ASGD, Rprop or
@@ -286,7 +286,7 @@ def _step(
         new, after, _ = run_step(
             optimizer._runs, traits.arguments, hyper, params, grads, start, writes_grads=traits.writes_grads
         )
-        return new, [narrow_counters(old, state, p) for p, state, old in zip(new, after, states)]
+        return new, [tensors_after(old, state, p) for p, state, old in zip(new, after, states)]
 
     if not traits.first_step_differs:
         return run(states)

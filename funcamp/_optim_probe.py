@@ -60,7 +60,7 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
         )
     dynamic = tuple(name for name, value in hyperparameters.items() if is_dynamic(value))
     arguments = {name: placeholder(value, name, accepted) for name, value in hyperparameters.items()}
-    for name, value in (("capturable", True), ("foreach", False), ("fused", None)):
+    for name, value in (("capturable", False), ("foreach", False), ("fused", None)):
         if name in accepted:
             arguments.setdefault(name, value)
     try:
@@ -128,7 +128,7 @@ def _observe(
     hyper = {name: stand_in(hyperparameters[name], arguments[name], "cpu") for name in dynamic}
 
     def run(states: list[dict[str, Any]] | None, given: list[Tensor]) -> Any:
-        return run_step(cls, arguments, hyper, params, given, states, writes_grads=False, widen=False)
+        return run_step(cls, arguments, hyper, params, given, states, writes_grads=False)
 
     untouched = cls([torch.zeros(2, 2)], **arguments).param_groups[0]
     versions = [grad._version for grad in grads]

@@ -1,22 +1,21 @@
 """Run one step of a torch.optim class on values: nothing the caller holds is written, nothing is read on the host.
 
-The class's own `step` runs, on clones, in an instance built for the purpose. Two things stand between it and purity:
-it may take a tensor for a number (`alpha=-lr`), which `_Pure` rewrites; and it asks torch.compiler.is_compiling whether
-it may keep its counters as tensors, which `_as_if_compiling` answers.
+The class's own `step` runs, on clones, in an instance built for the purpose. It reads tensors (`step.item()`) and takes
+tensors for numbers (`alpha=-lr`); `_Pure` rewrites both. The rewriting is local to the thread: no flag of torch is set.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from funcamp._branchless import ASGD, RAdam
+from funcamp._rules import widen
 from funcamp._tree import settled
 
 #: In-place calls of torch.optim without a batching rule; tests/test_upstream.py tells when one can go.
@@ -25,6 +24,15 @@ _UNBATCHED = ("addcdiv_", "addcmul_", "clamp_", "lerp_")
 #: A run of more tensors than this leaves scalars to the compiler, for one buffer for each would be too many; unless
 #: they have so many elements on average, on a CPU, where a power is computed anew for every 16 of them.
 _FEW, _LARGE = 16, 1024
+
+#: Where torch.optim takes capturable=True, and so keeps its counters on the device. Elsewhere `_Pure` keeps them there.
+_CAPTURABLE = ("cuda", "xpu", "hpu")
+
+#: Classes that elsewhere branch on a counter.
+_WITHOUT_BRANCH: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
+    torch.optim.ASGD: ASGD,
+    torch.optim.RAdam: RAdam,
+}
 
 #: What makes a scalar worth computing once; none of these returns a view.
 _ARITHMETIC = {
@@ -39,9 +47,10 @@ LeafState = dict[str, Tensor]
 class _Pure(TorchFunctionMode):
     """Runs the calls of torch.optim that are in the way of purity in an equal form.
 
-    Where alpha, value or fill_value is a tensor: torch's kernels take a number there, and would read the tensor. Where
-    an in-place call, or one with out=, has no batching rule but its functional twin has: vmap would loop or refuse.
-    With `settle`, scalars (bias corrections) are computed once and not for every element of a parameter.
+    `item` returns a float64 tensor instead of a Python float: the same arithmetic, without a read. Where alpha, value or
+    fill_value is a tensor: torch's kernels take a number there, and would read the tensor. Where an in-place call, or
+    one with out=, has no batching rule but its functional twin has: vmap would loop or refuse. With `settle`, scalars
+    (bias corrections) are computed once and not for every element of a parameter.
     """
 
     def __init__(self, settle: bool) -> None:
@@ -58,6 +67,8 @@ class _Pure(TorchFunctionMode):
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "item":
+            return widen(args[0]).clone()
         if isinstance(kwargs.get("alpha"), Tensor) and name in ("add", "add_", "sub", "sub_"):
             alpha, other = kwargs.pop("alpha"), args[1]
             if isinstance(other, Tensor):  # the kernel multiplies after promotion: Muon adds bfloat16 to float32
@@ -69,34 +80,14 @@ class _Pure(TorchFunctionMode):
             return base.add_(term) if name.endswith("_") else torch.add(base, term, **kwargs)
         if name == "full_like" and len(args) == 2 and isinstance(args[1], Tensor):
             return torch.zeros_like(args[0], **kwargs) + args[1].to(args[0].dtype)
+        if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            target, chosen, value = args  # Rprop's, by a mask of the same shape
+            return target.copy_(torch.where(chosen, value, target))
         if name in _UNBATCHED and torch._C._functorch.is_batchedtensor(args[0]):
             return args[0].copy_(getattr(torch.Tensor, name[:-1])(*args, **kwargs))
         if isinstance(kwargs.get("out"), Tensor) and torch._C._functorch.is_batchedtensor(kwargs["out"]):
             return kwargs.pop("out").copy_(func(*args, **kwargs))
         return func(*args, **kwargs)
-
-
-_flag_lock = threading.Lock()
-_flag = {"users": 0, "before": False}
-
-
-@contextlib.contextmanager
-def _as_if_compiling() -> Iterator[None]:
-    # torch.optim keeps counters as tensors (`_get_value`) and takes capturable=True on a CPU only while compiling.
-    # torch 2.13 has torch.compiler._compile_session_context for this; 2.11 has the flag alone. The flag is the
-    # process's: the last of several threads puts it back.
-    with _flag_lock:
-        if _flag["users"] == 0:
-            _flag["before"] = torch.compiler._is_compiling_flag
-        _flag["users"] += 1
-        torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        with _flag_lock:
-            _flag["users"] -= 1
-            if _flag["users"] == 0:
-                torch.compiler._is_compiling_flag = bool(_flag["before"])
 
 
 class Recorder(dict[str, Any]):
@@ -132,13 +123,8 @@ def as_tensor(value: Any, like: Tensor) -> Any:
     return value
 
 
-def _counter(name: str, value: Tensor) -> Tensor:
-    # On a CPU torch takes powers of the step in Python floats; elsewhere, by capturable=True, in float32.
-    return value.double() if name == "step" and value.device.type == "cpu" and value.is_floating_point() else value
-
-
-def narrow_counters(before: LeafState, after: dict[str, Any], like: Tensor) -> LeafState:
-    """The entries of a state after a step, in the dtypes that they had before it.
+def tensors_after(before: LeafState, after: dict[str, Any], like: Tensor) -> LeafState:
+    """The entries of a state after a step, as tensors, in the order that they had before it.
 
     Raises:
         ValueError: the step made entries that the state given lacks: it is another optimizer's.
@@ -147,11 +133,7 @@ def narrow_counters(before: LeafState, after: dict[str, Any], like: Tensor) -> L
         raise ValueError(
             f"update: opt_state must hold the entries that this optimizer keeps, {sorted(after)}; got {sorted(before)}"
         )
-    narrowed = {}
-    for name, value in before.items():
-        new = as_tensor(after[name], like)
-        narrowed[name] = new.to(value.dtype) if name == "step" else new
-    return narrowed
+    return {name: as_tensor(after[name], like) for name in before}
 
 
 def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
@@ -189,7 +171,6 @@ def run_step(
     states: list[LeafState] | None,
     *,
     writes_grads: bool = True,
-    widen: bool = True,
 ) -> tuple[list[Tensor], list[dict[str, Any]], torch.optim.Optimizer]:
     """One step of `cls(params, **arguments)`, its group updated with `hyper`, from the states given.
 
@@ -201,7 +182,6 @@ def run_step(
         grads: their gradients, same shapes; cast to the parameter's dtype.
         states: their states; None to start from nothing and record the first value of each entry (`Recorder`).
         writes_grads: whether the class writes into gradients, which are then cloned.
-        widen: whether the step counters given are float64 inside, on a CPU.
 
     Returns:
         New parameters, new states (`Recorder`s where states is None), and the instance that ran.
@@ -211,7 +191,10 @@ def run_step(
         for param, grad in zip(fresh, grads):
             grad = grad.detach().to(param.dtype)
             param.grad = grad.clone() if writes_grads else grad
-        optimizer = cls(fresh, **arguments)
+        capturable = fresh[0].device.type in _CAPTURABLE
+        if not capturable:
+            cls = _WITHOUT_BRANCH.get(cls, cls)
+        optimizer = cls(fresh, **(arguments | {"capturable": capturable} if "capturable" in arguments else arguments))
         optimizer.param_groups[0].update(hyper)
         made = optimizer.state  # torch 2.11's Adagrad fills it in its constructor
         optimizer.state = defaultdict(Recorder)
@@ -219,14 +202,13 @@ def run_step(
             if states is None:
                 optimizer.state[param].update(made.get(param, {}))
             elif states[index]:
-                given = states[index].items()
-                optimizer.state[param] = {
-                    name: _counter(name, value.clone()) if widen else value.clone() for name, value in given
-                }
+                optimizer.state[param] = {name: value.clone() for name, value in states[index].items()}
+        # Its error and its warning are about a user's own instance, on a device; this one lives for a step.
+        optimizer._cuda_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
         step = cls.step
         if getattr(step, "hooked", False):  # torch's wrapper for hooks and the profiler: neither has a place here
             step = step.__wrapped__  # type: ignore[attr-defined]
-        with _as_if_compiling(), _Pure(settle=_settles(fresh)):
+        with _Pure(settle=_settles(fresh)):
             step(optimizer)
     for param in fresh:
         param.grad = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from funcamp._optim import stateless
-from funcamp._optim_run import LeafState, first_values, narrow_counters, run_step
+from funcamp._optim_run import LeafState, first_values, tensors_after, run_step
 
 #: What torch.compile decides instead, and what is no argument of a class.
 _NONE = "<None>"
@@ -94,7 +94,7 @@ def _step(
             state = first_values(recorded, param, traits.starts_at_zero)
         before.append(state)
     new, after = run(params, grads, before)
-    return new, before, [narrow_counters(old, state, param) for old, state, param in zip(before, after, params)]
+    return new, before, [tensors_after(old, state, param) for old, state, param in zip(before, after, params)]
 
 
 def _sendable(value: Any) -> Any:

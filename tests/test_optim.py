@@ -1,7 +1,7 @@
 """`stateless(cls)` follows `cls` of torch.optim, in place and eager, over whole trajectories.
 
-Tolerance: 2e-7 of a leaf's norm, a float32 rounding or two: `capturable=True` folds the step size into the denominator.
-The classes in EXACT have no such term and must be bit-equal.
+Eager they must be bit-equal but for those in ROUNDED, compiled those in EXACT. Tolerance of the others: 2e-7 of a leaf's
+norm, a float32 rounding or two: torch's CPU adds a scaled gradient in one rounding, and a compiler may not.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ CASES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
 EXACT = {
     "SGD", "SGD-momentum", "SGD-nesterov", "SGD-dampening", "Adagrad", "Adadelta", "RMSprop", "Rprop", "Muon",
 }  # fmt: skip
+ROUNDED = {"ASGD", "Adafactor", "Adafactor-clipped"}
 STEPS = 12
 
 
@@ -83,7 +84,7 @@ def test_update_follows_torch(name: str, compiled: bool) -> None:
         assert_same((params, grad, opt_state), before)
         assert torch.utils._pytree.tree_structure(new_state) == torch.utils._pytree.tree_structure(opt_state)
         params, opt_state = new_params, new_state
-        if name in EXACT:
+        if name in EXACT if compiled else name not in ROUNDED:
             assert_same(params, expected[step])
         else:
             assert_close(params, expected[step], 2e-7)
@@ -234,7 +235,7 @@ def test_narrow_parameters_take_float32_gradients() -> None:
     assert (new["w"] < 1).all()
 
 
-def test_threads_leave_torchs_flag_as_it_was() -> None:
+def test_threads_that_share_an_optimizer_all_get_its_result() -> None:
     optimizer = stateless(optim.AdamW)
     params = torch.ones(3, 2)
     results: list[Tensor] = []
@@ -250,9 +251,38 @@ def test_threads_leave_torchs_flag_as_it_was() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not torch.compiler.is_compiling()
     for result in results:
         assert_same(result, results[0])
+
+
+@pytest.mark.parametrize("name", ["SGD-momentum", "AdamW", "NAdam", "RAdam"])
+def test_a_plain_optimizer_in_another_thread_is_not_touched(name: str) -> None:
+    """Its step is taken while a stateless one is in the middle of its own, which set a flag of the process once."""
+    cls, arguments = CASES[name]
+    beside: list[Tensor] = []
+    weight = torch.randn(4, 3, requires_grad=True)
+    again = weight.detach().clone().requires_grad_()
+    plain, expected = cls([weight], **arguments), cls([again], **arguments)
+
+    class Slow(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            thread = threading.Thread(target=plain.step)
+            if beside:
+                thread.start()
+                thread.join()
+                assert not torch.compiler.is_compiling()
+            super().step(closure)
+
+    optimizer = stateless(Slow, lr=0.1)
+    params = torch.ones(2)
+    opt_state = optimizer.init(params)
+    beside.append(weight)
+    for _ in range(8):
+        grad = torch.randn(4, 3)
+        weight.grad, again.grad = grad.clone(), grad.clone()
+        params, opt_state = optimizer.update(params, torch.ones(2), opt_state)
+        expected.step()
+        assert_same(weight.detach(), again.detach())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,12 +11,16 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._flat import FlatParams, matrix_or_vector
+from funcamp._hyper import Fixed
 from funcamp._optim import OptState
 from funcamp._types import Tree
 
 
-class GroupedOptimizer:
+class GroupedOptimizer(Fixed):
     """Several optimizers as one; made by `by_group`."""
+
+    optimizers: dict[str, Any]
+    group: Callable[[str, Tensor], str]
 
     def __init__(self, optimizers: Mapping[str, Any], group: Callable[[str, Tensor], str]) -> None:
         self.optimizers, self.group = dict(optimizers), group

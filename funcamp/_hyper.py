@@ -10,6 +10,19 @@ import torch
 from torch import Tensor
 
 
+class Fixed:
+    """An optimizer as a value: a public attribute is set once, when it is made."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and (name not in type(self).__annotations__ or name in vars(self)):
+            raise AttributeError(
+                f"{self!r}: {name} cannot be assigned, because an optimizer is a value; got {value!r}. Make another "
+                f"with {name}={value!r}, which continues from the same state; or give stateless a tensor, and fill_ it, "
+                "or a schedule"
+            )
+        object.__setattr__(self, name, value)
+
+
 def is_dynamic(value: Any) -> bool:
     """Whether a hyperparameter, or an item of a tuple, is a tensor or a schedule."""
     if isinstance(value, (tuple, list)):

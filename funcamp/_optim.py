@@ -14,9 +14,9 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._adafactor import Adafactor
 from funcamp._flat import collapse, expand
-from funcamp._hyper import evaluate
+from funcamp._hyper import Fixed, evaluate
 from funcamp._optim_probe import Traits, probe
-from funcamp._optim_run import LeafState, first_values, tensors_after, refuse_differentiation, run_step
+from funcamp._optim_run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
 from funcamp._types import Tree
 
 
@@ -29,8 +29,11 @@ class OptState(NamedTuple):
     """torch.optim's entries by their own names (exp_avg, step, ...), each a tree like the parameters."""
 
 
-class StatelessOptimizer:
-    """A torch.optim class as two pure functions; made by `stateless`."""
+class StatelessOptimizer(Fixed):
+    """A torch.optim class as two pure functions; made by `stateless`.
+
+    A value: assigning `lr` is an error. Make another one, with which any state of this one goes on.
+    """
 
     def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
         self._cls = cls
@@ -286,7 +289,7 @@ def _step(
         new, after, _ = run_step(
             optimizer._runs, traits.arguments, hyper, params, grads, start, writes_grads=traits.writes_grads
         )
-        return new, [tensors_after(old, state, p) for p, state, old in zip(new, after, states)]
+        return new, [narrow_counters(old, state, p) for p, state, old in zip(new, after, states)]
 
     if not traits.first_step_differs:
         return run(states)

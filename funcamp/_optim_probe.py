@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from funcamp._hyper import is_dynamic, placeholder, stand_in
 from funcamp._optim_run import as_tensor, first_values, run_step
@@ -63,14 +64,24 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
     for name, value in (("capturable", False), ("foreach", False), ("fused", None)):
         if name in accepted:
             arguments.setdefault(name, value)
+    # Whatever the caller's modes and defaults are: what is learned here are numbers.
+    with _disable_current_modes(), torch.device("cpu"), torch.inference_mode(mode=False):
+        return _learn(cls, arguments, hyperparameters, dynamic)
+
+
+def _learn(
+    cls: type[torch.optim.Optimizer],
+    arguments: dict[str, Any],
+    hyperparameters: dict[str, Any],
+    dynamic: tuple[str, ...],
+) -> Traits:
     try:
         cls([torch.zeros(2, 2)], **arguments)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"stateless: {cls.__name__} refuses its hyperparameters: {error}") from error
-    with torch.device("cpu"), torch.inference_mode(mode=False):  # whatever the caller's defaults are
-        _refuse_host_reads(cls, arguments, hyperparameters, dynamic)
-        return _observe(cls, arguments, hyperparameters, dynamic)
+    _refuse_host_reads(cls, arguments, hyperparameters, dynamic)
+    return _observe(cls, arguments, hyperparameters, dynamic)
 
 
 def _numbers(device: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -128,7 +139,7 @@ def _observe(
     hyper = {name: stand_in(hyperparameters[name], arguments[name], "cpu") for name in dynamic}
 
     def run(states: list[dict[str, Any]] | None, given: list[Tensor]) -> Any:
-        return run_step(cls, arguments, hyper, params, given, states, writes_grads=False)
+        return run_step(cls, arguments, hyper, params, given, states, writes_grads=False, wide=False)
 
     untouched = cls([torch.zeros(2, 2)], **arguments).param_groups[0]
     versions = [grad._version for grad in grads]

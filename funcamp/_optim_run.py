@@ -123,8 +123,14 @@ def as_tensor(value: Any, like: Tensor) -> Any:
     return value
 
 
-def tensors_after(before: LeafState, after: dict[str, Any], like: Tensor) -> LeafState:
-    """The entries of a state after a step, as tensors, in the order that they had before it.
+def _counter(name: str, value: Tensor) -> Tensor:
+    # torch.optim takes powers of the step in Python floats, by capturable=True in float32. Not left to `item`: while
+    # torch.compile is at work torch.optim does not call it.
+    return value.double() if name == "step" and value.device.type == "cpu" and value.is_floating_point() else value
+
+
+def narrow_counters(before: LeafState, after: dict[str, Any], like: Tensor) -> LeafState:
+    """The entries of a state after a step, in the dtypes that they had before it.
 
     Raises:
         ValueError: the step made entries that the state given lacks: it is another optimizer's.
@@ -133,7 +139,11 @@ def tensors_after(before: LeafState, after: dict[str, Any], like: Tensor) -> Lea
         raise ValueError(
             f"update: opt_state must hold the entries that this optimizer keeps, {sorted(after)}; got {sorted(before)}"
         )
-    return {name: as_tensor(after[name], like) for name in before}
+    narrowed = {}
+    for name, value in before.items():
+        new = as_tensor(after[name], like)
+        narrowed[name] = new.to(value.dtype) if name == "step" else new
+    return narrowed
 
 
 def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
@@ -171,6 +181,7 @@ def run_step(
     states: list[LeafState] | None,
     *,
     writes_grads: bool = True,
+    wide: bool = True,
 ) -> tuple[list[Tensor], list[dict[str, Any]], torch.optim.Optimizer]:
     """One step of `cls(params, **arguments)`, its group updated with `hyper`, from the states given.
 
@@ -182,6 +193,7 @@ def run_step(
         grads: their gradients, same shapes; cast to the parameter's dtype.
         states: their states; None to start from nothing and record the first value of each entry (`Recorder`).
         writes_grads: whether the class writes into gradients, which are then cloned.
+        wide: whether the step counters given are float64 inside, on a CPU.
 
     Returns:
         New parameters, new states (`Recorder`s where states is None), and the instance that ran.
@@ -202,7 +214,10 @@ def run_step(
             if states is None:
                 optimizer.state[param].update(made.get(param, {}))
             elif states[index]:
-                optimizer.state[param] = {name: value.clone() for name, value in states[index].items()}
+                given = states[index].items()
+                optimizer.state[param] = {
+                    name: _counter(name, value.clone()) if wide else value.clone() for name, value in given
+                }
         # Its error and its warning are about a user's own instance, on a device; this one lives for a step.
         optimizer._cuda_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
         step = cls.step

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from funcamp._optim import stateless
-from funcamp._optim_run import LeafState, first_values, tensors_after, run_step
+from funcamp._optim_run import LeafState, first_values, narrow_counters, run_step
 
 #: What torch.compile decides instead, and what is no argument of a class.
 _NONE = "<None>"
@@ -71,8 +70,7 @@ def _step(
     cls = getattr(torch.optim, name)  # a class cannot be passed in here
     accepted = inspect.signature(cls.__init__).parameters
     options = {name: _sent(value) for name, value in options.items()}
-    with _disable_current_modes():  # it runs the class on numbers
-        optimizer = stateless(cls, **{name: value for name, value in options.items() if name in accepted})
+    optimizer = stateless(cls, **{name: value for name, value in options.items() if name in accepted})
     traits = optimizer._traits
     hyper = {name: options[name] for name in traits.dynamic}
 
@@ -94,7 +92,7 @@ def _step(
             state = first_values(recorded, param, traits.starts_at_zero)
         before.append(state)
     new, after = run(params, grads, before)
-    return new, before, [tensors_after(old, state, param) for old, state, param in zip(before, after, params)]
+    return new, before, [narrow_counters(old, state, param) for old, state, param in zip(before, after, params)]
 
 
 def _sendable(value: Any) -> Any:

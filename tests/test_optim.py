@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-from funcamp import OptState, skip_step, stateless
+from funcamp import OptState, by_group, skip_step, stateless
 from tests.helpers import assert_close, assert_same, clone
 from tests.oracle import state_of
 
@@ -292,17 +293,37 @@ def test_a_step_runs_once_unless_the_first_is_another_formula(name: str) -> None
     assert ("applied" in stateless(cls, **arguments).init(torch.ones(2, 2)).state) == (name == "SGD-dampening")
 
 
-def test_made_under_other_defaults_it_is_the_same() -> None:
+def test_made_under_other_defaults_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = stateless(optim.AdamW)._traits
     with torch.device("meta"):
         assert stateless(optim.AdamW)._traits == expected
     with torch.inference_mode():
+        assert stateless(optim.AdamW)._traits == expected
+    with FakeTensorMode():
+        assert stateless(optim.AdamW)._traits == expected
+    with monkeypatch.context() as compiling:
+        compiling.setattr(torch.compiler, "_is_compiling_flag", True)
         assert stateless(optim.AdamW)._traits == expected
     torch.set_default_dtype(torch.float64)
     try:
         assert stateless(optim.AdamW)._traits == expected
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_made_and_used_under_fake_tensors() -> None:
+    for name in ("SGD-dampening", "Adam", "Muon"):
+        cls, arguments = CASES[name]
+        with FakeTensorMode():
+            optimizer = stateless(cls, **arguments)
+            params = {"w": torch.ones(3, 2)}
+            new, _ = optimizer.update(params, params, optimizer.init(params))
+        assert new["w"].shape == (3, 2)
+        real = {"w": torch.ones(3, 2)}
+        assert_same(
+            optimizer.update(real, real, optimizer.init(real)),
+            stateless(cls, **arguments).update(real, real, stateless(cls, **arguments).init(real)),
+        )
 
 
 def test_differentiating_through_a_step_is_refused() -> None:
@@ -316,3 +337,16 @@ def test_differentiating_through_a_step_is_refused() -> None:
         torch.func.grad(outer)(torch.ones(2))
     with pytest.raises(ValueError, match="no gradient flows through"):
         torch.func.grad(lambda w: torch.func.vmap(outer)(w).sum())(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("name", ["lr", "hyperparameters", "param_groups"])
+def test_assigning_to_an_optimizer_is_refused(name: str) -> None:
+    optimizer = stateless(optim.SGD, lr=0.5)
+    grouped = by_group({"matrix": optimizer, "vector": optimizer})
+    for made in (optimizer, grouped):
+        with pytest.raises(AttributeError, match=rf"{name} cannot be assigned.* Make another with {name}=0.1"):
+            setattr(made, name, 0.1)
+    with pytest.raises(AttributeError, match="group cannot be assigned"):
+        grouped.group = lambda *_: "matrix"
+    params = {"w": torch.ones(1)}
+    assert optimizer.update(params, params, optimizer.init(params))[0]["w"] == 0.5

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from funcamp._config import ScalerConfig
 from funcamp._grad import Engine
 from funcamp._policy import Policy
 from funcamp._spread import Alone
@@ -33,3 +36,16 @@ class Options(NamedTuple):
     flat: bool
     group: Callable[[str, Tensor], str]
     parallel: Alone
+
+
+def described(optimizer: Any, config: ScalerConfig, options: Options) -> list[str]:
+    """What decides how the state changes, a line each, the same in every process that was given the same."""
+    known = {f"{field.name} of ScalerConfig": getattr(config, field.name) for field in fields(config)}
+    known["optimizer"] = optimizer
+    for name in ("policy", "max_norm", "max_value", "accumulate", "ema_decay", "keep_buffers", "flat"):
+        known[name] = getattr(options, name)
+    return [f"{name} is {_PLACE.sub('', repr(value))}" for name, value in known.items()]
+
+
+#: Where an object or a tensor lies, in its repr: the process's own.
+_PLACE = re.compile(r" at 0x[0-9a-fA-F]+|(?<=[a-z]):[0-9]+(?=')")

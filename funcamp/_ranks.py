@@ -56,8 +56,8 @@ def process_group(ranks: Ranks) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(ranks.name)  # type: ignore[attr-defined, arg-type]
 
 
-def check_alike(described: list[str], ranks: Ranks) -> None:
-    """Raise ValueError, on all ranks, where one describes its tensors otherwise than the first; reads the host."""
+def check_alike(rule: str, described: list[str], ranks: Ranks) -> None:
+    """Raise ValueError, on all ranks, where one describes what it has otherwise than the first; reads the host."""
     if ranks.size == 1:
         return
     found: list[Any] = [None] * ranks.size
@@ -66,10 +66,7 @@ def check_alike(described: list[str], ranks: Ranks) -> None:
         if other != found[0]:
             pairs = itertools.zip_longest(found[0], other, fillvalue="nothing more")
             first, here = next((a, b) for a, b in pairs if a != b)
-            raise ValueError(
-                "init: params and buffers must have the same names, shapes and dtypes on all ranks; on rank 0 "
-                f"{first}, on rank {rank} {here}"
-            )
+            raise ValueError(f"init: {rule}; on rank 0 {first}, on rank {rank} {here}")
 
 
 def max_over(*groups: Any) -> Reduce:

@@ -42,6 +42,9 @@ class Alone:
         if isinstance(params, Shards):
             raise ValueError(f"step: state must be whole, as distributed.gather_state gives it; got params {params!r}")
 
+    def agree(self, described: list[str]) -> None:
+        """Raise ValueError where a rank describes its step otherwise than the first."""
+
     def same(self, tree: Tree) -> Tree:
         """The values of the first rank, for a state that is to be equal everywhere."""
         return tree
@@ -171,11 +174,19 @@ class DataParallel(Alone):
                 f"{params!r} with {self!r}"
             )
 
+    def agree(self, described: list[str]) -> None:
+        """Raise ValueError, on all ranks, where one describes its step otherwise than the first; reads the host."""
+        own = {"shard": self.shard, "dtype": self._dtype, "buckets": self.buckets, "mean_buffers": self._mean_buffers}
+        described = described + [f"{name} of DataParallel is {value}" for name, value in own.items()]
+        check_alike("the optimizer and every constant must be the same on all ranks", described, self.ranks)
+
     def same(self, tree: Tree) -> Tree:
         """The values of the first rank, of tensors that all ranks know by the same names."""
         single = expand(tree)
         named = zip(_tree.names(single), _tree.leaves(single))
-        check_alike([f"{name} is {_tree.describe(leaf).rpartition(' on ')[0]}" for name, leaf in named], self.ranks)
+        rule = "params and buffers must have the same names, shapes and dtypes on all ranks"
+        described = [f"{name} is {_tree.describe(leaf).rpartition(' on ')[0]}" for name, leaf in named]
+        check_alike(rule, described, self.ranks)
         flat, spec = _tree.flatten(tree)
         values = [leaf if leaf is None else as_part_of(leaf, broadcast(local(leaf), self.ranks)) for leaf in flat]
         return _tree.unflatten(values, spec)

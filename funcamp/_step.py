@@ -17,7 +17,7 @@ from funcamp._ema import ema_update
 from funcamp._fold import judge, unscale_and_clip
 from funcamp._grad import around_backward, choose, differentiate
 from funcamp._limits import exhausted, saturated
-from funcamp._options import Options
+from funcamp._options import Options, described
 from funcamp._records import Record, Records, probe
 from funcamp._rulebook import init
 from funcamp._scaler import unscale
@@ -73,6 +73,7 @@ class TrainStep:
             buffers = self.loss_fn.buffers() if hasattr(self.loss_fn, "buffers") else {}
         if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
             raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
+        options.parallel.agree(described(self.optimizer, self.config, options))
         with torch.no_grad():  # parameters given may require it
             group = options.group if options.flat else None
             stored, plan = store(call, params, options.policy, self.loss_fn, group, options.parallel.buckets)

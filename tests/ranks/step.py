@@ -274,6 +274,32 @@ def ranks_that_begin_with_other_parameters_are_told() -> None:
 
 
 @case(2)
+def ranks_with_other_constants_are_told() -> None:
+    def build(config: Any = funcamp.ScalerConfig(), lr: Any = 0.1, own: Any = None, **options: Any) -> Any:
+        parallel = distributed.DataParallel(**(own or {}))
+        optimizer = funcamp.by_group({label: funcamp.stateless(torch.optim.SGD, lr=lr) for label in ("matrix", "vector")})
+        return funcamp.make_train_step(lambda p, x: (p["w"] * x).sum(), optimizer, config, parallel=parallel, **options)
+
+    other = rank() == 1
+    for step, named in (
+        (build(funcamp.ScalerConfig(init_scale=2.0 ** (8 + rank()))), "on rank 0 init_scale of ScalerConfig is 256.0"),
+        (build(funcamp.ScalerConfig(growth_interval=10 + rank())), "on rank 1 growth_interval of ScalerConfig is 11"),
+        (build(lr=0.1 + rank()), "lr=1.1"),
+        (build(lr=torch.tensor(0.5 + rank())), r"lr=tensor\(1.5000\)"),
+        (build(max_norm=1.0 if other else None), "max_norm is 1.0"),
+        (build(ema_decay=0.5 if other else None), "ema_decay is 0.5"),
+        (build(policy="bfloat16" if other else None), "policy is .*bfloat16"),
+        (build(own={"buckets": 1 + rank()}), "buckets of DataParallel is 2"),
+    ):
+        with pytest.raises(ValueError, match="the optimizer and every constant must be the same on all ranks") as caught:
+            step.init({"w": torch.ones(3)})
+        assert re.search(named, str(caught.value)), str(caught.value)
+    # what has another place in every process is the same
+    build(lr=lambda applied: 0.1 / (1 + applied)).init({"w": torch.ones(3)})
+    build(lr=torch.tensor(0.5), max_norm=torch.tensor(1.0)).init({"w": torch.ones(3)})
+
+
+@case(2)
 def a_state_of_another_layout_is_refused() -> None:
     whole, cut = (
         made(mlp(), parallel=distributed.DataParallel()),

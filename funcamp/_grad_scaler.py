@@ -124,7 +124,8 @@ class GradScaler(HeldScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients, unless `unscale_` did, and take the optimizer's step where all are finite.
 
-        No sync; with skip="host", and for an optimizer that keeps Python numbers or tensors on the host, the flag is
+        No sync with a device. On a CPU, unless skip="select", the scale is read, and for an optimizer that is not fused
+        the flag; with skip="host", and for an optimizer that keeps Python numbers or tensors on the host, the flag is
         read; so it is at a first step that makes state which selection cannot make in advance (a momentum with
         dampening, Rprop, ASGD, parameters that are not float32, a class of your own).
 

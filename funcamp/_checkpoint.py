@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import os
 import pickle
 import re
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from funcamp import _tree
 
+#: The longest name of a file on Linux, macOS and Windows.
+_NAME_BYTES = 255
 _TENSORS = (Tensor, torch.nn.Parameter)
 #: What torch.load(weights_only=True) reads in any process, tried type by type on torch 2.11 and 2.13.
 _PLAIN = (*_TENSORS, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -29,7 +32,7 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a checkpoint in one step: at every moment path holds the old file or the new one, whole and on disk.
 
     The file is written into a folder beside path, synced and renamed. A killed save leaves that folder,
-    `<name>.<8 hex digits>.part`; the next save to path that succeeds removes it. A link is followed. Syncs: reads
+    `<name>.<8 hex digits>.part`, a long name cut short; the next save to path that succeeds removes it. A link is followed. Syncs: reads
     every tensor.
 
     Args:
@@ -39,7 +42,8 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
     Raises:
         TypeError: path is no path; saved is no dict, or holds what the format cannot hold or `load` would not read.
-        ValueError: path is something else than a file: a folder, a device.
+        ValueError: path is something else than a file: a folder, a device, a link that leads to itself; saved holds
+            itself, or a tensor without values (on the meta device).
         ImportError: path ends in `.safetensors` and the package is missing.
         OSError: the file cannot be written; path is then as it was.
 
@@ -54,6 +58,8 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
     target = os.path.realpath(name)  # renaming onto a link would replace the link
     if os.path.exists(target) and not os.path.isfile(target):
         raise ValueError(f"save: path must name a file; got {name!r}, which is a folder or a device")
+    if os.path.islink(target):
+        raise ValueError(f"save: path must name a file; got {name!r}, which is a link that leads to itself")
     if not isinstance(saved, dict):
         raise TypeError(f"save: saved must be a dict, as state_dict gives it; got a {type(saved).__name__}")
     package = _safetensors("save", target)
@@ -149,15 +155,19 @@ def _safetensors(call: str, name: str) -> Any:
     return safetensors
 
 
-def _check_plain(where: str, value: object) -> None:
+def _check_plain(where: str, value: object, around: tuple[object, ...] = ()) -> None:
     """Refuse what load could not read back while the run still has its state, not when it is needed."""
+    if any(value is container for container in around):
+        raise ValueError(f"save: saved must not hold itself; got {where}, which does")
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():  # type: ignore[attr-defined]
-            _check_plain(f"a key of {where}", key)
-            _check_plain(f"{where}[{key!r}]", item)
+            _check_plain(f"a key of {where}", key, (*around, value))
+            _check_plain(f"{where}[{key!r}]", item, (*around, value))
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):  # type: ignore[arg-type]
-            _check_plain(f"{where}[{index}]", item)
+            _check_plain(f"{where}[{index}]", item, (*around, value))
+    elif isinstance(value, Tensor) and value.is_meta:
+        raise ValueError(f"save: {where} must have values; got {_tree.describe(value)}")
     elif type(value) not in _PLAIN:
         raise TypeError(
             f"save: {where} must be a tensor, a number, a string, or a dict, list or tuple of them; "
@@ -177,6 +187,8 @@ def _packed(saved: dict[str, Any]) -> dict[str, Tensor]:
         if type(value) not in _TENSORS or value.layout != torch.strided:
             got = _tree.describe(value) + (f", {value.layout}" if isinstance(value, Tensor) else "")
             raise TypeError(f"save: saved[{name!r}] must be a dense tensor in safetensors; got {got}")
+        if value.is_meta:
+            raise ValueError(f"save: saved[{name!r}] must have values; got {_tree.describe(value)}")
         # It writes the memory as it lies, so a lazy conjugate or negative would lose its sign.
         value = value.detach().resolve_conj().resolve_neg().contiguous()
         storage = value.untyped_storage().data_ptr()
@@ -223,7 +235,7 @@ def _check_readable(part: str) -> None:
 def _folder_beside(target: str) -> Iterator[str]:
     """A new folder for the file to be, locked while it is in use and removed after."""
     while True:
-        folder = f"{target}.{secrets.token_hex(4)}.part"
+        folder = f"{_stem(target)}.{secrets.token_hex(4)}.part"
         os.mkdir(folder)
         with _locked(folder, wait=True):
             if not os.path.exists(folder):  # another save took it for a dead one's before it was locked
@@ -235,10 +247,20 @@ def _folder_beside(target: str) -> Iterator[str]:
         return
 
 
+def _stem(target: str) -> str:
+    """What the names of the folders beside a file begin with: its own, cut where they would be too long for a name."""
+    name = os.fsencode(os.path.basename(target))
+    if len(name) + len(".00000000.part") <= _NAME_BYTES:
+        return target
+    mark = hashlib.sha256(name).hexdigest()[:16]
+    return os.path.join(os.path.dirname(target), f"{os.fsdecode(name[:200]).encode(errors='ignore').decode()}.{mark}")
+
+
 def _remove_stale(target: str) -> None:
     """Remove the folders of killed saves of this file: those whose lock is free."""
-    for folder in glob.glob(f"{glob.escape(target)}.*.part"):
-        if re.fullmatch(r"\.[0-9a-f]{8}\.part", folder[len(target) :]):
+    stem = _stem(target)
+    for folder in glob.glob(f"{glob.escape(stem)}.*.part"):
+        if re.fullmatch(r"\.[0-9a-f]{8}\.part", folder[len(stem) :]):
             with _locked(folder, wait=False) as free:
                 if free:
                     shutil.rmtree(folder, ignore_errors=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._copies import Copies, clone, refresh
 from funcamp._flat import FlatParams, collapse, expand
+from funcamp._optim import OptState
 from funcamp._records import Record
 from funcamp._shards import Shards, cut, joined_slice, outline, slice_of, whole
 from funcamp._state import ScalerState
@@ -138,6 +139,14 @@ def restore(saved: dict[str, Tensor], like: TrainState) -> TrainState:
             )
         new.append(value.detach().to(leaf.device, copy=True))
     full = collapse(full, _tree.unflatten(new, spec))
+    _check_numbers("load_state_dict", full)
+    for name, value, kept in zip(names, new, _tree.leaves(expand(full))):
+        if kept is not value and kept.dim() == 0 and not torch.equal(value, kept):
+            raise ValueError(
+                "load_state_dict: saved must hold one count for all parameters that lie in one group of flat storage; "
+                f"got {value.item():g} for {name!r} and {kept.item():g} for another. Give parameters that were added "
+                "later a label of their own (group=), or use flat=False"
+            )
     state: TrainState = _tree.map_nodes(Shards, lambda node, part: cut(part, node.ranks), stored, full)
     return state._replace(copies=refresh(state.params, like.copies.plan))
 
@@ -255,7 +264,23 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
     given = iter(saved.values())
     new = [None if leaf is None else joined_slice(next(given), leaf) for leaf in leaves]
     state: TrainState = _tree.unflatten(new, spec)
+    _check_numbers(call, state)
     return state._replace(copies=refresh(state.params, like.copies.plan))
+
+
+def _check_numbers(call: str, state: TrainState) -> None:
+    """Raise ValueError for a scale or a count that no run can have, and from which none recovers; reads the host."""
+    if not bool((state.scaler.scale > 0).all()):
+        raise ValueError(f"{call}: saved['scaler.scale'] must be above 0; got {state.scaler.scale.tolist()}")
+    tree = {
+        **{name: getattr(state, name) for name in ("step", "skipped", "consecutive_skips")},
+        "opt_state": _tree.map_nodes(
+            OptState, lambda node: {"applied": node.applied, "state.step": node.state.get("step")}, state.opt_state
+        ),
+    }
+    for name, count in _by_name(tree).items():
+        if not bool((count >= 0).all()):
+            raise ValueError(f"{call}: saved[{name!r}] must be 0 or more; got {count.min().item():g}")
 
 
 def _without_copies(state: TrainState) -> TrainState:

@@ -377,6 +377,55 @@ def test_missing_safetensors_says_what_to_install(tmp_path: Path, monkeypatch: p
     assert os.listdir(tmp_path) == ["checkpoint.pt"]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_tensors_without_values_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^save: saved\['a'\] must have values; got a torch.float32 tensor .* on meta"):
+        save({"a": torch.ones(2, device="meta")}, tmp_path / name)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_holds_itself_is_refused_and_what_is_held_twice_is_not(tmp_path: Path) -> None:
+    inner: dict[str, Any] = {"x": [1]}
+    save({"a": inner, "b": [inner, inner]}, tmp_path / "twice.pt")
+    assert load(tmp_path / "twice.pt") == {"a": inner, "b": [inner, inner]}
+    inner["x"].append(inner)
+    with pytest.raises(ValueError, match=re.escape("saved must not hold itself; got saved['a']['x'][1], which does")):
+        save({"a": inner}, tmp_path / "again.pt")
+    assert os.listdir(tmp_path) == ["twice.pt"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("scaler.scale", float("nan"), r"saved\['scaler.scale'\] must be above 0; got nan"),
+        ("scaler.scale", -8.0, r"saved\['scaler.scale'\] must be above 0; got -8.0"),
+        ("scaler.scale", 0.0, r"saved\['scaler.scale'\] must be above 0; got 0.0"),
+        ("step", -1, r"saved\['step'\] must be 0 or more; got -1"),
+        ("skipped", -1, r"saved\['skipped'\] must be 0 or more; got -1"),
+        ("opt_state.applied", -2, r"saved\['opt_state.applied'\] must be 0 or more; got -2"),
+        ("opt_state.state.step.", -3.0, r"saved\['opt_state.*step.*'\] must be 0 or more; got -3"),
+        ("opt_state.state.step.", float("nan"), r"saved\['opt_state.*step.*'\] must be 0 or more; got nan"),
+    ],
+)
+@pytest.mark.parametrize("flat", [True, False])
+def test_numbers_that_no_run_has_are_refused(entry: str, value: float, message: str, flat: bool) -> None:
+    step = make(mlp(), flat=flat)
+    like = step.init()
+    saved = step.state_dict(like)
+    for name in saved:
+        if name == entry or (entry.endswith(".") and name.startswith(entry)):
+            saved[name] = torch.full_like(saved[name], value)
+    with pytest.raises(ValueError, match="^load_state_dict: " + message):
+        step.load_state_dict(saved, like=like)
+    if flat:
+        slices = funcamp.distributed.sharded_state_dict(like)
+        for name in slices:
+            if name == entry or (entry.endswith(".") and name.startswith(entry)):
+                slices[name] = torch.full_like(slices[name], value)
+        with pytest.raises(ValueError, match="^load_sharded_state_dict: " + message):
+            funcamp.distributed.load_sharded_state_dict(slices, like)
+
+
 # How a file is replaced.
 
 
@@ -388,6 +437,39 @@ def test_pipe_or_folder_is_not_replaced(tmp_path: Path) -> None:
             save({}, tmp_path / name)
     assert (tmp_path / "pipe").is_fifo()
     assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
+
+
+def test_link_to_itself_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").symlink_to("b.pt")
+    (tmp_path / "b.pt").symlink_to("a.pt")
+    with pytest.raises(ValueError, match="save: path must name a file; got .* a link that leads to itself"):
+        save({}, tmp_path / "a.pt")
+    with pytest.raises(OSError, match="symbolic links"):
+        load(tmp_path / "a.pt")
+    assert [(tmp_path / name).is_symlink() for name in ("a.pt", "b.pt")] == [True, True]
+
+
+@pytest.mark.parametrize("letter", ["n", "é", "語"])
+@pytest.mark.parametrize("length", [240, 241, 242, 243, 254, 255])
+def test_name_may_be_as_long_as_a_name_may_be(length: int, letter: str, tmp_path: Path) -> None:
+    size = len(letter.encode())
+    name = (letter * (length // size)).rjust(length - length // size * (size - 1), "a")
+    assert len(os.fsencode(name)) == length
+    stale = [tmp_path / other for other in ("0.0123abcd.part", "n.0123abcd.part")]
+    for folder in stale:
+        folder.mkdir()
+    with _folder_beside(str(tmp_path / name)) as busy:
+        kept = Path(busy).rename(Path(busy).with_name(Path(busy).name.replace(busy[-13:-5], "0123abcd")))
+    save({"w": torch.ones(1)}, tmp_path / name)
+    assert not kept.exists()  # as a killed save leaves it
+    assert_same(load(tmp_path / name), {"w": torch.ones(1)})
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / name, *stale])
+
+
+def test_name_too_long_for_the_system_is_an_os_error_that_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="too long"):
+        save({}, tmp_path / ("n" * 256))
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from funcamp._rulebook import init
 from funcamp._scaler import unscale
 from funcamp._spread import weighed
 from funcamp._state import ScalerState
+from funcamp._torch_checkpoint import from_torch, to_torch
 from funcamp._train_state import Metrics, TrainState, export, restore
 from funcamp._types import Tree
 from funcamp._update import skip_step, update
@@ -176,12 +177,22 @@ class TrainStep:
         """
         return export(state)
 
-    def load_state_dict(self, saved: dict[str, Tensor], like: TrainState) -> TrainState:
-        """The state that `state_dict` gave, laid out as `like` (from `init`) is, on its devices. No sync.
+    def load_state_dict(self, saved: dict[str, Tensor], like: TrainState, *, strict: bool = True) -> TrainState:
+        """Return the state that `state_dict` gave, laid out as `like` (from `init`), on its devices.
+
+        Syncs: reads the scale and the counts.
+
+        Args:
+            saved: what `state_dict` gave.
+            like: a state of this step; not changed.
+            strict: False to continue with other parameters: names that saved lacks keep like's values (a parameter
+                that was added or unfrozen, its optimizer's state as at a first step), names that like lacks are left
+                out (one that was removed or frozen).
 
         Raises:
             TypeError: like is no `TrainState`, or saved no dict.
-            ValueError: a name is missing or unknown, or a tensor has another shape or dtype than like's.
+            ValueError: a name is missing or unknown; a tensor has another shape or dtype than like's; the scale is not
+                above 0, or a count is negative; parameters in one group of flat storage differ in their step count.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -190,7 +201,78 @@ class TrainStep:
             >>> step.load_state_dict(saved, like=state).params.tree()
             {'w': tensor([1., 1.])}
         """
-        return restore(saved, like)
+        return restore(saved, like, strict)
+
+    def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return the state_dicts of a torch loop that continues from a state: its module, optimizer and scaler.
+
+        torch's optimizer is one of `model.parameters()`, frozen ones included; for `by_group` one parameter group for
+        each label, in their order, or where their classes differ one optimizer for each. With a sharded state this is a
+        collective. Syncs: reads the state.
+
+        Args:
+            state: the state after a step.
+            names: the parameters in the order in which torch's optimizer is given them; by default the module's.
+
+        Returns:
+            "model", "optimizer" (by label where classes differ) and "scaler", each for torch's `load_state_dict`.
+            foreach, fused and capturable are the step's or torch's defaults. The average of `ema_decay` has no place.
+
+        Raises:
+            TypeError: an optimizer was not made by `stateless`.
+            ValueError: names are not those of the parameters.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> loss_fn = module_loss(model, torch.nn.functional.mse_loss)
+            >>> step = make_train_step(loss_fn, stateless(torch.optim.AdamW))
+            >>> saved = step.to_torch(step.init())
+            >>> model.load_state_dict(saved["model"])
+            <All keys matched successfully>
+            >>> torch.optim.AdamW(model.parameters()).load_state_dict(saved["optimizer"])
+            >>> torch.amp.GradScaler("cpu").load_state_dict(saved["scaler"])
+        """
+        return to_torch(self, state, names)
+
+    def from_torch(
+        self,
+        like: TrainState,
+        *,
+        optimizer: Mapping[Any, Any] | None = None,
+        scaler: dict[str, Any] | None = None,
+        names: Iterable[str] | None = None,
+        steps: int | None = None,
+    ) -> TrainState:
+        """Return the state that continues a torch loop, from the state_dicts of its optimizer and its scaler.
+
+        Parameters and buffers come with like: load the module first, `model.load_state_dict(...)`, then call `init`.
+        Syncs: reads the counts.
+
+        Args:
+            like: from `init`; not changed.
+            optimizer: `torch.optim.Optimizer.state_dict()` of the step's class; None to start anew. As `to_torch` gives
+                it for `by_group`.
+            scaler: `torch.amp.GradScaler.state_dict()`; None to start anew.
+            names: the parameters in the order in which torch's optimizer was given them; by default what it saved
+                (one made of `named_parameters()` does), else the module's order.
+            steps: how many steps were applied, for schedules; by default what the optimizer counted (SGD does not).
+
+        Raises:
+            TypeError: like is no `TrainState`; optimizer is no state_dict, or the step's not made by `stateless`.
+            ValueError: optimizer is of another class or has other numbers (lr, betas) than the step; scaler has other
+                constants; names or steps must be given.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+            >>> model(torch.ones(2)).backward()
+            >>> adamw.step()
+            >>> loss_fn = module_loss(model, torch.nn.functional.mse_loss)
+            >>> step = make_train_step(loss_fn, stateless(torch.optim.AdamW, lr=0.1))
+            >>> step.from_torch(step.init(), optimizer=adamw.state_dict()).opt_state.applied
+            tensor(1)
+        """
+        return from_torch(self, like, optimizer, scaler, names, steps)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take one step. Pure; safe under torch.compile(fullgraph=True); no sync.

@@ -110,13 +110,18 @@ def export(state: TrainState) -> dict[str, Tensor]:
     return found
 
 
-def restore(saved: dict[str, Tensor], like: TrainState) -> TrainState:
-    """The inverse of `export`, laid out and placed as like is."""
+def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> TrainState:
+    """The inverse of `export`, laid out and placed as like is; of what only one has, like's where not strict."""
     if not isinstance(like, TrainState) or not isinstance(saved, dict):
         raise TypeError(
             "load_state_dict: like must be a TrainState and saved a dict; got "
             f"{_tree.brief(like)} and {_tree.brief(saved)}"
         )
+    if not strict:
+        own = export(like)
+        if not own.keys() & {name for name in saved if str(name).startswith("params.")}:
+            raise ValueError("load_state_dict: saved must hold at least one parameter of like; it holds none")
+        saved = {name: saved.get(name, value) for name, value in own.items()}
     stored = _without_copies(like)
     full = _tree.map_nodes(Shards, outline, stored)
     tree = expand(full)
@@ -140,11 +145,11 @@ def restore(saved: dict[str, Tensor], like: TrainState) -> TrainState:
         new.append(value.detach().to(leaf.device, copy=True))
     full = collapse(full, _tree.unflatten(new, spec))
     _check_numbers("load_state_dict", full)
-    for name, value, kept in zip(names, new, _tree.leaves(expand(full))):
-        if kept is not value and kept.dim() == 0 and not torch.equal(value, kept):
+    for name, given, kept in zip(names, new, _tree.leaves(expand(full))):
+        if given is not None and kept is not given and kept.dim() == 0 and not torch.equal(given, kept):
             raise ValueError(
                 "load_state_dict: saved must hold one count for all parameters that lie in one group of flat storage; "
-                f"got {value.item():g} for {name!r} and {kept.item():g} for another. Give parameters that were added "
+                f"got {given.item():g} for {name!r} and {kept.item():g} for another. Give parameters that were added "
                 "later a label of their own (group=), or use flat=False"
             )
     state: TrainState = _tree.map_nodes(Shards, lambda node, part: cut(part, node.ranks), stored, full)

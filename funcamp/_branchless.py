@@ -20,15 +20,12 @@ class RAdam(torch.optim.RAdam):
         """One step of every parameter that has a gradient."""
         for group in self.param_groups:
             found: list[list[Tensor]] = [[] for _ in range(5)]
-            self._init_group(group, *found)
+            self._init_group(group, *found)  # type: ignore[no-untyped-call]
             for tensors in zip(*found):
-                *parts, count = [torch.view_as_real(part) if part.is_complex() else part for part in tensors]
-                _radam(group, *parts, count)
+                _radam(group, *[torch.view_as_real(part) if part.is_complex() else part for part in tensors])
 
 
-def _radam(
-    group: dict[str, Any], param: Tensor, grad: Tensor, average: Tensor, squares: Tensor, count: Tensor
-) -> None:
+def _radam(group: dict[str, Any], param: Tensor, grad: Tensor, average: Tensor, squares: Tensor, count: Tensor) -> None:
     lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
     grad = -grad if group["maximize"] else grad
     count += 1
@@ -56,7 +53,7 @@ class ASGD(torch.optim.ASGD):
         """One step of every parameter that has a gradient."""
         for group in self.param_groups:
             found: list[list[Tensor]] = [[] for _ in range(6)]
-            self._init_group(group, *found)
+            self._init_group(group, *found)  # type: ignore[no-untyped-call]
             for tensors in zip(*found):
                 _asgd(group, *[torch.view_as_real(part) if part.is_complex() else part for part in tensors])
 
@@ -71,7 +68,7 @@ def _asgd(
         grad = grad.add(param, alpha=decay)
     rate = widen(eta)
     param.mul_((1 - lambd * rate).to(param.dtype))  # or vmap multiplies in float64
-    param.add_(grad, alpha=-rate)
+    param.add_(grad * -rate)
     average.copy_(torch.where(mu == 1, param, average + (param - average) * mu))
     step = widen(count)
     eta.copy_(lr / (1 + lambd * lr * step) ** group["alpha"])

@@ -32,8 +32,8 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a checkpoint in one step: at every moment path holds the old file or the new one, whole and on disk.
 
     The file is written into a folder beside path, synced and renamed. A killed save leaves that folder,
-    `<name>.<8 hex digits>.part`, a long name cut short; the next save to path that succeeds removes it. A link is followed. Syncs: reads
-    every tensor.
+    `<name>.<8 hex digits>.part`, a long name cut short; the next save to path that succeeds removes it. A link is
+    followed. Syncs: reads every tensor.
 
     Args:
         saved: what `state_dict` gives, or tensors, numbers and strings in dicts, lists and tuples.

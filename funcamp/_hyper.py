@@ -17,8 +17,8 @@ class Fixed:
         if not name.startswith("_") and (name not in type(self).__annotations__ or name in vars(self)):
             raise AttributeError(
                 f"{self!r}: {name} cannot be assigned, because an optimizer is a value; got {value!r}. Make another "
-                f"with {name}={value!r}, which continues from the same state; or give stateless a tensor, and fill_ it, "
-                "or a schedule"
+                f"with {name}={value!r}, which continues from the same state; or give stateless a tensor, and fill_ "
+                "it, or a schedule"
             )
         object.__setattr__(self, name, value)
 

@@ -211,7 +211,8 @@ def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) ->
     It gains `init(params) -> opt_state` and `update(params, grads, opt_state) -> (params, opt_state)`. The class's own
     `step` runs on clones with its state set from opt_state, under torch.compile as under eager; nothing the caller
     holds is mutated. Counters are tensors on the parameters' device, whatever `capturable` says, so no step reads the
-    host. No global state of torch is set: other threads may run optimizers of their own. Building it runs the class on a few numbers to learn how it keeps its state.
+    host. No global state of torch is set: other threads may run optimizers of their own. Building it runs the class on
+    a few numbers to learn how it keeps its state.
 
     Args:
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, Adafactor, RMSprop, ASGD, Rprop or
@@ -243,7 +244,7 @@ def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) ->
 
 
 #: Steps applied to one parameter: the only state entry that is not torch.optim's, where the first step differs.
-_APPLIED = "applied"
+APPLIED = "applied"
 _serial = itertools.count()
 _registry: weakref.WeakValueDictionary[str, StatelessOptimizer] = weakref.WeakValueDictionary()
 
@@ -269,7 +270,7 @@ def _first_states(key: str, params: list[Tensor], hyper: dict[str, Any]) -> list
         )
         state = first_values(recorded[0], param, optimizer._traits.starts_at_zero)
         if optimizer._traits.first_step_differs:
-            state[_APPLIED] = torch.zeros((), dtype=torch.int64, device=param.device)
+            state[APPLIED] = torch.zeros((), dtype=torch.int64, device=param.device)
         states.append(state)
     return states
 
@@ -293,13 +294,13 @@ def _step(
 
     if not traits.first_step_differs:
         return run(states)
-    applied = [state[_APPLIED] for state in states]
-    states = [{name: value for name, value in state.items() if name != _APPLIED} for state in states]
+    applied = [state[APPLIED] for state in states]
+    states = [{name: value for name, value in state.items() if name != APPLIED} for state in states]
     (fresh, fresh_states), (later, later_states) = run(None), run(states)
     for index, count in enumerate(applied):
         first = count == 0
         later[index] = torch.where(first, fresh[index], later[index])
         for name, value in fresh_states[index].items():
             later_states[index][name] = torch.where(first, value, later_states[index][name])
-        later_states[index][_APPLIED] = count + 1
+        later_states[index][APPLIED] = count + 1
     return later, later_states

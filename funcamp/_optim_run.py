@@ -47,10 +47,10 @@ LeafState = dict[str, Tensor]
 class _Pure(TorchFunctionMode):
     """Runs the calls of torch.optim that are in the way of purity in an equal form.
 
-    `item` returns a float64 tensor instead of a Python float: the same arithmetic, without a read. Where alpha, value or
-    fill_value is a tensor: torch's kernels take a number there, and would read the tensor. Where an in-place call, or
-    one with out=, has no batching rule but its functional twin has: vmap would loop or refuse. With `settle`, scalars
-    (bias corrections) are computed once and not for every element of a parameter.
+    `item` returns a float64 tensor instead of a Python float: the same arithmetic, without a read. Where alpha, value
+    or fill_value is a tensor: torch's kernels take a number there, and would read the tensor. Where an in-place call,
+    or one with out=, has no batching rule but its functional twin has: vmap would loop or refuse. With `settle`,
+    scalars (bias corrections) are computed once and not for every element of a parameter.
     """
 
     def __init__(self, settle: bool) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as checkpoint_module
 
 import funcamp
-from funcamp import load, save
+from funcamp import distributed, load, save
 from funcamp._checkpoint import _folder_beside
 from tests.helpers import assert_same, clone
 from tests.models import Task, cnn, mlp, tied
@@ -379,7 +379,9 @@ def test_missing_safetensors_says_what_to_install(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_tensors_without_values_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^save: saved\['a'\] must have values; got a torch.float32 tensor .* on meta"):
+    with pytest.raises(
+        ValueError, match=r"^save: saved\['a'\] must have values; got a torch.float32 tensor .* on meta"
+    ):
         save({"a": torch.ones(2, device="meta")}, tmp_path / name)
     assert os.listdir(tmp_path) == []
 
@@ -418,12 +420,12 @@ def test_numbers_that_no_run_has_are_refused(entry: str, value: float, message: 
     with pytest.raises(ValueError, match="^load_state_dict: " + message):
         step.load_state_dict(saved, like=like)
     if flat:
-        slices = funcamp.distributed.sharded_state_dict(like)
+        slices = distributed.sharded_state_dict(like)
         for name in slices:
             if name == entry or (entry.endswith(".") and name.startswith(entry)):
                 slices[name] = torch.full_like(slices[name], value)
         with pytest.raises(ValueError, match="^load_sharded_state_dict: " + message):
-            funcamp.distributed.load_sharded_state_dict(slices, like)
+            distributed.load_sharded_state_dict(slices, like)
 
 
 # How a file is replaced.
@@ -442,7 +444,7 @@ def test_pipe_or_folder_is_not_replaced(tmp_path: Path) -> None:
 def test_link_to_itself_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "a.pt").symlink_to("b.pt")
     (tmp_path / "b.pt").symlink_to("a.pt")
-    with pytest.raises(ValueError, match="save: path must name a file; got .* a link that leads to itself"):
+    with pytest.raises(ValueError, match=r"save: path must name a file; got .* a link that leads to itself"):
         save({}, tmp_path / "a.pt")
     with pytest.raises(OSError, match="symbolic links"):
         load(tmp_path / "a.pt")

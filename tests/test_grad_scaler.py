@@ -750,3 +750,29 @@ def test_metrics_are_copies_of_the_last_update() -> None:
     reader = funcamp.MetricReader()
     reader.put(loop.scaler.metrics())
     assert reader.ready()[0].found_inf == 0.0
+
+
+@pytest.mark.parametrize(
+    ("skip", "fused", "reads"),
+    [(None, True, 1), (None, False, 2), ("host", False, 2), ("select", True, 0), ("select", False, 0)],
+)
+def test_on_a_cpu_the_scale_is_read_and_the_flag_unless_the_optimizer_is_fused(
+    skip: Any, fused: bool, reads: int
+) -> None:
+    counted: list[object] = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                counted.append(func)
+            return func(*args, **(kwargs or {}))
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", skip=skip)
+    weight.grad = torch.ones(3)
+    scaler.scale(torch.zeros(()))
+    with Counted():
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(counted) == reads

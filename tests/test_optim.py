@@ -1,7 +1,7 @@
 """`stateless(cls)` follows `cls` of torch.optim, in place and eager, over whole trajectories.
 
-Eager they must be bit-equal but for those in ROUNDED, compiled those in EXACT. Tolerance of the others: 2e-7 of a leaf's
-norm, a float32 rounding or two: torch's CPU adds a scaled gradient in one rounding, and a compiler may not.
+Eager they must be bit-equal but for those in ROUNDED, compiled those in EXACT. Tolerance of the others: 2e-7 of a
+leaf's norm, a float32 rounding or two: torch's CPU adds a scaled gradient in one rounding, and a compiler may not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Training with funcamp equals training with torch.amp.GradScaler: scales and skips at every step, then parameters.
 
 The eager loop is torch's documented one. Tolerances are relative to the norm of a parameter: 1e-6 in float32, where
-AdamW rounds its step size elsewhere than torch's CPU default does (`capturable=True`); 1e-5 in float16, where one such
-rounding can move a float16 weight. SGD has no such term and must be bit-equal in float32.
+a compiler may round AdamW's arithmetic elsewhere; 1e-5 in float16, where one such rounding can move a float16 weight.
+SGD must be bit-equal in float32.
 """
 
 from __future__ import annotations

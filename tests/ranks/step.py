@@ -277,7 +277,9 @@ def ranks_that_begin_with_other_parameters_are_told() -> None:
 def ranks_with_other_constants_are_told() -> None:
     def build(config: Any = funcamp.ScalerConfig(), lr: Any = 0.1, own: Any = None, **options: Any) -> Any:
         parallel = distributed.DataParallel(**(own or {}))
-        optimizer = funcamp.by_group({label: funcamp.stateless(torch.optim.SGD, lr=lr) for label in ("matrix", "vector")})
+        optimizer = funcamp.by_group(
+            {label: funcamp.stateless(torch.optim.SGD, lr=lr) for label in ("matrix", "vector")}
+        )
         return funcamp.make_train_step(lambda p, x: (p["w"] * x).sum(), optimizer, config, parallel=parallel, **options)
 
     other = rank() == 1
@@ -291,7 +293,9 @@ def ranks_with_other_constants_are_told() -> None:
         (build(policy="bfloat16" if other else None), "policy is .*bfloat16"),
         (build(own={"buckets": 1 + rank()}), "buckets of DataParallel is 2"),
     ):
-        with pytest.raises(ValueError, match="the optimizer and every constant must be the same on all ranks") as caught:
+        with pytest.raises(
+            ValueError, match="the optimizer and every constant must be the same on all ranks"
+        ) as caught:
             step.init({"w": torch.ones(3)})
         assert re.search(named, str(caught.value)), str(caught.value)
     # what has another place in every process is the same

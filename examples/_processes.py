@@ -85,6 +85,13 @@ def join(device: str, timeout: float) -> tuple[int, int]:
         torch.cuda.set_device(options["device_id"])
     if not launched():
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun keeps one store over restarts (2.11 to 2.15): without a prefix for each attempt, the new processes
+        # may find the addresses of the dead ones.
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        options |= {"store": dist.PrefixStore(f"attempt {attempt}", store), **ranks}
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
     return dist.get_rank(), dist.get_world_size()
 

@@ -3,12 +3,10 @@
     torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
     torchrun --standalone --nproc-per-node 2 examples/train_ddp.py --shard      each process keeps a part of the state
     torchrun --standalone --nproc-per-node 4 examples/train_ddp.py --resume     go on, on more or fewer, sharded or not
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_ddp.py --resume
 
-The last form starts all processes again when one dies, and they go on from the newest checkpoint. (Without the variable
-torch 2.11 to 2.13 often gives the new processes the addresses of the dead ones.) Watch the scale: the first steps
-overflow, on one process or on all, and every process skips them alike.
+The last form starts all processes again when one dies, and they go on from the newest checkpoint. Watch the scale: the
+first steps overflow, on one process or on all, and every process skips them alike.
 """
 
 from __future__ import annotations

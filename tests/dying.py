@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -44,8 +45,18 @@ def arm(where: str, how: str, call: int) -> None:
     setattr(place, name, counted)
 
 
+def start_together(attempt: str) -> None:
+    """Wait for the other processes: on a busy machine one may start later than the group's timeout allows."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    started = dist.PrefixStore(f"started, attempt {attempt}", store)
+    started.set(os.environ["RANK"], "")
+    started.wait([str(rank) for rank in range(int(os.environ["WORLD_SIZE"]))])
+
+
 if __name__ == "__main__":
     where, how, rank, call, example, *options = sys.argv[1:]
-    if rank == os.environ["RANK"] and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    program, attempt = importlib.import_module(example), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if rank == os.environ["RANK"] and attempt == "0":
         arm(where, how, int(call))
-    importlib.import_module(example).main(options)
+    start_together(attempt)
+    program.main(options)

@@ -16,7 +16,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[d
     found = {}
     for world in (2, 4):
         folder = tmp_path_factory.mktemp(f"ranks{world}")
-        printed = torchrun(world, "-m", "tests.ranks.run", folder, bound=1200).printed
+        printed = torchrun(world, "-m", "tests.ranks.run", folder, bound=1200).everything
         files = [folder / f"{rank}.json" for rank in range(world)]
         found[world] = ([json.loads(file.read_text()) if file.exists() else {} for file in files], printed)
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import pickle
@@ -11,15 +13,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import checkpoint as checkpoint_module
 
 import funcamp
@@ -572,72 +574,70 @@ def test_saves_of_one_file_at_once_each_succeed_and_one_wins(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == [file.name]
 
 
-#: For every number it reads, forks a process that saves states of this and the following numbers until it is killed.
-SAVER = """
-import os, sys, torch
-from funcamp import save
-torch.set_num_threads(1)
-for line in sys.stdin:
-    if os.fork():
-        os.wait()
-        os.write(1, b"dead\\n")
-        continue
-    number = int(line)
-    while True:
-        state = {f"tensor{index}": torch.full((2**19,), float(number)) for index in range(4)}
-        os.write(1, b"begin %d %d\\n" % (number, os.getpid()))
-        save(state, sys.argv[1])
-        os.write(1, b"saved %d\\n" % number)
+def saves_that_die(name: str) -> None:
+    """Save in processes that are killed before every call of the system in turn, and at bytes over the whole file."""
+    torch.set_num_threads(1)  # forked processes have one thread
+    file, number, found = Path(name), 0, set()
+
+    def state() -> dict[str, Tensor]:
+        return {f"tensor{index}": torch.full((2**12,), float(number)) for index in range(4)}
+
+    def killed(arm: Callable[[], object]) -> bool:
+        nonlocal number
         number += 1
-"""
+        child = os.fork()
+        if not child:
+            try:
+                arm()
+                save(state(), file)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        loaded, wanted = load(file), state()
+        replaced = loaded["tensor0"][0] == number
+        if not replaced:
+            number -= 1
+            wanted = state()
+        assert_same(loaded, wanted)
+        assert os.WIFSIGNALED(status) or (os.WEXITSTATUS(status) == 0 and replaced)
+        left = [entry for entry in os.listdir(file.parent) if entry != file.name]
+        assert all(re.fullmatch(re.escape(file.name) + r"\.[0-9a-f]{8}\.part", entry) for entry in left)
+        found.add((bool(replaced), bool(left)))
+        return os.WIFSIGNALED(status)
+
+    def at_call(last: int) -> None:
+        calls = itertools.count(1)
+
+        def before(_: Any, event: str, function: Any) -> None:
+            if event == "c_call" and function.__module__ in SYSTEM and next(calls) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.setprofile(before)
+
+    def at_byte(last: int) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (last, last))
+
+    assert not killed(lambda: None)
+    assert next(call for call in itertools.count(1) if not killed(functools.partial(at_call, call))) > 10
+    assert found == {(False, False), (False, True), (True, True), (True, False)}
+    size = file.stat().st_size
+    assert all(killed(functools.partial(at_byte, byte)) for byte in range(0, size, size // 8))
+    save({}, file)
+    assert os.listdir(file.parent) == [file.name]
 
 
-@pytest.fixture
-def saver(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start(name: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-W", "ignore", "-c", SAVER, str(tmp_path / name)]
-        process = subprocess.Popen(command, text=True, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.communicate()
+#: The modules through which Python calls the system.
+SYSTEM = ("posix", "fcntl", "io", "_io")
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_kill_at_any_moment_leaves_a_whole_checkpoint(name: str, tmp_path: Path, saver: Any) -> None:
-    process, file = saver(name), tmp_path / name
-
-    def message() -> tuple[str, int, int]:
-        word, *numbers = process.stdout.readline().split()
-        return word, *(int(number) for number in [*numbers, 0, 0][:2])
-
-    number, interrupted = 0, 0
-    for kill in range(12):
-        process.stdin.write(f"{number + 1}\n")
-        process.stdin.flush()
-        assert [message()[0] for _ in range(2)] == ["begin", "saved"]
-        began, (_, _, pid), _ = time.perf_counter(), message(), message()
-        took = time.perf_counter() - began
-        assert message()[:2] == ("begin", number + 3)
-        time.sleep(took * kill / 10)  # from the start of a save to a bit into the next
-        os.kill(pid, signal.SIGKILL)
-        begun, saved = number + 3, number + 2
-        while (received := message())[0] != "dead":
-            begun, saved = max(begun, received[1]), max(saved, received[1] - (received[0] == "begin"))
-        loaded = load(file)
-        number = int(loaded["tensor0"][0])
-        assert number in (saved, begun)
-        assert_same(loaded, {f"tensor{index}": torch.full((2**19,), float(number)) for index in range(4)})
-        left = [entry for entry in os.listdir(tmp_path) if entry != name]
-        assert all(re.fullmatch(re.escape(name) + r"\.[0-9a-f]{8}\.part", entry) for entry in left)
-        interrupted += len(left)
-    assert interrupted >= 3  # else the kills came between the saves
-    save({}, file)
-    assert os.listdir(tmp_path) == [name]
+def test_kill_at_any_moment_leaves_a_whole_checkpoint(name: str, tmp_path: Path) -> None:
+    program = f"from tests.test_checkpoint_files import saves_that_die as run; run({str(tmp_path / name)!r})"
+    # A process of its own, whose forks are safe: it has one thread.
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 class Tag:

@@ -88,10 +88,11 @@ def join(device: str, timeout: float) -> tuple[int, int]:
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun keeps one store over restarts (2.11 to 2.15): without a prefix for each attempt, the new processes
         # may find the addresses of the dead ones.
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        c10d: Any = dist  # stores are untyped re-exports
+        store = c10d.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-        options |= {"store": dist.PrefixStore(f"attempt {attempt}", store), **ranks}
+        options |= {"store": c10d.PrefixStore(f"attempt {attempt}", store), **ranks}
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
     return dist.get_rank(), dist.get_world_size()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._whole import keep_functions_whole
 
 #: Exponents that have a bin: those of float32, from its smallest subnormal, 2^-149, to its largest value, below 2^128,
@@ -32,7 +32,7 @@ _PART, _TABLES = 4096, 32
 _ZERO, _FIRST, _NONFINITE, _SLOTS = 0, 1, BINS + 1, BINS + 2
 
 _HALVES = (torch.bfloat16, torch.float16)
-_VIEWS_BATCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+_VIEWS_BATCH = not _upstream.NO_RULE_FOR_BITS.present
 
 
 def check_values(call: str, x: object) -> Tensor:
@@ -190,7 +190,7 @@ def _table(place: Tensor) -> Tensor:
 
 
 class _Bits(Function):
-    """A tensor's bits as another dtype: vmap has no rule for that before torch 2.13 (tests/test_upstream.py)."""
+    """A tensor's bits as another dtype: vmap has no rule for that (`_upstream.NO_RULE_FOR_BITS`)."""
 
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype) -> Tensor:

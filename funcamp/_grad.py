@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._advice import advise
 from funcamp._recompute import same_parameters
 from funcamp._scaler import scale, unscale_and_check
@@ -182,8 +182,9 @@ def _by_autograd(
 
 
 def put_leaves_in_graphs() -> None:
-    """Let Dynamo put `_leaf` into a graph: torch 2.11's does not trace what it does (tests/test_upstream.py)."""
-    torch.compiler.allow_in_graph(_leaf)  # type: ignore[no-untyped-call]
+    """Let Dynamo put `_leaf` into a graph if it does not trace it."""
+    if _upstream.NO_LEAVES.present:
+        torch.compiler.allow_in_graph(_leaf)  # type: ignore[no-untyped-call]
 
 
 def _leaf(value: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from funcamp import _upstream
 from tests.helpers import assert_same, clone
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -20,9 +21,8 @@ def _fresh() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-        # what torch 2.13 leaves on it: test_dynamo_keeps_a_source_on_its_none
-        constant: Any = torch._dynamo.variables.constant
-        if hasattr(constant, "CONSTANT_VARIABLE_NONE"):
+        if _upstream.SOURCE_ON_NONE.present:
+            constant: Any = torch._dynamo.variables.constant
             constant.CONSTANT_VARIABLE_NONE.source = None
 
 

@@ -47,8 +47,9 @@ def arm(where: str, how: str, call: int) -> None:
 
 def start_together(attempt: str) -> None:
     """Wait for the other processes: on a busy machine one may start later than the group's timeout allows."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    started = dist.PrefixStore(f"started, attempt {attempt}", store)
+    c10d: Any = dist  # stores are untyped re-exports
+    store = c10d.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    started = c10d.PrefixStore(f"started, attempt {attempt}", store)
     started.set(os.environ["RANK"], "")
     started.wait([str(rank) for rank in range(int(os.environ["WORLD_SIZE"]))])
 

@@ -534,6 +534,5 @@ def test_apply_held_by_a_module_and_in_a_checkpoint(engine: Any) -> None:
     step = make_train_step(loss, stateless(torch.optim.SGD, lr=0.1), ScalerConfig(8.0), engine=engine)
     eager = step(step.init(), (X, None))[0].params.tree()["w"]
     assert_close(eager, W - 0.1 * torch_grad(loss_of(Plain), W, X), 1e-6)
-    if torch.__version__ >= "2.13":  # torch 2.11 does not trace `self.fn = F.apply`
-        found = jit(step, backend="eager")(step.init(), (X, None))[0].params.tree()["w"]
-        assert_close(found, eager, 1e-6)
+    found = jit(step, backend="eager")(step.init(), (X, None))[0].params.tree()["w"]
+    assert_close(found, eager, 1e-6)

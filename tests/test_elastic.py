@@ -102,7 +102,7 @@ def test_torchrun_ends_soon_after_a_process_does(tmp_path: Path) -> None:
 def test_the_others_raise_without_a_launcher_that_ends_them(
     death: tuple[str, str], flags: list[str], message: str, tmp_path: Path
 ) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     command = [sys.executable, "-m", "tests.dying", *death, "1", "3", "train_ddp", *TINY, *flags, f"--out={tmp_path}"]
     environment = {**ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}

@@ -1,4 +1,4 @@
-"""What funcamp works around in torch: each test fails when the workaround can go."""
+"""What funcamp works around in torch: each test fails on a version for which `_upstream` says otherwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+from funcamp import _upstream
+
+
+def raises_where(present: bool, kind: Any = Exception, *, match: str) -> Any:
+    """The defect's error where it is present, none where it is not."""
+    return pytest.raises(kind, match=match) if present else contextlib.nullcontext()
 
 
 class Pair(NamedTuple):
@@ -21,9 +26,8 @@ class Pair(NamedTuple):
 
 
 def test_replace_of_a_namedtuple_under_dynamo() -> None:
-    # https://github.com/pytorch/pytorch/issues/158772: `_state.replace` can go when 2.11 is no longer supported.
     swap = torch.compile(lambda pair: pair._replace(left=pair.left + 1), fullgraph=True, backend="eager")
-    assert len(swap(Pair(torch.zeros(()), torch.ones(())))) == (0 if VERSION == (2, 11) else 2)
+    assert len(swap(Pair(torch.zeros(()), torch.ones(())))) == (0 if _upstream.EMPTY_REPLACE.present else 2)
 
 
 def test_dynamo_does_not_guard_on_a_captured_nonstrict_function() -> None:
@@ -63,7 +67,6 @@ def test_torch_has_no_public_pytree() -> None:
 
 @pytest.mark.inductor
 def test_inductor_writes_back_in_the_order_of_the_inputs() -> None:
-    # https://github.com/pytorch/pytorch/issues/198131: `_writeback` can go when b gets the old a.
     def shift(a: Tensor, b: Tensor) -> None:
         new = a + 1
         old = a.clone()
@@ -72,19 +75,17 @@ def test_inductor_writes_back_in_the_order_of_the_inputs() -> None:
 
     a, b = torch.zeros(3), torch.full((3,), 9.0)
     torch.compile(shift, fullgraph=True)(a, b)
-    assert b.tolist() == [1.0] * 3
+    assert b.tolist() == [1.0 if _upstream.WRITE_BACK_ORDER.present else 0.0] * 3
 
 
 @pytest.mark.inductor
 def test_inductor_forgets_the_place_of_a_view_in_a_strided_one() -> None:
-    # `_tree.settled` may take views when 2.11 is no longer supported.
     pick = torch.compile(lambda x: x[2:3].view(()).as_strided((), ()) * 2, fullgraph=True)
-    assert pick(torch.arange(4.0)).item() == (0.0 if VERSION == (2, 11) else 4.0)
+    assert pick(torch.arange(4.0)).item() == (0.0 if _upstream.LOST_OFFSET.present else 4.0)
 
 
 @pytest.mark.inductor
 def test_inductor_forgets_that_a_write_comes_after_a_read() -> None:
-    # https://github.com/pytorch/pytorch/issues/177631: `_mended.keep_order` can go when 2.11 is no longer supported.
     def shift(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         row, largest, before = b[1].clone(), a.amax(1, keepdim=True).expand(4, 4), a.clone()
         scanned = a.cummax(0).values
@@ -93,22 +94,20 @@ def test_inductor_forgets_that_a_write_comes_after_a_read() -> None:
         return row, before
 
     row, _ = torch.compile(shift, fullgraph=True)(torch.zeros(4, 4), torch.ones(4, 4))
-    assert row.tolist() == [0.0 if VERSION == (2, 11) else 1.0] * 4
+    assert row.tolist() == [0.0 if _upstream.LOST_ORDER.present else 1.0] * 4
 
 
 @pytest.mark.inductor
 def test_inductor_reads_back_an_unrounded_value() -> None:
-    # https://github.com/pytorch/pytorch/issues/185337: `_mended.forget` can go when 2.11 is no longer supported.
     options: Any = {"emulate_precision_casts": True}
     there_and_back = torch.compile(lambda x: x.half().float(), fullgraph=True, options=options)
     x = 1.0 + 2.0**-12
-    assert there_and_back(torch.tensor([x])).item() == (x if VERSION == (2, 11) else 1.0)
+    assert there_and_back(torch.tensor([x])).item() == (x if _upstream.UNROUNDED.present else 1.0)
 
 
 def test_dynamo_keeps_a_source_on_its_none() -> None:
-    # ConstantVariable's one None gets the source of the first `.grad` that is None (torch 2.13, variables/tensor.py),
-    # and a later function that returns None is refused. conftest.py clears it, GradScaler's docstring says to return a
-    # value: until this fails.
+    # ConstantVariable's one None gets the source of the first `.grad` that is None (variables/tensor.py), and a later
+    # function that returns None is refused. conftest.py clears it.
     def loop(model: torch.nn.Module) -> Any:
         def returns(x: Tensor) -> Tensor:
             model.zero_grad()
@@ -128,10 +127,7 @@ def test_dynamo_keeps_a_source_on_its_none() -> None:
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         first(torch.ones(1, 2))
         first(torch.ones(1, 2))
-        expected = (
-            contextlib.nullcontext() if VERSION == (2, 11) else pytest.raises(AssertionError, match="cell_and_free")
-        )
-        with expected:
+        with raises_where(_upstream.SOURCE_ON_NONE.present, AssertionError, match="cell_and_free"):
             second(torch.ones(1, 2))
 
 
@@ -167,43 +163,52 @@ class Seven(torch.autograd.Function):
         return 7 * g
 
 
-# Dynamo makes an instance of it.
+def compiled_at_two(fn: Any) -> float:
+    return float(torch.compile(fn, fullgraph=True, backend="aot_eager")(torch.tensor(2.0)))
+
+
+def direct(x: Tensor) -> Any:
+    return Seven.apply(x)
+
+
+def squared(x: Tensor) -> Any:
+    return Seven.apply(x.view_as(x)) ** 2
+
+
+# In the next three Dynamo makes an instance of it. `_whole` makes all right in a step (test_custom_function.py).
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_dynamo_loses_a_custom_backward_under_torch_func() -> None:
-    # `_whole` can go when all three are right; it is what makes them so in a funcamp step (test_custom_function.py).
-    def compiled(fn: Any) -> Any:
-        return torch.compile(fn, fullgraph=True, backend="aot_eager")(torch.tensor(2.0)).item()
+    found = compiled_at_two(torch.func.grad(direct))
+    assert found == (1.0 if _upstream.LOST_BACKWARD.present else 7.0)
 
-    def apply(x: Tensor) -> Any:
-        return Seven.apply(x)
 
-    assert compiled(torch.func.grad(apply)) == 1.0  # 7
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_dynamo_loses_a_custom_backward_between_two_levels_of_grad() -> None:
+    found = compiled_at_two(lambda x: torch.func.grad(lambda x: torch.func.grad(squared)(x))(x))
+    assert found == (0.0 if _upstream.LOST_NESTED_BACKWARD.present else 98.0)
 
-    def second(x: Tensor) -> Any:
-        return torch.func.grad(lambda x: torch.func.grad(lambda x: Seven.apply(x.view_as(x)) ** 2)(x))(x)
 
-    assert compiled(second) == 0.0  # 98
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="You tried to vmap over"):
-        compiled(lambda x: torch.func.vmap(torch.func.grad(lambda x: Seven.apply(x * x)))(x[None])[0])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_dynamo_refuses_a_custom_backward_under_vmap() -> None:
+    with raises_where(_upstream.REFUSED_UNDER_VMAP.present, match="You tried to vmap over"):
+        assert compiled_at_two(lambda x: torch.func.vmap(torch.func.grad(squared))(x[None])[0]) == 28.0
 
 
 def test_dynamo_does_not_trace_requires_grad_of_its_own_tensor() -> None:
-    # `check_engine` need not put `_leaf` into graphs when 2.11 is no longer supported.
     def fn(x: Tensor) -> Tensor:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             grad: Tensor = torch.autograd.grad(leaf.square(), leaf)[0]
             return grad
 
-    expected: Any = pytest.raises(Exception, match="requires_grad_") if VERSION == (2, 11) else contextlib.nullcontext()
-    with torch._dynamo.config.patch(trace_autograd_ops=True), torch.no_grad(), expected:
+    refused = raises_where(_upstream.NO_LEAVES.present, match="requires_grad_")
+    with torch._dynamo.config.patch(trace_autograd_ops=True), torch.no_grad(), refused:
         assert torch.compile(fn, fullgraph=True, backend="aot_eager")(torch.tensor(3.0)) == 6.0
 
 
 @pytest.mark.inductor
 def test_inductor_swaps_the_turns_of_dropout_and_rand() -> None:
-    # What `jit(exact=True)` cannot promise on torch 2.11; README and `jit` say so.
+    # What `jit(exact=True)` cannot promise; README and `jit` say so.
     def loss(w: Tensor) -> Tensor:
         return (torch.nn.functional.dropout(w, 0.5) * torch.rand(64)).sum()
 
@@ -212,19 +217,13 @@ def test_inductor_swaps_the_turns_of_dropout_and_rand() -> None:
     with torch._inductor.config.patch(fallback_random=True):
         torch.manual_seed(1)
         found = torch.compile(torch.func.grad(loss), fullgraph=True)(torch.ones(64))
-    assert torch.equal(found, expected) == (VERSION > (2, 11))
+    assert torch.equal(found, expected) == (not _upstream.SWAPPED_DRAWS.present)
 
 
 def test_views_of_another_dtype_have_no_batching_rule() -> None:
-    # `_counts._Bits` can go when 2.11 and 2.12 are no longer supported.
-    def bits() -> Any:
-        return torch.func.vmap(lambda x: x.view(torch.int32))(torch.ones(2, 3))
-
-    if VERSION >= (2, 13):
-        assert bits().dtype == torch.int32
-    else:
-        with pytest.raises(RuntimeError, match=r"Batching rule not implemented for aten::view\.dtype"):
-            bits()
+    refused = r"Batching rule not implemented for aten::view\.dtype"
+    with raises_where(_upstream.NO_RULE_FOR_BITS.present, RuntimeError, match=refused):
+        assert torch.func.vmap(lambda x: x.view(torch.int32))(torch.ones(2, 3)).dtype == torch.int32
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -253,14 +252,13 @@ def test_dynamo_takes_no_function_with_a_jvp() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_checkpoints_with_custom_functions_are_not_recomputed() -> None:
-    # A tracked step with several checkpoints compiles when this does, on 2.13 and later as before.
+    # A tracked step with several checkpoints compiles when this does.
     def grads(x: Tensor) -> Any:
         y = x
         for _ in range(2):
             y = checkpoint(lambda y: Seven.apply(torch.tanh(y)).sin(), y, use_reentrant=False)
         return torch.autograd.grad(y.sum(), x)
 
-    broken = VERSION >= (2, 13)
-    raised = pytest.raises(Exception, match="disjoint backward regions") if broken else contextlib.nullcontext()
-    with torch._dynamo.config.patch(trace_autograd_ops=True), raised:
+    refused = raises_where(_upstream.ONE_RECOMPUTED_REGION.present, match="disjoint backward regions")
+    with torch._dynamo.config.patch(trace_autograd_ops=True), refused:
         torch.compile(grads, backend="aot_eager", fullgraph=True)(torch.ones(3, requires_grad=True))

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import funcamp
+from funcamp import _upstream
 from tests.helpers import assert_same, difference
 from tests.ranks import case
 from tests.ranks.tools import collectives, rank, world
@@ -177,7 +178,7 @@ def a_functional_step_on_sharded_state_equals_one_process() -> None:
 @case(2)
 def compiled_on_sharded_state_equals_one_process() -> None:
     for run in (compiled, funcamp.jit):
-        if torch.__version__ >= "2.13":
+        if _upstream.VERSION >= (2, 13):
             sharded_state(run)
         else:  # an assertion of Dynamo, torch/_dynamo/variables/torch.py, 2.11: no autograd.grad of DTensors in a graph
             with pytest.raises((RuntimeError, AssertionError)):

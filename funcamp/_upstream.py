@@ -52,6 +52,8 @@ SWAPPED_DRAWS = Defect((2, 11), (2, 12))
 #: Inductor writes inputs back in their order, though one is the new value of another: `_writeback`.
 #: https://github.com/pytorch/pytorch/issues/198131
 WRITE_BACK_ORDER = Defect((2, 11), (2, 15))
+#: Inductor does not know that a view of a complex input's parts reads that input: `_writeback._read_early`.
+COMPLEX_PARTS = Defect((2, 11), None)
 #: Dynamo differentiates the forward of an autograd.Function under torch.func.grad, not its backward: `_whole`.
 LOST_BACKWARD = Defect((2, 11), (2, 15))
 #: The same between two levels of grad: `_whole`.

@@ -1,9 +1,10 @@
 """A pass over Inductor's graph that keeps donated state right where a new leaf is an old one, or a view of it.
 
 A donated step ends in one `old.copy_(new)` a leaf. Every new value is a snapshot, taken before the first write; but
-Inductor, 2.11 to 2.13, removes a snapshot that only copies an input (`remove_noop_ops`), and then writes back in the
-order of the leaves: with `prev := cur; cur := f(cur)` prev gets the new cur, silently, and so does a part of
-prev that is returned (https://github.com/pytorch/pytorch/issues/198131). tests/test_donation.py tells when this can go.
+Inductor removes a snapshot that only copies an input (`remove_noop_ops`), and then writes back in the order of the
+leaves: with `prev := cur; cur := f(cur)` prev gets the new cur, silently, and so does a part of prev that is returned
+(`_upstream.WRITE_BACK_ORDER`, fixed in 2.15). A read of a part of a complex leaf still comes too late
+(`_upstream.COMPLEX_PARTS`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from funcamp import _upstream
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -38,6 +41,8 @@ class SnapshotWriteBacks(CustomGraphPass):
         for target in written:
             if target.meta["val"].is_complex():
                 _read_early(graph, target)
+        if not _upstream.WRITE_BACK_ORDER.present:
+            return
         snapshots: dict[Any, torch.fx.Node] = {}
 
         def early(source: Any) -> Any:
@@ -58,7 +63,7 @@ class SnapshotWriteBacks(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """What Inductor's cache knows this pass by: raise it with every change of it, or of `mended`."""
-        return b"funcamp-snapshot-write-backs-5" + b"-exact" * self._exact
+        return b"funcamp-snapshot-write-backs-6" + b"-exact" * self._exact
 
 
 def _root(node: torch.fx.Node) -> torch.fx.Node:
@@ -69,7 +74,7 @@ def _root(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:
-    """Let all who read a complex input read a copy: Inductor does not know that a view of its parts reads it."""
+    """Let all who read a complex input read a copy (`_upstream.COMPLEX_PARTS`)."""
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         copy = _recomputed(graph, target)
     for reader in list(target.users):

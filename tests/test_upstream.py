@@ -79,6 +79,19 @@ def test_inductor_writes_back_in_the_order_of_the_inputs() -> None:
 
 
 @pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_inductor_reads_parts_of_a_complex_input_after_it_is_written() -> None:
+    def double(wave: Tensor, real: Tensor) -> None:
+        new, old = (wave * 2).clone(), wave.real.clone()
+        wave.copy_(new)
+        real.copy_(old)
+
+    wave, real = torch.ones(3, dtype=torch.complex64), torch.zeros(3)
+    torch.compile(double, fullgraph=True)(wave, real)
+    assert real.tolist() == [2.0 if _upstream.COMPLEX_PARTS.present else 1.0] * 3
+
+
+@pytest.mark.inductor
 def test_inductor_forgets_the_place_of_a_view_in_a_strided_one() -> None:
     pick = torch.compile(lambda x: x[2:3].view(()).as_strided((), ()) * 2, fullgraph=True)
     assert pick(torch.arange(4.0)).item() == (0.0 if _upstream.LOST_OFFSET.present else 4.0)

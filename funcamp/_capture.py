@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from funcamp import _upstream
 from funcamp._compile import Flat
 
 #: Numbers of these types come out of the graph together: one copy for all.
@@ -112,7 +113,7 @@ class Captured:
     def __call__(self, batch: list[Tensor]) -> list[Tensor]:
         """Copy a batch in, replay, and return results that later calls leave alone. No sync."""
         if batch:
-            torch._foreach_copy_(self._batch, batch, non_blocking=True)
+            _upstream.copy_each(self._batch, batch, non_blocking=True)
         self._replay()
         count = len(self._results) - len(self._packed)
         copies: list[Tensor | None] = [None] * count

@@ -205,7 +205,7 @@ class _Bits(Function):
 
 
 def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if _VIEWS_BATCH or not torch._C._are_functorch_transforms_active():
+    if _VIEWS_BATCH or not _upstream.transforms_active():
         return x.view(dtype)
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 
 F = TypeVar("F", bound=type[Function])
 _CAST = "_funcamp_cast_inputs"
@@ -188,7 +188,7 @@ def apply(own: Any, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{own.__name__}.apply: forward must not have keyword-only arguments; got {bound.kwargs}")
     values, region = _cast(bound.args[kinds.takes_ctx :], getattr(own, _CAST))
     with _autocast(region):
-        if not kinds.takes_ctx or not torch._C._are_functorch_transforms_active():
+        if not kinds.takes_ctx or not _upstream.transforms_active():
             return kinds.plain.apply(*values)
         call = _Call()
         _calls.stack.append(call)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import funcamp
+from funcamp import _upstream
 from funcamp._compile import cpp_compiler
 from funcamp._formats import name_of
 
@@ -37,6 +38,7 @@ def examine(device: str, seconds: float) -> list[Finding]:
     """Run every check on a device; none stops the others."""
     checks: list[tuple[str, Callable[[], str]]] = [
         ("machine", lambda: _machine(device)),
+        ("torch's private names", _private_names),
         ("compiler", lambda: _compiler(device)),
         ("compile", lambda: _compile(device)),
         ("donation", lambda: _donation(device)),
@@ -67,6 +69,13 @@ def report(findings: list[Finding]) -> str:
 def _machine(device: str) -> str:
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return f"funcamp {funcamp.__version__}, torch {torch.__version__}, Python {platform.python_version()}, {name}"
+
+
+def _private_names() -> str:
+    lost = _upstream.lost()
+    if lost:
+        raise RuntimeError("; ".join(lost))
+    return f"all {len(_upstream.PRIVATE)} found"
 
 
 def _compiler(device: str) -> str:
@@ -192,8 +201,7 @@ def _host_reads(device: str) -> str:
 
 
 def _launches(device: str) -> str:
-    from torch._inductor import metrics
-
+    metrics = _upstream.find("torch._inductor.metrics")
     model, batch = _task(device)
     step = _step(model, torch.optim.AdamW, max_norm=1.0)
     metrics.reset()

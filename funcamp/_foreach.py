@@ -15,6 +15,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from funcamp import _upstream
 from funcamp._mesh import agreed, is_distributed, local, settled_sum
 
 
@@ -103,7 +104,7 @@ def _largest(grads: list[Tensor]) -> Tensor:
         # eager CPU norms take ten times as long as this
         ends = [torch.stack(torch.aminmax(grad)) for grad in grads]
         return torch.stack(ends).abs().max()
-    return torch.stack(torch._foreach_norm(grads, math.inf)).max()
+    return torch.stack(_upstream.norm_of_each(grads, math.inf)).max()
 
 
 def _times(grad: Tensor, inv_scale: Tensor) -> Tensor:
@@ -114,13 +115,13 @@ def _times(grad: Tensor, inv_scale: Tensor) -> Tensor:
 
 def _multiply(grads: list[Tensor], inv_scale: Tensor) -> None:
     if grads[0].dtype.itemsize < 4:
-        torch._foreach_copy_(grads, [_times(grad, inv_scale) for grad in grads])
+        _upstream.copy_each(grads, [_times(grad, inv_scale) for grad in grads])
     else:
-        torch._foreach_mul_(grads, inv_scale)
+        _upstream.multiply_each(grads, inv_scale)
 
 
 def _by_torch(grads: list[Tensor], inv_scale: Tensor) -> Tensor:
     """By torch's kernel: for subclasses that know it, and where no product can overflow."""
     found = torch.zeros_like(inv_scale)
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale)
+    _upstream.unscale_each(grads, found, inv_scale)
     return found

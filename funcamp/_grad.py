@@ -122,7 +122,7 @@ def choose(engine: Engine | None, arguments: Any) -> Engine:
         return engine
     if torch.compiler.is_dynamo_compiling():
         return "autograd" if _traces_autograd() else "func"
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or _losses.depth:
+    if _upstream.transforms_active() or forward_ad._current_level >= 0 or _losses.depth:
         return "func"
     requires = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _tree.leaves(arguments))
     return "func" if requires and torch.is_grad_enabled() else "autograd"

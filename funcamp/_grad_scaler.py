@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState as Stage
 
-from funcamp import _foreach
+from funcamp import _foreach, _upstream
 from funcamp._held_scaler import HeldScaler, per_optimizer
 from funcamp._rulebook import state_type
 from funcamp._rules import widen
@@ -193,9 +193,10 @@ class GradScaler(HeldScaler):
             with torch.no_grad():
                 config = self._config
                 bounded = config.min_scale is not None or config.max_scale is not None
-                if config.rule == "dynamic" and not bounded and not torch.compiler.is_dynamo_compiling():
+                plain = config.rule == "dynamic" and not bounded and not torch.compiler.is_dynamo_compiling()
+                if plain and _upstream.update_scale:
                     # the same rule in one kernel
-                    torch._amp_update_scale_(
+                    _upstream.update_scale(
                         scale, tracker, found_inf, config.growth_factor, config.backoff_factor, config.growth_interval
                     )
                 else:

@@ -13,7 +13,7 @@ from torch import Tensor
 from funcamp import _capture, _tree
 from funcamp._advice import advise
 from funcamp._compile import Flat, check_compiler, compile_graph
-from funcamp._joint_counts import JointCounts, counting_jointly
+from funcamp._joint_counts import JointCounts, can_count_jointly, counting_jointly
 from funcamp._memory import Memory
 from funcamp._mended import mended
 from funcamp._owned import Layout, Owned, arranged, layouts_for, own
@@ -245,7 +245,8 @@ class JitStep:
                 old.copy_(leaf)
             return [], _tree.unflatten(kept, rest)
 
-        jointly = counting_jointly() if options.backend == "inductor" else contextlib.nullcontext()
+        inductor = options.backend == "inductor"
+        jointly = counting_jointly() if inductor and can_count_jointly() else contextlib.nullcontext()
         try:
             with jointly:
                 return trace(body, [*owned.leaves, *given], {leaf.device.type for leaf in owned.leaves})
@@ -259,9 +260,10 @@ class JitStep:
         options = self._options
         patches = {
             "triton.cudagraphs": False,
-            "joint_custom_pre_pass": JointCounts(),
             "post_grad_custom_pre_pass": SnapshotWriteBacks(options.exact),
         }
+        if can_count_jointly():
+            patches["joint_custom_pre_pass"] = JointCounts()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Collectives as soon as their inputs are there, what needs them as late as it can.
             patches |= {

@@ -10,16 +10,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcamp import _counts
+from funcamp import _counts, _upstream
 from funcamp._counts import WIDTH, counts
 
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+else:
+    CustomGraphPass = _upstream.find("torch._inductor.custom_graph_pass.CustomGraphPass")
 _thread = threading.local()
 _library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("counts(Tensor[] parts) -> Tensor")
@@ -75,6 +78,16 @@ def _joint_counts_of(graph: fx.Graph) -> list[list[fx.Node]]:
     return list(groups.values())
 
 
+def can_count_jointly() -> bool:
+    """Whether torch has what `JointCounts` needs."""
+    return _upstream.usable(
+        _upstream.find("torch._inductor.custom_graph_pass.CustomGraphPass"),
+        _upstream.find("torch._inductor.custom_graph_pass.get_hash_for_files"),
+        _upstream.find("torch._inductor.decomposition.select_decomp_table"),
+        _upstream.find("torch._inductor.pattern_matcher.stable_topological_sort"),
+    )
+
+
 class JointCounts(CustomGraphPass):
     """The pass over the graph of a step, before Inductor's own."""
 
@@ -84,18 +97,16 @@ class JointCounts(CustomGraphPass):
         for nodes in groups:
             _count_together(graph, nodes)
         if groups:
-            from torch._inductor.pattern_matcher import stable_topological_sort
-
-            stable_topological_sort(graph)
+            _upstream.find("torch._inductor.pattern_matcher.stable_topological_sort")(graph)
 
     def uuid(self) -> bytes:
         """What Inductor's cache knows this pass by: with it go the functions that a graph names but does not hold."""
-        return get_hash_for_files((__file__, _counts.__file__))
+        files = (__file__, _counts.__file__)
+        found: bytes = _upstream.find("torch._inductor.custom_graph_pass.get_hash_for_files")(files)
+        return found
 
 
 def _count_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    from torch._inductor.decomposition import select_decomp_table
-
     given: list[Any] = [node.args[0] for node in nodes]
     parts = [part for one in given for part in one]
     rows = [sum(len(part.meta["val"]) for part in one) for one in given]
@@ -103,8 +114,9 @@ def _count_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     def together(*parts: Tensor) -> list[Tensor]:
         return list(torch.split(counts(list(parts)), rows))
 
+    table = _upstream.find("torch._inductor.decomposition.select_decomp_table")()
     with parts[0].meta["val"].fake_mode:
-        traced = make_fx(together, decomposition_table=select_decomp_table())(*[part.meta["val"] for part in parts])
+        traced = make_fx(together, decomposition_table=table)(*[part.meta["val"] for part in parts])
     places = dict(zip(traced.graph.find_nodes(op="placeholder"), parts))
     with graph.inserting_after(nodes[-1]):
         found: Any = graph.graph_copy(traced.graph, places)

@@ -21,6 +21,7 @@ from funcamp._policy import Policy, check_policy
 from funcamp._spread import Alone
 from funcamp._step import TrainStep
 from funcamp._types import Reduce
+from funcamp._window import can_scan
 
 _NO_POLICY = Policy(torch.float32)
 
@@ -145,7 +146,7 @@ def make_train_step(
         max_norm=max_norm,
         max_value=max_value,
         accumulate=accumulate,
-        scan=bool(scan),
+        scan=bool(scan) and can_scan(),
         reduce=reduce,
         ema_decay=ema_decay,
         has_aux=bool(has_aux),

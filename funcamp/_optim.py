@@ -6,12 +6,13 @@ import functools
 import inspect
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._adafactor import Adafactor
 from funcamp._flat import collapse, expand
 from funcamp._hyper import Fixed, evaluate
@@ -253,11 +254,21 @@ def _rebuild(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) 
     return stateless(cls, **hyperparameters)
 
 
+def _eager_only(fn: Callable[..., Any]) -> Callable[..., Any]:
+    message = _upstream.message("torch._dynamo.nonstrict_trace")
+
+    def called(*args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(message)
+        return fn(*args)
+
+    return called
+
+
 @functools.cache
 def _nonstrict() -> tuple[Any, Any]:
     # torch._dynamo takes a second to import: not before an optimizer is used.
-    from torch._dynamo import nonstrict_trace
-
+    nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace", _eager_only)
     return nonstrict_trace(_first_states), nonstrict_trace(_step)
 
 

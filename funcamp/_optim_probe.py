@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from funcamp import _upstream
 from funcamp._hyper import is_dynamic, placeholder, stand_in
 from funcamp._optim_run import as_tensor, first_values, run_step
 
@@ -65,7 +66,8 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
         if name in accepted:
             arguments.setdefault(name, value)
     # Whatever the caller's modes and defaults are: what is learned here are numbers.
-    with _disable_current_modes(), torch.device("cpu"), torch.inference_mode(mode=False):
+    without_modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
+    with without_modes(), torch.device("cpu"), torch.inference_mode(mode=False):
         return _learn(cls, arguments, hyperparameters, dynamic)
 
 

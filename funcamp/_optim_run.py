@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from funcamp import _upstream
 from funcamp._branchless import ASGD, RAdam
 from funcamp._rules import widen
 from funcamp._tree import settled
@@ -83,9 +84,9 @@ class _Pure(TorchFunctionMode):
         if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             target, chosen, value = args  # Rprop's, by a mask of the same shape
             return target.copy_(torch.where(chosen, value, target))
-        if name in _UNBATCHED and torch._C._functorch.is_batchedtensor(args[0]):
+        if name in _UNBATCHED and _upstream.is_batched(args[0]):
             return args[0].copy_(getattr(torch.Tensor, name[:-1])(*args, **kwargs))
-        if isinstance(kwargs.get("out"), Tensor) and torch._C._functorch.is_batchedtensor(kwargs["out"]):
+        if isinstance(kwargs.get("out"), Tensor) and _upstream.is_batched(kwargs["out"]):
             return kwargs.pop("out").copy_(func(*args, **kwargs))
         return func(*args, **kwargs)
 
@@ -148,17 +149,16 @@ def narrow_counters(before: LeafState, after: dict[str, Any], like: Tensor) -> L
 
 def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
     """Raise ValueError where a tensor is being differentiated by torch.func: the gradient would silently be zero."""
-    functorch = torch._C._functorch
     for tensor in tensors:
         inner = tensor
-        while functorch.is_functorch_wrapped_tensor(inner):
-            if functorch.is_gradtrackingtensor(inner):
+        while _upstream.is_wrapped(inner):
+            if _upstream.is_differentiated(inner):
                 raise ValueError(
                     "update: params and grads must not be differentiated, for no gradient flows through a torch.optim "
                     f"step; detach them, or write the inner update by hand; got {type(tensor).__name__} under "
                     "torch.func.grad, vjp or jacrev"
                 )
-            inner = functorch.get_unwrapped(inner)
+            inner = _upstream.unwrapped(inner)
 
 
 def first_values(recorded: Any, like: Tensor, starts_at_zero: bool) -> LeafState:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from funcamp import _upstream
 from funcamp._types import Reduce
 
 #: Bytes below which a collective's time is that of its call, and copying is worth a call less.
@@ -53,7 +54,8 @@ def ranks_of(call: str, group: Any = None) -> Ranks:
 
 def process_group(ranks: Ranks) -> dist.ProcessGroup:
     """The group itself."""
-    return dist.distributed_c10d._resolve_process_group(ranks.name)  # type: ignore[attr-defined, arg-type]
+    found: dist.ProcessGroup = _upstream.find("torch.distributed.distributed_c10d._resolve_process_group")(ranks.name)
+    return found
 
 
 def check_alike(rule: str, described: list[str], ranks: Ranks) -> None:

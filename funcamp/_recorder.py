@@ -2,8 +2,7 @@
 
 Autograd's current node tells the backward pass from the forward; a node's sequence number leads back to the module
 whose forward pass made it. Every backward pass starts in `torch.autograd._engine_run_backward`, where a finished one is
-repeated at other scales. Private names of torch 2.11 to 2.15: `torch._C._current_autograd_node`,
-`torch.autograd._get_sequence_nr`, `torch.autograd._engine_run_backward`.
+repeated at other scales.
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcamp import _scaler, _tap, _tree
+from funcamp import _scaler, _tap, _tree, _upstream
 from funcamp._counts import count, has_values
 from funcamp._jit_step import JitStep
 from funcamp._module import Holder
@@ -52,11 +50,20 @@ _COPIES = frozenset({"clone", "detach", "lift_fresh", "alias", "contiguous", "_u
 }
 
 
+_current_node = _upstream.find("torch._C._current_autograd_node")
+_sequence_number = _upstream.find("torch.autograd._get_sequence_nr")
+_engine = _upstream.find("torch.autograd._engine_run_backward")
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as _Mode
+else:
+    _Mode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
+
+
 class Enough(BaseException):
     """Ends a run once the passes asked for are recorded; no `except Exception` of the run's own stops it."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(_Mode):
     """Records operations while it is active, from the first forward pass on to the end of so many backward passes.
 
     Args:
@@ -75,6 +82,8 @@ class Recorder(TorchDispatchMode):
         loss_scale: float | None = None,
         otherwise: float = 1.0,
     ) -> None:
+        for name in (_current_node, _sequence_number, _engine, _Mode):
+            _upstream.check(name)
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.records: dict[str, Record] = {}
@@ -112,7 +121,7 @@ class Recorder(TorchDispatchMode):
                 for owner, name, place in _scales():
                     noting = self._noting(getattr(owner, name), place)
                     patches.enter_context(mock.patch.object(owner, name, noting))
-                run_backward = self._around_backward(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+                run_backward = self._around_backward(_engine)
                 patches.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", run_backward))
                 patches.enter_context(self)
                 warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
@@ -132,7 +141,7 @@ class Recorder(TorchDispatchMode):
             return out
         if self._skip or self._muted:
             return func(*args, **(kwargs or {}))
-        node = torch._C._current_autograd_node()
+        node = _current_node()
         before = _found((args, kwargs))
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
@@ -199,7 +208,7 @@ class Recorder(TorchDispatchMode):
         ) -> Any:
             if self._done:
                 raise Enough
-            if self._repeating or torch._C._current_autograd_node() is not None:  # part of another pass
+            if self._repeating or _current_node() is not None:  # part of another pass
                 return run(outputs, seeds, keep, create, inputs, *rest, **how)
             if self._skip:
                 out = run(outputs, seeds, keep, create, inputs, *rest, **how)
@@ -293,7 +302,7 @@ class Recorder(TorchDispatchMode):
             if self._stack and self._stack[-1] is None:
                 path = None
         if path is not None:
-            self._of_node.setdefault(torch.autograd._get_sequence_nr() - 1, (path, line))  # type: ignore[attr-defined]
+            self._of_node.setdefault(_sequence_number() - 1, (path, line))
         return path, line
 
     def _enter(self, module: nn.Module, _: Any) -> None:
@@ -303,13 +312,13 @@ class Recorder(TorchDispatchMode):
         if module not in self._paths:  # a root that was not told
             self._add(getattr(module, "_orig_mod", module))
         if not self._stack:
-            in_backward = torch._C._current_autograd_node() is not None
+            in_backward = _current_node() is not None
             if self._passes is not None and not in_backward and not self.records:
                 self.operations.clear()  # what the script did before: initialization, data
-            differentiated = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+            differentiated = torch.is_grad_enabled() or _upstream.transforms_active()
             self._evaluating = self._passes is not None and not differentiated
         # None: called again by a checkpoint, or in an evaluation
-        again = torch._C._current_autograd_node() is not None or self._evaluating
+        again = _current_node() is not None or self._evaluating
         self._stack.append(None if again else self._paths[getattr(module, "_orig_mod", module)])
 
     def _add(self, root: nn.Module) -> None:
@@ -329,7 +338,7 @@ class Recorder(TorchDispatchMode):
         path = self._stack.pop()
         if not self._stack:
             self._evaluating = False
-        if path is None or self._skip or outputs is None or isinstance(module, (torch._dynamo.OptimizedModule, Holder)):
+        if path is None or self._skip or outputs is None or isinstance(module, Holder) or hasattr(module, "_orig_mod"):
             return None
         leaves, spec = _tree.flatten(outputs)
         marked = [_Mark.apply(leaf, self, path) if _counts(leaf) else leaf for leaf in leaves]  # type: ignore[no-untyped-call]

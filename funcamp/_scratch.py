@@ -11,18 +11,20 @@ import contextlib
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from funcamp import _upstream
+
 #: glibc's largest threshold by itself (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c, 64 bit).
 LARGE = 32 << 20
 _threads = threading.local()
-_guards: Any = torch._C._dynamo.guards
-_allocate: Callable[..., Tensor] = _guards._empty_strided_cpu
+_allocate: Any = _upstream.find("torch._C._dynamo.guards._empty_strided_cpu")
+_holders: Any = _upstream.find("torch._C._storage_Use_Count")
 
 
 class _Block:
@@ -34,7 +36,7 @@ class _Block:
 
     def _holders(self) -> tuple[int, int, int]:
         storage = self._storage  # its size too: whoever held it may have resized it
-        return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage), storage.nbytes()
+        return _holders(storage._cdata), sys.getrefcount(storage), storage.nbytes()
 
     def is_free(self) -> bool:
         return self._holders() == self._alone
@@ -70,13 +72,15 @@ class Scratch:
 
 def wanted(args: list[Tensor]) -> bool:
     """Whether a program of these arguments may have large buffers."""
-    return any(arg.nbytes >= LARGE for arg in args if arg.device.type == "cpu")
+    return _upstream.usable(_allocate, _holders) and any(
+        arg.nbytes >= LARGE for arg in args if arg.device.type == "cpu"
+    )
 
 
 @contextlib.contextmanager
 def asked() -> Iterator[None]:
     """A region in which Inductor compiles programs that ask for their buffers here."""
-    with mock.patch.object(_guards, "_empty_strided_cpu", _empty_strided):
+    with mock.patch("torch._C._dynamo.guards._empty_strided_cpu", _empty_strided):
         yield
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import optimizer as _optimizer
+
+from funcamp import _upstream
 
 #: found_inf for every device that holds gradients: float32, shape (), 1.0 or 0.0.
 Flags = dict[torch.device, Tensor]
@@ -26,6 +27,10 @@ _KNOWN = (
     torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.RMSprop, torch.optim.ASGD,
     torch.optim.Rprop, torch.optim.Muon,
 )  # fmt: skip
+
+# Hooks that cannot be looked up count as hooks.
+_GLOBAL_PRE_HOOKS: Any = _upstream.find("torch.optim.optimizer._global_optimizer_pre_hooks", True)
+_GLOBAL_POST_HOOKS: Any = _upstream.find("torch.optim.optimizer._global_optimizer_post_hooks", True)
 
 _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -62,8 +67,8 @@ def is_watched(optimizer: Any) -> bool:
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     return bool(
         any(hooks)
-        or _optimizer._global_optimizer_pre_hooks
-        or _optimizer._global_optimizer_post_hooks
+        or _GLOBAL_PRE_HOOKS
+        or _GLOBAL_POST_HOOKS
         or (patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"))
     )
 
@@ -96,7 +101,7 @@ def select(optimizer: Any, flags: Flags, step: Callable[[], Any], reason: str | 
     kept = [torch.empty_like(tensor) for tensor in changing]
     if changing:
         with torch.no_grad():
-            torch._foreach_copy_(kept, changing)
+            _upstream.copy_each(kept, changing)
     try:
         return step()
     except Exception:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcamp import _upstream
 from funcamp._optim import stateless
 from funcamp._optim_run import LeafState, first_values, narrow_counters, run_step
 
@@ -57,10 +58,18 @@ def _traced(*_: Any) -> Any:
 def prepare() -> None:
     """Make this file ready for torch.compile. It imports torch._dynamo, as any optimizer's first step does."""
     global _traced
-    if _traced.__name__ != _step.__name__:
-        from torch._dynamo import nonstrict_trace
+    if _traced.__name__ != "_traced":
+        return
+    nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace")
+    found = _upstream.usable(nonstrict_trace)
+    _traced = nonstrict_trace(_step) if found else _refusing(_upstream.message(nonstrict_trace.path))
 
-        _traced = nonstrict_trace(_step)
+
+def _refusing(message: str) -> Any:
+    def refused(*_: Any) -> Any:
+        raise RuntimeError(message)
+
+    return refused
 
 
 def _step(

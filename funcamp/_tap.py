@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._counts import check_sample, check_values, count, taken
 from funcamp._joint_counts import count_jointly
 from funcamp._records import Record
@@ -100,7 +100,7 @@ def tap(x: Tensor, probe: Record, *, sample: int | None = None) -> Tensor:
     function: Any = _TapWithJvp
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()
-        if not torch._C._are_functorch_transforms_active():
+        if not _upstream.transforms_active():
             function = _Tap
     out: Tensor = function.apply(x, probe.forward.row, probe.backward.row, sample)[0]
     return out

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcamp import _upstream
 from funcamp._mesh import local
 
 
@@ -37,7 +38,7 @@ def overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
 
 
 def _has_memory(leaf: Tensor) -> bool:
-    if torch._C._functorch.is_functorch_wrapped_tensor(leaf) or leaf.layout != torch.strided:
+    if _upstream.is_wrapped(leaf) or leaf.layout != torch.strided:
         return False
     return bool(leaf.numel())
 

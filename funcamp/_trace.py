@@ -13,22 +13,33 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Set
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._types import Tree
 from funcamp._user_line import INSTEAD, READS, in_stack, in_traceback
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+else:
+    FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
+    FakeTensorMode = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
+    TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
+    is_traceable_wrapper_subclass = _upstream.find("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
+#: What torch raises for a branch, a number or a shape that follows from the values of a fake tensor.
+_FROM_VALUES = tuple(
+    error
+    for error in (
+        _upstream.find("torch._subclasses.fake_tensor.DataDependentOutputException"),
+        _upstream.find("torch._subclasses.fake_tensor.DynamicOutputShapeException"),
+    )
+    if _upstream.usable(error)
+)
 
 _log = logging.getLogger("funcamp")
 _aten = torch.ops.aten
@@ -100,6 +111,8 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
         RuntimeError: fn accumulates gradients in a tensor of its own.
         Exception: what fn raises.
     """
+    for name in (FakeTensor, FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass):
+        _upstream.check(name)
     fake, watch = FakeTensorMode(allow_non_fake_inputs=True), _Watch(home)
     around = [wrapper_of(arg) for arg in args]
     plain = [part for arg in args for part in parts(arg)]
@@ -127,8 +140,8 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
             module = make_fx(flat, tracing_mode="real")(*examples)
     except Exception as error:
         watch.settle(plain, failed=True)
-        asked = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-        if asked or (isinstance(error, RuntimeError) and any(text in str(error) for text in _ASKED)):
+        asked = isinstance(error, RuntimeError) and any(text in str(error) for text in _ASKED)
+        if asked or isinstance(error, _FROM_VALUES):
             raise HostError(f"{READS}; {in_traceback(error)} does: {INSTEAD}") from None
         raise
     _refuse_gradients(module)

@@ -1,19 +1,42 @@
-"""Pytrees: the only file that touches torch.utils._pytree (torch has no public pytree module, 2.11 to 2.13)."""
+"""Pytrees: the only file that touches torch.utils._pytree (torch has no public pytree module, 2.11 to 2.15)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
+from funcamp import _upstream
 from funcamp._types import Tree
 
-flatten = _pytree.tree_flatten
-unflatten = _pytree.tree_unflatten
-TreeSpec = _pytree.TreeSpec
+if TYPE_CHECKING:
+    from torch.utils import _pytree
+
+    TreeSpec = _pytree.TreeSpec
+    flatten = _pytree.tree_flatten
+    unflatten = _pytree.tree_unflatten
+    _flatten_with_path = _pytree.tree_flatten_with_path
+    _keystr = _pytree.keystr
+    _register = _pytree.register_pytree_node
+    _Attribute = _pytree.GetAttrKey
+    _kind_of = _pytree._get_node_type
+    _NODES = _pytree.SUPPORTED_NODES
+else:
+    TreeSpec = _upstream.find("torch.utils._pytree.TreeSpec")
+    flatten = _upstream.find("torch.utils._pytree.tree_flatten")
+    unflatten = _upstream.find("torch.utils._pytree.tree_unflatten")
+    _flatten_with_path = _upstream.find("torch.utils._pytree.tree_flatten_with_path")
+    _keystr = _upstream.find("torch.utils._pytree.keystr")
+    _register = _upstream.find("torch.utils._pytree.register_pytree_node")
+    _Attribute = _upstream.find("torch.utils._pytree.GetAttrKey")
+    _kind_of = _upstream.find("torch.utils._pytree._get_node_type")
+    _NODES = _upstream.find("torch.utils._pytree.SUPPORTED_NODES")
+    if not _upstream.usable(_register):
+        flatten = _register  # a FlatParams would pass for a leaf
+_HAS_PATHS = _upstream.usable(_flatten_with_path, _keystr, _Attribute)
+_HAS_NODES = _upstream.usable(_kind_of, _NODES)
 _Node = TypeVar("_Node")
 
 
@@ -24,18 +47,19 @@ def leaves(tree: Tree) -> list[Any]:
 
 def path_of(tree: Tree, index: int) -> str:
     """The path of the leaf at a position, as Python would index it; the empty string for a bare leaf."""
-    return _pytree.keystr(_pytree.tree_flatten_with_path(tree)[0][index][0])
+    if not _HAS_PATHS:
+        return f" (leaf {index})"
+    return _keystr(_flatten_with_path(tree)[0][index][0])
 
 
 def names(tree: Tree) -> list[str]:
     """A dotted name for every leaf, as torch.nn.Module.state_dict would give it: layers.0.weight."""
-    return [
-        ".".join(str(getattr(key, _NAME_OF[type(key)])) for key in path)
-        for path, _ in _pytree.tree_flatten_with_path(tree)[0]
-    ]
+    return [".".join([str(_name(key)) for key in path]) for path, _ in _flatten_with_path(tree)[0]]
 
 
-_NAME_OF: dict[type, str] = {_pytree.MappingKey: "key", _pytree.SequenceKey: "idx", _pytree.GetAttrKey: "name"}
+def _name(key: Any) -> Any:
+    """What one step of a path says: of a mapping, of a sequence, or of an attribute."""
+    return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
 
 
 def register(
@@ -51,11 +75,13 @@ def register(
 
     def with_keys(node: _Node) -> tuple[list[Any], Any]:
         children, context = flatten_node(node)
-        keyed = [(_pytree.GetAttrKey(f"{attribute}[{i}]"), child) for i, child in enumerate(children)]
+        keyed = [(_Attribute(f"{attribute}[{i}]"), child) for i, child in enumerate(children)]
         return keyed, context
 
     _immutable.add(cls)
-    _pytree.register_pytree_node(
+    if not _upstream.usable(_register):
+        return
+    _register(
         cls,
         flatten_node,
         unflatten_node,
@@ -74,14 +100,16 @@ def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
 
 def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[Any, ...]]] | None:
     """Every dict and list of a tree, its keys and what it holds now; None where a node of another kind could change."""
+    if not _HAS_NODES:
+        return None
     held: list[tuple[Any, list[Any] | None, tuple[Any, ...]]] = []
     stack = [tree]
     while stack:
         node = stack.pop()
-        kind = _pytree._get_node_type(node)
-        if kind not in _pytree.SUPPORTED_NODES:
+        kind = _kind_of(node)
+        if kind not in _NODES:
             continue
-        children, _ = _pytree.SUPPORTED_NODES[kind].flatten_fn(node)
+        children, _ = _NODES[kind].flatten_fn(node)
         if isinstance(node, dict):
             held.append((node, list(node), tuple(node.values())))
         elif isinstance(node, list):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._trace import subgraph
 from funcamp._types import Tree
 
@@ -61,6 +61,18 @@ def accumulate(
     return _tree.unflatten(total, _tree.flatten(params)[1]), losses.mean(), buffers, aux
 
 
+_scans: tuple[Any, Any] | None = None
+
+
+def can_scan() -> bool:
+    """Return whether torch has its scan (it has no public name); to be called before anything is traced."""
+    global _scans
+    found = _upstream.find("torch._higher_order_ops.scan.scan"), _upstream.find("torch._higher_order_ops.scan.scan_op")
+    if _upstream.usable(*found):
+        _scans = found
+    return _scans is not None
+
+
 def _scanned(part: Any, total: list[Any], buffers: dict[str, Tensor], tensors: list[Tensor]) -> Any:
     present = [a is not None for a in total]
 
@@ -79,9 +91,9 @@ def _scanned(part: Any, total: list[Any], buffers: dict[str, Tensor], tensors: l
 
 
 def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tree, xs: list[Tensor]) -> Any:
-    """Torch's scan, which has no public name (2.11 to 2.15), in a program that Dynamo or `jit` traces."""
-    from torch._higher_order_ops.scan import scan, scan_op
-
+    """Torch's scan, in a program that Dynamo or `jit` traces."""
+    assert _scans is not None
+    scan, scan_op = _scans
     if torch.compiler.is_dynamo_compiling():
         return scan(combine, start, xs)
     carry, spec = _tree.flatten(start)

@@ -9,13 +9,17 @@ leaves: with `prev := cur; cur := f(cur)` prev gets the new cur, silently, and s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from funcamp import _upstream
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+else:
+    CustomGraphPass = _upstream.find("torch._inductor.custom_graph_pass.CustomGraphPass")
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default

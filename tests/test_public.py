@@ -15,6 +15,7 @@ from funcamp import _upstream, distributed, numerics
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
+    {"_upstream"},
     {"_types", "_mesh", "_user_line"},
     {"_ranks", "_ties"},
     {"_advice", "_tree", "_constants", "_recompute", "_whole", "_formats"},

@@ -86,9 +86,8 @@ def track_scales(
     The layers' outputs and their gradients, each a `Record` under the layer's path, come out as the gradient with
     respect to the probes; those of the parameters are bit for bit what they are without. A layer called several times,
     or with several outputs, has one record of them all; one that was not called, or that the loss does not depend on,
-    has count 0. Layers in several checkpointed regions are tracked eager only: torch 2.13 recomputes in one region of a
-    compiled step, and a tap cuts it. Works on a copy of the module's structure that shares its parameters: training
-    flags are those of now. No sync.
+    has count 0. Works on a copy of the module's structure that shares its parameters: training flags are those of now.
+    No sync.
 
     Args:
         module: a module, or a loss that `module_loss` made: give that to `make_train_step`, which then has the records

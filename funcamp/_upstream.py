@@ -69,9 +69,6 @@ LOST_NESTED_BACKWARD = Defect((2, 11), None)
 REFUSED_UNDER_VMAP = Defect((2, 11), None)
 #: Dynamo's one None keeps the source of the first `.grad` that is None: GradScaler says to return a value.
 SOURCE_ON_NONE = Defect((2, 13), (2, 15))
-#: torch.compile recomputes one checkpointed region of a graph: no workaround; `track_scales` says so.
-ONE_RECOMPUTED_REGION = Defect((2, 12), None)
-
 
 #: Every private name of torch that `find` is asked for, and what its loss means.
 PRIVATE = {

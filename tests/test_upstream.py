@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from funcamp import _upstream
 
@@ -261,17 +260,3 @@ def test_dynamo_takes_no_function_with_a_jvp() -> None:
     run = torch.compile(lambda x: Same.apply(x), fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="custom jvp"):
         run(torch.ones(1, requires_grad=True))
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_checkpoints_with_custom_functions_are_not_recomputed() -> None:
-    # A tracked step with several checkpoints compiles when this does.
-    def grads(x: Tensor) -> Any:
-        y = x
-        for _ in range(2):
-            y = checkpoint(lambda y: Seven.apply(torch.tanh(y)).sin(), y, use_reentrant=False)
-        return torch.autograd.grad(y.sum(), x)
-
-    refused = raises_where(_upstream.ONE_RECOMPUTED_REGION.present, match="disjoint backward regions")
-    with torch._dynamo.config.patch(trace_autograd_ops=True), refused:
-        torch.compile(grads, backend="aot_eager", fullgraph=True)(torch.ones(3, requires_grad=True))

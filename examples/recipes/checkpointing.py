@@ -2,8 +2,7 @@
 
     python examples/recipes/checkpointing.py
 
-Watch `engine="autograd"`: torch.func, which differentiates by default, does not take `torch.utils.checkpoint`. Dropout
-goes outside of a checkpointed block: torch compiles no random numbers inside.
+Watch `checkpoint(block, x, use_reentrant=False)`: nothing else changes. Dropout in a block has one mask in both passes.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "c
     """The parameters after some steps, and every step's metrics."""
     loss_fn = funcamp.module_loss(make_model().to(device), nn.functional.mse_loss)
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
-    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16", engine="autograd")
+    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16")
     run, state, history = wrap(step), step.init(), []
     for index in range(steps):
         state, metrics = run(state, batch(index, device))

@@ -256,7 +256,7 @@ class Loop:
             elif action == 3 and not isinstance(optimizer, torch.optim.LBFGS) and not group.get("fused"):
                 optimizer.add_param_group({"params": [self.param((2, 2), torch.float32)]})
             elif action == 4:
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                self.attempt("load", optimizer.load_state_dict, copy.deepcopy(optimizer.state_dict()))
             elif action == 5:
                 with torch.no_grad():
                     group["params"][0].mul_(0.5)
@@ -267,9 +267,10 @@ class Loop:
 
     def run(self) -> list[Any]:
         for _ in range(STEPS):
-            if self.seen[-1][0] == UNSAFE:
-                break
             self.iterate()
+            # a step that fails half way: torch's SGD has not stored the momenta that it began
+            if self.seen[-1][0] == UNSAFE or any("add(sparse, dense)" in str(call[1]) for call in self.seen[1:]):
+                break
         return self.seen
 
 

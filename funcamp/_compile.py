@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from funcamp._trace import Graph, parts, with_parts
 
@@ -29,7 +28,7 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any]) -> Flat:
         patches: Inductor's options.
     """
     kinds = sorted({example.device.type for example in graph.examples})
-    with _no_autocast(kinds), torch.no_grad(), tracing(TracingContext(detect_fake_mode(graph.examples))):
+    with _no_autocast(kinds), torch.no_grad():
         if backend == "inductor":
             inner = _inductor(graph.module, graph.examples, patches)
         else:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from funcamp import _tree, _upstream
 from funcamp._types import Tree
@@ -113,7 +114,9 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
     """
     for name in (FakeTensor, FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass):
         _upstream.check(name)
-    fake, watch = FakeTensorMode(allow_non_fake_inputs=True), _Watch(home)
+    # Inductor turns scan into a loop with an index that no shape tells; the function's own reads are refused below.
+    shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
+    fake, watch = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes), _Watch(home)
     around = [wrapper_of(arg) for arg in args]
     plain = [part for arg in args for part in parts(arg)]
     with fake:  # new ones: what later arguments share with each other is not known now
@@ -266,8 +269,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tags = getattr(func, "tags", ())
-        if torch.Tag.data_dependent_output in tags and type(args[0]) in (Tensor, torch.nn.Parameter):
-            raise HostError(f"{READS}; {in_stack()} does: {INSTEAD}")  # make_fx would read a captured tensor
+        # torch.tensor(2.0).item() is a constant. Of a captured tensor make_fx would read the value of now.
+        if torch.Tag.data_dependent_output in tags and getattr(args[0], "constant", None) is None:
+            raise HostError(f"{READS}; {in_stack()} does: {INSTEAD}")
         draws = torch.Tag.nondeterministic_seeded in tags
         out = self._draw(func, args, kwargs) if draws else func(*args, **kwargs)
         for value in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():

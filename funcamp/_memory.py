@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from funcamp._mesh import local
+
 
 class Memory:
     """The memory of some tensors: the address ranges of their storages.
@@ -21,7 +23,8 @@ class Memory:
             self.add(tensor)
 
     def add(self, tensor: Tensor) -> None:
-        """Add the storage of a tensor."""
+        """Add the storage of a tensor, of a DTensor that of this rank's part."""
+        tensor = local(tensor)
         storage = tensor.untyped_storage()
         start, size = storage.data_ptr(), storage.nbytes()
         if not (start and size and tensor.numel()):
@@ -31,6 +34,7 @@ class Memory:
 
     def meets(self, tensor: Tensor) -> bool:
         """Whether any byte of a tensor is in this memory."""
+        tensor = local(tensor)
         return tensor.numel() > 0 and not self.is_free(tensor.data_ptr(), extent(tensor))
 
     def is_free(self, start: int, size: int) -> bool:
@@ -53,5 +57,5 @@ def is_private(tensor: Tensor) -> bool:
     Any other may be read-only (a memory map, a Python bytes object), or lie at a second address too (a file mapped
     twice), which no comparison of addresses sees.
     """
-    storage = tensor.untyped_storage()
+    storage = local(tensor).untyped_storage()
     return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._memory import Memory, is_private
+from funcamp._mesh import is_distributed
 from funcamp._signature import Kind, check_like
 from funcamp._types import Tree
 
@@ -175,7 +176,7 @@ def _lazy(leaf: Tensor) -> bool:
 
 
 def _laid_out(leaf: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    if stride is None:
+    if stride is None or is_distributed(leaf):
         return leaf.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._mesh import is_distributed
 from funcamp._types import Tree
 
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -73,7 +74,9 @@ def signature(leaf: Any) -> Any:
 def key_of(leaf: Any) -> Any:
     """The signature of a leaf of a batch, and what makes a tensor one that a program cannot take."""
     if isinstance(leaf, Tensor):
-        kind = type(leaf)
+        kind: Any = type(leaf)
+        if kind not in _PLAIN and is_distributed(leaf):
+            kind = kind, leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
         return leaf.shape, leaf.dtype, leaf.device, leaf.layout, Tensor if kind is torch.nn.Parameter else kind
     return signature(leaf)
 
@@ -87,6 +90,8 @@ def check_state(state: Tree) -> None:
 
 def _fault(leaf: Tensor) -> str | None:
     """What a compiled program wants of a tensor that this one is not."""
+    if is_distributed(leaf):
+        return None
     if type(leaf) not in _PLAIN:
         return (
             f"a plain tensor; got a {type(leaf).__name__}: pass the tensors it holds, or its .as_subclass(torch.Tensor)"

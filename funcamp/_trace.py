@@ -77,6 +77,8 @@ class Wrapper(NamedTuple):
 
     kind: Any
     inner: dict[str, Wrapper | None]
+    beside: dict[str, Any]
+    """What it holds that is no tensor: a mesh of devices, since torch 2.13."""
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -165,8 +167,8 @@ def parts(value: Tensor) -> list[Tensor]:
     """Return the plain tensors of a tensor subclass that has some (DTensor), of another tensor itself."""
     if not is_traceable_wrapper_subclass(value):
         return [value]
-    names, _ = value.__tensor_flatten__()
-    return [part for name in names for part in parts(getattr(value, name))]
+    held = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    return [part for tensor in held if isinstance(tensor, Tensor) for part in parts(tensor)]
 
 
 def wrapper_of(value: Tensor) -> Wrapper | None:
@@ -174,8 +176,10 @@ def wrapper_of(value: Tensor) -> Wrapper | None:
     if not is_traceable_wrapper_subclass(value):
         return None
     names, context = value.__tensor_flatten__()
-    inner = {name: wrapper_of(getattr(value, name)) for name in names}
-    return Wrapper(type(value), inner, context, value.size(), value.stride())
+    held = {name: getattr(value, name) for name in names}
+    inner = {name: wrapper_of(tensor) for name, tensor in held.items() if isinstance(tensor, Tensor)}
+    beside = {name: held[name] for name in held.keys() - inner.keys()}
+    return Wrapper(type(value), inner, beside, context, value.size(), value.stride())
 
 
 def with_parts(wrapper: Wrapper | None, plain: Iterator[Tensor]) -> Tensor:
@@ -183,7 +187,9 @@ def with_parts(wrapper: Wrapper | None, plain: Iterator[Tensor]) -> Tensor:
     if wrapper is None:
         return next(plain)
     inner = {name: with_parts(around, plain) for name, around in wrapper.inner.items()}
-    made: Tensor = wrapper.kind.__tensor_unflatten__(inner, wrapper.context, wrapper.size, wrapper.stride)
+    made: Tensor = wrapper.kind.__tensor_unflatten__(
+        {**inner, **wrapper.beside}, wrapper.context, wrapper.size, wrapper.stride
+    )
     return made
 
 

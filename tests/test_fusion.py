@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
-from funcamp import TrainState, TrainStep, _trace, jit, make_train_step, module_loss, stateless
+from funcamp import TrainState, TrainStep, _compile, jit, make_train_step, module_loss, stateless
 from tests.generated import code_of, generated
 
 pytestmark = pytest.mark.inductor
@@ -132,7 +132,7 @@ def test_a_long_programs_kernels_have_a_file_of_their_own(monkeypatch: pytest.Mo
     step = step_of(2)
     expected, _ = step(step.init(), BATCH)
     for long, apart in ((0, True), (10**6, False)):
-        monkeypatch.setattr(_trace, "LONG", long)
+        monkeypatch.setattr(_compile, "LONG", long)
         run = jit(step, donate=False)
         assert ("kernel_src = (" in code_of(run, step.init(), BATCH)) == apart
         state, _ = run(step.init(), BATCH)

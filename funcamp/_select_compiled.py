@@ -61,8 +61,9 @@ def prepare() -> None:
     if _traced.__name__ != "_traced":
         return
     nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace")
-    found = _upstream.usable(nonstrict_trace)
-    _traced = nonstrict_trace(_step) if found else _refusing(_upstream.message(nonstrict_trace.path))
+    modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes")  # `stateless` leaves them
+    lost = [name for name in (nonstrict_trace, modes) if not _upstream.usable(name)]
+    _traced = _refusing(_upstream.message(lost[0].path)) if lost else nonstrict_trace(_step)
 
 
 def _refusing(message: str) -> Any:

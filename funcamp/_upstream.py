@@ -103,7 +103,7 @@ PRIVATE = {
     "torch.optim.optimizer._global_optimizer_post_hooks": "GradScaler.step reads found_inf on the host",
     "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",
     "torch.utils._python_dispatch.TorchDispatchMode": "jit and numerics_report do not work",
-    "torch.utils._python_dispatch._disable_current_modes": "stateless cannot be made under FakeTensorMode",
+    "torch.utils._python_dispatch._disable_current_modes": "stateless is not made under FakeTensorMode, torch.compile",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "jit does not work",
     "torch.utils._pytree.GetAttrKey": "leaves have no names: no state_dict",
     "torch.utils._pytree.SUPPORTED_NODES": "jit flattens the state at every call",

@@ -97,6 +97,6 @@ def cpp_compiler(need: str) -> str:
     if found is None:
         raise RuntimeError(
             f"{need}; found no {' or '.join(names)}: install it, name another in $CXX before Python starts, or pass "
-            "backend='aot_eager'"
+            "backend='eager'"
         )
     return found

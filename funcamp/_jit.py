@@ -43,7 +43,7 @@ def jit(
         exact: keep the low precision's rounding between fused operations, and eager's random numbers: a compiled step
             then overflows where the eager one does. Slower. (Random numbers not on torch 2.11 in a step with both
             dropout and `torch.rand`: Inductor swaps their turns.)
-        backend: torch.compile's: "inductor", or "aot_eager" to run without a compiler, slowly.
+        backend: torch.compile's: "inductor", or "eager" to run the traced operations one by one, without a compiler.
         max_signatures: batch signatures to compile; one more is an error, for a loop that compiles at every step is
             never meant.
 
@@ -57,7 +57,7 @@ def jit(
     Example:
         >>> def count(state, batch):
         ...     return {"total": state["total"] + batch.sum()}, {"mean": batch.mean()}
-        >>> run = jit(count, backend="aot_eager")
+        >>> run = jit(count, backend="eager")
         >>> state, metrics = run({"total": torch.zeros(())}, torch.ones(4))
         >>> state["total"], metrics["mean"]
         (tensor(4.), tensor(1.))

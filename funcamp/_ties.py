@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
+from funcamp._memory import extent
 from funcamp._mesh import local
 
 
@@ -26,7 +27,7 @@ def overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     for number, leaf in enumerate(leaves):
         if _has_memory(leaf):
             space, first = _start(leaf)
-            spaces.setdefault(space, []).append((first, first + _extent(leaf), number))
+            spaces.setdefault(space, []).append((first, first + extent(local(leaf)), number))
     for spans in spaces.values():
         before: list[tuple[int, int, int]] = []
         for start, end, number in sorted(spans):
@@ -52,14 +53,9 @@ def _start(leaf: Tensor) -> tuple[Any, int]:
     return (leaf.device, address + offset) if address else (storage._cdata, offset)
 
 
-def _extent(leaf: Tensor) -> int:
-    leaf = local(leaf)
-    return (sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride())) + 1) * leaf.itemsize
-
-
 def _have_common_byte(first: Tensor, second: Tensor, distance: int) -> bool:
     """Whether two tensors share a byte, the second one beginning so many bytes after the first one."""
-    marks = torch.zeros(max(_extent(first), distance + _extent(second)), dtype=torch.bool, device="cpu")
+    marks = torch.zeros(max(extent(local(first)), distance + extent(local(second))), dtype=torch.bool, device="cpu")
     _bytes_of(local(first), marks, 0).fill_(True)
     return bool(_bytes_of(local(second), marks, distance).any())
 

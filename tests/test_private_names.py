@@ -83,7 +83,6 @@ DIRECT = {
     "_ranks.py",
     "_recompute.py",
     "_trace.py",
-    "_dry_run.py",
     "_whole.py",
     "_compile.py",
 }

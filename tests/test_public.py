@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"_upstream"},
     {"_types", "_mesh", "_user_line"},
-    {"_ranks", "_ties"},
+    {"_memory", "_ranks"},
+    {"_ties"},
     {"_advice", "_tree", "_constants", "_recompute", "_whole", "_formats"},
     {"_trace"},
     {"_counts"},
@@ -53,7 +54,7 @@ LAYERS = [
     {"_grad_scaler", "_torch_checkpoint"},
     {"_step"},
     {"_make_step"},
-    {"_memory", "_mended", "_metrics", "_scratch", "_signature", "_writeback"},
+    {"_mended", "_metrics", "_scratch", "_signature", "_writeback"},
     {"_owned"},
     {"_compile"},
     {"_capture", "_unroll"},

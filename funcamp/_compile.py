@@ -31,6 +31,8 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any]) -> Flat:
     with _no_autocast(kinds), torch.no_grad():
         if backend == "inductor":
             inner = _inductor(graph.module, graph.examples, patches)
+        elif backend == "eager":
+            inner = graph.module
         else:
             from torch._dynamo.backends.registry import lookup_backend
 

@@ -20,6 +20,7 @@ def jit(
     unroll: int | None = None,
     exact: bool = False,
     backend: str = "inductor",
+    compile_after: int = 100,
     max_signatures: int = 8,
 ) -> JitStep:
     """Compile a pure step whole; write the new state into the old one's storage; on a GPU replay it as one CUDA graph.
@@ -28,6 +29,9 @@ def jit(
     what is no tensor. What it reads besides its arguments is fixed then: Python values and flags for good, tensors by
     reference. Make what changes a leaf of the state or of the batch, or a tensor that is written in place. No call
     syncs, but the first for a signature.
+
+    A first call of more than two seconds says on stderr what it does and how long it took; through `logging` where
+    "funcamp" has a handler at level INFO. `logging.getLogger("funcamp").setLevel("WARNING")` silences it.
 
     Args:
         step: `(state, batch) -> (state, metrics)`, pure, any pytrees of tensors; the state it returns has the
@@ -44,15 +48,18 @@ def jit(
             then overflows where the eager one does. Slower. (Random numbers not on torch 2.11 in a step with both
             dropout and `torch.rand`: Inductor swaps their turns.)
         backend: torch.compile's: "inductor", or "eager" to run the traced operations one by one, without a compiler.
-        max_signatures: batch signatures to compile; one more is an error, for a loop that compiles at every step is
-            never meant.
+        compile_after: calls of a second or later batch signature before it is compiled too. Until then what was traced
+            runs operation by operation, so that the last, smaller batch of an epoch costs a trace and no compilation;
+            its sums round as in eager code. 0 compiles at once. A captured step always does: one graph a signature.
+        max_signatures: batch signatures to trace; one more is an error, for a loop that traces at every step is never
+            meant.
 
     Returns:
         A `JitStep`: call it as step. On CUDA a state from elsewhere (a checkpoint) is copied into its storage.
 
     Raises:
         TypeError: step is not callable, or a module, a loss or a class; an argument is of another type than said above.
-        ValueError: unroll or max_signatures is below 1.
+        ValueError: unroll or max_signatures is below 1, or compile_after below 0.
 
     Example:
         >>> def count(state, batch):
@@ -76,13 +83,17 @@ def jit(
     for name, flag in (("donate", donate), ("capture", capture), ("exact", exact)):
         if not isinstance(flag, bool):
             raise TypeError(f"jit: {name} must be a bool; got {flag!r}")
-    for name, number in (("unroll", unroll), ("max_signatures", max_signatures)):
+    for name, number, least in (
+        ("unroll", unroll, 1),
+        ("compile_after", compile_after, 0),
+        ("max_signatures", max_signatures, 1),
+    ):
         if name == "unroll" and number is None:
             continue
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"jit: {name} must be an integer; got {number!r}")
-        if number < 1:
-            raise ValueError(f"jit: {name} must be 1 or more; got {number}")
+        if number < least:
+            raise ValueError(f"jit: {name} must be {least} or more; got {number}")
     if not isinstance(backend, str):
         raise TypeError(f"jit: backend must be a string; got {backend!r}")
-    return JitStep(step, Options(donate, capture, unroll, exact, backend, max_signatures))
+    return JitStep(step, Options(donate, capture, unroll, exact, backend, compile_after, max_signatures))

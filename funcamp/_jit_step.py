@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,9 @@ from funcamp._joint_counts import JointCounts, can_count_jointly, counting_joint
 from funcamp._memory import Memory
 from funcamp._mended import mended
 from funcamp._owned import Layout, Owned, arranged, layouts_for, own
+from funcamp._progress import Progress
 from funcamp._scratch import Scratch, asked, wanted
-from funcamp._signature import check_batch, check_like, check_state, difference, flat, key_of, kinds
+from funcamp._signature import check_batch, check_like, check_state, difference, flat, key_of, kinds, shapes
 from funcamp._trace import Graph, HostError, Outline, trace
 from funcamp._types import Tree
 from funcamp._unroll import first_of, unrolled
@@ -36,6 +37,7 @@ class Options(NamedTuple):
     unroll: int | None
     exact: bool
     backend: str
+    compile_after: int
     max_signatures: int
 
 
@@ -70,7 +72,7 @@ class JitStep:
 
     @property
     def programs(self) -> int:
-        """How many batch signatures have been compiled."""
+        """How many batch signatures have been traced."""
         return len(self._programs)
 
     def __call__(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
@@ -189,35 +191,66 @@ class JitStep:
             check_compiler(options.backend, owned.leaves + given)
             layouts = layouts_for(given)
             given = arranged(given, layouts, owned.memory)
-            _thread.compiling = True
-            program, results = self._program(owned, one, given, layouts)
+            with _compiling(self._task(batch, key)) as progress:
+                program, results = self._program(key, owned, one, given, layouts, progress)
         except BaseException:
             if not self._programs:  # a state that never was of use binds no later one
                 self._owned = self._graphs = self._like = None
             raise
-        finally:
-            _thread.compiling = False
         self._programs[key] = program
         return program, results
 
+    def _task(self, batch: Tree, key: Any) -> str:
+        name = getattr(self._step, "__name__", type(self._step).__name__)
+        task = f"{name} for a batch of {shapes(batch)}"
+        return task if self._last is None else f"{task}; {difference(batch, self._last, key)}"
+
     def _program(
-        self, owned: Owned, one: Tree, given: list[Tensor], layouts: list[Layout]
+        self, key: Any, owned: Owned, one: Tree, given: list[Tensor], layouts: list[Layout], progress: Progress
     ) -> tuple[_Program, list[Tensor]]:
-        unroll, graphs = self._options.unroll, self._graphs
-        graph = self._trace(owned, one, given if unroll is None else [leaf[0] for leaf in given])
+        options, graphs = self._options, self._graphs
+        graph = self._trace(owned, one, given if options.unroll is None else [leaf[0] for leaf in given])
         if any(map(owned.memory.meets, graph.captured)):
             owned = self._owned = own(owned.tree, self._like, Memory(), copy=True)
-        run, metrics = self._compile_graph(graph, owned), len(graph.rest.tensors)
         self._captured += [leaf for leaf in graph.captured if all(leaf is not other for other in self._captured)]
         self._places = list(map(_place, self._captured))
-        if unroll is not None:
-            run = unrolled(run, len(owned.leaves), metrics, unroll)
+        on_cpu = {leaf.device.type for leaf in owned.leaves} == {"cpu"}
+
+        def compiled(backend: str) -> Flat:
+            one = self._compile_graph(graph, backend, on_cpu)
+            return one if options.unroll is None else unrolled(one, len(owned.leaves), metrics, options.unroll)
+
+        metrics = len(graph.rest.tensors)
+        late = self._programs and graphs is None and options.compile_after and options.backend != "eager"
+        progress.phase("running operation by operation" if late else "compiling")
+        if late:
+            run = self._late(key, compiled("eager"), compiled, progress.task)
+        else:
+            run = compiled(options.backend)
+            progress.phase("running")
         if graphs is not None:
             owned.watch(_WATCHED)
             captured = _capture.Captured(graphs, run, owned.leaves, given, metrics)
             return _Program(captured, graph.rest, layouts), captured(given)
         program = _Program(run, graph.rest, layouts)
         return program, self._run(run, owned, given)
+
+    def _late(self, key: Any, traced: Flat, compiled: Callable[[str], Flat], task: str) -> Flat:
+        """The traced operations one by one, until there have been so many calls that the signature is compiled."""
+        left = self._options.compile_after
+
+        def run(values: list[Tensor]) -> list[Tensor]:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                return traced(values)
+            with torch.inference_mode(False), _compiling(task) as progress:
+                progress.phase("compiling")
+                now = compiled(self._options.backend)
+            self._programs[key] = self._programs[key]._replace(run=now)
+            return now(values)
+
+        return run
 
     def _trace(self, owned: Owned, batch: Tree, given: list[Tensor]) -> Graph:
         options, step, like = self._options, self._step, self._like
@@ -256,8 +289,10 @@ class JitStep:
             advise("jit", error)
             raise
 
-    def _compile_graph(self, graph: Graph, owned: Owned) -> Flat:
+    def _compile_graph(self, graph: Graph, backend: str, on_cpu: bool) -> Flat:
         options = self._options
+        if backend == "eager":
+            return compile_graph(graph, backend, {})
         patches = {
             "triton.cudagraphs": False,
             "post_grad_custom_pre_pass": SnapshotWriteBacks(options.exact),
@@ -274,11 +309,11 @@ class JitStep:
             patches |= {"emulate_precision_casts": True, "fallback_random": True}
         if self._scratch is None and wanted(graph.examples):
             self._scratch = Scratch()
-        if self._scratch is None and {leaf.device.type for leaf in owned.leaves} == {"cpu"}:
+        if self._scratch is None and on_cpu:
             patches["cpp_wrapper"] = True  # a tenth of a small step, but no way to ask for kept buffers
         try:
             with mended(exact=options.exact), asked() if self._scratch else contextlib.nullcontext():
-                return compile_graph(graph, options.backend, patches)
+                return compile_graph(graph, backend, patches)
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error
@@ -291,6 +326,16 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+@contextlib.contextmanager
+def _compiling(task: str) -> Iterator[Progress]:
+    _thread.compiling = True
+    try:
+        with Progress(task) as progress:
+            yield progress
+    finally:
+        _thread.compiling = False
 
 
 def _place(leaf: Tensor) -> tuple[int, tuple[int, ...]]:

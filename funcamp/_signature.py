@@ -117,6 +117,13 @@ def check_batch(batch: Tree) -> None:
             raise TypeError(f"{where} a tensor, or a constant that can be hashed; got {_tree.describe(leaf)}") from None
 
 
+def shapes(batch: Tree) -> str:
+    """The dtypes and shapes of a batch's first tensors, in few words."""
+    leaves = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
+    told = [f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves]
+    return ", ".join(told[:4]) + ", ..." * (len(told) > 4) if told else "no tensors"
+
+
 def difference(batch: Tree, before: Any, now: Any) -> str:
     """How the signatures of a batch, now, differ from another's: each a pair of structure and leaves."""
     if before[0] != now[0]:

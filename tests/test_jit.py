@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
-from funcamp import FlatParams, ScalerConfig, TrainState, clone, jit, stateless
+from funcamp import FlatParams, ScalerConfig, TrainState, _compile, _jit_step, clone, jit, stateless
 from tests.helpers import assert_same
 from tests.models import cnn, mlp
 from tests.test_step import build
@@ -478,3 +478,65 @@ def test_no_tensor_of_a_call_is_kept(donate: bool, backend: str) -> None:
     torch._dynamo.reset()
     gc.collect()
     assert all(storage.expired() for storage in last)
+
+
+class Backends:
+    """Counts what graphs are given to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+
+        def compile_graph(graph: Any, backend: str, patches: Any) -> Any:
+            self.asked.append(backend)
+            return _compile.compile_graph(graph, "eager", {})
+
+        monkeypatch.setattr(_jit_step, "compile_graph", compile_graph)
+
+
+@pytest.mark.parametrize("unroll", [None, 2])
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_further_signature_is_compiled_when_it_has_come_often(
+    monkeypatch: pytest.MonkeyPatch, donate: bool, unroll: int | None
+) -> None:
+    backends = Backends(monkeypatch)
+    run = jit(add, backend="inductor", compile_after=2, donate=donate, unroll=unroll)
+    state: Any = {"total": torch.zeros(())}
+    rest, expected = (unroll or 1), 0.0
+    lead = () if unroll is None else (unroll,)
+    for size in (4, 4, 3, 3, 3, 3, 4, 5):
+        state, metrics = run(state, {"x": torch.ones(*lead, size)})
+        expected += rest * size
+        assert state["total"] == expected == metrics["total"].flatten()[-1]
+    assert backends.asked == ["inductor", "eager", "inductor", "eager"]
+    assert run.programs == 3
+
+
+def test_a_further_signature_is_compiled_at_once_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = Backends(monkeypatch)
+    run = jit(add, backend="inductor", compile_after=0)
+    state: Any = {"total": torch.zeros(())}
+    for size in (4, 3, 4):
+        state, _ = run(state, {"x": torch.ones(size)})
+    assert (backends.asked, state["total"]) == (["inductor", "inductor"], 11)
+
+
+@pytest.mark.inductor
+def test_the_last_batch_of_an_epoch_costs_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = mlp()
+    step = build(task, stateless(torch.optim.SGD, lr=0.05, momentum=0.9), config=CONFIG, policy="float16")
+    sizes = [8, 8, 5] * 5
+    batches = [tuple(leaf[:size] for leaf in task.batch(index)) for index, size in enumerate(sizes)]
+    expected, rows = step.init(), []
+    for batch in batches:
+        expected, metrics = step(expected, batch)
+        rows.append(metrics)
+    run, state = jit(step, exact=True), step.init()
+    generated = []
+    for batch, row in zip(batches, rows):
+        state, metrics = run(state, batch)
+        torch.testing.assert_close(metrics.loss, row.loss, rtol=1e-3, atol=1e-3)
+        assert (metrics.scale, metrics.found_inf) == (row.scale, row.found_inf)
+        generated.append(torch._inductor.metrics.generated_kernel_count)
+    assert len(set(generated)) == 1
+    assert {row.found_inf.item() for row in rows} == {0.0, 1.0}
+    torch.testing.assert_close(state.params.tree(), expected.params.tree(), rtol=1e-2, atol=1e-3)

@@ -1,0 +1,162 @@
+"""A long first call says what it is doing, once, where the user looks, and nothing where that is asked."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcamp import _progress, jit
+
+DONE = r"done after \d+ s \(tracing \d+ s, compiling \d+ s, running \d+ s\)"
+
+
+class Stream(io.StringIO):
+    """Where a test reads, and waits for, what is said."""
+
+    def __init__(self, *, terminal: bool = False) -> None:
+        super().__init__()
+        self.spoken, self._terminal = threading.Event(), terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        self.spoken.set()
+        return count
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_progress, "PATIENCE", 0.0)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def log() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("funcamp")
+    level = logger.level
+    yield logger
+    logger.setLevel(level)
+
+
+def compiled(stream: Stream, *batches: Tensor) -> str:
+    """What a jitted step says whose trace goes on until something is said."""
+
+    def take(state: Tensor, batch: Tensor) -> Any:
+        assert stream.spoken.wait(60)
+        stream.spoken.clear()
+        return state + batch.sum(), {}
+
+    run, state = jit(take, backend="eager"), torch.zeros(())
+    for batch in batches:
+        state, _ = run(state, batch)
+    return stream.getvalue()
+
+
+def test_beside_a_terminal_it_is_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    monkeypatch.setattr("sys.stderr", stream)
+    first, last = compiled(stream, torch.ones(3, 2)).splitlines()
+    assert first == "funcamp.jit: tracing take for a batch of float32[3, 2]; once for each batch signature"
+    assert re.fullmatch(rf"funcamp.jit: {DONE}: take for a batch of float32\[3, 2\]", last)
+
+
+def test_in_a_terminal_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(terminal=True)
+    monkeypatch.setattr("sys.stderr", stream)
+    said = compiled(stream, torch.ones(3))
+    assert said.count("\n") == 1
+    assert re.match(r"\rfuncamp.jit: tracing, \d+ s: take for a batch of float32\[3\]", said)
+    assert re.search(rf"{DONE}: take for a batch of float32\[3\] *\n$", said)
+
+
+def test_a_narrow_terminal_wraps_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    stream = Stream(terminal=True)
+    monkeypatch.setattr("sys.stderr", stream)
+    assert max(map(len, compiled(stream, torch.ones(3)).replace("\n", "\r").split("\r"))) < 30
+
+
+def test_a_second_signature_says_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    monkeypatch.setattr("sys.stderr", stream)
+    lines = compiled(stream, torch.ones(3), torch.ones(2)).splitlines()
+    assert "float32[2]; batch changed from a torch.float32 tensor of shape (3,) on cpu to a" in lines[2]
+
+
+class _Handler(logging.Handler):
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._stream.write(f"{record.levelname} {record.getMessage()}\n")
+
+
+def test_a_logger_that_is_enabled_gets_it_instead(monkeypatch: pytest.MonkeyPatch, log: logging.Logger) -> None:
+    stream, stderr = Stream(), io.StringIO()
+    monkeypatch.setattr("sys.stderr", stderr)
+    handler = _Handler(stream)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        lines = compiled(stream, torch.ones(3)).splitlines()
+    finally:
+        log.removeHandler(handler)
+    assert [line[:18] for line in lines] == ["INFO jit: tracing ", "INFO jit: done aft"]
+    assert stderr.getvalue() == ""
+
+
+def test_it_is_silent_if_asked(monkeypatch: pytest.MonkeyPatch, log: logging.Logger) -> None:
+    stream = Stream()
+    monkeypatch.setattr("sys.stderr", stream)
+    log.setLevel(logging.WARNING)
+    stream.spoken.set()
+    assert compiled(stream, torch.ones(3)) == ""
+    assert not [thread for thread in threading.enumerate() if thread.name == "funcamp-progress"]
+
+
+def test_without_stderr_it_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    monkeypatch.setattr("sys.stderr", None)
+    stream.spoken.set()
+    assert compiled(stream, torch.ones(3)) == ""
+
+
+def test_a_closed_stream_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stderr", closed)
+    stream = Stream()
+    stream.spoken.set()
+    assert compiled(stream, torch.ones(3)) == ""
+
+
+def test_a_failure_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    monkeypatch.setattr("sys.stderr", stream)
+
+    def fails(state: Tensor, batch: Tensor) -> Any:
+        assert stream.spoken.wait(60)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        jit(fails, backend="eager")(torch.zeros(()), torch.ones(3))
+    assert re.search(r"jit: failed after \d+ s \(tracing \d+ s\): fails for a batch", stream.getvalue())
+
+
+def test_a_short_call_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_progress, "PATIENCE", 60.0)
+    stream = Stream()
+    stream.spoken.set()
+    monkeypatch.setattr("sys.stderr", stream)
+    assert compiled(stream, torch.ones(3)) == ""

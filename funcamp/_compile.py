@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from funcamp._decomposed import keep_layouts
 from funcamp._trace import Graph, parts, with_parts
 
 Flat: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
@@ -30,6 +31,7 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any]) -> Flat:
     kinds = sorted({example.device.type for example in graph.examples})
     with _no_autocast(kinds), torch.no_grad():
         if backend == "inductor":
+            keep_layouts(graph.module, graph.mode)
             inner = _inductor(graph.module, graph.examples, patches)
         elif backend == "eager":
             inner = graph.module

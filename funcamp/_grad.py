@@ -178,7 +178,10 @@ def _by_autograd(
 
         begin_backward()
         grads = backward() if holding is None else holding(leaves, aux, backward)
-    return [grad.detach() for grad in grads], loss.detach(), _tree.map_leaves(Tensor.detach, *_tree.flatten(aux))
+    grads = [
+        grad.detach() if grad.requires_grad else grad for grad in grads
+    ]  # a sparse one cannot be detached in a trace
+    return grads, loss.detach(), _tree.map_leaves(Tensor.detach, *_tree.flatten(aux))
 
 
 def put_leaves_in_graphs() -> None:

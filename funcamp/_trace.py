@@ -91,6 +91,8 @@ class Graph(NamedTuple):
     """From the plain parts of its arguments, and captured tensors, to the plain parts of its results."""
     examples: list[Tensor]
     """Fake tensors like these inputs."""
+    mode: FakeTensorMode
+    """Theirs."""
     captured: list[Tensor]
     """What it reads of its own."""
     wrappers: list[Wrapper | None]
@@ -154,7 +156,7 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
     captured = _lift(module)
     with fake:
         examples += [fake.from_tensor(leaf.detach()) for leaf in captured]
-    return Graph(module, examples, captured, wrappers, outlines[0], any([*around, *wrappers]))
+    return Graph(module, examples, fake, captured, wrappers, outlines[0], any([*around, *wrappers]))
 
 
 def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch.fx.GraphModule, list[Tensor]]:

@@ -81,7 +81,7 @@ def _steps(value: Tensor) -> list[int]:
 
 
 def _picks(user: fx.Node, index: int) -> bool:
-    return user.target is operator.getitem and user.args[1] == index
+    return user.target is operator.getitem and user.args[1:] == (index,)
 
 
 def _lay_out(result: fx.Node, order: list[int]) -> None:

@@ -326,16 +326,18 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def _compiling(task: str) -> Iterator[Progress]:
-    _thread.compiling = True
-    try:
-        with Progress(task) as progress:
-            yield progress
-    finally:
-        _thread.compiling = False
+    with _lock:  # make_fx and Inductor's options are the process's
+        _thread.compiling = True
+        try:
+            with Progress(task) as progress:
+                yield progress
+        finally:
+            _thread.compiling = False
 
 
 def _place(leaf: Tensor) -> tuple[int, tuple[int, ...]]:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import weakref
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +20,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from funcamp import _tree, _upstream
+from funcamp._draws import Draws
+from funcamp._kept import settle
 from funcamp._types import Tree
 from funcamp._user_line import INSTEAD, READS, in_stack, in_traceback
 
@@ -42,7 +43,6 @@ _FROM_VALUES = tuple(
     if _upstream.usable(error)
 )
 
-_log = logging.getLogger("funcamp")
 _aten = torch.ops.aten
 #: What torch says of a fake tensor whose values or memory are asked for.
 _ASKED = (
@@ -51,11 +51,8 @@ _ASKED = (
     "Cannot access data pointer",
     "get value out of a tracing tensor",
     "Cannot access storage of",
+    "unsupported format string passed to FakeTensor",
 )
-
-
-#: No seed of a user's is as large.
-_FIRST = 1 << 63
 
 
 class HostError(Exception):
@@ -120,7 +117,8 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
         _upstream.check(name)
     # Inductor turns scan into a loop with an index that no shape tells; the function's own reads are refused below.
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
-    fake, watch = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes), _Watch(home)
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
+    watch = _Watch(home, fake)
     around = [wrapper_of(arg) for arg in args]
     plain = [part for arg in args for part in parts(arg)]
     with fake:  # new ones: what later arguments share with each other is not known now
@@ -151,18 +149,21 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
         if asked or isinstance(error, _FROM_VALUES):
             raise HostError(f"{READS}; {in_traceback(error)} does: {INSTEAD}") from None
         raise
-    _refuse_gradients(module)
+    real = watch.real()
+    _refuse_gradients(real)
     watch.settle(plain)
-    captured = _lift(module)
+    captured = _lift(module, real)
+    for attribute in [key for key, value in vars(module).items() if isinstance(value, FakeTensor)]:
+        delattr(module, attribute)
     with fake:
-        examples += [fake.from_tensor(leaf.detach()) for leaf in captured]
+        examples += [fake.from_tensor(leaf.detach(), static_shapes=True) for leaf in captured]
     return Graph(module, examples, fake, captured, wrappers, outlines[0], any([*around, *wrappers]))
 
 
 def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch.fx.GraphModule, list[Tensor]]:
     """Trace a part of a function that is being traced: a graph, and what it reads besides its arguments."""
     module = make_fx(fn, tracing_mode="real")(*args)
-    return module, _lift(module)
+    return module, _lift(module, {})
 
 
 def parts(value: Tensor) -> list[Tensor]:
@@ -216,10 +217,9 @@ def _fresh_casts() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _refuse_gradients(module: torch.fx.GraphModule) -> None:
-    for node in module.graph.find_nodes(op="get_attr"):
-        leaf = getattr(module, str(node.target))
-        if isinstance(leaf, Tensor) and leaf.is_leaf and isinstance(leaf.grad, FakeTensor):
+def _refuse_gradients(real: Mapping[int, Tensor]) -> None:
+    for leaf in real.values():
+        if leaf.is_leaf and isinstance(leaf.grad, FakeTensor):
             leaf.grad = None
             raise RuntimeError(
                 "jit: step must not call backward() on tensors of its own, whose .grad only this trace would see; "
@@ -227,7 +227,7 @@ def _refuse_gradients(module: torch.fx.GraphModule) -> None:
             )
 
 
-def _lift(module: torch.fx.GraphModule) -> list[Tensor]:
+def _lift(module: torch.fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tensor]:
     """Make inputs of the tensors that a graph holds, but for constants that it copies at once (torch.tensor)."""
     captured: list[Tensor] = []
     inputs: dict[int, torch.fx.Node] = {}
@@ -238,6 +238,7 @@ def _lift(module: torch.fx.GraphModule) -> list[Tensor]:
         constant = node.users and all(user.target is _aten.lift_fresh_copy.default for user in node.users)
         if not isinstance(value, Tensor) or constant:
             continue
+        value = real.get(id(value), value)
         if id(value) not in inputs:
             with graph.inserting_before(first):
                 made = graph.placeholder(f"captured_{len(captured)}")
@@ -246,158 +247,107 @@ def _lift(module: torch.fx.GraphModule) -> list[Tensor]:
             captured.append(value)
         node.replace_all_uses_with(inputs[id(value)])
         graph.erase_node(node)
+    for node in reversed(graph.nodes):
+        if node.target is _aten.clone.default and not node.users:
+            graph.erase_node(node)
     module.recompile()
     return captured
 
 
 class _Watch(TorchDispatchMode):
-    """Looks at every operation of a trace: reads, devices, random numbers, and what outlives the trace."""
+    """Looks at every operation of a trace: reads, devices, random numbers, tensors of its own, what outlives it."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, home: Set[str]) -> None:
+    def __init__(self, home: Set[str], mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._home = home
+        self._home, self._mode = home, mode
         self._tracer: Any = None
         self._made: dict[int, tuple[weakref.ref[Tensor], torch.fx.Node]] = {}
-        self._drawn: dict[Any, Any] = {}
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self._draws = Draws(self._node_of)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """Watch in this region, with the generator's seed standing for the position in its sequence."""
+        """Watch in this region."""
         mode: Any = get_proxy_mode()
-        self._tracer, before = mode.tracer, torch.get_rng_state()
-        torch.default_generator.manual_seed(_FIRST)
-        try:
-            with self:
-                yield
-        finally:
-            torch.set_rng_state(before)
+        self._tracer = mode.tracer
+        with self._draws.region(), self:
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = self._without_values(func, args, kwargs or {})
         tags = getattr(func, "tags", ())
-        # torch.tensor(2.0).item() is a constant. Of a captured tensor make_fx would read the value of now.
+        # torch.tensor(2.0).item() is a constant.
         if torch.Tag.data_dependent_output in tags and getattr(args[0], "constant", None) is None:
             raise HostError(f"{READS}; {in_stack()} does: {INSTEAD}")
         draws = torch.Tag.nondeterministic_seeded in tags
-        out = self._draw(func, args, kwargs) if draws else func(*args, **kwargs)
+        out = self._draws.draw(func, args, kwargs) if draws else func(*args, **kwargs)
         for value in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
             if isinstance(value, FakeTensor):
-                self._look(value, args, kwargs)
+                self._look(func, value, args, kwargs)
         return out
 
-    def _look(self, out: Tensor, args: Any, kwargs: Any) -> None:
-        if out.device.type not in self._home:
+    def _without_values(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Fake tensors for those that the step reads of its own: torch computes some operations on values at once."""
+        if func in _CONSTANTS:
+            return args, kwargs
+        leaves, spec = _tree.flatten((args, kwargs))
+        real = [index for index, leaf in enumerate(leaves) if type(leaf) in _PLAIN]
+        if not real:
+            return args, kwargs
+        for index in real:
+            leaf = leaves[index]
+            if leaf.layout != torch.strided:
+                raise HostError(
+                    f"read strided tensors only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)} in "
+                    f"layout {leaf.layout}: make it dense, or pass its indices and values as a leaf of the batch each"
+                )
+            if id(leaf) not in self._seen:
+                self._seen[id(leaf)] = leaf, self._mode.from_tensor(leaf, static_shapes=True)
+            leaves[index] = self._seen[id(leaf)][1]
+        args, kwargs = _tree.unflatten(leaves, spec)
+        return args, kwargs
+
+    def real(self) -> dict[int, Tensor]:
+        """What the step read of its own, by the identity of the fake tensors in its place."""
+        return {id(fake): leaf for leaf, fake in self._seen.values()}
+
+    def _node_of(self, value: Tensor) -> torch.fx.Node | None:
+        found: Any = get_proxy_slot(value, self._tracer, None)
+        return None if found is None else found.proxy.node
+
+    def _look(self, func: Any, out: Tensor, args: Any, kwargs: Any) -> None:
+        # torch.func looks at shapes on meta by itself, but moves nothing there.
+        if out.device.type not in self._home and (out.device.type != "meta" or func in _MOVES):
             given = [leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if any(leaf.device.type in self._home for leaf in given):
                 raise HostError(f"stay on one type of device; {in_stack()} moves a tensor to {out.device.type}")
         if not any(out is arg for arg in args) or id(out) in self._made:
-            found: Any = get_proxy_slot(out, self._tracer, None)
-            if found is not None:
-                self._made[id(out)] = weakref.ref(out), found.proxy.node
-
-    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Random numbers; those drawn before if the generator was set back, as `torch.utils.checkpoint` does.
-
-        Otherwise a block that is computed again would have other masks than its forward pass.
-        """
-        turn = torch.default_generator.initial_seed()
-        leaves = _tree.leaves((args, kwargs))
-        if turn < _FIRST or any(isinstance(leaf, torch.Generator) for leaf in leaves):
-            raise RuntimeError(
-                "jit: step must draw from torch's default generator and not seed it, for the state of a generator "
-                f"cannot be part of a program; {in_stack()} does: seed before the call, or pass a seed's numbers in "
-                "the batch"
-            )
-        torch.default_generator.manual_seed(turn + 1)
-        alike = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        key = turn, func, str(alike)
-        # Copies are kept, since what was drawn may be written (dropout divides it); unused, a compiler drops them.
-        if not func._schema.is_mutable:
-            if key in self._drawn:
-                return _copies(self._drawn[key])
-            out = func(*args, **kwargs)
-            self._drawn[key] = _copies(out)
-            return out
-        # Eager code fills memory in its order; made functional, the call would fill a contiguous tensor.
-        target = args[0]
-        memory = target.permute(sorted(range(target.dim()), key=target.stride, reverse=True))
-        if key in self._drawn:
-            memory.copy_(self._drawn[key])
-        else:
-            func(memory, *args[1:], **kwargs)
-            self._drawn[key] = memory.clone()
-        return target
+            node = self._node_of(out)
+            if node is not None:
+                self._made[id(out)] = weakref.ref(out), node
 
     def settle(self, given: list[Tensor], *, failed: bool = False) -> None:
-        """Give the tensors that Python has kept of a trace, in a module's cache for instance, values from these inputs.
-
-        Args:
-            given: the plain arguments of the function.
-            failed: the trace has failed, and its frames are still there: only what depends on no argument can be meant.
-        """
-        self._drawn.clear()
+        """Give the tensors that Python has kept of a trace values, from these arguments."""
         if any(ref() is not None for ref, _ in self._made.values()):
             gc.collect()  # autograd's nodes and what they hold refer to each other
-        alive: list[tuple[Any, torch.fx.Node]] = [(ref(), node) for ref, node in self._made.values()]
-        alive = [(kept, node) for kept, node in alive if kept is not None]
+        kept: list[Any] = [(ref(), node) for ref, node in self._made.values() if ref() is not None]
         self._made.clear()
-        if not alive:
+        if not kept:
             return
         # Weak references to them stand in the way of swap_tensors.
         self._tracer.tensor_tracker.clear()
-        alive[0][0].fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        values: dict[torch.fx.Node, Any] = dict(zip(self._tracer.graph.find_nodes(op="placeholder"), given))
-        fixed: list[str] = []
-        for kept, node in alive:
-            needed = _behind(node)
-            if any(other.op == "placeholder" for other in needed):
-                if failed:
-                    continue
-                fixed.append(_tree.describe(kept))
-            with torch.no_grad():
-                for other in self._tracer.graph.nodes:
-                    if other in needed and other not in values:
-                        values[other] = _value(other, self._tracer.root, values)
-            try:
-                torch.utils.swap_tensors(kept, values[node].clone())  # type: ignore[no-untyped-call]
-            except RuntimeError as error:
-                if failed:
-                    continue
-                raise RuntimeError(
-                    f"jit: step must not keep {_tree.describe(kept)} in Python where torch refers to it too ({error}); "
-                    "return it in the metrics instead"
-                ) from None
-        if fixed:
-            _log.warning(
-                "jit: Python keeps tensors of the step that follow from its arguments, and later calls will not change "
-                "them: %s. Return what you want to see in the metrics",
-                ", ".join(fixed[:4]) + ", ..." * (len(fixed) > 4),
-            )
+        kept[0][0].fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        graph, root, real = self._tracer.graph, self._tracer.root, self.real()
+        values: dict[torch.fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), given))
+        for node in graph.find_nodes(op="get_attr"):
+            value = getattr(root, str(node.target), None)
+            if id(value) in real:
+                values[node] = real[id(value)].detach()
+        settle(kept, root, values, failed=failed)
 
 
-def _copies(out: Any) -> Any:
-    leaves, spec = _tree.flatten(out)
-    return _tree.unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-
-
-def _behind(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """A node and all that it is computed from."""
-    found, rest = {node}, [node]
-    while rest:
-        for other in rest.pop().all_input_nodes:
-            if other not in found:
-                found.add(other)
-                rest.append(other)
-    return found
-
-
-def _value(node: torch.fx.Node, root: Any, values: dict[torch.fx.Node, Any]) -> Any:
-    if node.op == "get_attr":
-        return getattr(root, str(node.target))
-    target: Any = node.target
-    args: list[Any] = [torch.fx.map_arg(arg, values.__getitem__) for arg in node.args]
-    if getattr(getattr(target, "_schema", None), "is_mutable", False):
-        args[0] = args[0].clone()  # nothing that a user holds is written
-    return target(*args, **torch.fx.map_arg(dict(node.kwargs), values.__getitem__))
+_MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
+_PLAIN = {Tensor, torch.nn.Parameter}
+_CONSTANTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}

@@ -207,8 +207,8 @@ def test_tensors_that_python_keeps_have_values(caplog: pytest.LogCaptureFixture)
     told = [record.message for record in caplog.records if record.name == "funcamp"]
     assert len(told) == 1
     assert (
-        "follow from its arguments, and later calls will not change them: a torch.float32 tensor of shape (3,)"
-        in told[0]
+        "follow from its arguments, and later calls will not change them (return in the metrics what you want "
+        "to see): a torch.float32 tensor of shape (3,)" in told[0]
     )
 
 

@@ -127,9 +127,12 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
         ]
     wrappers: list[Wrapper | None] = []
     outlines: list[Outline] = []
+    cached = torch.is_autocast_cache_enabled()
 
     def flat(*given: Tensor) -> list[Tensor]:
         pieces = iter(given)
+        # make_fx turns it off, and the gradients of a weight that is used twice would be summed in float32.
+        torch.set_autocast_cache_enabled(cached)
         with watch.on():
             first, rest = fn([with_parts(wrapper, pieces) for wrapper in around])
             leaves, spec = _tree.flatten(rest)

@@ -72,13 +72,13 @@ def _no_autocast(kinds: list[str]) -> Iterator[None]:
 def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
-    if patches.get("cpp_wrapper"):
-        if sum(node.op == "call_function" for node in graph.graph.nodes) > LONG:
+    if patches.get("memory_planning"):
+        if patches["cpp_wrapper"] and sum(node.op == "call_function" for node in graph.graph.nodes) > LONG:
             patches = {**patches, "cpp_wrapper_build_separate": True}
         try:
             return compile_fx(graph, inputs, config_patches=patches)
         except Exception:  # what C++ cannot call, Python may; if it cannot either, its error is the familiar one
-            patches = {**patches, "cpp_wrapper": False}
+            patches = {**patches, "cpp_wrapper": False, "memory_planning": False}
     return compile_fx(graph, inputs, config_patches=patches)
 
 

@@ -217,7 +217,7 @@ class JitStep:
         on_cpu = {leaf.device.type for leaf in owned.leaves} == {"cpu"}
 
         def compiled(backend: str) -> Flat:
-            one = self._compile_graph(graph, backend, on_cpu)
+            one = self._compile_graph(graph, backend, owned if on_cpu else None)
             return one if options.unroll is None else unrolled(one, len(owned.leaves), metrics, options.unroll)
 
         metrics = len(graph.rest.tensors)
@@ -289,7 +289,7 @@ class JitStep:
             advise("jit", error)
             raise
 
-    def _compile_graph(self, graph: Graph, backend: str, on_cpu: bool) -> Flat:
+    def _compile_graph(self, graph: Graph, backend: str, on_cpu: Owned | None) -> Flat:
         options = self._options
         if backend == "eager":
             return compile_graph(graph, backend, {})
@@ -307,10 +307,13 @@ class JitStep:
             }
         if options.exact:
             patches |= {"emulate_precision_casts": True, "fallback_random": True}
-        if self._scratch is None and wanted(graph.examples):
-            self._scratch = Scratch()
-        if self._scratch is None and on_cpu:
-            patches["cpp_wrapper"] = True  # a tenth of a small step, but no way to ask for kept buffers
+        if on_cpu is not None:
+            patches["memory_planning"] = True
+            written = sum(leaf.nbytes for leaf in on_cpu.leaves) if options.donate else 0
+            if self._scratch is None and wanted(graph.module, written):
+                self._scratch = Scratch()
+            # A tenth of a small step is Python; but C++ has no way to ask for kept buffers.
+            patches["cpp_wrapper"] = self._scratch is None
         try:
             with mended(exact=options.exact), asked() if self._scratch else contextlib.nullcontext():
                 return compile_graph(graph, backend, patches)

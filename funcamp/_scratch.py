@@ -1,8 +1,9 @@
-"""Large buffers of compiled programs on a CPU, kept from one call to the next.
+"""Buffers of compiled programs on a CPU, kept from one call to the next.
 
-glibc gives every block above 32 MB back to the system when it is freed, and the next call faults its pages in again,
-one by one: a flat gradient of 38 M parameters is such a block, and that takes a fifth of the step. Keeping it adds
-nothing to the peak of a step, and its own size between two.
+Inductor plans the buffers of a program into one arena. glibc gives a block above 32 MB back to the system when it is
+freed, and the next call faults its pages in again, one by one, which takes up to a third of a step. Where a program
+may hold as much at once it is called from Python, and asks for its memory here. That adds nothing to the peak of a
+step, and its own size between two.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from funcamp import _upstream
+from funcamp import _tree, _upstream
 
 #: glibc's largest threshold by itself (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c, 64 bit).
 LARGE = 32 << 20
+#: What a program that has such blocks keeps: less than this is not worth the look.
+KEPT = 1 << 20
 _threads = threading.local()
 _allocate: Any = _upstream.find("torch._C._dynamo.guards._empty_strided_cpu")
 _holders: Any = _upstream.find("torch._C._storage_Use_Count")
@@ -43,7 +46,7 @@ class _Block:
 
 
 class Scratch:
-    """The large buffers of one compiled step: each is used again once nothing holds its storage any more."""
+    """The buffers of one compiled step: each is used again once nothing holds its storage any more."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, list[_Block]] = {}
@@ -70,11 +73,44 @@ class Scratch:
             _threads.scratch = before
 
 
-def wanted(args: list[Tensor]) -> bool:
-    """Whether a program of these arguments may have large buffers."""
-    return _upstream.usable(_allocate, _holders) and any(
-        arg.nbytes >= LARGE for arg in args if arg.device.type == "cpu"
-    )
+def wanted(module: fx.GraphModule, written: int) -> bool:
+    """Whether a traced program may hold so much at once that glibc would not keep it.
+
+    Args:
+        module: the program.
+        written: bytes of its results that a compiled one writes to their places at once.
+    """
+    return _upstream.usable(_allocate, _holders) and peak(module) - written >= LARGE
+
+
+def peak(module: fx.GraphModule) -> int:
+    """The most bytes that a program holds at once if each result is freed after its last use, arguments apart."""
+    last: dict[int, fx.Node] = {}
+    sizes: dict[int, int] = {}
+    for node in module.graph.nodes:
+        for other in [*node.all_input_nodes, node]:
+            for key, size in _storages(other):
+                last[key], sizes[key] = node, size
+    for node in module.graph.find_nodes(op="placeholder"):
+        sizes |= {key: 0 for key, _ in _storages(node)}
+    ends: dict[fx.Node, int] = {}
+    for key, node in last.items():
+        ends[node] = ends.get(node, 0) + sizes[key]
+    most = now = 0
+    begun: set[int] = set()
+    for node in module.graph.nodes:
+        for key, _ in _storages(node):
+            now += sizes[key] * (key not in begun)
+            begun.add(key)
+        most = max(most, now)
+        now -= ends.get(node, 0)
+    return most
+
+
+def _storages(node: fx.Node) -> list[tuple[int, int]]:
+    values = [value for value in _tree.leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    storages = [value.untyped_storage() for value in values if value.layout == torch.strided]
+    return [(storage._cdata, storage.nbytes()) for storage in storages]
 
 
 @contextlib.contextmanager
@@ -86,7 +122,7 @@ def asked() -> Iterator[None]:
 
 def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     scratch: Scratch | None = getattr(_threads, "scratch", None)
-    if scratch is not None and math.prod(size) * dtype.itemsize >= LARGE:
+    if scratch is not None and math.prod(size) * dtype.itemsize >= KEPT:
         return scratch.take(size, stride, dtype)
     made: Tensor = _allocate(size, stride, dtype)
     return made

@@ -18,7 +18,7 @@ from funcamp._memory import Memory
 from funcamp._mended import mended
 from funcamp._owned import Layout, Owned, arranged, layouts_for, own
 from funcamp._progress import Progress
-from funcamp._scratch import Scratch, asked, wanted
+from funcamp._scratch import Scratch, asked, keep_heap, wanted
 from funcamp._signature import check_batch, check_like, check_state, difference, flat, key_of, kinds, shapes
 from funcamp._trace import Graph, HostError, Outline, trace
 from funcamp._types import Tree
@@ -309,6 +309,7 @@ class JitStep:
             patches |= {"emulate_precision_casts": True, "fallback_random": True}
         if on_cpu is not None:
             patches["memory_planning"] = True
+            keep_heap()
             written = sum(leaf.nbytes for leaf in on_cpu.leaves) if options.donate else 0
             if self._scratch is None and wanted(graph.module, written):
                 self._scratch = Scratch()

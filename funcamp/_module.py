@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -40,6 +41,8 @@ class ModuleLoss:
     def __init__(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor] | None = None) -> None:
         self.model, self.criterion = model, criterion
         self._made_of = model
+        self._holder = Holder(model, model)
+        self._looked = False
         self._parts = _parts(model)
         self.names: dict[str, str] = {}
         """Every trainable parameter's name, to the name under which it is stored (another one where it is tied)."""
@@ -62,7 +65,8 @@ class ModuleLoss:
         Raises:
             TypeError: the batch is of another form than `module_loss` says, or the model returns no loss.
             ValueError: the module has other parameters or buffers than when the loss was made, or froze one since; its
-                forward pass assigned one of two buffers that were one tensor.
+                forward pass assigned one of two buffers that were one tensor; the loss depends on one of its parameters
+            as a tensor kept from before the call.
         """
         *given, batch = buffers_and_batch
         if len(given) != self.has_buffers:
@@ -77,23 +81,61 @@ class ModuleLoss:
             fresh = {name: value.clone() for name, value in given[0].items()}
             values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
         loss = self._loss(values, batch)
+        self._check_reads(loss, values, batch)
         return (loss, self._after(values, given[0])) if self.has_buffers else loss
 
     def _loss(self, values: dict[str, Tensor], batch: Any) -> Any:
         """The loss of a batch; writes buffers that the module assigned into values."""
         inputs, named, target = _arguments(batch, has_target=self.criterion is not None)
+
+        def run() -> Any:
+            try:
+                outputs = self.model(*inputs, **named)
+            except TypeError as error:
+                if _fits(self.model, inputs, named):
+                    raise
+                raise TypeError(
+                    f"module_loss: batch must be {_form(self.criterion is not None)}, as "
+                    f"{type(self.model).__name__}.forward{inspect.signature(self.model.forward)} takes them; "
+                    f"got {_tree.brief(batch)}: {error}"
+                ) from error
+            return _loss_in(outputs) if self.criterion is None else self.criterion(outputs, target)
+
+        return self._with(values, run)
+
+    def _with(self, values: dict[str, Tensor], run: Callable[[], Any]) -> Any:
+        """Call run while the module has these tensors; writes those that run assigned in it into values."""
+        held = {f"model.{name}": value for name, value in values.items()}
+        if self.model is not self._made_of:  # which a criterion reads
+            both = self.names.keys() | self.buffer_names.keys()
+            held |= {f"made_of.{name}": value for name, value in values.items() if name in both}
         # Ties are made by the caller: torch's tying would undo two precisions of one tensor.
-        try:
-            outputs = functional_call(self.model, values, inputs, named, tie_weights=False)
-        except TypeError as error:
-            if _fits(self.model, inputs, named):
-                raise
-            raise TypeError(
-                f"module_loss: batch must be {_form(self.criterion is not None)}, as "
-                f"{type(self.model).__name__}.forward{inspect.signature(self.model.forward)} takes them; "
-                f"got {_tree.brief(batch)}: {error}"
-            ) from error
-        return _loss_in(outputs) if self.criterion is None else self.criterion(outputs, target)
+        out = functional_call(self._holder, held, (run,), tie_weights=False)
+        values |= {name: held[f"model.{name}"] for name in values}
+        return out
+
+    def _check_reads(self, loss: Any, values: dict[str, Tensor], batch: Any) -> None:
+        """Raise ValueError if a loss depends on the module's own parameters: a look at the first graph there is."""
+        if torch.compiler.is_dynamo_compiling() or self._looked or getattr(loss, "grad_fn", None) is None:
+            return
+        given = [leaf for leaf in (*values.values(), *_tree.leaves(batch)) if isinstance(leaf, Tensor)]
+        own = {id(part): name for name, part in _tensors(self._made_of).items() if part.requires_grad}
+        own = {key: name for key, name in own.items() if all(key != id(leaf) for leaf in given)}
+        seen: set[Any] = {None, *[leaf.grad_fn for leaf in given]}
+        nodes: list[Any] = [loss.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            nodes += [function for function, _ in node.next_functions]
+            if name := own.get(id(getattr(node, "variable", None))):
+                raise ValueError(
+                    "module_loss: model's parameters must be read of the model when the loss is called, as "
+                    f"model.parameters() in the criterion; got {name!r} as a tensor kept from before, whose values no "
+                    "step changes: read it in the call, or detach() it if it is a constant"
+                )
+        self._looked = True
 
     def _after(self, values: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, stored in self.buffer_names.items():
@@ -124,7 +166,7 @@ class ModuleLoss:
 
         The flags are set, `train` and `eval` are not called: a class may do more in them, such as merging weights.
         """
-        flags = [(part, part.training) for part in self.model.modules()]
+        flags = [(part, part.training) for part in self._holder.modules()]
         try:
             for part, _ in flags:
                 part.training = False
@@ -139,11 +181,11 @@ class ModuleLoss:
         For a backward pass that calls the module again (`torch.utils.checkpoint`): it has to meet the values that
         torch's own loop has then, and may write buffers that nobody keeps.
         """
-        values = {f"model.{name}": params[name if name in params else stored] for name, stored in self.names.items()}
+        values = {name: params[name if name in params else stored] for name, stored in self.names.items()}
         fresh = {name: buffer.detach().clone() for name, buffer in (after if self.has_buffers else {}).items()}
-        values |= {f"model.{name}": fresh[stored] for name, stored in self.buffer_names.items()}
-        values |= {f"model.{name}": value for name, value in params.items() if name not in self.names}  # what taps read
-        return functional_call(Holder(self.model, run), values, (), tie_weights=False)
+        values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
+        values |= {name: value for name, value in params.items() if name not in self.names}  # what taps read
+        return self._with(values, run)
 
     def params(self) -> dict[str, Tensor]:
         """The module's trainable parameters under their names, tied ones once, detached.
@@ -187,14 +229,14 @@ class ModuleLoss:
 
 
 class Holder(nn.Module):
-    """Calls a function as its forward, so that `functional_call` puts values into a module around that."""
+    """Calls a function, so that `functional_call` puts values into a module around that; no hook sees the call."""
 
-    def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
+    def __init__(self, model: nn.Module, made_of: nn.Module) -> None:
         super().__init__()
-        self.model, self._run = model, run
+        self.model, self.made_of = model, made_of
 
-    def forward(self) -> Any:
-        return self._run()
+    def __call__(self, run: Callable[[], Any]) -> Any:
+        return run()
 
 
 def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor] | None = None) -> ModuleLoss:
@@ -207,7 +249,9 @@ def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor] | None
     it), or a tuple or list of positional ones, or a tensor, the only one.
 
     The module gives the code, its training flags and its frozen parameters; values come from the parameters and
-    buffers passed. Its gradients, hooks on parameters and `requires_grad` afterwards play no part. No sync of its own.
+    buffers passed. While model and criterion run the module has them: a penalty in the criterion may read
+    `model.parameters()` (compute copies where a policy makes them; `keep` makes none). The module's gradients, hooks on
+    parameters and `requires_grad` afterwards play no part. No sync of its own.
 
     Args:
         model: the module. Modules that write buffers (BatchNorm in training) work: the new ones are returned. A
@@ -257,8 +301,9 @@ def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor] | None
                 f"module_loss: model must have its shapes; {name!r} is lazy: call the model on a batch once, before"
             )
     if isinstance(criterion, nn.Module):
+        own = {id(value) for value in model.parameters()}
         for name, value in criterion.named_parameters():
-            if value.requires_grad:
+            if value.requires_grad and id(value) not in own:
                 raise ValueError(
                     f"module_loss: criterion must have no trainable parameter, which no step would train; got {name!r} "
                     f"in {type(criterion).__name__}: make it a part of the model, whose forward takes the target"

@@ -23,7 +23,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from funcamp import _scaler, _tap, _tree, _upstream
 from funcamp._counts import count, has_values
 from funcamp._jit_step import JitStep
-from funcamp._module import Holder
 from funcamp._passes import Operation, Pass, Trial, combined, largest, narrow
 from funcamp._records import Record, probe
 from funcamp._stats import Stats
@@ -306,9 +305,6 @@ class Recorder(_Mode):
         return path, line
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if isinstance(module, Holder):  # only calls the backward pass
-            self._stack.append("")
-            return
         if module not in self._paths:  # a root that was not told
             self._add(getattr(module, "_orig_mod", module))
         if not self._stack:
@@ -338,7 +334,7 @@ class Recorder(_Mode):
         path = self._stack.pop()
         if not self._stack:
             self._evaluating = False
-        if path is None or self._skip or outputs is None or isinstance(module, Holder) or hasattr(module, "_orig_mod"):
+        if path is None or self._skip or outputs is None or hasattr(module, "_orig_mod"):
             return None
         leaves, spec = _tree.flatten(outputs)
         marked = [_Mark.apply(leaf, self, path) if _counts(leaf) else leaf for leaf in leaves]  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from funcamp import _tree
 from funcamp._counts import WIDTH, check_sample, has_values
-from funcamp._module import ModuleLoss
+from funcamp._module import Holder, ModuleLoss
 from funcamp._records import Record, probe
 from funcamp._stats import Stats
 from funcamp._tap import tap
@@ -57,6 +57,7 @@ class TrackedLoss(ModuleLoss):
     def __init__(self, loss_fn: ModuleLoss, chosen: Chosen, sample: int | None) -> None:
         super().__init__(loss_fn.model, loss_fn.criterion)
         self.model, self.probe_names = _with_taps(loss_fn.model, chosen, sample)
+        self._holder = Holder(self.model, loss_fn.model)
 
     def __repr__(self) -> str:
         return f"track_scales({super().__repr__()}, {len(self.probe_names)} modules)"

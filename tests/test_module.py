@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
 from funcamp._formats import name_of
+from funcamp.numerics import track_scales
 from tests.helpers import assert_same, clone
 from tests.models import cnn
 
@@ -163,3 +164,88 @@ def test_module_loss_writes_nothing_in_a_parametrized_module() -> None:
     before = clone(dict(model.named_buffers()))
     module_loss(model, torch.nn.functional.mse_loss)
     assert_same(clone(dict(model.named_buffers())), before)
+
+
+class Penalized(nn.Module):
+    """A criterion that holds the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + 2.0 * sum(p.pow(2).sum() for p in self.model.parameters())
+
+
+def statistics(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda output, target: F.mse_loss(output, target) + model[0].running_mean.square().sum() * model[1].bias[0]
+
+
+CRITERIA: dict[str, Callable[[Any], Callable[[Tensor, Tensor], Tensor]]] = {
+    "closure": lambda m: lambda o, t: F.mse_loss(o, t) + 2.0 * sum(p.pow(2).sum() for p in m.parameters()),
+    "attribute": lambda m: lambda o, t: F.mse_loss(o, t) + m[1].weight.abs().sum(),
+    "module": Penalized,
+    "buffers": statistics,
+    "second pass": lambda m: lambda o, t: F.mse_loss(o, t) + (m(t[:, :4]) - o).square().mean(),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "func", "tracked", "keep"])
+@pytest.mark.parametrize("name", CRITERIA)
+def test_a_criterion_that_reads_the_model_sees_what_is_trained(name: str, how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    expected, x, y = copy.deepcopy(model), torch.randn(8, 4), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    loss_fn = module_loss(model, CRITERIA[name](model))
+    step = make_train_step(
+        track_scales(loss_fn) if how == "tracked" else loss_fn,
+        SGD,
+        ScalerConfig(1.0),
+        policy="bfloat16,keep=*" if how == "keep" else None,
+        engine="func" if how == "func" else None,
+    )
+    run: Any = jit(step, backend="eager") if how == "jit" else step
+    state, criterion, before = step.init(), CRITERIA[name](expected), clone(dict(model.state_dict()))
+    for _ in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "keep"):
+            loss = criterion(expected(x), y)
+        loss.backward()
+        optimizer.step()
+        state, metrics = run(state, (x, y))
+        assert_same(metrics.loss, loss.detach())
+    assert_same(loss_fn.state_dict(state.params, state.buffers), dict(expected.state_dict()))
+    assert_same(dict(model.state_dict()), before)
+    expected.eval()
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "keep"):
+        assert_same(step.loss(state, (x, y)), criterion(expected(x), y).detach())
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
+def test_a_parameter_kept_from_before_the_call_is_refused(wrapped: bool) -> None:
+    model = nn.Linear(2, 2)
+    kept = list(model.parameters())
+
+    def step_of(read: Callable[[], Any]) -> Any:
+        loss_fn = module_loss(model, lambda o, t: F.mse_loss(o, t) + sum(p.square().sum() for p in read()))
+        step = make_train_step(loss_fn, SGD)
+        return (jit(step, backend="eager") if wrapped else step), step.init()
+
+    batch = (torch.ones(2, 2), torch.ones(2, 2))
+    for read in (lambda: kept, lambda: [kept[0].exp().mul(2)]):
+        run, state = step_of(read)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"must be read of the model .* got '\w+' as a tensor kept"):
+                run(state, batch)
+    for fine in (lambda: [part.detach() for part in kept], lambda: list(model.parameters())):
+        run, state = step_of(fine)
+        run(state, batch)
+
+
+def test_a_loss_may_be_given_the_models_own_parameters() -> None:
+    model = nn.Linear(2, 2)
+    loss_fn, x = module_loss(model, F.mse_loss), model(torch.ones(1, 2))
+    own: dict[str, Tensor] = dict(model.named_parameters())
+    for params in (own, {name: part * 2 for name, part in own.items()}):
+        loss_fn(params, (x, torch.ones(1, 2))).backward(retain_graph=True)

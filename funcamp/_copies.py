@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._flat import FlatParams, lay_out
 from funcamp._policy import Policy
 from funcamp._shards import Shards, outline, whole
@@ -25,15 +27,20 @@ class Use(NamedTuple):
     """Whether the loss sees it in the compute dtype."""
 
 
-class Plan(NamedTuple):
-    """All that is known of the copies before any value."""
+@dataclass(frozen=True)
+class Plan:
+    """All that is known of the copies before any value; plans that keep the same copies are equal."""
 
-    uses: tuple[Use, ...]
-    names: tuple[str, ...] | None
-    """The keys of the dict that the loss sees; None where it sees the parameters' own tree."""
     kept: tuple[int, ...]
     """The groups (of a FlatParams) or leaves (of a plain tree) whose copies are kept in the state."""
     dtype: torch.dtype
+    uses: tuple[Use, ...] = field(compare=False)
+    names: tuple[str, ...] | None = field(compare=False)
+    """The keys of the dict that the loss sees; None where it sees the parameters' own tree."""
+    rule: str = field(compare=False)
+    """What `rule_of` says of the step that it was made for."""
+    place: Any = field(compare=False)
+    """What `place_of` says of the parameters that it was made for."""
 
 
 class Copies:
@@ -41,9 +48,33 @@ class Copies:
 
     def __init__(self, values: tuple[Tensor, ...], plan: Plan) -> None:
         self.values, self.plan = values, plan
+        self._of: list[tuple[Tensor, int]] | None = None
 
     def __repr__(self) -> str:
         return f"Copies({', '.join(_tree.describe(value) for value in self.values)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Copies, (self.values, self.plan)
+
+    def note(self, params: Tree) -> None:
+        """Note that these are the copies of the parameters as they are now."""
+        sources = [] if isinstance(params, Shards) else _sources(params, self.plan)
+        tracked = not any(source.is_inference() for source in sources)
+        self._of = [(source, source._version) for source in sources] if tracked else None
+
+    def are_of(self, params: Tree) -> bool:
+        """Whether they are known to be the copies of these parameters as they are now; reads no value."""
+        if not self.values:
+            return isinstance(params, Shards) or not self.plan.kept
+        if self._of is None or isinstance(params, Shards):
+            return False
+        sources = _sources(params, self.plan)
+        return all(now is then and now._version == version for now, (then, version) in zip(sources, self._of))
+
+
+def _sources(params: Tree, plan: Plan) -> list[Tensor]:
+    leaves: Any = params.groups if isinstance(params, FlatParams) else _tree.leaves(params)
+    return [leaves[number] for number in plan.kept]
 
 
 _tree.register(
@@ -64,10 +95,7 @@ def store(
 ) -> tuple[Tree, Plan]:
     """The parameters as the state holds them, flat where group is given, and what of them the policy copies."""
     known: frozenset[str] | None = getattr(loss_fn, "cast_names", None)
-    stored_as: dict[str, str] | None = getattr(loss_fn, "names", None)
-    aliases: dict[str, list[str]] = {}
-    for name, source in (stored_as or {}).items():
-        aliases.setdefault(source, []).append(name)
+    aliases = _aliases(loss_fn)
 
     def verdicts(name: str, leaf: Tensor) -> list[bool]:
         return [policy.casts(alias, leaf, known) for alias in aliases.get(name, [name])]
@@ -82,15 +110,24 @@ def store(
         flat = lay_out(call, params, group, apart, buckets)
     else:
         flat = None
+    if flat is None:
+        _refuse_ties(call, params)
     stored = clone(params) if flat is None else flat
-    tree = stored if flat is None else flat.tree()
+    return stored, plan_for(call, stored, policy, loss_fn)
+
+
+def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
+    """What of stored parameters the policy copies for a loss."""
+    known: frozenset[str] | None = getattr(loss_fn, "cast_names", None)
+    stored_as: dict[str, str] | None = getattr(loss_fn, "names", None)
+    aliases = _aliases(loss_fn)
+    flat = full_size(params) if isinstance(params, FlatParams) else None
+    tree = params if flat is None else flat.tree()
     leaves, _ = _tree.parameters(call, "params", tree)
     names = _tree.names(tree)
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{call}: every leaf of params must have a dotted name of its own; got {twice!r} twice")
-    if flat is None:
-        _refuse_ties(call, params)
     numbers = list(range(len(leaves))) if flat is None else list(flat.layout.leaves)
     where = {name: (number, leaf) for name, number, leaf in zip(names, numbers, leaves)}
     if stored_as is not None and set(where) != set(aliases):
@@ -105,7 +142,32 @@ def store(
         if low and number is not None:
             kept.add(number if flat is None else flat.layout.slots[number].group)
     keys = None if stored_as is None else tuple(stored_as)
-    return stored, Plan(tuple(uses), keys, tuple(sorted(kept)), policy.compute_dtype)
+    rule, place = rule_of(policy, loss_fn), place_of(params)
+    return Plan(tuple(sorted(kept)), policy.compute_dtype, tuple(uses), keys, rule, place)
+
+
+def _aliases(loss_fn: Any) -> dict[str, list[str]]:
+    """From the names under which parameters are stored to those under which the loss sees them."""
+    aliases: dict[str, list[str]] = {}
+    for name, source in (getattr(loss_fn, "names", None) or {}).items():
+        aliases.setdefault(source, []).append(name)
+    return aliases
+
+
+def rule_of(policy: Policy, loss_fn: Any) -> str:
+    """All but the parameters that decides on a plan, as one string: Dynamo guards on it at no cost."""
+    known: Any = getattr(loss_fn, "cast_names", None)
+    chosen = (policy.keep, policy.copy, None if known is None else sorted(known))
+    decides = (policy.compute_dtype, policy.compute_dtype != torch.float32 and chosen, getattr(loss_fn, "names", None))
+    return hashlib.sha256(repr(decides).encode()).hexdigest()
+
+
+def place_of(params: Tree) -> Any:
+    """What tells the parameters of one plan from those of another, cheaply: layout or names, and dtypes."""
+    flat = isinstance(params, FlatParams)
+    leaves: Any = params.groups if flat else _tree.leaves(params)
+    dtypes = tuple([None if leaf is None else leaf.dtype for leaf in leaves])
+    return params.layout if flat else tuple(params) if isinstance(params, dict) else None, dtypes
 
 
 def _refuse_ties(call: str, params: Tree) -> None:
@@ -124,8 +186,34 @@ def refresh(params: Tree, plan: Plan) -> Copies:
     """The copies of these parameters."""
     if isinstance(params, Shards):  # a step makes them whole, in the compute dtype
         return Copies((), plan)
-    values = _tree.leaves(params)
-    return Copies(tuple(values[number].to(plan.dtype) for number in plan.kept), plan)
+    copies = Copies(tuple(source.to(plan.dtype) for source in _sources(params, plan)), plan)
+    if not torch.compiler.is_compiling() and not _upstream.transforms_active():
+        copies.note(params)
+    return copies
+
+
+def of_plan(call: str, params: Tree, copies: Copies, plan: Plan) -> Copies:
+    """The copies of these parameters under a plan: those given if they are, else made anew.
+
+    A program takes those given: what `jit` was given is right, and later it keeps them so.
+
+    Raises:
+        ValueError: a program would have to change the structure of its state.
+    """
+    compiling = torch.compiler.is_compiling()
+    if copies.plan == plan and (compiling or copies.are_of(params)):
+        if copies.plan is plan:
+            return copies
+        same = Copies(copies.values, plan)
+        same._of = copies._of
+        return same
+    if compiling:
+        raise ValueError(
+            f"{call}: state must have the compute copies of this step's policy where it is compiled, "
+            f"{len(plan.kept)} in {plan.dtype}; got {len(copies.plan.kept)} in {copies.plan.dtype}, another policy's: "
+            "take one step uncompiled, state, metrics = step(state, batch), and go on with its state"
+        )
+    return refresh(params, plan)
 
 
 def for_step(params: Tree, copies: Copies) -> tuple[Tree, Copies]:

@@ -14,6 +14,7 @@ from funcamp import _tree
 from funcamp._memory import Memory, is_private
 from funcamp._mesh import is_distributed
 from funcamp._signature import Kind, check_like
+from funcamp._train_state import states, with_own_copies
 from funcamp._types import Tree
 
 _NAMES = ("the first state", "state")
@@ -29,7 +30,7 @@ class Owned:
     """
 
     def __init__(self, tree: Tree, strides: list[tuple[int, ...]] | None = None, *, written: bool = True) -> None:
-        self.tree = tree
+        self._tree, self._states = tree, states(tree)
         flat, self.spec = _tree.flatten(tree)
         self._places = [index for index, leaf in enumerate(flat) if leaf is not None]
         self.leaves: list[Tensor] = [flat[index] for index in self._places]
@@ -41,13 +42,24 @@ class Owned:
         #: Where steps write.
         self.memory = Memory(self._statics)
 
+    @property
+    def tree(self) -> Tree:
+        """The state as it is given back; its compute copies are noted to be those of its parameters."""
+        for node in self._states:
+            node.copies.note(node.params)
+        return self._tree
+
     def is_of(self, state: Tree) -> bool:
         """Whether a state is this one, nothing in it replaced since, nor given other memory or strides in place.
+
+        Parameters that were written in place since it was given back do not count as this one's, if they have copies.
 
         Raises:
             RuntimeError: a leaf was given others at a call that did not look at it.
         """
-        if state is not self.tree or not self._holds(state):
+        if state is not self._tree or not self._holds(state):
+            return False
+        if not all(node.copies.are_of(node.params) for node in self._states):
             return False
         leaves, addresses, strides = next(self._parts)
         if list(map(Tensor.data_ptr, leaves)) == addresses and list(map(Tensor.stride, leaves)) == strides:
@@ -90,10 +102,11 @@ class Owned:
     def refill(self, state: Tree, like: Tree) -> None:
         """Copy another state into this one's storage; what callers still hold of this one keeps its values."""
         check_like(_NAMES, like, state)
-        values = [leaf for leaf in _tree.leaves(state) if leaf is not None]
+        values = [leaf for leaf in _tree.leaves(with_own_copies(state)) if leaf is not None]
         values = [leaf.detach().clone() if self.memory.meets(leaf) else leaf.detach() for leaf in values]
         statics, self._statics = self._statics, [leaf.detach() for leaf in self._statics]
-        handles, self.leaves, self.tree, self._contents = self.leaves, statics, None, []
+        handles, self.leaves, self._tree, self._contents = self.leaves, statics, None, []
+        self._states = []
         self._parts = itertools.cycle([])
         while handles:
             handle = handles.pop()
@@ -101,8 +114,8 @@ class Owned:
                 handle.set_(handle.clone())  # type: ignore[call-overload]
         for static, value in zip(statics, values):
             static.copy_(value)
-        self.tree = self.filled(statics)
-        self._contents = _tree.contents(self.tree)
+        self._tree = self.filled(statics)
+        self._states, self._contents = states(self._tree), _tree.contents(self._tree)
         self.watch(self._part)
 
 
@@ -119,9 +132,10 @@ def own(state: Tree, like: Tree | None, avoid: Memory, *, copy: bool = False, wr
     Raises:
         ValueError: it differs from `like` in structure, or a leaf in shape, dtype or device.
     """
-    flat, spec = _tree.flatten(state)
     if like is not None:
         check_like(_NAMES, like, state)
+    state = with_own_copies(state)
+    flat, spec = _tree.flatten(state)
     wanted: list[Kind | None] = [None] * len(flat) if like is None else _tree.leaves(like)
     seen = Memory()
     taken: list[Tensor | None] = []

@@ -12,7 +12,21 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._by_leaf import found_inf_by_leaf
 from funcamp._config import ScalerConfig
-from funcamp._copies import clone, for_loss, for_step, full_size, gather, refresh, store
+from funcamp._copies import (
+    Copies,
+    Plan,
+    clone,
+    for_loss,
+    for_step,
+    full_size,
+    gather,
+    of_plan,
+    place_of,
+    plan_for,
+    refresh,
+    rule_of,
+    store,
+)
 from funcamp._ema import ema_update
 from funcamp._fold import judge, unscale_and_clip
 from funcamp._grad import around_backward, choose, differentiate
@@ -39,6 +53,8 @@ class TrainStep:
 
     def __init__(self, loss_fn: Callable[..., Any], optimizer: Any, config: ScalerConfig, options: Options) -> None:
         self.loss_fn, self.optimizer, self.config, self._options = loss_fn, optimizer, config, options
+        self._rule = rule_of(options.policy, loss_fn)
+        self._planned: Plan | None = None
 
     def __repr__(self) -> str:
         return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={self._options.policy})"
@@ -79,7 +95,8 @@ class TrainStep:
             group = options.group if options.flat else None
             stored, plan = store(call, params, options.policy, self.loss_fn, group, options.parallel.buckets)
             stored, buffers = options.parallel.stored(options.parallel.same(stored)), options.parallel.same(buffers)
-            copies = refresh(stored, plan)
+            values = clone(stored)
+            copies = refresh(values, plan)
         device = next((leaf.device for leaf in _tree.leaves(stored) if leaf is not None), None)
         if device is None:
             raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}")
@@ -87,7 +104,7 @@ class TrainStep:
             step=_count(device),
             skipped=_count(device),
             consecutive_skips=_count(device),
-            params=clone(stored),
+            params=values,
             opt_state=self.optimizer.init(stored),
             scaler=init(self.config, device=device),
             buffers=clone(buffers),
@@ -128,7 +145,7 @@ class TrainStep:
         evaluating = getattr(self.loss_fn, "evaluating", None)
         mode = contextlib.nullcontext() if training or evaluating is None else evaluating()
         with torch.no_grad(), mode:
-            inputs, build = for_loss(*for_step(state.params, state.copies))
+            inputs, build = for_loss(*for_step(state.params, self._copies("loss", state)))
             returned = self._call(build(inputs), self._probes(state), state.buffers, state.scaler, _tree.plain(batch))
         options = self._options
         if options.has_buffers or options.has_aux:
@@ -146,6 +163,20 @@ class TrainStep:
             raise TypeError(f"{call}: state must be a TrainState, as init makes it; got {_tree.brief(state)}{swapped}")
         self._options.parallel.check(state.params)
 
+    def _copies(self, call: str, state: TrainState) -> Copies:
+        """A state's compute copies as this step's policy and loss want them: its own, or new ones."""
+        plan, place = state.copies.plan, place_of(state.params)
+        if plan.rule != self._rule or plan.place != place:  # another step's
+            known = None if torch.compiler.is_compiling() else self._planned
+            plan = known if known and known.place == place else self._plan(call, state.params)
+        return of_plan(call, state.params, state.copies, plan)
+
+    def _plan(self, call: str, params: Tree) -> Plan:
+        plan = plan_for(call, params, self._options.policy, self.loss_fn)
+        if not torch.compiler.is_compiling():  # for steps that take turns on one state
+            self._planned = plan
+        return plan
+
     def compute_params(self, state: TrainState) -> Tree:
         """The parameters as the loss sees them: copies in the compute dtype where the policy made them.
 
@@ -158,7 +189,7 @@ class TrainStep:
             {'w': tensor([[1., 1.]], dtype=torch.bfloat16)}
         """
         self._check_state("compute_params", state)
-        inputs, build = for_loss(*for_step(state.params, state.copies))
+        inputs, build = for_loss(*for_step(state.params, self._copies("compute_params", state)))
         values = [value.detach() for value in inputs]
         # Outside of a program the next donated step would write new values into these.
         return build(values if torch.compiler.is_dynamo_compiling() else [value.clone() for value in values])
@@ -291,7 +322,8 @@ class TrainStep:
         self._check_state("step", state, batch)
         options, parallel, batch = self._options, self._options.parallel, _tree.plain(batch)
         probes, share = self._probes(state), parallel.share(batch, state.scaler.scale.device)
-        params, copies = for_step(state.params, state.copies)
+        own = self._copies("step", state)
+        params, copies = for_step(state.params, own)
         held = state._replace(params=params, copies=copies)
 
         def one(buffers: dict[str, Tensor], piece: Any, parts: int) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
@@ -324,7 +356,7 @@ class TrainStep:
             opt_state=opt_state,
             scaler=update(scaler, self.config),
             buffers=buffers,
-            copies=refresh(params, state.copies.plan),
+            copies=refresh(params, own.plan),
             ema=ema,
         )
         metrics = Metrics(

@@ -288,6 +288,26 @@ def _check_numbers(call: str, state: TrainState) -> None:
             raise ValueError(f"{call}: saved[{name!r}] must be 0 or more; got {count.min().item():g}")
 
 
+def with_own_copies(tree: Tree) -> Tree:
+    """The tree with compute copies made anew in states whose copies are not known to be of their parameters."""
+
+    def own(node: TrainState) -> TrainState:
+        copies, params = node.copies, node.params
+        return node if copies.are_of(params) else node._replace(copies=refresh(params, copies.plan))
+
+    return (
+        tree
+        if all(node.copies.are_of(node.params) for node in states(tree))
+        else _tree.map_nodes(TrainState, own, tree)
+    )
+
+
+def states(tree: Tree) -> list[TrainState]:
+    """The states in a tree that have compute copies."""
+    nodes = [tree] if isinstance(tree, TrainState) else _tree.nodes(TrainState, tree)
+    return [node for node in nodes if node.copies.values]
+
+
 def _without_copies(state: TrainState) -> TrainState:
     return state._replace(copies=Copies((), state.copies.plan))
 

@@ -98,6 +98,11 @@ def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
     return unflatten([fn(n, *more) if isinstance(n, cls) else (more or [n])[0] for n, more in zip(nodes, rest)], spec)
 
 
+def nodes(cls: type[_Node], tree: Tree) -> list[_Node]:
+    """The nodes of a class in a tree, outermost ones."""
+    return [node for node in flatten(tree, is_leaf=lambda node: isinstance(node, cls))[0] if isinstance(node, cls)]
+
+
 def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[Any, ...]]] | None:
     """Every dict and list of a tree, its keys and what it holds now; None where a node of another kind could change."""
     if not _HAS_NODES:

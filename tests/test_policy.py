@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import pickle
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from funcamp import Policy, ScalerConfig, make_train_step, module_loss, stateless
-from funcamp._copies import for_loss
-from tests.helpers import assert_same
+from funcamp import Policy, ScalerConfig, _copies, _step, _train_state, jit, make_train_step, module_loss, stateless
+from funcamp._copies import for_loss, refresh
+from tests.helpers import assert_same, clone
 from tests.models import Task, Tied, cnn, cross_entropy, mlp, tied
 
 GLOBS = st.lists(st.text("ab.*", min_size=1, max_size=6), max_size=3).map(tuple)
@@ -163,3 +164,114 @@ def test_module_names_are_those_of_autocast() -> None:
     assert loss_fn.names["head.weight"] == loss_fn.names["words.weight"] == "words.weight"
     attention = module_loss(nn.MultiheadAttention(4, 2), cross_entropy)
     assert attention.cast_names == set(dict(attention.model.named_parameters()))
+
+
+POLICIES = ["float16", "bfloat16", "float16,keep=0.*", None]
+
+
+def policy_step(policy: str | None, task: Task | None = None, **options: Any) -> Any:
+    task = task or mlp()
+    options = {"policy": policy, **options}
+    return make_train_step(
+        module_loss(task.model, task.criterion), stateless(torch.optim.AdamW, lr=0.1), ScalerConfig(256.0), **options
+    )
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("before", POLICIES)
+@pytest.mark.parametrize("after", POLICIES)
+def test_a_state_continues_under_a_step_of_another_policy(before: str | None, after: str | None, flat: bool) -> None:
+    task = mlp()
+    old, new = policy_step(before, flat=flat), policy_step(after, flat=flat)
+    state, _ = old(old.init(), task.batch(0))
+    expected, batch = new.load_state_dict(old.state_dict(state), like=new.init()), task.batch(1)
+    for _ in range(3):
+        assert_same(new.loss(state, batch), new.loss(expected, batch))
+        assert_same(new.compute_params(state), new.compute_params(expected))
+        state, metrics = new(state, batch)
+        expected, expected_metrics = new(expected, batch)
+        assert_same(metrics.loss, expected_metrics.loss)
+        assert_same(new.state_dict(state), new.state_dict(expected))
+    state, _ = jit(new, backend="eager")(state, batch)
+    assert_same(new.state_dict(state), new.state_dict(new(expected, batch)[0]))
+
+
+def test_a_compiled_step_refuses_the_copies_of_another_policy() -> None:
+    task = mlp()
+    state, new = policy_step("float16").init(), policy_step("bfloat16")
+    for compiled in (jit(new, backend="eager"), jit(new, backend="eager", donate=False)):
+        with pytest.raises(
+            ValueError, match=r"step: state must have the compute copies of .* take one step uncompiled"
+        ):
+            compiled(state, task.batch(0))
+    state, _ = new(state, task.batch(0))
+    jit(new, backend="eager")(state, task.batch(1))
+
+
+def test_two_losses_take_turns_on_one_state() -> None:
+    task = mlp()
+    first = policy_step(None)
+    inner = first.loss_fn
+    second = make_train_step(lambda p, b: inner(p, b) * 2, first.optimizer, first.config)
+    for wrap in (lambda step: step, lambda step: jit(step, backend="eager")):
+        one, two, state, plans = wrap(first), wrap(second), first.init(), []
+        for index in range(6):
+            state, _ = (two if index % 2 else one)(state, task.batch(index))
+            plans.append(state.copies.plan)
+        assert len(set(map(id, plans))) <= 3, "no plan is made anew at every turn"
+
+
+def clamp(state: Any) -> Any:
+    state.params["0.weight"].clamp_(-0.01, 0.01)
+    return state
+
+
+def put(state: Any) -> Any:
+    values = {name: value.clamp(-0.01, 0.01) for name, value in state.params.tree().items()}
+    return state._replace(params=state.params.ravel(values))
+
+
+def put_into(state: Any) -> Any:
+    """A copy of the state, and other values in that."""
+    return clamp(clone(state))
+
+
+@pytest.mark.parametrize("change", [clamp, put, put_into])
+@pytest.mark.parametrize("how", ["eager", "jit", "kept"])
+def test_parameters_that_were_changed_between_steps_are_those_that_the_loss_sees(how: str, change: Any) -> None:
+    task = mlp()
+    step = policy_step("float16")
+    run: Any = step if how == "eager" else jit(step, backend="eager", donate=how == "jit")
+    state = step.init()
+    for index in range(3):
+        state, _ = run(state, task.batch(index))
+    for index in range(3, 6):
+        state = change(state)
+        expected = step.load_state_dict(step.state_dict(state), like=step.init())
+        assert_same(step.loss(state, task.batch(index)), step.loss(expected, task.batch(index)))
+        expected, expected_metrics = step(expected, task.batch(index))
+        state, metrics = run(state, task.batch(index))
+        assert_same((metrics.loss, metrics.grad_norm), (expected_metrics.loss, expected_metrics.grad_norm))
+        assert_same((state.params, state.copies.values), (expected.params, expected.copies.values))
+
+
+def test_steady_steps_make_no_copy_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = mlp()
+    step = policy_step("float16")
+    run, state, made = jit(step, backend="eager"), step.init(), []
+
+    def counted(*args: Any) -> Any:
+        made.append(1)
+        return refresh(*args)
+
+    for module in (_copies, _step, _train_state):
+        monkeypatch.setattr(module, "refresh", counted)
+    for index in range(3):
+        state, _ = step(state, task.batch(index))
+    assert len(made) == 3
+    for index in range(3):
+        state, _ = run(state, task.batch(index))
+        step.loss(state, task.batch(index))
+    assert len(made) == 4, "in the trace alone"
+    step.loss(pickle.loads(pickle.dumps(state)), task.batch(0))
+    assert len(made) == 5

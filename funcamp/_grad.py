@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from funcamp import _tree, _upstream
 from funcamp._advice import advise
-from funcamp._recompute import same_parameters
+from funcamp._recompute import allow_hooks, same_parameters
 from funcamp._scaler import scale, unscale_and_check
 from funcamp._state import ScalerState, check_state
 from funcamp._whole import keep_functions_whole, whole_functions
@@ -167,7 +167,9 @@ def _by_func(scaled_loss: _Scaled, inputs: list[Tensor]) -> tuple[list[Tensor], 
 def _by_autograd(
     scaled_loss: _Scaled, inputs: list[Tensor], holding: Holding | None
 ) -> tuple[list[Tensor], Tensor, Any]:
-    with torch.enable_grad(), same_parameters() as begin_backward:
+    allow_hooks()
+    watch = same_parameters() if holding is None else contextlib.nullcontext(lambda: None)
+    with torch.enable_grad(), watch as begin_backward:
         leaves = [_leaf(value) for value in inputs]
         scaled, (loss, aux) = scaled_loss(leaves)
 

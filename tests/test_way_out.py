@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call
+from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from funcamp import ScalerConfig, TrainStep, jit, make_train_step, module_loss, stateless
@@ -231,3 +235,86 @@ def test_block_that_is_computed_again_reads_the_buffers_of_the_state(compiled: b
         found.append((state.params.tree(), state.buffers))
         assert torch.equal(loss.model.get_buffer("reads.running_mean"), torch.zeros(4))
     assert_close(found[1], found[0], 1e-6)
+
+
+class Beside(torch.autograd.Function):
+    """Calls a function in another thread, in the forward pass and in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Any) -> Tensor:
+        ctx.call = call
+        in_another_thread(lambda: call(1.0))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        in_another_thread(lambda: ctx.call(2.0))
+        return grads[0], None
+
+
+def in_another_thread(call: Any) -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result()
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "module_loss"])
+def test_modules_of_another_thread_are_its_own_affair(own: bool) -> None:
+    model, other = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    params = {name: value.detach() for name, value in model.named_parameters()}
+
+    def beside(factor: float) -> None:
+        functional_call(other, {name: value * factor for name, value in params.items()}, torch.ones(1, 4))
+
+    def criterion(out: Tensor, _: Any) -> Tensor:
+        moved: Tensor = Beside.apply(out, beside)  # type: ignore[no-untyped-call]
+        return moved.sum()
+
+    loss = (lambda p, x: criterion(functional_call(model, p, x[0]), None)) if own else module_loss(model, criterion)
+    step = make_train_step(loss, SGD)
+    _, metrics = step(step.init(params), (torch.ones(2, 4), None))
+    assert metrics.grad_norm > 0
+
+
+class Part(torch.nn.Linear):
+    """A layer whose forward is not torch's own, which Dynamo would leave alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Compiled(torch.nn.Module):
+    """A model with a part that torch.compile compiled."""
+
+    def __init__(self, count: Any) -> None:
+        super().__init__()
+        self.first, self.last = Part(4, 8), torch.nn.Linear(8, 1)
+        self.first.compile(backend=count)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("kind", ["own", "part", "whole"])
+def test_eager_step_over_a_compiled_model(kind: str) -> None:
+    count = CompileCounter()
+    torch.manual_seed(0)
+    model: Any = Compiled(count)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), model.last)
+    plain[0].load_state_dict(model.first.state_dict())
+    plain_step = make_train_step(module_loss(copy.deepcopy(plain), mse_loss), SGD)
+    if kind == "whole":
+        model = torch.compile(copy.deepcopy(plain), backend=count)
+
+    def own(params: Any, batch: Any) -> Tensor:
+        return mse_loss(functional_call(model, params, batch[0]), batch[1])
+
+    step = make_train_step(own if kind == "own" else module_loss(model, mse_loss), SGD)
+    state = step.init({name: value.detach() for name, value in model.named_parameters()})
+    expected, batch = plain_step.init(), (torch.randn(2, 4), torch.randn(2, 1))
+    frames = 0
+    for _ in range(4):
+        state, metrics = step(state, batch)
+        expected, expected_metrics = plain_step(expected, batch)
+        assert_same((metrics.loss, metrics.grad_norm), (expected_metrics.loss, expected_metrics.grad_norm))
+        frames = frames or count.frame_count
+        assert count.frame_count == frames > 0

@@ -13,6 +13,8 @@ _WAYS_OUT = {
     "give it tensors, numbers and strings as arguments, and let it read no other tensor; or pass engine='autograd'",
     "element 0 of tensors does not require grad": "the state's tensors do not require gradients; differentiate with "
     "scaled_grad_and_value, torch.func.grad, or torch.autograd.grad with respect to `w.detach().requires_grad_()`",
+    "appears to not have been used in the graph": "under torch.func the loss has tensors of its own, of which "
+    "torch.autograd.grad finds no way to those around it; take torch.func.grad there, or pass engine='autograd'",
     "incompatible with .grad()": "torch.autograd.grad does not take torch.utils.checkpoint with use_reentrant=True; "
     "pass use_reentrant=False",
 }

@@ -261,7 +261,7 @@ class JitStep:
         def body(values: list[Tensor]) -> tuple[list[Tensor], Tree]:
             whole = list(flat)
             for place, value in zip(places, values[count:]):
-                whole[place] = value
+                whole[place] = value.detach().requires_grad_() if flat[place].requires_grad else value
             out = step(filled(values[:count]), _tree.unflatten(whole, spec))
             if not isinstance(out, tuple) or len(out) != 2:
                 raise TypeError(f"jit: step must return the pair (state, metrics); got {type(out).__name__}")

@@ -79,7 +79,8 @@ def make_train_step(
         has_scaler: loss_fn takes the `ScalerState` before the batch, to scale gradients of its own: a gradient
             penalty's, an inner loop's. Give it to `scaled_grad_and_value`, or to `scale` and `unscale`.
         engine: "autograd", "func" or None, as in `scaled_grad_and_value`: torch's autograd, unless the step runs inside
-            a transform of torch.func.
+            a transform of torch.func, or a tensor of the state requires a gradient. Tensors of the batch may require
+            one, for a penalty on it in the loss; "func" makes what comes out differentiable with respect to them.
         found_inf_by_leaf: tell in the metrics which parameters' gradients are not finite, in the order of
             `leaf_names(state.params)`. Reads the gradients once more.
         probes: names of tensors that the loss taps: it then takes a dict of `numerics.Record` by these names after

@@ -72,12 +72,13 @@ def signature(leaf: Any) -> Any:
 
 
 def key_of(leaf: Any) -> Any:
-    """The signature of a leaf of a batch, and what makes a tensor one that a program cannot take."""
+    """The signature of a leaf of a batch: of a tensor also whether a loss may differentiate with respect to it."""
     if isinstance(leaf, Tensor):
         kind: Any = type(leaf)
         if kind not in _PLAIN and is_distributed(leaf):
             kind = kind, leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
-        return leaf.shape, leaf.dtype, leaf.device, leaf.layout, Tensor if kind is torch.nn.Parameter else kind
+        kind = Tensor if kind is torch.nn.Parameter else kind
+        return leaf.shape, leaf.dtype, leaf.device, leaf.layout, kind, leaf.requires_grad
     return signature(leaf)
 
 
@@ -135,7 +136,7 @@ def difference(batch: Tree, before: Any, now: Any) -> str:
 
 
 def _told(leaf: tuple[Any, ...]) -> str:
-    if len(leaf) == 5:
-        return f"a {leaf[1]} tensor of shape {tuple(leaf[0])} on {leaf[2]}"
+    if len(leaf) > 2:
+        return f"a {leaf[1]} tensor of shape {tuple(leaf[0])} on {leaf[2]}{' that requires a gradient' * leaf[5]}"
     shown = leaf[1] if issubclass(leaf[0], numbers.Number) else repr(leaf[1])
     return f"{shown} (make it a tensor: a number is a constant of the program)"

@@ -420,7 +420,7 @@ class TrainStep:
             return self._call(*build(values), buffers, state.scaler, batch)
 
         holding = around_backward(self.loss_fn, build if rows else build_params)
-        engine = choose(self._options.engine, (state, batch))
+        engine = choose(self._options.engine, state)
         grads, loss, aux = differentiate(
             "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding
         )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
-from funcamp import scaled_grad_and_value
+from funcamp import ScalerConfig, jit, make_train_step, module_loss, scaled_grad_and_value, stateless
 from tests.conftest import Transform
 from tests.helpers import assert_same
 from tests.oracle import state_of
@@ -101,3 +104,82 @@ def test_non_finite_loss_sets_the_flag() -> None:
     (_, state), loss = scaled_grad_and_value(lambda w: (w * math.inf).sum())(state_of(8.0), torch.ones(2))
     assert state.found_inf == 1.0
     assert torch.isinf(loss)
+
+
+class Penalty(nn.Module):
+    """Its output, and how that changes with its input; or its output, computed again in the backward pass."""
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.again = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.body, x, use_reentrant=False) if self.again else self.body(x)
+        if x.requires_grad and not self.again:
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            y = y + slope.square().sum(1, keepdim=True)
+        return y
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("engine", [None, "autograd"])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"policy": "bfloat16"}], ids=str)
+def test_penalty_on_the_gradient_of_the_batch(options: Any, engine: Any, wrapped: bool) -> None:
+    """`x.requires_grad_()` and torch.autograd.grad in the forward pass, as gradient penalties are written."""
+    model = Penalty()
+    step = make_train_step(
+        module_loss(model, mse_loss),
+        stateless(torch.optim.SGD, lr=0.1),
+        ScalerConfig(1.0),
+        engine=engine,
+        **options,
+    )
+    run: Any = jit(step, backend="eager") if wrapped else step
+    state, parts = step.init(), options.get("accumulate", 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(3):
+        x, y = torch.randn(2, 5, 3), torch.randn(2, 5, 1)
+        x.requires_grad_(index != 1)
+        pieces = [(x[i], y[i]) for i in range(parts)]
+        optimizer.zero_grad()
+        losses = []
+        for piece, target in pieces:
+            with torch.autocast("cpu", torch.bfloat16, enabled="policy" in options):
+                loss = mse_loss(model(piece), target) / parts
+            loss.backward()
+            losses.append(loss.detach() * parts)
+        optimizer.step()
+        state, metrics = run(state, (x, y) if parts > 1 else pieces[0])
+        assert not metrics.loss.requires_grad
+        assert not any(leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(state))
+        torch.testing.assert_close(metrics.loss, torch.stack(losses).mean(), rtol=1e-6, atol=0)
+        if parts == 1:
+            assert_same(state.params.tree(), {name: value.detach() for name, value in model.named_parameters()})
+    if wrapped:
+        assert run.programs == 2
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
+def test_batch_that_requires_a_gradient_under_a_checkpoint(wrapped: bool) -> None:
+    ends = []
+    for again in (False, True):
+        step = make_train_step(module_loss(Penalty(again), mse_loss), stateless(torch.optim.SGD, lr=0.1))
+        run: Any = jit(step, backend="eager") if wrapped else step
+        torch.manual_seed(1)
+        ends.append(run(step.init(), (torch.randn(5, 3, requires_grad=again), torch.randn(5, 1))))
+    assert_same(*ends)
+
+
+def test_state_that_requires_a_gradient_is_differentiated_by_torch_func() -> None:
+    step = make_train_step(lambda p, x: (p["w"] * x).square().sum(), stateless(torch.optim.SGD, lr=0.1))
+    state = step.init({"w": torch.ones(2)})
+    leaves = [leaf.requires_grad_() for leaf in state.params.groups if leaf is not None]
+    _, metrics = step(state, torch.ones(2))
+    assert torch.autograd.grad(metrics.loss, leaves)[0].sum() == 4.0
+
+
+def test_penalty_under_torch_func_says_what_to_do() -> None:
+    step = make_train_step(module_loss(Penalty(), mse_loss), stateless(torch.optim.SGD), engine="func")
+    with pytest.raises(RuntimeError, match=r"take torch\.func\.grad there, or pass engine='autograd'"):
+        step(step.init(), (torch.ones(5, 3, requires_grad=True), torch.ones(5, 1)))

@@ -91,7 +91,9 @@ def test_a_parameter_is_a_tensor(later: bool) -> None:
     state, _ = run(state, {"x": torch.nn.Parameter(torch.eye(2))})
     assert_same(state["a"], torch.full((2, 2), 2.0))
     assert not state["a"].requires_grad
-    assert run.programs == 1
+    assert run.programs == 1 + later, "one that requires a gradient is another signature"
+    run(state, {"x": torch.nn.Parameter(torch.eye(2), requires_grad=False)})
+    assert run.programs == 2
 
 
 def test_a_compiled_step_inside_another_says_what_to_do() -> None:

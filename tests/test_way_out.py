@@ -266,7 +266,7 @@ def test_modules_of_another_thread_are_its_own_affair(own: bool) -> None:
         functional_call(other, {name: value * factor for name, value in params.items()}, torch.ones(1, 4))
 
     def criterion(out: Tensor, _: Any) -> Tensor:
-        moved: Tensor = Beside.apply(out, beside)  # type: ignore[no-untyped-call]
+        moved: Tensor = Beside.apply(out, beside)
         return moved.sum()
 
     loss = (lambda p, x: criterion(functional_call(model, p, x[0]), None)) if own else module_loss(model, criterion)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,11 @@ from funcamp._mesh import is_distributed
 from funcamp._types import Tree
 
 _PLAIN = {Tensor, torch.nn.Parameter}
+#: Objects that are compared by identity and are constants all the same.
+_ONE_OF_A_KIND = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(None), type(...)),
+    *(torch.dtype, torch.layout, torch.memory_format, torch.qscheme),
+)
 
 
 @dataclass(frozen=True)
@@ -112,10 +118,38 @@ def check_batch(batch: Tree) -> None:
             if fault := _fault(leaf):
                 raise TypeError(f"{where} {fault}")
             continue
+        fix = "pass a dict of its tensors, or register its class with torch.utils._pytree.register_pytree_node"
+        if _holds_tensors(leaf):
+            raise TypeError(
+                f"{where} a tensor or a pytree of tensors; got a {type(leaf).__name__} with some in it: {fix}"
+            )
         try:
             hash(leaf)
         except TypeError:
             raise TypeError(f"{where} a tensor, or a constant that can be hashed; got {_tree.describe(leaf)}") from None
+        hashing: Any = type(leaf).__hash__
+        if hashing is object.__hash__ and not isinstance(leaf, _ONE_OF_A_KIND):
+            raise TypeError(
+                f"{where} a tensor, or a constant that is equal to another of its value; got a {type(leaf).__name__}, "
+                f"equal to itself alone, of which a program would not see what is put into it later: {fix}"
+            )
+
+
+def _holds_tensors(leaf: object, depth: int = 3) -> bool:
+    """Whether an object that is no pytree has tensors in its attributes, its slots or its items."""
+    if isinstance(leaf, _ONE_OF_A_KIND):
+        return False
+    names = [name for cls in type(leaf).__mro__ for name in _names(cls.__dict__.get("__slots__", ()))]
+    held = [getattr(leaf, name) for name in (*names, *getattr(leaf, "__dict__", ())) if hasattr(leaf, name)]
+    held += list(leaf) if isinstance(leaf, (set, frozenset)) else []
+    inner = _tree.leaves(held)
+    if any(isinstance(value, Tensor) for value in inner):
+        return True
+    return depth > 0 and any(_holds_tensors(value, depth - 1) for value in inner)
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def shapes(batch: Tree) -> str:

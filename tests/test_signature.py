@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import enum
+import fractions
+import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -153,3 +157,81 @@ def test_a_step_that_cannot_be_pickled_is_named() -> None:
 
     with pytest.raises((AttributeError, pickle.PicklingError), match="local"):
         pickle.dumps(jit(local))
+
+
+class Box:
+    """A batch as an object of its own."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slotted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Any
+
+
+@dataclasses.dataclass
+class Unfrozen:
+    x: Any
+
+
+OBJECTS = {
+    "object": (Box, "a Box with some in it"),
+    "slots": (Slotted, "a Slotted with some in it"),
+    "frozen dataclass": (Frozen, "a Frozen with some in it"),
+    "dataclass": (Unfrozen, "an? Unfrozen with some in it"),
+    "nested": (lambda x: Frozen({"deep": Frozen(x)}), "a Frozen with some in it"),
+    "empty object": (lambda _: Box(None), "a Box, equal to itself alone"),
+    "frozen set": (lambda x: frozenset([x]), "a frozenset with some in it"),
+    "module": (lambda _: torch.nn.Linear(2, 2), "a Linear with some in it"),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_with_tensors_is_no_constant_of_a_program(name: str) -> None:
+    make, message = OBJECTS[name]
+    run = jit(lambda state, batch: (state, None), backend="eager")
+    for _ in range(2):
+        with pytest.raises(TypeError, match=rf"jit: batch\['b'\] must be .*{message}.*: pass a dict .* or register"):
+            run({"a": torch.zeros(())}, {"b": make(torch.ones(2))})
+    assert run.programs == 0
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        *(1, 1.5, True, 2j, None, "text", b"bytes", ..., Colour.RED, fractions.Fraction(1, 2), range(3)),
+        *(torch.float16, torch.strided, torch.channels_last, torch.device("cpu"), torch.Size([2])),
+        *(math.sin, add, Box, math, Frozen(("a", 1)), frozenset([1])),
+    ],
+    ids=str,
+)
+def test_values_functions_and_classes_are_constants(constant: Any) -> None:
+    seen = []
+
+    def step(state: Any, batch: Any) -> Any:
+        seen.append(batch["c"])
+        return {"a": state["a"] + 1}, None
+
+    run, state = jit(step, backend="eager"), {"a": torch.zeros(())}
+    for _ in range(3):
+        state, _ = run(state, {"c": constant})
+    assert (state["a"].item(), seen, run.programs) == (3.0, [constant], 1)

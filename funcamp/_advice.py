@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import traceback
+
+from torch import nn
+
+_PRECISIONS = (
+    "a layer of the model met its parameters in the policy's precision (compute copies) and inputs in another, "
+    "outside of torch.autocast (autocast(enabled=False) in the forward pass?): keep {layer} in float32, "
+    "policy='...,keep={glob}'"
+)
 _WAYS_OUT = {
+    **dict.fromkeys(
+        ("have the same dtype", "have same dtype", "expected scalar type Float but found", "and bias type (c10::"),
+        _PRECISIONS,
+    ),
     "support saved tensor hooks": "torch.func does not take torch.utils.checkpoint or other saved-tensor hooks; pass "
     "engine='autograd'",
     "must override the setup_context": "torch.func does not take an autograd.Function whose forward takes ctx "
@@ -25,4 +38,17 @@ def advise(call: str, error: Exception) -> None:
     text = str(error)
     for part, way_out in _WAYS_OUT.items():
         if part in text:
+            if way_out is _PRECISIONS:
+                name = _layer(error)
+                layer, glob = (f"{name!r}", f"{name}.*") if name else ("its parameters", "...")
+                way_out = way_out.format(layer=layer, glob=glob)
             raise RuntimeError(f"{call}: {way_out}") from error
+
+
+def _layer(error: Exception) -> str | None:
+    """The path of the module that raised, in the outermost one that was called."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "_call_impl"]
+    modules = [frame.f_locals.get("self") for frame in frames]
+    if not modules or not isinstance(modules[0], nn.Module):
+        return None
+    return next((name for name, part in modules[0].named_modules() if part is modules[-1]), None)

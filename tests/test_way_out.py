@@ -318,3 +318,36 @@ def test_eager_step_over_a_compiled_model(kind: str) -> None:
         assert_same((metrics.loss, metrics.grad_norm), (expected_metrics.loss, expected_metrics.grad_norm))
         frames = frames or count.frame_count
         assert count.frame_count == frames > 0
+
+
+class Head(torch.nn.Module):
+    """A part in a region without autocast, the usual way to compute it in float32."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.body, self.heads = torch.nn.Linear(4, 4), torch.nn.ModuleList([torch.nn.Identity(), part])
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.heads[1](h.float()[:, None, None]).mean((1, 2))
+
+
+LAYERS = {
+    "linear": lambda: torch.nn.Linear(4, 4),
+    "no bias": lambda: torch.nn.Linear(4, 4, bias=False),
+    "conv": lambda: torch.nn.Conv2d(1, 4, 1),
+    "conv without bias": lambda: torch.nn.Conv2d(1, 4, 1, bias=False),
+}
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_outside_of_autocast(name: str, policy: str) -> None:
+    loss_fn, x = module_loss(Head(LAYERS[name]()), lambda out, _: out.sum()), torch.ones(2, 4)
+    step = make_train_step(loss_fn, SGD, policy=policy)
+    with pytest.raises(RuntimeError, match=r"keep 'heads\.1' in float32, policy='\.\.\.,keep=heads\.1\.\*'"):
+        step(step.init(), (x, x))
+    keeping = make_train_step(loss_fn, SGD, policy=f"{policy},keep=heads.1.*")
+    for run in (keeping, jit(keeping, backend="eager")):
+        run(keeping.init(), (x, x))

@@ -191,11 +191,24 @@ class StatelessOptimizer(Fixed):
     def _states(self, params: Tree, opt_state: OptState) -> dict[str, list[Any]]:
         if not isinstance(opt_state, OptState):
             raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
+        if any(leaf is not None for leaf in _tree.leaves(params)):  # a group without parameters keeps nothing
+            self._check_entries(opt_state)
         by_name = {}
         for name, tree in opt_state.state.items():
             _tree.same_structure("update", ("params", f"opt_state.state[{name!r}]"), (params, tree))
             by_name[name] = _tree.leaves(tree)
         return by_name
+
+    def _check_entries(self, opt_state: OptState) -> None:
+        expected, found = self._traits.entries, opt_state.state.keys() - {APPLIED}
+        # Elsewhere entries may depend on the shape of a parameter, as Adafactor's do.
+        exact = self._runs.__module__.startswith("torch.optim.") or not expected
+        if not (found == expected if exact else found <= expected or expected <= found):
+            raise ValueError(
+                f"update: opt_state must be that of {self!r}, with the entries {sorted(expected)}; got another "
+                f"optimizer's, with {sorted(found)}: begin anew with state._replace(opt_state=optimizer.init(params)), "
+                "or keep what both have with step.load_state_dict(saved, like=step.init(), strict=False)"
+            )
 
     def _hyper(self, applied: Tensor | None, params: list[Tensor]) -> dict[str, Any]:
         if not self._traits.dynamic or not params:

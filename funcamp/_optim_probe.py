@@ -31,6 +31,8 @@ class Traits:
     """Whether a step on several tensors joined in one is a step on each of them (Muon's is not)."""
     first_step_differs: bool
     """Whether its first step is another formula than the later ones (SGD with momentum and dampening)."""
+    entries: frozenset[str]
+    """The names of what it keeps for a matrix."""
 
 
 def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> Traits:
@@ -167,7 +169,9 @@ def _observe(
     as_recorded = reproduces(starts_at_zero=False)
     from_zero = not as_recorded and reproduces(starts_at_zero=True)
     elementwise = _is_elementwise(cls, arguments, hyper, run_step(cls, arguments, hyper, params, grads, None))
-    return Traits(arguments, dynamic, writes_grads, from_zero, elementwise, not (as_recorded or from_zero))
+    differs = not (as_recorded or from_zero)
+    entries = frozenset(name for state in recorded for name in state)
+    return Traits(arguments, dynamic, writes_grads, from_zero, elementwise, differs, entries)
 
 
 def _is_elementwise(

@@ -321,6 +321,11 @@ class TrainStep:
         """
         self._check_state("step", state, batch)
         options, parallel, batch = self._options, self._options.parallel, _tree.plain(batch)
+        if options.ema_decay is not None and isinstance(state.ema, tuple) and not state.ema:
+            raise ValueError(
+                f"step: state must have an average for ema_decay={options.ema_decay}; got a state without: "
+                "begin one with state._replace(ema=funcamp.clone(state.params))"
+            )
         probes, share = self._probes(state), parallel.share(batch, state.scaler.scale.device)
         own = self._copies("step", state)
         params, copies = for_step(state.params, own)

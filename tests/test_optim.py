@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from funcamp import OptState, by_group, skip_step, stateless
+from funcamp import OptState, by_group, jit, make_train_step, skip_step, stateless
 from tests.helpers import assert_close, assert_same, clone
 from tests.oracle import state_of
 
@@ -350,3 +350,37 @@ def test_assigning_to_an_optimizer_is_refused(name: str) -> None:
         grouped.group = lambda *_: "matrix"
     params = {"w": torch.ones(1)}
     assert optimizer.update(params, params, optimizer.init(params))[0]["w"] == 0.5
+
+
+STATES: dict[str, Any] = {
+    "sgd": stateless(torch.optim.SGD),
+    "momentum": stateless(torch.optim.SGD, momentum=0.9),
+    "adamw": stateless(torch.optim.AdamW),
+    "amsgrad": stateless(torch.optim.AdamW, amsgrad=True),
+    "adafactor": stateless(torch.optim.Adafactor),
+}
+
+
+@pytest.mark.parametrize("before", STATES)
+@pytest.mark.parametrize("after", STATES)
+def test_a_state_of_another_optimizer_is_refused(before: str, after: str) -> None:
+    old, new = (make_train_step(lambda p, x: (p["w"] * x).sum(), STATES[name]) for name in (before, after))
+    state, x = old.init({"w": torch.ones(2, 2)}), torch.ones(2, 2)
+    for run in (new, jit(new, backend="eager", donate=False)):
+        if before == after:
+            run(state, x)
+            continue
+        with pytest.raises(ValueError, match=r"update: opt_state must (be that of stateless|hold the entries)"):
+            run(state, x)
+    new(state._replace(opt_state=new.optimizer.init(state.params)), x)
+    new(new.load_state_dict(old.state_dict(state), like=new.init(state.params.tree()), strict=False), x)
+
+
+def test_a_state_without_average_says_how_to_begin_one() -> None:
+    steps = [make_train_step(lambda p, x: (p["w"] * x).sum(), STATES["sgd"], ema_decay=ema) for ema in (None, 0.5)]
+    old, new = steps
+    state = old.init({"w": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"ema_decay=0\.5; got a state without: begin one with state\._replace\(ema="):
+        new(state, torch.ones(2))
+    after, _ = new(state._replace(ema=clone(state.params)), torch.ones(2))
+    assert_same(after.ema.tree()["w"], (after.params.tree()["w"] + 1) / 2)

@@ -193,9 +193,11 @@ class JitStep:
             given = arranged(given, layouts, owned.memory)
             with _compiling(self._task(batch, key)) as progress:
                 program, results = self._program(key, owned, one, given, layouts, progress)
-        except BaseException:
+        except BaseException as error:
             if not self._programs:  # a state that never was of use binds no later one
                 self._owned = self._graphs = self._like = None
+            if isinstance(error, RuntimeError):
+                advise("jit", error)
             raise
         self._programs[key] = program
         return program, results

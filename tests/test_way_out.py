@@ -348,6 +348,8 @@ def test_layer_outside_of_autocast(name: str, policy: str) -> None:
     step = make_train_step(loss_fn, SGD, policy=policy)
     with pytest.raises(RuntimeError, match=r"keep 'heads\.1' in float32, policy='\.\.\.,keep=heads\.1\.\*'"):
         step(step.init(), (x, x))
+    with pytest.raises(RuntimeError, match=r"(jit|step): a layer .* in float32, policy='\.\.\.,keep="):
+        jit(step, backend="eager")(step.init(), (x, x))
     keeping = make_train_step(loss_fn, SGD, policy=f"{policy},keep=heads.1.*")
     for run in (keeping, jit(keeping, backend="eager")):
         run(keeping.init(), (x, x))

@@ -16,6 +16,7 @@ from funcamp import _tree, _upstream
 from funcamp._adafactor import Adafactor
 from funcamp._flat import collapse, expand
 from funcamp._hyper import Fixed, evaluate
+from funcamp._mesh import is_distributed
 from funcamp._optim_probe import Traits, probe
 from funcamp._optim_run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
 from funcamp._types import Tree
@@ -259,6 +260,8 @@ def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) ->
 
 #: Steps applied to one parameter: the only state entry that is not torch.optim's, where the first step differs.
 APPLIED = "applied"
+#: How many elements at a time take the step that shows an optimizer's first state.
+_PART = 1 << 20
 _serial = itertools.count()
 _registry: weakref.WeakValueDictionary[str, StatelessOptimizer] = weakref.WeakValueDictionary()
 
@@ -287,13 +290,26 @@ def _nonstrict() -> tuple[Any, Any]:
 
 def _first_states(key: str, params: list[Tensor], hyper: dict[str, Any]) -> list[LeafState]:
     optimizer = _registry[key]
+    traits = optimizer._traits
     states = []
-    for param in params:  # one at a time: the step's temporaries are those of one parameter
-        _, recorded, _ = run_step(
-            optimizer._runs, optimizer._traits.arguments, hyper, [param], [torch.zeros_like(param)], None
-        )
-        state = first_values(recorded[0], param, optimizer._traits.starts_at_zero)
-        if optimizer._traits.first_step_differs:
+    for param in params:
+        state: LeafState = {}
+        # The temporaries of a step are several times what it is given, so that is a part at a time where it can be.
+        cut = param.numel() > _PART and traits.elementwise and param.is_contiguous() and not is_distributed(param)
+        parts = torch.split(param.view(-1), _PART) if cut else (param,)
+        for number, part in enumerate(parts):
+            grads = [torch.zeros_like(part)]
+            _, (recorded,), _ = run_step(
+                optimizer._runs, traits.arguments, hyper, [part], grads, None, writes_grads=traits.writes_grads
+            )
+            for name, value in first_values(recorded, part, traits.starts_at_zero).items():
+                if len(parts) == 1 or not value.dim():
+                    state.setdefault(name, value)
+                    continue
+                if not number:
+                    state[name] = torch.empty_like(param, dtype=value.dtype)
+                torch.split(state[name].view(-1), _PART)[number].copy_(value)
+        if traits.first_step_differs:
             state[APPLIED] = torch.zeros((), dtype=torch.int64, device=param.device)
         states.append(state)
     return states

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._flat import FlatParams, lay_out
+from funcamp._memory import rebind
 from funcamp._policy import Policy
 from funcamp._shards import Shards, outline, whole
 from funcamp._ties import identity
@@ -92,8 +93,13 @@ def store(
     loss_fn: Any,
     group: Callable[[str, Tensor], str] | None,
     buckets: int = 1,
+    *,
+    consume: bool = False,
 ) -> tuple[Tree, Plan]:
-    """The parameters as the state holds them, flat where group is given, and what of them the policy copies."""
+    """The parameters as the state holds them, flat where group is given, and what of them the policy copies.
+
+    In memory of their own; with consume it is that of the tensors given too, instead of theirs.
+    """
     known: frozenset[str] | None = getattr(loss_fn, "cast_names", None)
     aliases = _aliases(loss_fn)
 
@@ -101,18 +107,18 @@ def store(
         return [policy.casts(alias, leaf, known) for alias in aliases.get(name, [name])]
 
     if isinstance(params, FlatParams):
-        flat = params
+        flat = clone(params)
     elif group is not None:
 
         def apart(name: str, leaf: Tensor) -> object:
             return leaf.dim() > 1 and sorted(set(verdicts(name, leaf)))
 
-        flat = lay_out(call, params, group, apart, buckets)
+        flat = lay_out(call, params, group, apart, buckets, consume=consume)
     else:
         flat = None
     if flat is None:
         _refuse_ties(call, params)
-    stored = clone(params) if flat is None else flat
+    stored = flat or (_taken(params) if consume else clone(params))
     return stored, plan_for(call, stored, policy, loss_fn)
 
 
@@ -168,6 +174,14 @@ def place_of(params: Tree) -> Any:
     leaves: Any = params.groups if flat else _tree.leaves(params)
     dtypes = tuple([None if leaf is None else leaf.dtype for leaf in leaves])
     return params.layout if flat else tuple(params) if isinstance(params, dict) else None, dtypes
+
+
+def _taken(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, leaf in params.items():
+        found[name] = leaf.detach().clone()
+        rebind(leaf, found[name])
+    return found
 
 
 def _refuse_ties(call: str, params: Tree) -> None:

@@ -172,10 +172,15 @@ def lay_out(
     group: Callable[[str, Tensor], str],
     apart: Callable[[str, Tensor], object] = lambda *_: None,
     buckets: int = 1,
+    *,
+    consume: bool = False,
 ) -> FlatParams:
-    """As `ravel`; tensors of one label for which `apart` differs, or in another bucket, lie in groups of their own."""
+    """As `ravel`; tensors of one label for which `apart` differs, or in another bucket, lie in groups of their own.
+
+    With consume the tensors given become views of the groups.
+    """
     layout, distinct = arrange(call, params, group, apart, buckets)
-    return FlatParams(layout.join(distinct), layout)
+    return FlatParams(layout.take(distinct) if consume else layout.join(distinct), layout)
 
 
 def _collect(call: str, like: FlatParams, tree: Tree) -> list[Tensor | None]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._memory import rebind
 from funcamp._ties import identity
 from funcamp._types import Tree
 
@@ -96,6 +97,17 @@ class Layout:
             if padding := self.pieces[slot.group][slot.place] - value.numel():
                 parts[slot.group].append(value.new_zeros(padding))
         return tuple(torch.cat(part).reshape(-1) if part else None for part in parts)
+
+    def take(self, tensors: Sequence[Tensor]) -> Groups:
+        """As `join`; each tensor is given its place as its memory, and its own is freed before the next is copied."""
+        groups: list[Tensor | None] = [None] * len(self.pieces)
+        for number, sizes in enumerate(self.pieces):
+            mine = [(slot, tensor) for slot, tensor in zip(self.slots, tensors) if slot.group == number]
+            group = groups[number] = mine[0][1].detach().new_empty(sum(sizes))
+            for (_, tensor), piece in zip(mine, torch.split(group, list(sizes))):
+                piece[tensor.numel() :].zero_()
+                rebind(tensor, piece[: tensor.numel()].view(tensor.shape).copy_(tensor))
+        return tuple(groups)
 
     def last_first(self) -> list[int]:
         """The numbers of the groups, the end of the tree first: in the order in which their gradients are complete."""

@@ -59,3 +59,9 @@ def is_private(tensor: Tensor) -> bool:
     """
     storage = local(tensor).untyped_storage()
     return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
+
+
+def rebind(tensor: Tensor, place: Tensor) -> None:
+    """Give a tensor of a module another memory, which holds its values; its gradient is dropped."""
+    tensor.data = place
+    tensor.grad = None

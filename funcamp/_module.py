@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from funcamp import _tree
+from funcamp._memory import rebind
 from funcamp._ties import identity, overlaps
 
 _LAYER = frozenset({"weight", "bias"})
@@ -199,7 +200,39 @@ class ModuleLoss:
                 "module_loss: model must have the ties it had when the loss was made; tensors were tied or parted "
                 "since (Module.to may part them): make the loss again, module_loss(model, ...), and the step of it"
             )
-        return {stored: self.model.get_parameter(stored).detach() for stored in dict.fromkeys(self.names.values())}
+        return {name: value.detach() for name, value in self._trained().items()}
+
+    def _trained(self) -> dict[str, Tensor]:
+        return {stored: self.model.get_parameter(stored) for stored in dict.fromkeys(self.names.values())}
+
+    def own_params(self) -> dict[str, Tensor]:
+        """The module's trainable parameters themselves, for a state that takes their place.
+
+        Raises:
+            TypeError: a parameter or buffer is a tensor of several parts, which cannot be given other memory.
+            ValueError: as in `params`.
+        """
+        for name, value in (*self.params().items(), *self.buffers().items()):
+            if hasattr(type(value), "__tensor_flatten__"):
+                raise TypeError(
+                    "init: consume must be False where a parameter or buffer of the module is a DTensor or another "
+                    f"tensor subclass; got True, and {name!r} is a {type(value).__name__}"
+                )
+        return self._trained()
+
+    def take_buffers(self) -> dict[str, Tensor]:
+        """Copies of the module's buffers under their names, in whose memory the module's are from now on."""
+        fresh = {name: value.clone() for name, value in self.buffers().items()}
+        held = {name: value.detach() for name, value in fresh.items()}
+        tensors = _tensors(self._made_of)
+        now = {id(tensors[name]): held[stored] for name, stored in self.buffer_names.items()}
+        # Other objects, as Module.to makes: a buffer that is a view would keep the memory of what it is a view of.
+        for part in (*self._made_of.modules(), *self.model.modules()):
+            part._buffers.update({name: now.get(id(value), value) for name, value in part._buffers.items()})
+            for value in part._parameters.values():
+                if value is not None and id(value) in now:
+                    rebind(value, now[id(value)])
+        return fresh
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers under their names, shared ones once, detached."""

@@ -66,7 +66,7 @@ def cut(flat: FlatParams, ranks: Ranks) -> Shards:
 
     def part(group: Tensor) -> Tensor:
         length = slice_length(group.numel(), ranks)
-        return _padded(group, ranks)[ranks.rank * length : (ranks.rank + 1) * length]
+        return _padded(group, ranks)[ranks.rank * length : (ranks.rank + 1) * length].clone()
 
     return Shards(_each(part, flat.groups), flat.layout, ranks)
 

@@ -45,9 +45,8 @@ class Alone:
     def agree(self, described: list[str]) -> None:
         """Raise ValueError where a rank describes its step otherwise than the first."""
 
-    def same(self, tree: Tree) -> Tree:
-        """The values of the first rank, for a state that is to be equal everywhere."""
-        return tree
+    def same(self, tree: Tree) -> None:
+        """Write the first rank's values into a tree, for a state that is to be equal everywhere."""
 
     def stored(self, params: Tree) -> Tree:
         """What of the parameters this process keeps."""
@@ -180,16 +179,16 @@ class DataParallel(Alone):
         described = described + [f"{name} of DataParallel is {value}" for name, value in own.items()]
         check_alike("the optimizer and every constant must be the same on all ranks", described, self.ranks)
 
-    def same(self, tree: Tree) -> Tree:
-        """The values of the first rank, of tensors that all ranks know by the same names."""
+    def same(self, tree: Tree) -> None:
+        """Write the first rank's values into tensors that all ranks know by the same names."""
         single = expand(tree)
         named = zip(_tree.names(single), _tree.leaves(single))
         rule = "params and buffers must have the same names, shapes and dtypes on all ranks"
         described = [f"{name} is {_tree.describe(leaf).rpartition(' on ')[0]}" for name, leaf in named]
         check_alike(rule, described, self.ranks)
-        flat, spec = _tree.flatten(tree)
-        values = [leaf if leaf is None else as_part_of(leaf, broadcast(local(leaf), self.ranks)) for leaf in flat]
-        return _tree.unflatten(values, spec)
+        for leaf in _tree.leaves(tree):
+            if leaf is not None:
+                local(leaf).copy_(broadcast(local(leaf), self.ranks))
 
     def stored(self, params: Tree) -> Tree:
         """This rank's slices of flat parameters, or all of them."""

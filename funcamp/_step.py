@@ -31,6 +31,7 @@ from funcamp._ema import ema_update
 from funcamp._fold import judge, unscale_and_clip
 from funcamp._grad import around_backward, choose, differentiate
 from funcamp._limits import exhausted, saturated
+from funcamp._module import ModuleLoss
 from funcamp._options import Options, described
 from funcamp._records import Record, Records, probe
 from funcamp._rulebook import init
@@ -59,29 +60,49 @@ class TrainStep:
     def __repr__(self) -> str:
         return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={self._options.policy})"
 
-    def init(self, params: Tree = None, buffers: dict[str, Tensor] | None = None) -> TrainState:
+    def init(
+        self, params: Tree = None, buffers: dict[str, Tensor] | None = None, *, consume: bool = False
+    ) -> TrainState:
         """Make the state before the first step.
 
-        Copies every value: the state shares nothing with params or a module. The scaler's state lies on the device of
-        the first parameter. No sync.
+        Copies every value: the state shares nothing with params or a module, unless consume is set. The scaler's state
+        is on the device of the first parameter. No sync.
 
         Args:
             params: a pytree of floating-point or complex tensors, or a `FlatParams`; by default the module's, for a
                 loss of `module_loss`.
             buffers: tensors by name; by default the module's.
+            consume: let the state take the module's place, so that its values are in memory once. The module's
+                trainable parameters and its buffers become views of the state's tensors, one after the other; their own
+                memory is freed and their gradients are dropped. Frozen parameters stay the module's, and are not in
+                the state. The parameters remain the same objects, tied as they were.
+                Afterwards the module has the values of this state: under `jit`, which donates, those of the last step;
+                if steps are eager or `jit(donate=False)`, those of now, and they keep this state's memory alive. What
+                is written into the module (`load_state_dict`, a forward pass in training mode with BatchNorm) is
+                written into this state. `model.load_state_dict(loss_fn.state_dict(...))` works as before.
 
         Raises:
             TypeError: params is missing, or a leaf is an integer or sparse tensor or no tensor; buffers is no dict of
-                tensors.
-            ValueError: params has no tensor, or not the names of the module.
+                tensors; consume is no bool, or set for a loss that is not of `module_loss`, or for a module with
+                DTensors or other tensor subclasses.
+            ValueError: params has no tensor, or not the names of the module; consume is set with params or buffers, or
+                for a state cut over ranks.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
             >>> state = step.init({"w": torch.ones(2)})
             >>> state.step, state.params.tree()
             (tensor(0), {'w': tensor([1., 1.])})
+            >>> model = torch.nn.Linear(2, 1)
+            >>> step = make_train_step(module_loss(model, torch.nn.functional.mse_loss), stateless(torch.optim.SGD))
+            >>> state = step.init(consume=True)
+            >>> model.weight.data_ptr() == state.params["weight"].data_ptr()
+            True
         """
         options, call = self._options, "init"
+        consumed = self._consumed(call, params, buffers, consume)
+        if consumed is not None:
+            params, buffers = consumed.own_params(), {}
         if params is None:
             if not hasattr(self.loss_fn, "params"):
                 raise TypeError("init: params must be given, for the loss was not made by module_loss; got None")
@@ -93,10 +114,12 @@ class TrainStep:
         options.parallel.agree(described(self.optimizer, self.config, options))
         with torch.no_grad():  # parameters given may require it
             group = options.group if options.flat else None
-            stored, plan = store(call, params, options.policy, self.loss_fn, group, options.parallel.buckets)
-            stored, buffers = options.parallel.stored(options.parallel.same(stored)), options.parallel.same(buffers)
-            values = clone(stored)
-            copies = refresh(values, plan)
+            parallel = options.parallel
+            stored, plan = store(call, params, options.policy, self.loss_fn, group, parallel.buckets, consume=consume)
+            buffers = clone(buffers) if consumed is None else consumed.take_buffers()
+            parallel.same(stored)
+            parallel.same(buffers)
+            stored = parallel.stored(stored)
         device = next((leaf.device for leaf in _tree.leaves(stored) if leaf is not None), None)
         if device is None:
             raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}")
@@ -104,13 +127,36 @@ class TrainStep:
             step=_count(device),
             skipped=_count(device),
             consecutive_skips=_count(device),
-            params=values,
+            params=stored,
             opt_state=self.optimizer.init(stored),
             scaler=init(self.config, device=device),
-            buffers=clone(buffers),
-            copies=copies,
+            buffers=buffers,
+            copies=refresh(stored, plan),  # after the optimizer's temporaries
             ema=() if options.ema_decay is None else clone(stored),
         )
+
+    def _consumed(self, call: str, params: Tree, buffers: Any, consume: bool) -> ModuleLoss | None:
+        if not isinstance(consume, bool):
+            raise TypeError(f"{call}: consume must be True or False; got {_tree.brief(consume)}")
+        if not consume:
+            return None
+        if not isinstance(self.loss_fn, ModuleLoss):
+            raise TypeError(
+                f"{call}: consume must be False for a loss that module_loss did not make, as there is no module whose "
+                f"place the state could take; got True with {self.loss_fn!r}"
+            )
+        if params is not None or buffers is not None:
+            name = "buffers" if params is None else "params"
+            raise ValueError(
+                f"{call}: consume must be False where params or buffers are given, as it takes the module's own; got "
+                f"True and {name}={_tree.brief(buffers if params is None else params)}"
+            )
+        if self._options.parallel.shard:
+            raise ValueError(
+                f"{call}: consume must be False with {self._options.parallel!r}, of whose slices no parameter of the "
+                'module is a view; got True. model.to("meta") after init frees the module\'s memory'
+            )
+        return self.loss_fn
 
     def loss(self, state: TrainState, batch: Any, *, training: bool = False) -> Tensor:
         """Evaluate the loss of a batch: no gradient, no dropout, nothing written.

@@ -222,3 +222,16 @@ def sharded_state(run: Callable[[Any], Any]) -> None:
         assert difference(full(state.params), expected.params) < 0.02
         assert_same(state.scaler, expected.scaler)
         assert expected.skipped > 0
+
+
+@case(2)
+def no_state_takes_the_place_of_a_module_of_dtensors() -> None:
+    model = nn.Linear(4, 4)
+    whole = model.weight.detach().clone()
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), meshes()[0], [Shard(0)]))
+    loss_fn = funcamp.module_loss(model, nn.functional.mse_loss)
+    step = funcamp.make_train_step(loss_fn, funcamp.stateless(torch.optim.SGD), flat=False)
+    with pytest.raises(TypeError, match=r"init: consume must be False .*'weight' is a DTensor"):
+        step.init(consume=True)
+    assert isinstance(model.weight, DTensor)
+    assert_same(model.weight.full_tensor().detach(), whole)

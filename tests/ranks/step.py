@@ -355,6 +355,22 @@ def init_begins_with_the_first_ranks_values() -> None:
 
 
 @case(2)
+def a_state_in_the_modules_place_begins_with_the_first_ranks_values() -> None:
+    task, expected = cnn(), cnn()
+    with torch.no_grad():
+        for value in (*task.model.parameters(), *task.model.buffers()):
+            value.add_(rank())
+    step = made(task, parallel=distributed.DataParallel())
+    state = step.init(consume=True)
+    assert_same(dict(task.model.state_dict()), dict(expected.model.state_dict()))
+    after, _ = funcamp.jit(step, backend="eager")(state, mine(task.batch(0)))
+    assert after is state
+    assert_same(dict(task.model.state_dict()), step.loss_fn.state_dict(after.params, after.buffers))  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"init: consume must be False with DataParallel\(.*shard=True\)"):
+        made(task, parallel=distributed.DataParallel(shard=True)).init(consume=True)
+
+
+@case(2)
 def gradients_may_be_summed_in_another_precision() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for shard in (False, True):

@@ -168,7 +168,7 @@ def train(
         # The last evaluation of a run that ended off the grid is none of an uninterrupted run's.
         history["held_out"] = [entry for entry in history["held_out"] if entry[0] % args.eval_every == 0]
     step = make_step(model.to(args.device), args.config, args.lr, args.total, parallel)
-    state = step.init()
+    state = step.init(consume=True)
     if args.resume:
         state = step.load_state_dict(saved["state"], like=state)
     run = funcamp.jit(step) if args.compile else step

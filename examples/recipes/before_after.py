@@ -59,7 +59,7 @@ def train(
     config = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=10)  # 2
     loss_fn = funcamp.module_loss(model, criterion)  # 4
     step = funcamp.make_train_step(loss_fn, optimizer, config, policy="float16", max_norm=2.0)  # 3 and 6
-    run, state = wrap(step), step.init()
+    run, state = wrap(step), step.init(consume=True)
     for index in range(steps):
         state, metrics = run(state, batch(index, device))  # 3 to 6, one program
         history.append(metrics)  # tensors: loss, scale, found_inf, grad_norm and more

@@ -39,7 +39,7 @@ def train(
     loss_fn = funcamp.module_loss(make_model().to(device), criterion)
     adamw = funcamp.stateless(torch.optim.AdamW, lr=1e-2)
     step = funcamp.make_train_step(loss_fn, adamw, CONFIG, policy="float16")
-    run, state, history = wrap(step), step.init(), []
+    run, state, history = wrap(step), step.init(consume=True), []
     for index in range(steps):
         state, metrics = run(state, batch(index, device))
         history.append(metrics)

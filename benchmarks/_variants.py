@@ -90,16 +90,20 @@ def funcamp_step(
     flat: bool = True,
     change: Callable[[funcamp.ModuleLoss], funcamp.ModuleLoss] = lambda loss_fn: loss_fn,
     parallel: DataParallel | None = None,
+    consume: bool | None = None,
     **options: Any,
 ) -> Callable[[], Any]:
-    """The step as a pure function: eager, or by `funcamp.jit` with these options; a call returns its metrics."""
+    """The step as a pure function: eager, or by `funcamp.jit` with these options; a call returns its metrics.
+
+    The state takes the module's place where consume is set, which is by default wherever it can.
+    """
     model, x, y = build(size, device)
     loss_fn = change(funcamp.module_loss(model, cross_entropy))
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
     policy = name_of(dtype)
     step = funcamp.make_train_step(loss_fn, adamw, config, policy=policy, flat=flat, parallel=parallel)
     run: Callable[..., Any] = funcamp.jit(step, **options) if compiled else step
-    state = [step.init()]
+    state = [step.init(consume=not (parallel and parallel.shard) if consume is None else consume)]
 
     def call() -> Any:
         state[0], metrics = run(state[0], (x, y))

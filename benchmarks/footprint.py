@@ -1,21 +1,25 @@
 """Compile time as a model grows, and memory: the whole step, against forward and backward, and the eager loop.
 
 Compile time: first calls of an MLP of width 64, each in a process of its own with an empty cache, and again with the
-cache that the first one left, as a second start of the same program. Memory: bytes a parameter, counted tensor by
-tensor, and measured: the most that live at once during the third step, of all that torch's allocator has handed out
-since before the model was made.
+cache that the first one left, as a second start of the same program. Memory: bytes a parameter, the module's among
+them, counted tensor by tensor, and measured: the most that live at once while the model and its state are made and
+during the third step, of all that torch's allocator has handed out since before; and the most that is resident during
+the sixth step, above what the process had after a step of a small model (malloc keeps some of what is freed).
 
     python benchmarks/footprint.py [--blocks 1,4,12,48] [--out benchmarks/results]
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,49 +55,76 @@ STEPS: dict[str, Callable[[Size], Callable[[], Any]]] = {
     "torch.compile(model) in torch's loop": lambda size: torch_loop(size, "cpu", LOW, mode="default"),
     "funcamp.jit": lambda size: funcamp_step(size, "cpu", LOW),
     "funcamp.jit, a tensor a parameter": lambda size: funcamp_step(size, "cpu", LOW, flat=False),
+    "funcamp.jit, consume=False": lambda size: funcamp_step(size, "cpu", LOW, consume=False),
     "funcamp.jit, donate=False": lambda size: funcamp_step(size, "cpu", LOW, donate=False),
     "torch eager": lambda size: torch_loop(size, "cpu", LOW),
 }
 COMPILED = list(STEPS)[:4]
+HELD = [name for name in STEPS if name not in (COMPILED[0], COMPILED[3])]
 
 
-def peak_of(make: Callable[[], Callable[[], Any]]) -> int:
-    """The most bytes that live at once in the third call, of those that torch's allocator handed out since make's."""
+def peaks_of(make: Callable[[], Callable[[], Any]]) -> tuple[int, int]:
+    """The most bytes that live at once in make and in the third call, of those that torch handed out since make's."""
     with torch.profiler.profile(profile_memory=True) as profile:
         run = make()
-        run()
+        with torch.profiler.record_function("made"):
+            run()
         run()
         with torch.profiler.record_function("third"):
             run()
     events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    begin = next(event.start_ns() for event in events if event.name() == "third")
-    live = highest = 0
+    made, third = (next(e.start_ns() for e in events if e.name() == name) for name in ("made", "third"))
+    live, highest = 0, [0, 0]
     for event in events:
         if event.name() == "[memory]":
             live += event.nbytes()
-            highest = max(highest, live) if event.start_ns() >= begin else live
-    return highest
+            if not made <= event.start_ns() < third:
+                highest[event.start_ns() >= third] = max(highest[event.start_ns() >= third], live)
+    return highest[0], highest[1]
 
 
-def child(what: str, variant: str, blocks: str) -> float:
-    """One measurement, in this process: seconds of the first call, or bytes at the peak of a step."""
+def resident_of(make: Callable[[Size], Callable[[], Any]]) -> int:
+    """The most bytes that are resident in the sixth call, beyond those after steps of a small model; Linux."""
+
+    def kilobytes(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    small = make(CPU_SIZES["MLP 0.14 M"])  # imports, and the compiler's memory
+    small()
+    small()
+    del small
+    gc.collect()
+    before = kilobytes("VmRSS")
+    run = make(LARGE)
+    for _ in range(5):
+        run()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    run()
+    return 1024 * (kilobytes("VmHWM") - before)
+
+
+def child(what: str, variant: str, blocks: str) -> tuple[float, ...]:
+    """One measurement, in this process: seconds of the first call, bytes at the peaks, or those that are resident."""
     if what == "memory":
-        return peak_of(lambda: STEPS[variant](LARGE))
+        return peaks_of(lambda: STEPS[variant](LARGE))
+    if what == "resident":
+        return (resident_of(STEPS[variant]),)
     run = STEPS[variant](Size("mlp", int(blocks), 64, 32))
     start = time.perf_counter()
     run()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start,)
 
 
 def spawn(*arguments: str, times: int = 1) -> list[float]:
-    """The measurement, so many times, each in a fresh process; with a compile cache that is empty at the first."""
+    """The measurements, so many times, each in a fresh process; with a compile cache that is empty at the first."""
     command = [sys.executable, __file__, "--child", *arguments]
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
         outs = [
             subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for _ in range(times)
         ]
-    return [float(out.stdout.split()[-1]) for out in outs]
+    return [number for out in outs for number in json.loads(out.stdout.splitlines()[-1])]
 
 
 def counted() -> tuple[dict[str, dict[str, float]], int]:
@@ -136,7 +167,7 @@ def main() -> None:
     parser.add_argument("--child", nargs=3, help="what, variant and blocks: one measurement")
     args = parser.parse_args()
     if args.child:
-        print(child(*args.child))
+        print(json.dumps(child(*args.child)))
         return
     first: dict[str, dict[str, list[float]]] = {}
     rows: list[Any] = []
@@ -147,8 +178,9 @@ def main() -> None:
         rows += [(blocks, name, cold, round(cold / base, 2), warm) for name, (cold, warm) in first[blocks].items()]
     held, count = counted()
     peaks = {}
-    for name in ("torch eager", "funcamp.jit", "funcamp.jit, donate=False"):
-        peaks[name] = round(spawn("memory", name, "0")[0] / count, 2)
+    for name in HELD:
+        found = [*spawn("memory", name, "0"), *spawn("resident", name, "0")]
+        peaks[name] = [round(value / count, 2) for value in found]
     body = [
         *table(("blocks", "first call", "s, cold", "over forward and backward", "s, compiled artifacts kept"), rows),
         "",
@@ -158,8 +190,8 @@ def main() -> None:
         ),
         "",
         *table(
-            ("at the peak of a step, batch 64", "bytes a parameter, the module's own among them"),
-            list(peaks.items()),
+            ("bytes a parameter at the peak, batch 64", "while it is made", "of a step", "of a step, resident"),
+            [(name, *values) for name, values in peaks.items()],
         ),
     ]
     numbers = {"first_call_s": first, "bytes_a_parameter": held, "peak_bytes_a_parameter": peaks}

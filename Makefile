@@ -31,9 +31,10 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 bench: $(VENV)/installed
-	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --editable '.[bench]'
+	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --editable '.[bench,models]'
 	$(BIN)/python benchmarks/step.py --out $(RESULTS) $(ARGS)
 	$(BIN)/python benchmarks/step.py --out $(RESULTS) --forms --sizes "MLP 0.14 M;MLP 3.2 M;MLP 38 M"
+	$(BIN)/python benchmarks/step.py --out $(RESULTS) --public
 	$(BIN)/python benchmarks/phase.py --out $(RESULTS)
 	$(BIN)/python benchmarks/price.py --out $(RESULTS)
 	$(BIN)/python benchmarks/footprint.py --out $(RESULTS)

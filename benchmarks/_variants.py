@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from _models import Size, build, cross_entropy
-from torch import Tensor
+from _public import PUBLIC_SIZES, public_task
+from torch import Tensor, nn
 
 import funcamp
 from funcamp._formats import name_of
@@ -23,9 +24,17 @@ LR = 1e-4
 NEVER = 10**6  # a growth interval: the scale stays, so that no step is skipped
 
 
+def task(size: Size, device: str) -> tuple[nn.Module, Any, Callable[[Any, Tensor], Tensor] | None]:
+    """A fresh model, one batch, and the criterion; None where the model returns its loss, from a dict."""
+    if size in PUBLIC_SIZES.values():
+        return public_task(size)
+    model, x, y = build(size, device)
+    return model, (x, y), cross_entropy
+
+
 def torch_loop(size: Size, device: str, dtype: torch.dtype, *, mode: str | None = None) -> Callable[[], None]:
     """torch's documented loop: autocast, GradScaler, fused AdamW; the model compiled in a mode of torch.compile."""
-    model, x, y = build(size, device)
+    model, batch, criterion = task(size, device)
     forward = model if mode is None else torch.compile(model, mode=mode)
     scaler = torch.amp.GradScaler(device, growth_interval=NEVER)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
@@ -35,8 +44,8 @@ def torch_loop(size: Size, device: str, dtype: torch.dtype, *, mode: str | None 
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         optimizer.zero_grad()
         with torch.autocast(device, dtype):
-            loss = cross_entropy(forward(x), y)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            loss = forward(**batch).loss if criterion is None else criterion(forward(batch[0]), batch[1])
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
 
@@ -97,8 +106,8 @@ def funcamp_step(
 
     The state takes the module's place where consume is set, which is by default wherever it can.
     """
-    model, x, y = build(size, device)
-    loss_fn = change(funcamp.module_loss(model, cross_entropy))
+    model, batch, criterion = task(size, device)
+    loss_fn = change(funcamp.module_loss(model, criterion))
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
     policy = name_of(dtype)
     step = funcamp.make_train_step(loss_fn, adamw, config, policy=policy, flat=flat, parallel=parallel)
@@ -106,7 +115,7 @@ def funcamp_step(
     state = [step.init(consume=not (parallel and parallel.shard) if consume is None else consume)]
 
     def call() -> Any:
-        state[0], metrics = run(state[0], (x, y))
+        state[0], metrics = run(state[0], batch)
         return metrics
 
     return call

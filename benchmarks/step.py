@@ -6,8 +6,10 @@ median over the rounds, the quartiles, the ratio to torch's eager loop within ea
 call, with its compilation, apart. JAX (jitted with donation, optax, jmp) takes part where it is installed.
 
     python benchmarks/step.py [--device cuda] [--rounds 9] [--sizes "MLP 3.2 M;..."] [--forms] [--alone]
-        [--only "funcamp.jit;..."] [--out DIR]
+        [--only "funcamp.jit;..."] [--public] [--out DIR]
 
+--public takes models of transformers and timm instead, on a CPU, with torch's two loops and `funcamp.jit`; first calls
+are those of further processes, one with an empty compile cache and one with what it left, and so is the peak of memory.
 --alone gives every variant a process of its own, as it has in training: what else lives in one changes what malloc
 gives back to the system, and with it the time of a step. The processes take turns, each variant has three.
 --forms adds funcamp's own options. On a CPU glibc hands every block above 32 MB back to the system when it is freed,
@@ -18,10 +20,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.metadata
 import importlib.util
 import json
 import os
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -31,12 +35,16 @@ from typing import Any
 import torch
 from _models import CPU_SIZES, GPU_SIZES, Size
 from _plots import dots
+from _public import PACKAGES, PUBLIC_SIZES
 from _timing import Variant, about, arguments, interleaved, seconds, table, torch_variant, write
 from _variants import FORMS, OURS, OURS_ON_A_GPU, PEERS, PEERS_ON_A_GPU, Maker
 
 KEEP = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
 PROCESSES = 3
 TOGETHER = 3  # variants beside the eager one at a time on a GPU, where each holds its graph's memory
+
+
+KNOWN = CPU_SIZES | PUBLIC_SIZES
 
 
 def jax_variant(size: Size, device: str, dtype: torch.dtype) -> Variant:
@@ -132,30 +140,87 @@ def child(name: str, label: str, device: str, rounds: int, makers: dict[str, Any
     print(json.dumps(row))
 
 
+def start(name: str, label: str, makers: dict[str, Any]) -> None:
+    """The first steps of one variant, in this process: seconds of the first call and the most resident MB, as JSON."""
+    variant = makers[label](KNOWN[name], torch.bfloat16)
+    first, _ = seconds(variant, 1)
+    seconds(variant, 3)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"first_call_s": round(first, 2), "peak_mb": round(peak)}))
+
+
+def public(chosen: list[str], rounds: int, makers: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
+    """A table and its rows, of every model and variant."""
+    rows: list[dict[str, Any]] = []
+    for name in chosen:
+        for row in measure(name, KNOWN[name], "cpu", rounds, makers):
+            if "failed" not in row:
+                with tempfile.TemporaryDirectory() as cache:
+                    command = [sys.executable, __file__, "--public", "--sizes", name, "--start", row["variant"]]
+                    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+                    for when in ("cold", "warm"):
+                        out = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+                        row |= {f"{k}_{when}": v for k, v in json.loads(out.stdout.splitlines()[-1]).items()}
+                del row["first_call_s"]
+            rows.append(row)
+    starts = [f"{what}_{when}" for what in ("first_call_s", "peak_mb") for when in ("cold", "warm")]
+    cells = [
+        (row["size"], row["variant"], f"failed: {row['failed']}", *[""] * 6)
+        if "failed" in row
+        else (
+            *(row["size"], row["variant"], row["median_ms"], " to ".join(map(str, row["quartiles_ms"]))),
+            *(row["ratio_to_eager"], *(row[column] for column in starts)),
+        )
+        for row in rows
+    ]
+    columns = ("model", "variant", "median ms", "quartiles ms", "time over eager")
+    first = ("first call s, cold", "s, compiled artifacts kept", "peak RSS MB, cold", "MB, compiled artifacts kept")
+    return table((*columns, *first), cells), rows
+
+
 def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
     parser.add_argument("--alone", action="store_true", help="every variant in processes of its own")
     parser.add_argument("--only", help="names of variants beside the eager one, separated by semicolons")
     parser.add_argument("--child", help="one variant, for --alone")
+    parser.add_argument("--public", action="store_true", help="models of transformers and timm")
+    parser.add_argument("--start", help="one variant's first steps, for --public")
     parser.add_argument("--sizes", help="names, separated by semicolons")
     parser.add_argument("--forms", action="store_true", help="funcamp's own options too")
     parser.add_argument("--keep-memory", action="store_true", help="let malloc keep freed blocks of any size")
     args = parser.parse_args()
     if args.keep_memory and os.environ.get("GLIBC_TUNABLES") != KEEP:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "GLIBC_TUNABLES": KEEP})
-    if not args.child:
+    if not args.child and not args.start:
         cold = tempfile.TemporaryDirectory()  # so that the first call shows the whole compilation
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
-    known = GPU_SIZES if args.device == "cuda" else CPU_SIZES
+    if args.public and args.device != "cpu":
+        parser.error("--public must be measured on a CPU")
+    if args.public and not all(map(importlib.util.find_spec, PACKAGES)):
+        parser.error(f"--public needs {', '.join(PACKAGES)}: pip install -c constraints.txt -e '.[models]'")
+    known = PUBLIC_SIZES if args.public else GPU_SIZES if args.device == "cuda" else CPU_SIZES
     chosen = args.sizes.split(";") if args.sizes else list(known)
     makers = variants(args.device, forms=args.forms)
+    if args.public:
+        makers = {name: makers[name] for name in (*PEERS, "funcamp.jit")}
     if args.only:
         makers = {name: make for name, make in makers.items() if name in (next(iter(makers)), *args.only.split(";"))}
     if args.child:
         child(chosen[0], args.child, args.device, args.rounds, makers)
         return
-    rows: list[dict[str, Any]] = []
+    if args.start:
+        start(chosen[0], args.start, makers)
+        return
+    if args.public:
+        body, rows = public(chosen, args.rounds, makers)
+        versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+        facts = about(args.device, **versions, rounds=args.rounds)
+        stem = write(args.out, "step-public-cpu", "A whole training step of public models", facts, body, rows)
+        points = [(row["size"], row["variant"], row["ratio_to_eager"]) for row in rows if "failed" not in row]
+        dots(stem, points, "time of a step over torch's eager loop", "funcamp")
+        return
+    rows = []
     for name in chosen:
         if args.alone:
             flags = ["--forms"] * args.forms

@@ -45,6 +45,7 @@ class ModuleLoss:
         self._holder = Holder(model, model)
         self._looked = False
         self._parts = _parts(model)
+        self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
         self.names: dict[str, str] = {}
         """Every trainable parameter's name, to the name under which it is stored (another one where it is tied)."""
         self.buffer_names: dict[str, str] = {}
@@ -111,7 +112,12 @@ class ModuleLoss:
             both = self.names.keys() | self.buffer_names.keys()
             held |= {f"made_of.{name}": value for name, value in values.items() if name in both}
         # Ties are made by the caller: torch's tying would undo two precisions of one tensor.
-        out = functional_call(self._holder, held, (run,), tie_weights=False)
+        try:
+            out = functional_call(self._holder, held, (run,), tie_weights=False)
+        finally:
+            if not torch.compiler.is_dynamo_compiling():
+                for layer in self._recurrent:  # lists the tensors of its last call; this lists its own again
+                    layer.__getstate__()  # type: ignore[no-untyped-call]
         values |= {name: held[f"model.{name}"] for name in values}
         return out
 

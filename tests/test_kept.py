@@ -188,7 +188,7 @@ def test_a_sparse_tensor_of_its_own_is_refused(layout: str) -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_recurrent_layers(kind: Any, dtype: str | None) -> None:
+def test_recurrent_layers(kind: Any, dtype: str | None, caplog: pytest.LogCaptureFixture) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -208,4 +208,7 @@ def test_recurrent_layers(kind: Any, dtype: str | None) -> None:
             state, metrics = run(state, (torch.ones(2, 3, 4) * index, torch.zeros(2, 1)))
             losses.append(metrics.loss)
         runs.append((losses, state.params.tree()))
+        names = model.rnn._flat_weights_names
+        assert all(value is getattr(model.rnn, name) for name, value in zip(names, model.rnn._flat_weights))
     assert_same(runs[1], runs[0])
+    assert not [record for record in caplog.records if record.name == "funcamp"]

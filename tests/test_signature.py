@@ -222,7 +222,7 @@ class Colour(enum.Enum):
         *(torch.float16, torch.strided, torch.channels_last, torch.device("cpu"), torch.Size([2])),
         *(math.sin, add, Box, math, Frozen(("a", 1)), frozenset([1])),
     ],
-    ids=str,
+    ids=lambda constant: type(constant).__name__,
 )
 def test_values_functions_and_classes_are_constants(constant: Any) -> None:
     seen = []

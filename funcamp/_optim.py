@@ -206,8 +206,8 @@ class StatelessOptimizer(Fixed):
         exact = self._runs.__module__.startswith("torch.optim.") or not expected
         if not (found == expected if exact else found <= expected or expected <= found):
             raise ValueError(
-                f"update: opt_state must be that of {self!r}, with the entries {sorted(expected)}; got another "
-                f"optimizer's, with {sorted(found)}: begin anew with state._replace(opt_state=optimizer.init(params)), "
+                f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
+                f"{sorted(found)}, another optimizer's: begin anew with state._replace(opt_state=optimizer.init(params)), "
                 "or keep what both have with step.load_state_dict(saved, like=step.init(), strict=False)"
             )
 

@@ -237,7 +237,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "ema decay": (lambda: ema_update(W, W, -0.1), ValueError, "decay must be from 0 to 1; got -0.1"),
     "clip value": (lambda: clip_grad_value(W, 0.0), ValueError, "max_value must be positive; got 0.0"),
     "clip value complex": (lambda: clip_grad_value([W + 1j], 1.0), TypeError, r"grads\[0\] must be real"),
-    "optimizer state tree": (lambda: SGD.update(W, W, OptState(W[0], {"m": [W]})), ValueError, r"opt_state.state\['m'\]"),
+    "optimizer state tree": (
+        lambda: MOMENTUM.update(W, W, OptState(W[0], {"momentum_buffer": [W]})), ValueError,
+        r"params and opt_state.state\['momentum_buffer'\] must have one tree structure",
+    ),
 }
 # fmt: on
 

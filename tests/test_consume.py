@@ -257,23 +257,20 @@ def test_a_later_init_begins_with_what_the_module_has() -> None:
     assert not storages(taken(model)) & storages(state)
 
 
-def test_a_tensor_read_beside_the_parameters_keeps_its_values() -> None:
-    start: list[Tensor] = []
-
-    class Regularized(nn.Linear):
-        """Compares its weight with that at the start, found past the parameters."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + (self.weight - start[0]).square().sum()
-
+@pytest.mark.parametrize("run", ["eager", "donated"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_constant_in_the_modules_memory_keeps_its_values(when: str, run: str) -> None:
     def train(consume: bool) -> Any:
         torch.manual_seed(0)
-        model = Regularized(8, 8)
-        start[:] = [model.weight]
-        step = step_of(model, F.mse_loss)
-        run, state = jit(step, backend="eager"), step.init(consume=consume)
+        model = nn.Linear(8, 8)
+        start = [model.weight.detach()]
+        step = step_of(model, lambda output, target: F.mse_loss(output, target) + (output * start[0][0]).sum())
+        state = step.init(consume=consume)
+        if when == "after":
+            start[0] = model.weight.detach()
+        call = RUNS[run](step)
         for number in range(STEPS):
-            state, metrics = run(state, batch(number))
+            state, metrics = call(state, batch(number))
         return state, metrics
 
     assert_same(train(consume=True), train(consume=False))

@@ -88,6 +88,15 @@ def device_name(device: str) -> str:
     return f"CPU, {torch.get_num_threads()} threads, {found[0] if found else platform.processor()}"
 
 
+def kilobytes(name: str) -> int:
+    """What Linux says of this process: VmRSS is resident now, VmHWM the most that was, of this program alone.
+
+    Not getrusage's ru_maxrss, which a child process begins with its parent's.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
 def arguments(doc: str | None, rounds: int = 9) -> argparse.ArgumentParser:
     """What every script takes."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from _models import CPU_SIZES, Size, build, cross_entropy
 from _plots import dots
-from _timing import about, arguments, table, write
+from _timing import about, arguments, kilobytes, table, write
 from _variants import funcamp_step, torch_loop
 from torch.func import functional_call, grad
 from torch.utils import _pytree
@@ -85,11 +85,6 @@ def peaks_of(make: Callable[[], Callable[[], Any]]) -> tuple[int, int]:
 
 def resident_of(make: Callable[[Size], Callable[[], Any]]) -> int:
     """The most bytes that are resident in the sixth call, beyond those after steps of a small model; Linux."""
-
-    def kilobytes(name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(name))
-
     small = make(CPU_SIZES["MLP 0.14 M"])  # imports, and the compiler's memory
     small()
     small()

@@ -25,7 +25,6 @@ import importlib.util
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -36,7 +35,7 @@ import torch
 from _models import CPU_SIZES, GPU_SIZES, Size
 from _plots import dots
 from _public import PACKAGES, PUBLIC_SIZES
-from _timing import Variant, about, arguments, interleaved, seconds, table, torch_variant, write
+from _timing import Variant, about, arguments, interleaved, kilobytes, seconds, table, torch_variant, write
 from _variants import FORMS, OURS, OURS_ON_A_GPU, PEERS, PEERS_ON_A_GPU, Maker
 
 KEEP = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
@@ -145,8 +144,7 @@ def start(name: str, label: str, makers: dict[str, Any]) -> None:
     variant = makers[label](KNOWN[name], torch.bfloat16)
     first, _ = seconds(variant, 1)
     seconds(variant, 3)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"first_call_s": round(first, 2), "peak_mb": round(peak)}))
+    print(json.dumps({"first_call_s": round(first, 2), "peak_mb": round(kilobytes("VmHWM") / 1024)}))
 
 
 def public(chosen: list[str], rounds: int, makers: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:

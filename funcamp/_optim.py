@@ -207,8 +207,8 @@ class StatelessOptimizer(Fixed):
         if not (found == expected if exact else found <= expected or expected <= found):
             raise ValueError(
                 f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
-                f"{sorted(found)}, another optimizer's: begin anew with "
-                "state._replace(opt_state=optimizer.init(params)), or keep what both have with step.load_state_dict(saved, like=step.init(), strict=False)"
+                f"{sorted(found)}, another's: begin anew with state._replace(opt_state=optimizer.init(params)), "
+                "or keep what both have with step.load_state_dict(saved, like=step.init(), strict=False)"
             )
 
     def _hyper(self, applied: Tensor | None, params: list[Tensor]) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from torch import Tensor, fx
 from funcamp import _tree, _upstream
 
 #: glibc's largest threshold by itself (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c, 64 bit).
-LARGE = 32 << 20
+_MAPPED = 32 << 20
+LARGE = _MAPPED
 #: What a traced program holds, over the arena of the compiled one: 1.6 to 2.5 on a GPT, a ViT, a ConvNeXt and a ResNet.
 _FUSED = 2
 #: What a program that has such blocks keeps: less than this is not worth the look.
@@ -80,7 +81,7 @@ def keep_heap() -> None:
 
     It keeps up to twice the largest mapped block that was ever freed. The memory of this one is never touched.
     """
-    torch.empty(LARGE - (1 << 16), dtype=torch.uint8)
+    torch.empty(_MAPPED - (1 << 16), dtype=torch.uint8)
 
 
 def wanted(module: fx.GraphModule, written: int) -> bool:

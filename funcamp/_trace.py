@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from funcamp import _tree, _upstream
@@ -156,6 +156,10 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
     _refuse_gradients(real)
     watch.settle(plain)
     captured = _lift(module, real)
+    if any(isinstance(leaf, FakeTensor) for leaf in captured):
+        raise RuntimeError(
+            "jit: step must not read a tensor that Python kept of an earlier trace, and that has no values"
+        )
     for attribute in [key for key, value in vars(module).items() if isinstance(value, FakeTensor)]:
         delattr(module, attribute)
     with fake:
@@ -307,7 +311,8 @@ class _Watch(TorchDispatchMode):
                     f"layout {leaf.layout}: make it dense, or pass its indices and values as a leaf of the batch each"
                 )
             if id(leaf) not in self._seen:
-                self._seen[id(leaf)] = leaf, self._mode.from_tensor(leaf, static_shapes=True)
+                with disable_proxy_modes_tracing():  # a view is made of its base, which is not to be in the graph
+                    self._seen[id(leaf)] = leaf, self._mode.from_tensor(leaf, static_shapes=True)
             leaves[index] = self._seen[id(leaf)][1]
         args, kwargs = _tree.unflatten(leaves, spec)
         return args, kwargs

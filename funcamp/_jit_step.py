@@ -216,11 +216,13 @@ class JitStep:
             owned = self._owned = own(owned.tree, self._like, Memory(), copy=True)
         self._captured += [leaf for leaf in graph.captured if all(leaf is not other for other in self._captured)]
         self._places = list(map(_place, self._captured))
-        on_cpu = {leaf.device.type for leaf in owned.leaves} == {"cpu"}
+        # Numbers: what a program is compiled from later must not keep this state.
+        count, on_cpu = len(owned.leaves), {leaf.device.type for leaf in owned.leaves} == {"cpu"}
+        written = sum(leaf.nbytes for leaf in owned.leaves) if options.donate else 0
 
         def compiled(backend: str) -> Flat:
-            one = self._compile_graph(graph, backend, owned if on_cpu else None)
-            return one if options.unroll is None else unrolled(one, len(owned.leaves), metrics, options.unroll)
+            one = self._compile_graph(graph, backend, written if on_cpu else None)
+            return one if options.unroll is None else unrolled(one, count, metrics, options.unroll)
 
         metrics = len(graph.rest.tensors)
         late = self._programs and graphs is None and options.compile_after and options.backend != "eager"
@@ -291,7 +293,7 @@ class JitStep:
             advise("jit", error)
             raise
 
-    def _compile_graph(self, graph: Graph, backend: str, on_cpu: Owned | None) -> Flat:
+    def _compile_graph(self, graph: Graph, backend: str, written: int | None) -> Flat:
         options = self._options
         if backend == "eager":
             return compile_graph(graph, backend, {})
@@ -309,10 +311,9 @@ class JitStep:
             }
         if options.exact:
             patches |= {"emulate_precision_casts": True, "fallback_random": True}
-        if on_cpu is not None:
+        if written is not None:  # on a CPU
             patches["memory_planning"] = True
             keep_heap()
-            written = sum(leaf.nbytes for leaf in on_cpu.leaves) if options.donate else 0
             if self._scratch is None and wanted(graph.module, written):
                 self._scratch = Scratch()
             # A tenth of a small step is Python; but C++ has no way to ask for kept buffers.

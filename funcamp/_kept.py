@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._memory import Memory
+from funcamp._schema import aliased
 
 _log = logging.getLogger("funcamp")
 
@@ -35,7 +36,7 @@ def settle(kept: list[tuple[Tensor, fx.Node]], root: Any, values: dict[fx.Node, 
         RuntimeError: one is held where nothing can be put in its place.
     """
     graph = kept[0][1].graph
-    inputs = [value for node, value in values.items() if node.op == "placeholder"]
+    inputs = Memory(value for node, value in values.items() if node.op == "placeholder")
     aliases = _Aliases(graph)
     pairs: list[tuple[Tensor, Tensor]] = []
     fixed: list[str] = []
@@ -54,7 +55,7 @@ def settle(kept: list[tuple[Tensor, fx.Node]], root: Any, values: dict[fx.Node, 
                     values[other] = _value(other, root, values, aliases)
             value = values[node]
             strided = value.layout == torch.strided
-            shared = strided and any(Memory([given]).meets(value) for given in inputs)
+            shared = strided and inputs.meets(value)
             pairs.append((tensor, _like(tensor, value.clone() if shared else value)))
     kept.clear()
     tensor = value = None  # type: ignore[assignment]
@@ -82,7 +83,7 @@ class _Aliases:
         self._writers: dict[fx.Node, list[fx.Node]] = {}
         for node in graph.nodes:
             self.root[node] = self._find(node)
-            for written in _arguments(node, lambda alias: alias.is_write):
+            for written in _arguments(node, written=True):
                 memory = self.root[written]
                 if memory.op == "call_function":  # what the step was given is not written here
                     self._writers.setdefault(memory, []).append(node)
@@ -93,7 +94,7 @@ class _Aliases:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not any(result.alias_info for result in schema.returns):
             return node
-        sources = _arguments(node, lambda _: True)
+        sources = _arguments(node)
         return self.root[sources[0]] if sources else node
 
     def behind(self, node: fx.Node) -> set[fx.Node]:
@@ -108,16 +109,9 @@ class _Aliases:
         return found
 
 
-def _arguments(node: fx.Node, chosen: Any) -> list[fx.Node]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return []
-    found = []
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and chosen(argument.alias_info):
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            found += [leaf for leaf in _tree.leaves(value) if isinstance(leaf, fx.Node)]
-    return found
+def _arguments(node: fx.Node, *, written: bool = False) -> list[fx.Node]:
+    leaves = aliased(node.target, node.args, node.kwargs, written=written)
+    return [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 
 
 def _value(node: fx.Node, root: Any, values: dict[fx.Node, Any], aliases: _Aliases) -> Any:
@@ -125,9 +119,7 @@ def _value(node: fx.Node, root: Any, values: dict[fx.Node, Any], aliases: _Alias
         return getattr(root, str(node.target))
     target: Any = node.target
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-    held = [
-        other for other in _arguments(node, lambda alias: alias.is_write) if aliases.root[other].op != "call_function"
-    ]
+    held = [other for other in _arguments(node, written=True) if aliases.root[other].op != "call_function"]
     if held:  # nothing that a user holds is written
         own = {other: values[other].clone() for other in held}
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda other: own.get(other, values[other]))

@@ -126,8 +126,9 @@ class ModuleLoss:
         if torch.compiler.is_dynamo_compiling() or self._looked or getattr(loss, "grad_fn", None) is None:
             return
         given = [leaf for leaf in (*values.values(), *_tree.leaves(batch)) if isinstance(leaf, Tensor)]
-        own = {id(part): name for name, part in _tensors(self._made_of).items() if part.requires_grad}
-        own = {key: name for key, name in own.items() if all(key != id(leaf) for leaf in given)}
+        known = {id(leaf) for leaf in given}
+        tensors = _tensors(self._made_of).items()
+        own = {id(part): name for name, part in tensors if part.requires_grad and id(part) not in known}
         seen: set[Any] = {None, *[leaf.grad_fn for leaf in given]}
         nodes: list[Any] = [loss.grad_fn]
         while nodes:

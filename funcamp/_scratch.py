@@ -96,21 +96,22 @@ def wanted(module: fx.GraphModule, written: int) -> bool:
 
 def peak(module: fx.GraphModule) -> int:
     """The most bytes that a program holds at once if each result is freed after its last use, arguments apart."""
+    held = {node: _storages(node) for node in module.graph.nodes}
     last: dict[int, fx.Node] = {}
     sizes: dict[int, int] = {}
-    for node in module.graph.nodes:
+    for node in held:
         for other in [*node.all_input_nodes, node]:
-            for key, size in _storages(other):
+            for key, size in held[other]:
                 last[key], sizes[key] = node, size
     for node in module.graph.find_nodes(op="placeholder"):
-        sizes |= {key: 0 for key, _ in _storages(node)}
+        sizes |= {key: 0 for key, _ in held[node]}
     ends: dict[fx.Node, int] = {}
     for key, node in last.items():
         ends[node] = ends.get(node, 0) + sizes[key]
     most = now = 0
     begun: set[int] = set()
-    for node in module.graph.nodes:
-        for key, _ in _storages(node):
+    for node in held:
+        for key, _ in held[node]:
             now += sizes[key] * (key not in begun)
             begun.add(key)
         most = max(most, now)

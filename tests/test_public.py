@@ -20,6 +20,7 @@ LAYERS = [
     {"_memory", "_ranks"},
     {"_ties"},
     {"_advice", "_tree", "_constants", "_recompute", "_whole", "_formats"},
+    {"_schema"},
     {"_draws", "_kept", "_decomposed"},
     {"_trace"},
     {"_counts"},

@@ -540,3 +540,16 @@ def test_the_last_batch_of_an_epoch_costs_no_compilation(monkeypatch: pytest.Mon
     assert len(set(generated)) == 1
     assert {row.found_inf.item() for row in rows} == {0.0, 1.0}
     torch.testing.assert_close(state.params.tree(), expected.params.tree(), rtol=1e-2, atol=1e-3)
+
+
+def test_a_signature_that_is_compiled_later_keeps_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    Backends(monkeypatch)
+    run = jit(add, backend="inductor", compile_after=2)
+    state = start()
+    for size in (4, 3):
+        state, _ = run(state, {"x": torch.ones(size)})
+    storage = StorageWeakRef(state["total"].untyped_storage())
+    run(start(), {"x": torch.ones(4)})
+    del state
+    gc.collect()
+    assert storage.expired()

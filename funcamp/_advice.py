@@ -13,7 +13,13 @@ _PRECISIONS = (
 )
 _WAYS_OUT = {
     **dict.fromkeys(
-        ("have the same dtype", "have same dtype", "expected scalar type Float but found", "and bias type (c10::"),
+        (
+            "have the same dtype",
+            "have same dtype",
+            "expected scalar type Float but found",
+            "and bias type (",
+            "and weight type (",
+        ),
         _PRECISIONS,
     ),
     "support saved tensor hooks": "torch.func does not take torch.utils.checkpoint or other saved-tensor hooks; pass "

@@ -353,3 +353,37 @@ def test_layer_outside_of_autocast(name: str, policy: str) -> None:
     keeping = make_train_step(loss_fn, SGD, policy=f"{policy},keep=heads.1.*")
     for run in (keeping, jit(keeping, backend="eager")):
         run(keeping.init(), (x, x))
+
+
+class Refuses(torch.nn.Linear):
+    """A layer that raises what a convolution raises on some processors."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(4, 4)
+        self.text = text
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError(self.text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Input type (torch.FloatTensor) and weight type (CPUBFloat16Type) should be the same",
+        (
+            "Input type (torch.FloatTensor) and weight type (torch.HalfTensor) should be the same or input should be a "
+            "MKLDNN tensor and weight is a dense tensor"
+        ),
+        "Input type (float) and bias type (c10::Half) should be the same",
+        (
+            "Input type (torch.FloatTensor) and bias type (torch.HalfTensor) should be the same or input should be a "
+            "MKLDNN tensor and bias is a dense tensor"
+        ),
+    ],
+)
+def test_every_wording_of_two_precisions(text: str) -> None:
+    """aten/src/ATen/native/Convolution.cpp, check_input_same_type_as_parameters."""
+    step = make_train_step(module_loss(Head(Refuses(text)), lambda out, _: out.sum()), SGD, policy="float16")
+    x = torch.ones(2, 4)
+    with pytest.raises(RuntimeError, match=r"keep 'heads\.1' in float32, policy='\.\.\.,keep=heads\.1\.\*'"):
+        step(step.init(), (x, x))

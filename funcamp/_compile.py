@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from funcamp._ahead import Ahead
 from funcamp._decomposed import keep_layouts
 from funcamp._trace import Graph, parts, with_parts
 
@@ -20,19 +21,20 @@ Flat: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 LONG = 1500
 
 
-def compile_graph(graph: Graph, backend: str, patches: dict[str, Any]) -> Flat:
+def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ahead | None = None) -> Flat:
     """Compile a graph; return a function from the arguments to the results of what was traced.
 
     Args:
         graph: from `trace`.
         backend: "inductor", or another name that torch.compile knows.
         patches: Inductor's options.
+        ahead: what asks the C++ compiler ahead, if one is at hand.
     """
     kinds = sorted({example.device.type for example in graph.examples})
     with _no_autocast(kinds), torch.no_grad():
         if backend == "inductor":
             keep_layouts(graph.module, graph.mode)
-            inner = _inductor(graph.module, graph.examples, patches)
+            inner = _inductor(graph.module, graph.examples, patches, ahead)
         elif backend == "eager":
             inner = graph.module
         else:
@@ -69,12 +71,14 @@ def _no_autocast(kinds: list[str]) -> Iterator[None]:
         yield
 
 
-def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any]) -> Any:
+def _inductor(graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any], ahead: Ahead | None) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
     if patches.get("memory_planning"):
         if patches["cpp_wrapper"] and sum(node.op == "call_function" for node in graph.graph.nodes) > LONG:
             patches = {**patches, "cpp_wrapper_build_separate": True}
+        if ahead:
+            ahead.headers(patches)
         try:
             return compile_fx(graph, inputs, config_patches=patches)
         except Exception:  # what C++ cannot call, Python may; if it cannot either, its error is the familiar one

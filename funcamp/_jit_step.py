@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcamp import _capture, _tree
 from funcamp._advice import advise
+from funcamp._ahead import Ahead
 from funcamp._compile import Flat, check_compiler, compile_graph
 from funcamp._joint_counts import JointCounts, can_count_jointly, counting_jointly
 from funcamp._memory import Memory
@@ -191,8 +192,9 @@ class JitStep:
             check_compiler(options.backend, owned.leaves + given)
             layouts = layouts_for(given)
             given = arranged(given, layouts, owned.memory)
-            with _compiling(self._task(batch, key)) as progress:
-                program, results = self._program(key, owned, one, given, layouts, progress)
+            asks = options.backend == "inductor" and _on_cpu(owned)
+            with _compiling(self._task(batch, key)) as progress, Ahead() if asks else contextlib.nullcontext() as ahead:
+                program, results = self._program(key, owned, one, given, layouts, progress, ahead)
         except BaseException as error:
             if not self._programs:  # a state that never was of use binds no later one
                 self._owned = self._graphs = self._like = None
@@ -208,7 +210,14 @@ class JitStep:
         return task if self._last is None else f"{task}; {difference(batch, self._last, key)}"
 
     def _program(
-        self, key: Any, owned: Owned, one: Tree, given: list[Tensor], layouts: list[Layout], progress: Progress
+        self,
+        key: Any,
+        owned: Owned,
+        one: Tree,
+        given: list[Tensor],
+        layouts: list[Layout],
+        progress: Progress,
+        ahead: Ahead | None,
     ) -> tuple[_Program, list[Tensor]]:
         options, graphs = self._options, self._graphs
         graph = self._trace(owned, one, given if options.unroll is None else [leaf[0] for leaf in given])
@@ -217,11 +226,11 @@ class JitStep:
         self._captured += [leaf for leaf in graph.captured if all(leaf is not other for other in self._captured)]
         self._places = list(map(_place, self._captured))
         # Numbers: what a program is compiled from later must not keep this state.
-        count, on_cpu = len(owned.leaves), {leaf.device.type for leaf in owned.leaves} == {"cpu"}
+        count, on_cpu = len(owned.leaves), _on_cpu(owned)
         written = sum(leaf.nbytes for leaf in owned.leaves) if options.donate else 0
 
-        def compiled(backend: str) -> Flat:
-            one = self._compile_graph(graph, backend, written if on_cpu else None)
+        def compiled(backend: str, ahead: Ahead | None = None) -> Flat:
+            one = self._compile_graph(graph, backend, written if on_cpu else None, ahead)
             return one if options.unroll is None else unrolled(one, count, metrics, options.unroll)
 
         metrics = len(graph.rest.tensors)
@@ -230,7 +239,7 @@ class JitStep:
         if late:
             run = self._late(key, compiled("eager"), compiled, progress.task)
         else:
-            run = compiled(options.backend)
+            run = compiled(options.backend, ahead)
             progress.phase("running")
         if graphs is not None:
             owned.watch(_WATCHED)
@@ -293,7 +302,7 @@ class JitStep:
             advise("jit", error)
             raise
 
-    def _compile_graph(self, graph: Graph, backend: str, written: int | None) -> Flat:
+    def _compile_graph(self, graph: Graph, backend: str, written: int | None, ahead: Ahead | None) -> Flat:
         options = self._options
         if backend == "eager":
             return compile_graph(graph, backend, {})
@@ -320,7 +329,7 @@ class JitStep:
             patches["cpp_wrapper"] = self._scratch is None
         try:
             with mended(exact=options.exact), asked() if self._scratch else contextlib.nullcontext():
-                return compile_graph(graph, backend, patches)
+                return compile_graph(graph, backend, patches, ahead)
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error
@@ -345,6 +354,10 @@ def _compiling(task: str) -> Iterator[Progress]:
                 yield progress
         finally:
             _thread.compiling = False
+
+
+def _on_cpu(owned: Owned) -> bool:
+    return {leaf.device.type for leaf in owned.leaves} == {"cpu"}
 
 
 def _place(leaf: Tensor) -> tuple[int, tuple[int, ...]]:

@@ -56,7 +56,7 @@ LAYERS = [
     {"_grad_scaler", "_torch_checkpoint"},
     {"_step"},
     {"_make_step"},
-    {"_mended", "_metrics", "_progress", "_scratch", "_signature", "_writeback"},
+    {"_ahead", "_mended", "_metrics", "_progress", "_scratch", "_signature", "_writeback"},
     {"_owned"},
     {"_compile"},
     {"_capture", "_unroll"},

@@ -1,0 +1,58 @@
+"""Ask the C++ compiler ahead of time what every program asks of it.
+
+Inductor asks which vector instructions work here, with a small program for each (8 s on two cores, 1 s to load them
+again), and has the headers of all programs compiled in advance (6 s each, once a machine; 1 s to see that they are
+current). It does so in the midst of its work; a thread does it here while the step is traced, into the same caches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import queue
+import threading
+from types import TracebackType
+from typing import Any
+
+from funcamp import _upstream
+
+
+class Ahead:
+    """A region in which a thread asks ahead; its end waits for it. What it cannot ask, Inductor asks as ever."""
+
+    def __init__(self) -> None:
+        import torch._inductor.compile_fx  # noqa: F401  all of it: two threads must not import one package at a time
+
+        self._instructions = _upstream.find("torch._inductor.cpu_vec_isa.pick_vec_isa")
+        self._cpp = _upstream.find("torch._inductor.codecache.CppWrapperCodeCache")
+        self._python = _upstream.find("torch._inductor.codecache.CppPythonBindingsCodeCache")
+        self._patches: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._ask, name="funcamp-ahead", daemon=True)
+
+    def __enter__(self) -> Ahead:
+        """Ask for the instructions."""
+        self._thread.start()
+        return self
+
+    def headers(self, patches: dict[str, Any]) -> None:
+        """Ask for the headers of a program that is compiled with these options of Inductor."""
+        self._patches.put(patches)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Wait for the answers."""
+        self._patches.put(None)
+        self._thread.join()
+
+    def _ask(self) -> None:
+        with contextlib.suppress(Exception):  # Inductor meets the same error, and says it
+            self._instructions()
+            patches = self._patches.get()
+            if patches is None:
+                return
+            from_cpp, apart = patches.get("cpp_wrapper"), bool(patches.get("cpp_wrapper_build_separate"))
+            # It compiles the headers at once, and code only when what it returns is called.
+            load = (self._cpp if from_cpp else self._python).load_async
+            if apart and "needs_vec_isa" in inspect.signature(load).parameters:  # 2.12 or later
+                load = functools.partial(load, needs_vec_isa=False, kernel_needs_vec_isa=True)
+            load("", "cpu", optimized_code=" " if apart else None)

@@ -1,0 +1,67 @@
+"""What is asked of the C++ compiler ahead is what a program asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor import codecache, cpu_vec_isa
+
+from funcamp import _ahead, _compile, _jit_step, jit
+from funcamp._ahead import Ahead
+
+
+def step(state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    w = state["w"] + batch.exp()
+    return {"w": w}, w.sum()
+
+
+class Stop(BaseException):
+    """Past every handler of an Exception."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """The headers that are asked for; nothing is compiled."""
+    headers: set[Any] = set()
+
+    def header(*args: Any, **options: Any) -> str:
+        headers.add((args, str(sorted(options.items()))))
+        return "none.h"
+
+    def refuse(*_: Any) -> None:
+        raise Stop
+
+    monkeypatch.setattr(codecache, "_precompile_header", header)
+    monkeypatch.setattr(codecache, "_worker_compile_cpp", refuse)
+    codecache.CppWrapperCodeCache.cache_clear()
+    return headers
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("kind", ["from C++", "from C++, kernels apart", "from Python"])
+def test_a_program_asks_for_the_same_headers(kind: str, asked: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = kind.endswith("apart")
+    monkeypatch.setattr(_compile, "LONG", 0 if apart else 1500)
+    monkeypatch.setattr(_jit_step, "wanted", lambda *_: kind == "from Python")
+    with Ahead() as ahead:
+        ahead.headers({"cpp_wrapper": kind != "from Python", "cpp_wrapper_build_separate": apart})
+    before = set(asked)
+    assert len(before) == (2 if apart else 1)
+    assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 1
+    monkeypatch.setattr(_ahead.Ahead, "headers", lambda *_: None)
+    with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(Stop):
+        jit(step)({"w": torch.zeros(3)}, torch.ones(3))
+    assert asked == before
+
+
+def test_what_cannot_be_asked_is_no_error() -> None:
+    def refuse() -> None:
+        raise OSError("no compiler")
+
+    ahead = Ahead()
+    ahead._instructions = refuse
+    with ahead:
+        ahead.headers({"cpp_wrapper": True})

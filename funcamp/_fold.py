@@ -71,8 +71,9 @@ def _add(
     for dtype, small, floor, large in _RANGES:
         chosen = [value for value in values if value.dtype == dtype]
         if chosen:
-            sums = torch.stack([_sum(value.square()) for value in chosen])
-            checks = torch.stack([_sum((value * small).abs().clamp(min=floor).square()) for value in chosen])
+            # Side by side, or they end up further apart than Inductor fuses, and are two passes.
+            pairs = [(value.square(), (value * small).abs().clamp(min=floor).square()) for value in chosen]
+            sums, checks = torch.stack([_sum(one) for pair in pairs for one in pair]).view(-1, 2).unbind(1)
             squares = squares + total(torch.where(torch.isfinite(sums), sums, checks * large).sum(), over)
             finite = finite & torch.isfinite(checks).all()
     return squares, finite

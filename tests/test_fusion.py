@@ -12,7 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
-from funcamp import TrainState, TrainStep, _compile, jit, make_train_step, module_loss, stateless
+from funcamp import (
+    ScalerConfig,
+    ScalerState,
+    TrainState,
+    TrainStep,
+    _compile,
+    init,
+    jit,
+    make_train_step,
+    module_loss,
+    stateless,
+)
+from funcamp._fold import judge
 from tests.generated import code_of, generated
 
 pytestmark = pytest.mark.inductor
@@ -92,6 +104,20 @@ def test_the_optimizer_is_one_loop_a_group_whatever_the_number_of_tensors(
     assert [len(state.params.groups) for _, state in (small, large)] == [2, 2]
     by_tensor, _ = code_of_step(12, flat=False)
     assert by_tensor.count(".sqrt()") > 4 * roots[1]
+
+
+def test_a_gradient_is_judged_in_one_pass_whatever_the_number_of_tensors() -> None:
+    """The innermost loops that take the check take the sum of squares of the same elements."""
+
+    def verdict(state: ScalerState, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+        judged, norm = judge(state, grads, None)
+        return judged.found_inf, norm
+
+    # Of other lengths, so that no two gradients share a loop.
+    code = generated(verdict, init(ScalerConfig()), [torch.randn(2048 * (rows + 2)) for rows in range(40)])
+    rows = [loop for loop in loops(code) if loop.count("for(") == 1 and "::maximum(" in loop]
+    assert len(rows) == 40
+    assert not [loop for loop in rows if "tmp_acc1_vec" not in loop]
 
 
 def allocated(code: str) -> list[int]:

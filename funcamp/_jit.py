@@ -25,10 +25,11 @@ def jit(
 ) -> JitStep:
     """Compile a pure step whole; write the new state into the old one's storage; on a GPU replay it as one CUDA graph.
 
-    The step is traced at the first call for each batch signature: structure, shapes, dtypes, devices, and the values of
-    what is no tensor. What it reads besides its arguments is fixed then: Python values and flags for good, tensors by
-    reference. Make what changes a leaf of the state or of the batch, or a tensor that is written in place. While a step
-    is traced no other thread may draw from torch's default generator. No call syncs, but the first for a signature.
+    The step is traced at the first call for each batch signature: structure, shapes, dtypes, devices, the values of
+    what is no tensor, and an autocast around the call. What it reads besides its arguments is fixed then: Python values
+    and flags for good, tensors by reference. Make what changes a leaf of the state or of the batch, or a tensor that is
+    written in place. While a step is traced no other thread may draw from torch's default generator; threads that call
+    one jitted step take turns. No call syncs, but the first for a signature.
 
     A first call of more than two seconds says on stderr what it does and how long it took; through `logging` where
     "funcamp" has a handler at level INFO. `logging.getLogger("funcamp").setLevel("WARNING")` silences it.

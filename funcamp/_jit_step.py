@@ -20,7 +20,7 @@ from funcamp._mended import mended
 from funcamp._owned import Layout, Owned, arranged, layouts_for, own
 from funcamp._progress import Progress
 from funcamp._scratch import Scratch, asked, keep_heap, wanted
-from funcamp._signature import check_batch, check_like, check_state, difference, flat, key_of, kinds, shapes
+from funcamp._signature import autocast, check_batch, check_like, check_state, difference, flat, key_of, kinds, shapes
 from funcamp._trace import Graph, HostError, Outline, trace
 from funcamp._types import Tree
 from funcamp._unroll import first_of, unrolled
@@ -63,6 +63,7 @@ class JitStep:
         self._graphs: _capture.Graphs | None = None
         self._scratch: Scratch | None = None
         self._last: Any = None
+        self._turn = threading.Lock()
 
     def __repr__(self) -> str:
         return f"jit({self._step!r})"
@@ -78,6 +79,8 @@ class JitStep:
 
     def __call__(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
         """Take one step, or as many as `unroll` says. Compiles at the first call for a batch signature. No sync.
+
+        Threads take turns: each gets the successor of its own state.
 
         Args:
             state: the last call's, or any with its structure, shapes, dtypes and devices. Donated: consumed.
@@ -95,18 +98,22 @@ class JitStep:
                 f"jit: {self!r} must be called with tensors of its own, not inside another jit nor a transform of "
                 "torch.func (vmap, grad): use the function it was made of there, and jit the result"
             )
+        with self._turn:
+            return self._call(state, batch)
+
+    def _call(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
         leaves, spec = flat(batch)
         try:
-            key = (spec, tuple([key_of(leaf) for leaf in leaves]))
+            key = (spec, tuple([key_of(leaf) for leaf in leaves]), autocast())
             program = self._programs.get(key)
         except Exception:
             if (as_dicts := _tree.plain(batch)) is not batch:
-                return self(state, as_dicts)
+                return self._call(state, as_dicts)
             check_batch(batch)
             raise
         if program is None:
             if (as_dicts := _tree.plain(batch)) is not batch:  # a mapping that can be hashed
-                return self(state, as_dicts)
+                return self._call(state, as_dicts)
             check_batch(batch)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self._captured and [(leaf.data_ptr(), leaf.stride()) for leaf in self._captured] != self._places:

@@ -15,6 +15,8 @@ from funcamp._mesh import is_distributed
 from funcamp._types import Tree
 
 _PLAIN = {Tensor, torch.nn.Parameter}
+_ACCELERATOR = torch.accelerator.current_accelerator()
+_KINDS = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
 #: Objects that are compared by identity and are constants all the same.
 _ONE_OF_A_KIND = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(None), type(...)),
@@ -86,6 +88,13 @@ def key_of(leaf: Any) -> Any:
         kind = Tensor if kind is torch.nn.Parameter else kind
         return leaf.shape, leaf.dtype, leaf.device, leaf.layout, kind, leaf.requires_grad
     return signature(leaf)
+
+
+def autocast() -> tuple[tuple[str, torch.dtype], ...] | None:
+    """The kinds of device with an autocast around the call, and its dtype; None without."""
+    if not any(map(torch.is_autocast_enabled, _KINDS)):
+        return None
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind))
 
 
 def check_state(state: Tree) -> None:
@@ -160,12 +169,16 @@ def shapes(batch: Tree) -> str:
 
 
 def difference(batch: Tree, before: Any, now: Any) -> str:
-    """How the signatures of a batch, now, differ from another's: each a pair of structure and leaves."""
+    """How the signatures of a batch, now, differ from another's: each of structure, leaves and autocast."""
     if before[0] != now[0]:
         return f"its structure changed to {_tree.flatten(batch)[1]}"
     for index, (old, new) in enumerate(zip(before[1], now[1])):
         if old != new:
             return f"batch{_tree.path_of(batch, index)} changed from {_told(old)} to {_told(new)}"
+    if before[2] != now[2]:
+        return (
+            f"the autocast around the call changed from {before[2]} to {now[2]}: give make_train_step a policy instead"
+        )
     return "it went back to an old one"
 
 

@@ -235,3 +235,20 @@ def test_values_functions_and_classes_are_constants(constant: Any) -> None:
     for _ in range(3):
         state, _ = run(state, {"c": constant})
     assert (state["a"].item(), seen, run.programs) == (3.0, [constant], 1)
+
+
+def test_another_autocast_around_the_call_is_another_signature() -> None:
+    linear = torch.nn.Linear(64, 64)
+
+    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        return state + 1, linear(batch)
+
+    run, state, batch = jit(step, backend="eager", max_signatures=2), torch.zeros(()), torch.randn(2, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        state, half = run(state, batch)
+    for _ in range(2):
+        state, full = run(state, batch)
+    assert (half.dtype, full.dtype, run.programs) == (torch.bfloat16, torch.float32, 2)
+    changed = r"autocast around the call changed from None to .*torch.float16.*: give make_train_step a policy"
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=changed):
+        run(state, batch)

@@ -1,12 +1,12 @@
-"""Compile time as a model grows, and memory: the whole step, against forward and backward, and the eager loop.
+"""Compile time as a model grows, and memory: the whole step, against torch's loop, eager or with a compiled model.
 
-Compile time: first calls of an MLP of width 64, each in a process of its own with an empty cache, and again with the
+Compile time: first calls of a GPT of width 64, each in a process of its own with an empty cache, and again with the
 cache that the first one left, as a second start of the same program. Memory: bytes a parameter, the module's among
 them, counted tensor by tensor, and measured: the most that live at once while the model and its state are made and
 during the third step, of all that torch's allocator has handed out since before; and the most that is resident during
 the sixth step, above what the process had after a step of a small model (malloc keeps some of what is freed).
 
-    python benchmarks/footprint.py [--blocks 1,4,12,48] [--out benchmarks/results]
+    python benchmarks/footprint.py [--blocks 4,12,48] [--out benchmarks/results]
 """
 
 from __future__ import annotations
@@ -27,40 +27,21 @@ from _models import CPU_SIZES, Size, build, cross_entropy
 from _plots import dots
 from _timing import about, arguments, kilobytes, table, write
 from _variants import funcamp_step, torch_loop
-from torch.func import functional_call, grad
 from torch.utils import _pytree
 
 import funcamp
 
 LOW = torch.bfloat16
 LARGE = CPU_SIZES["MLP 38 M"]
-LARGEST_BY_TENSOR = 12  # blocks: beyond, a tensor a parameter takes minutes
-
-
-def forward_backward(size: Size) -> Callable[[], Any]:
-    """The model's loss and gradients alone, by torch.func, under autocast."""
-    model, x, y = build(size, "cpu")
-    params = {name: value.detach() for name, value in model.named_parameters()}
-
-    def loss_fn(params: Any) -> torch.Tensor:
-        with torch.autocast("cpu", LOW):
-            return cross_entropy(functional_call(model, params, (x,)), y)
-
-    run = torch.compile(grad(loss_fn), fullgraph=True)
-    return lambda: run(params)
-
 
 STEPS: dict[str, Callable[[Size], Callable[[], Any]]] = {
-    "forward and backward, torch.func": forward_backward,
     "torch.compile(model) in torch's loop": lambda size: torch_loop(size, "cpu", LOW, mode="default"),
     "funcamp.jit": lambda size: funcamp_step(size, "cpu", LOW),
-    "funcamp.jit, a tensor a parameter": lambda size: funcamp_step(size, "cpu", LOW, flat=False),
     "funcamp.jit, consume=False": lambda size: funcamp_step(size, "cpu", LOW, consume=False),
     "funcamp.jit, donate=False": lambda size: funcamp_step(size, "cpu", LOW, donate=False),
     "torch eager": lambda size: torch_loop(size, "cpu", LOW),
 }
-COMPILED = list(STEPS)[:4]
-HELD = [name for name in STEPS if name not in (COMPILED[0], COMPILED[3])]
+COMPILED = list(STEPS)[:2]
 
 
 def peaks_of(make: Callable[[], Callable[[], Any]]) -> tuple[int, int]:
@@ -105,7 +86,7 @@ def child(what: str, variant: str, blocks: str) -> tuple[float, ...]:
         return peaks_of(lambda: STEPS[variant](LARGE))
     if what == "resident":
         return (resident_of(STEPS[variant]),)
-    run = STEPS[variant](Size("mlp", int(blocks), 64, 32))
+    run = STEPS[variant](Size("gpt", int(blocks), 64, 2, 64))
     start = time.perf_counter()
     run()
     return (time.perf_counter() - start,)
@@ -115,7 +96,7 @@ def spawn(*arguments: str, times: int = 1) -> list[float]:
     """The measurements, so many times, each in a fresh process; with a compile cache that is empty at the first."""
     command = [sys.executable, __file__, "--child", *arguments]
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": cache}  # headers too
         outs = [
             subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for _ in range(times)
         ]
@@ -158,7 +139,7 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
 def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
-    parser.add_argument("--blocks", default="1,4,12,48")
+    parser.add_argument("--blocks", default="4,12,48")
     parser.add_argument("--child", nargs=3, help="what, variant and blocks: one measurement")
     args = parser.parse_args()
     if args.child:
@@ -167,17 +148,16 @@ def main() -> None:
     first: dict[str, dict[str, list[float]]] = {}
     rows: list[Any] = []
     for blocks in args.blocks.split(","):
-        names = COMPILED if int(blocks) <= LARGEST_BY_TENSOR else COMPILED[:-1]
-        first[blocks] = {name: [round(s, 1) for s in spawn("compile", name, blocks, times=2)] for name in names}
+        first[blocks] = {name: [round(s, 1) for s in spawn("compile", name, blocks, times=2)] for name in COMPILED}
         base = first[blocks][COMPILED[0]][0]
         rows += [(blocks, name, cold, round(cold / base, 2), warm) for name, (cold, warm) in first[blocks].items()]
     held, count = counted()
     peaks = {}
-    for name in HELD:
+    for name in STEPS:
         found = [*spawn("memory", name, "0"), *spawn("resident", name, "0")]
         peaks[name] = [round(value / count, 2) for value in found]
     body = [
-        *table(("blocks", "first call", "s, cold", "over forward and backward", "s, compiled artifacts kept"), rows),
+        *table(("blocks", "first call", "s, cold", "over torch.compile(model)", "s, compiled artifacts kept"), rows),
         "",
         *table(
             ("bytes a parameter, 38 M, AdamW", "parameters", "moments", "copies", "gradients", "all"),
@@ -192,7 +172,7 @@ def main() -> None:
     numbers = {"first_call_s": first, "bytes_a_parameter": held, "peak_bytes_a_parameter": peaks}
     stem = write(args.out, "footprint-cpu", "Compile time and memory of a training step", about("cpu"), body, numbers)
     points = [(f"{blocks} blocks", name, over) for blocks, name, _, over, _ in rows]
-    dots(stem, points, "first call, over forward and backward alone", "funcamp.jit")
+    dots(stem, points, "first call, over torch.compile(model)", "funcamp.jit")
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def public(chosen: list[str], rounds: int, makers: dict[str, Any]) -> tuple[list
             if "failed" not in row:
                 with tempfile.TemporaryDirectory() as cache:
                     command = [sys.executable, __file__, "--public", "--sizes", name, "--start", row["variant"]]
-                    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+                    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": cache}  # headers too
                     for when in ("cold", "warm"):
                         out = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
                         row |= {f"{k}_{when}": v for k, v in json.loads(out.stdout.splitlines()[-1]).items()}

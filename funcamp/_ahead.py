@@ -8,12 +8,12 @@ current). It does so in the midst of its work; a thread does it here while the s
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import queue
 import threading
 from types import TracebackType
-from typing import Any
 
 from funcamp import _upstream
 
@@ -27,7 +27,7 @@ class Ahead:
         self._instructions = _upstream.find("torch._inductor.cpu_vec_isa.pick_vec_isa")
         self._cpp = _upstream.find("torch._inductor.codecache.CppWrapperCodeCache")
         self._python = _upstream.find("torch._inductor.codecache.CppPythonBindingsCodeCache")
-        self._patches: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[contextvars.Context | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._ask, name="funcamp-ahead", daemon=True)
 
     def __enter__(self) -> Ahead:
@@ -35,24 +35,27 @@ class Ahead:
         self._thread.start()
         return self
 
-    def headers(self, patches: dict[str, Any]) -> None:
-        """Ask for the headers of a program that is compiled with these options of Inductor."""
-        self._patches.put(patches)
+    def headers(self) -> None:
+        """Ask for the headers of a program that is compiled with Inductor's options as they are now."""
+        self._asked.put(contextvars.copy_context())  # Inductor's options are a context's, before torch 2.12 a process's
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Wait for the answers."""
-        self._patches.put(None)
+        self._asked.put(None)
         self._thread.join()
 
     def _ask(self) -> None:
         with contextlib.suppress(Exception):  # Inductor meets the same error, and says it
             self._instructions()
-            patches = self._patches.get()
-            if patches is None:
-                return
-            from_cpp, apart = patches.get("cpp_wrapper"), bool(patches.get("cpp_wrapper_build_separate"))
-            # It compiles the headers at once, and code only when what it returns is called.
-            load = (self._cpp if from_cpp else self._python).load_async
-            if apart and "needs_vec_isa" in inspect.signature(load).parameters:  # 2.12 or later
-                load = functools.partial(load, needs_vec_isa=False, kernel_needs_vec_isa=True)
-            load("", "cpu", optimized_code=" " if apart else None)
+            if context := self._asked.get():
+                context.run(self._ask_for_headers)
+
+    def _ask_for_headers(self) -> None:
+        from torch._inductor import config
+
+        # It compiles the headers at once, and code only when what it returns is called.
+        load = (self._cpp if config.cpp_wrapper else self._python).load_async
+        apart = config.cpp_wrapper and config.cpp_wrapper_build_separate
+        if apart and "needs_vec_isa" in inspect.signature(load).parameters:  # 2.12 or later
+            load = functools.partial(load, needs_vec_isa=False, kernel_needs_vec_isa=True)
+        load("", "cpu", optimized_code=" " if apart else None)

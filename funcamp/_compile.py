@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -17,8 +18,13 @@ from funcamp._trace import Graph, parts, with_parts
 Flat: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
 #: Operations in a graph above which C++ calls its kernels from a file of their own. One file takes longer than linearly
-#: to compile (128 s for 85 at 48 blocks, 3,300 operations); of two, small steps take longer (0.75 ms for 0.52).
+#: to compile (128 s for 85 at 48 blocks, 3,300 operations); of two, small steps take longer (0.75 ms for 0.52). What
+#: calls them is then not optimized: it takes 5 s to compile there for 43, and 3,000 calls the same time.
 LONG = 1500
+
+#: Frames that Inductor may take: it plans the arena by recursion, deeper with every buffer that lives beside others (at
+#: 48 blocks of a GPT past Python's own 1,000).
+DEEP = 20_000
 
 
 def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ahead | None = None) -> Flat:
@@ -72,18 +78,30 @@ def _no_autocast(kinds: list[str]) -> Iterator[None]:
 
 
 def _inductor(graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any], ahead: Ahead | None) -> Any:
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
     if patches.get("memory_planning"):
         if patches["cpp_wrapper"] and sum(node.op == "call_function" for node in graph.graph.nodes) > LONG:
-            patches = {**patches, "cpp_wrapper_build_separate": True}
-        if ahead:
-            ahead.headers(patches)
+            patches = {**patches, "cpp_wrapper_build_separate": True, "aot_inductor.compile_wrapper_opt_level": "O0"}
         try:
-            return compile_fx(graph, inputs, config_patches=patches)
+            with _deep(), config.patch(patches):
+                if ahead:
+                    ahead.headers()
+                return compile_fx(graph, inputs, config_patches=patches)
         except Exception:  # what C++ cannot call, Python may; if it cannot either, its error is the familiar one
             patches = {**patches, "cpp_wrapper": False, "memory_planning": False}
     return compile_fx(graph, inputs, config_patches=patches)
+
+
+@contextlib.contextmanager
+def _deep() -> Iterator[None]:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, DEEP))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def check_compiler(backend: str, leaves: list[Tensor]) -> None:

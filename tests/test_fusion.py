@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,6 +138,23 @@ def test_a_donated_step_allocates_an_arena_for_one_gradient_and_no_new_state() -
     assert arena < 2 * 4 * size
     # Parameters, two moments and the compute copy, which a copy pass would need as well.
     assert sizes[1].count(size) == 4
+
+
+def test_inductor_may_recurse_deeply_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so when it plans the arena of a deep model: 48 blocks of a GPT, minutes to compile, fail without."""
+    from torch._inductor import compile_fx
+
+    depths = []
+
+    def compiled(*_: Any, **__: Any) -> Any:
+        depths.append(sys.getrecursionlimit())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compiled)
+    before, run = sys.getrecursionlimit(), jit(lambda state, batch: (state + batch, None))
+    with pytest.raises(KeyboardInterrupt):
+        run(torch.zeros(2), torch.ones(2))
+    assert (depths, sys.getrecursionlimit()) == ([_compile.DEEP], before)
 
 
 def test_what_cannot_be_called_from_cpp_is_called_from_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from torch import Tensor, fx
 from funcamp._ahead import Ahead
 from funcamp._decomposed import keep_layouts
 from funcamp._trace import Graph, parts, with_parts
+
+_log = logging.getLogger("funcamp")
 
 Flat: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
@@ -89,7 +92,8 @@ def _inductor(graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, An
                 if ahead:
                     ahead.headers()
                 return compile_fx(graph, inputs, config_patches=patches)
-        except Exception:  # what C++ cannot call, Python may; if it cannot either, its error is the familiar one
+        except Exception as error:  # Python may call what C++ cannot; its error is the familiar one
+            _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)
             patches = {**patches, "cpp_wrapper": False, "memory_planning": False}
     return compile_fx(graph, inputs, config_patches=patches)
 

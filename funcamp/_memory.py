@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
+from funcamp import _upstream
 from funcamp._mesh import local
+
+_swap: Any = _upstream.find("torch._C._swap_tensor_impl")
 
 
 class Memory:
@@ -62,6 +67,24 @@ def is_private(tensor: Tensor) -> bool:
 
 
 def rebind(tensor: Tensor, place: Tensor) -> None:
-    """Give a tensor of a module another memory, which holds its values; its gradient is dropped."""
-    tensor.data = place
-    tensor.grad = None
+    """Give a tensor of a module the memory of another, which holds its values; its gradient is dropped.
+
+    From then on the two share a version counter, so that a write into one counts as a write into the other. `.data`
+    does not share it, hence another tensor behind the same Python object, which keeps its attributes and hooks.
+    """
+    former = place.detach().requires_grad_(tensor.requires_grad)
+    _swap(tensor, former)
+    former.grad = None
+    # A graph that is still there would add its gradient to a tensor that nobody sees.
+    if former.requires_grad and not former.is_inference():
+        torch.autograd.graph.get_gradient_edge(former).node.register_prehook(_refuse)
+    hooks: Any = tensor
+    hooks._backward_hooks = hooks._backward_hooks  # puts them on the tensor that is there now
+    hooks._post_accumulate_grad_hooks = hooks._post_accumulate_grad_hooks
+
+
+def _refuse(_: object) -> NoReturn:
+    raise RuntimeError(
+        "init: consume must be False if backward is called later on a loss from before; got True, and the module's "
+        "parameters became views of the state's tensors: call backward before init, or compute the loss again"
+    )

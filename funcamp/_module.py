@@ -225,6 +225,7 @@ class ModuleLoss:
                     "init: consume must be False where a parameter or buffer of the module is a DTensor or another "
                     f"tensor subclass; got True, and {name!r} is a {type(value).__name__}"
                 )
+        torch.clear_autocast_cache()  # of casts of the memory that they have now
         return self._trained()
 
     def take_buffers(self) -> dict[str, Tensor]:

@@ -78,8 +78,15 @@ class TrainStep:
                 the state. The parameters remain the same objects, tied as they were.
                 Afterwards the module has the values of this state: under `jit`, which donates, those of the last step;
                 if steps are eager or `jit(donate=False)`, those of now, and they keep this state's memory alive. What
-                is written into the module (`load_state_dict`, a forward pass in training mode with BatchNorm) is
-                written into this state. `model.load_state_dict(loss_fn.state_dict(...))` works as before.
+                is written into the module (`load_state_dict`, an optimizer of torch's, a forward pass in training mode
+                with BatchNorm) is written into this state, and the next step sees it; writes through `.data` do not
+                reach the compute copies, because torch does not count them.
+                `model.load_state_dict(loss_fn.state_dict(...))` works as before. What gives the module other tensors or
+                other memory ends this, without an error: `Module.to` with another dtype or device, `share_memory`,
+                `load_state_dict(assign=True)`. The module then has values of its own, which no step changes.
+                A donated step counts as an in-place write: `backward` of an earlier loss of the module raises, as after
+                `optimizer.step()`. So does a write into one parameter of a flat group for a loss that reads another one
+                of it; with flat=False they count separately.
 
         Raises:
             TypeError: params is missing, or a leaf is an integer or sparse tensor or no tensor; buffers is no dict of
@@ -112,7 +119,8 @@ class TrainStep:
         if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
             raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
         options.parallel.agree(described(self.optimizer, self.config, options))
-        with torch.no_grad():  # parameters given may require it
+        # Parameters given may require a gradient, and those of a consumed module are trained elsewhere later.
+        with torch.inference_mode(False), torch.no_grad():
             group = options.group if options.flat else None
             parallel = options.parallel
             stored, plan = store(call, params, options.policy, self.loss_fn, group, parallel.buckets, consume=consume)

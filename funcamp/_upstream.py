@@ -80,6 +80,7 @@ PRIVATE = {
     "torch._C._functorch.is_functorch_wrapped_tensor": "ties of parameters are looked up more slowly",
     "torch._C._functorch.is_gradtrackingtensor": "stateless does not work under torch.func transforms",
     "torch._C._storage_Use_Count": "large steps on a CPU allocate their buffers anew",
+    "torch._C._swap_tensor_impl": "init(consume=True) does not work",
     "torch._amp_foreach_non_finite_check_and_unscale_": "GradScaler unscales gradients one by one",
     "torch._amp_update_scale_": "GradScaler.update takes several kernels",
     "torch._dynamo.nonstrict_trace": "stateless does not work under torch.compile",

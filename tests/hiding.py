@@ -156,6 +156,16 @@ def ties(funcamp: Any) -> Any:
     return sorted(step.init().params.tree())
 
 
+def consumed(funcamp: Any) -> Any:
+    model = nn.Linear(3, 2)
+    step = funcamp.make_train_step(
+        funcamp.module_loss(model, lambda out, _: out.sum()), funcamp.stateless(torch.optim.SGD), policy="bfloat16"
+    )
+    state = step.init(consume=True)
+    nn.init.ones_(model.weight)
+    return step.compute_params(state)["weight"]
+
+
 def ranks(funcamp: Any) -> Any:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     parallel = funcamp.distributed.DataParallel(shard=True)
@@ -218,6 +228,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
     "batched": batched,
     "function": function,
     "ties": ties,
+    "consumed": consumed,
     "ranks": ranks,
 }
 _TRACED = ("torch._C", "torch._dynamo", "torch._inductor", "torch.utils")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -274,6 +275,141 @@ def test_a_constant_in_the_modules_memory_keeps_its_values(when: str, run: str) 
         return state, metrics
 
     assert_same(train(consume=True), train(consume=False))
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def clamp(model: nn.Module) -> None:
+    with torch.no_grad():
+        for leaf in model.parameters():
+            leaf.clamp_(-0.1, 0.1)
+
+
+def train(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    F.mse_loss(model(batch(7)[0]), batch(7)[1]).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("write", [load, clamp, train])
+def test_what_is_written_into_the_module_reaches_the_copies(
+    write: Callable[[nn.Module], None], flat: bool, donating: Callable[[Any], Any]
+) -> None:
+    model = two_layers()
+    step = step_of(model, F.mse_loss, flat=flat)
+    state, call = step.init(consume=True), donating(step)
+    for number in range(STEPS):
+        write(model)
+        fresh = step.init()  # copies of what the module has now
+        assert_same((state.params, step.compute_params(state)), (fresh.params, step.compute_params(fresh)))
+        assert_same(step.loss(state, batch(number)), step.loss(fresh, batch(number)))
+        expected, wanted = step(clone(state)._replace(copies=fresh.copies), batch(number))
+        state, metrics = call(state, batch(number))
+        assert_same((state, metrics), (expected, wanted))
+        assert_same(dict(model.state_dict()), step.loss_fn.state_dict(state.params))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_steady_step_keeps_its_copies(flat: bool, donating: Callable[[Any], Any]) -> None:
+    model = two_layers()
+    step = step_of(model, F.mse_loss, flat=flat)
+    state, call = step.init(consume=True), donating(step)
+    state, _ = call(state, batch(0))
+    kept = state.copies.values
+    for number in range(STEPS):
+        model(batch(number)[0]).sum().backward()
+        after, _ = call(state, batch(number))
+        assert after is state
+        assert all(now is then for now, then in zip(after.copies.values, kept))
+    clamp(model)
+    after, _ = call(state, batch(0))
+    assert not any(now is then for now, then in zip(after.copies.values, kept))
+
+
+def backward_after(call: Callable[[], Any], model: nn.Module) -> None:
+    loss = F.mse_loss(model(batch(8)[0]), batch(8)[1])
+    call()
+    loss.backward()
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_graph_from_before_a_step_is_refused(flat: bool, donating: Callable[[Any], Any]) -> None:
+    model = two_layers()
+    step = step_of(model, F.mse_loss, flat=flat)
+    state, call = step.init(consume=True), donating(step)
+    for number in range(2):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+            backward_after(lambda number=number: call(state, batch(number)), model)  # type: ignore[misc]
+    model(batch(0)[0]).sum().backward()
+
+
+@pytest.mark.inductor
+def test_a_graph_from_before_a_step_is_refused_under_inductor() -> None:
+    model = two_layers()
+    step = step_of(model, F.mse_loss)
+    state, call = step.init(consume=True), jit(step)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+            backward_after(lambda: call(state, batch(0)), model)
+    kept = state.copies.values
+    assert call(state, batch(0))[0].copies.values is kept
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_graph_from_before_init_is_refused(flat: bool) -> None:
+    model = two_layers()
+    step = step_of(model, F.mse_loss, flat=flat)
+    with pytest.raises(RuntimeError, match=r"init: consume must be False if backward is called later"):
+        backward_after(lambda: step.init(consume=True), model)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_the_modules_parameters_stay_what_they_are_to_others(flat: bool) -> None:
+    class Own(nn.Parameter):
+        pass
+
+    layer = nn.Linear(8, 8)
+    layer.weight = weight = Own(layer.weight.detach())
+    weight.note = "mine"  # type: ignore[attr-defined]
+    model = nn.Sequential(layer, nn.Linear(8, 8))
+    calls: list[str] = []
+    weight.register_hook(lambda grad: calls.append("gradient") or 2 * grad)  # type: ignore[func-returns-value]
+    weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    seen, optimizer = weakref.ref(weight), torch.optim.SGD(model.parameters(), lr=1.0)
+    state = step_of(model, F.mse_loss, flat=flat).init(consume=True)
+    assert seen() is weight is next(model.parameters()) is optimizer.param_groups[0]["params"][0]
+    assert (type(weight), vars(weight), weight.is_leaf, weight.grad) == (Own, {"note": "mine"}, True, None)
+    before = weight.detach().clone()
+    weight.register_hook(lambda _: calls.append("later"))
+    weight.sum().backward()
+    optimizer.step()
+    assert calls == ["gradient", "later", "accumulated"]
+    assert_same(state.params["0.weight"], before - 2)
+    assert_same(weight.detach(), before - 2)
+
+
+def test_init_consumes_under_autocast_and_in_inference_mode() -> None:
+    model = two_layers()
+    step = step_of(model, F.mse_loss)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(batch(0)[0])  # whose casts torch keeps
+        state = step.init(consume=True)
+    assert storages(taken(model)) <= storages(state)
+    with torch.inference_mode():
+        model = two_layers()
+        step = step_of(model, F.mse_loss)
+        state = step.init(consume=True)
+    clamp(model)
+    assert_same(step.compute_params(state), step.compute_params(step.init()))
+    model(batch(0)[0]).sum().backward()
 
 
 def test_what_cannot_be_consumed_is_refused() -> None:

@@ -307,7 +307,8 @@ def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor] | None
         TypeError: model is no Module, or under fully_shard, DDP or FSDP; criterion is not callable.
         ValueError: an embedding in it has max_norm, which writes its weight in the forward pass; a parameter is lazy;
             two parameters or buffers share memory without being one tensor, so that a step of the one would change the
-            other; the criterion has trainable parameters.
+            other, or a trainable parameter shares it with a plain attribute (`self.w = layer.weight.detach()`); the
+            criterion has trainable parameters.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
@@ -363,6 +364,18 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def _attributes(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that modules have as plain attributes, those aside that hooks make anew of a parameter."""
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            # torch's prune and older spectral_norm leave `weight` beside `weight_orig` until the next forward pass. One
+            # that requires a gradient is seen in the graph.
+            if isinstance(value, Tensor) and not value.requires_grad and f"{name}_orig" not in module._parameters:
+                found[_join(prefix, name)] = value
+    return found
+
+
 def _parts(model: nn.Module) -> dict[str, str]:
     """What the module is made of: every parameter and buffer, and whether it is trained."""
     parts = {}
@@ -386,8 +399,13 @@ def _ties(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     buffers = [name for name, part in parts.items() if part == "a buffer"]
     trained = [name for name, part in parts.items() if part == "a trainable parameter"]
     distinct = set({key: name for name, key in reversed(keys.items())}.values())
-    for one, other in overlaps({name: tensor for name, tensor in tensors.items() if name in distinct}):
-        if {parts[one], parts[other]} != {"a frozen parameter"}:
+    attributes = {name: value for name, value in _attributes(model).items() if name not in tensors}
+    parts |= dict.fromkeys(attributes, "a plain attribute")
+    held = {name: tensor for name, tensor in tensors.items() if name in distinct} | attributes
+    for one, other in overlaps(held):
+        kinds = {parts[one], parts[other]}
+        # A constant may have two names, as a buffer that an attribute keeps; a step changes what is trained.
+        if kinds != {"a frozen parameter"} and ("a plain attribute" not in kinds or "a trainable parameter" in kinds):
             raise ValueError(
                 f"module_loss: parameters and buffers must be one tensor or share no memory; got {parts[one]} {one!r} "
                 f"and {parts[other]} {other!r}: assign the one to the other (layer.weight = other.weight), compute it "

@@ -105,6 +105,14 @@ def view_of_buffer(model: Pair) -> None:
     model.b.register_buffer("turned", model.a.get_buffer("table").t())
 
 
+def attribute(model: Pair) -> None:
+    model.b.kept = model.a.weight.detach()
+
+
+def attribute_of_part(model: Pair) -> None:
+    model.first_row = model.a.weight.data[0]
+
+
 REFUSED: list[tuple[Callable[[Pair], None], str]] = [
     (transposed, "a trainable parameter 'a.weight' and a trainable parameter 'b.weight'"),
     (twice, "a trainable parameter 'a.weight' and a trainable parameter 'b.weight'"),
@@ -115,6 +123,8 @@ REFUSED: list[tuple[Callable[[Pair], None], str]] = [
     (parameter_as_buffer, "a trainable parameter 'a.weight' and a buffer 'b.shadow'"),
     (buffers_that_overlap, "a buffer 'a.low' and a buffer 'b.high'"),
     (view_of_buffer, "a buffer 'a.table' and a buffer 'b.turned'"),
+    (attribute, "a trainable parameter 'a.weight' and a plain attribute 'b.kept'"),
+    (attribute_of_part, "a trainable parameter 'a.weight' and a plain attribute 'first_row'"),
 ]
 
 
@@ -143,7 +153,17 @@ def frozen_both(model: nn.Module) -> None:
     model.part = nn.Parameter(model.table.data[:2], requires_grad=False)
 
 
-@pytest.mark.parametrize("lay_out", [interleaved, one_storage, frozen_both])
+def attributes(model: nn.Module) -> None:
+    """As transformers' rotary embeddings and torch's older spectral_norm keep them, and a copy."""
+    model.register_buffer("table", torch.randn(4))
+    model.original_table = model.table
+    model.start = model.a.weight.detach().clone()  # type: ignore[union-attr,operator]
+    model.a.requires_grad_(False)
+    model.still = model.a.weight.detach()  # type: ignore[union-attr,operator]
+    nn.utils.spectral_norm(model.b)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("lay_out", [interleaved, one_storage, frozen_both, attributes])
 def test_memory_that_is_not_shared_or_not_written_is_taken(lay_out: Any) -> None:
     torch.manual_seed(0)
     model = Pair()

@@ -91,6 +91,7 @@ class Captured:
         """
         self._batch = [leaf.clone() for leaf in batch]
         state = [leaf.detach() for leaf in state]  # names of its own for the static storage
+        self._state = state
         clones = [leaf.clone() for leaf in state]
         graphs.warm_up(functools.partial(run, [*clones, *self._batch]), _WARM_UPS)
         del clones
@@ -115,6 +116,7 @@ class Captured:
         if batch:
             _upstream.copy_each(self._batch, batch, non_blocking=True)
         self._replay()
+        torch.autograd.graph.increment_version(self._state)  # as torch's operations do, and a replay does not
         count = len(self._results) - len(self._packed)
         copies: list[Tensor | None] = [None] * count
         for indices, numbers in zip(self._packed, self._results[count:]):

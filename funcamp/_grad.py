@@ -49,7 +49,8 @@ def scaled_grad_and_value(
         same tree, float32 for narrower parameters.
 
     Raises:
-        ValueError: engine is another word; when called: the loss has a shape other than ().
+        ValueError: engine is another word; when called: the loss has a shape other than (), or no graph that leads to
+            a parameter (detached, computed under torch.no_grad).
         TypeError: when called: a leaf of params is an integer tensor or no tensor, the loss is no floating-point
             tensor, aux holds something else than tensors, or has_aux is set and loss_fn returns no pair.
 
@@ -174,8 +175,6 @@ def _by_autograd(
         scaled, (loss, aux) = scaled_loss(leaves)
 
         def backward() -> Sequence[Tensor]:
-            if not scaled.requires_grad:
-                return [torch.zeros_like(leaf) for leaf in leaves]
             return torch.autograd.grad(scaled, leaves, allow_unused=True, materialize_grads=True)
 
         begin_backward()
@@ -213,6 +212,12 @@ def _split(call: str, returned: Any, has_aux: bool) -> tuple[Tensor, Any]:
         raise TypeError(f"{call}: loss_fn must return a floating-point tensor as loss; got {_tree.describe(loss)}")
     if loss.dim() != 0:
         raise ValueError(f"{call}: loss_fn must return a loss of shape (); got {tuple(loss.shape)}")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{call}: loss_fn must return a loss that depends on the parameters through differentiable operations; got "
+            "one with requires_grad=False, which trains nothing: compute it outside torch.no_grad(), without detach(), "
+            "item(), argmax() or a comparison on the way"
+        )
     for index, leaf in enumerate(_tree.leaves(aux)):
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{call}: aux{_tree.path_of(aux, index)} must be a tensor; got {_tree.describe(leaf)}")

@@ -183,3 +183,36 @@ def test_penalty_under_torch_func_says_what_to_do() -> None:
     step = make_train_step(module_loss(Penalty(), mse_loss), stateless(torch.optim.SGD), engine="func")
     with pytest.raises(RuntimeError, match=r"take torch\.func\.grad there, or pass engine='autograd'"):
         step(step.init(), (torch.ones(5, 3, requires_grad=True), torch.ones(5, 1)))
+
+
+def _under_no_grad(output: Tensor, target: Tensor) -> Tensor:
+    with torch.no_grad():
+        return mse_loss(output, target)
+
+
+WITHOUT_A_GRAPH = {
+    "no_grad": _under_no_grad,
+    "detach": lambda output, target: mse_loss(output, target).detach(),
+    "accuracy": lambda output, target: (output.argmax(1) == target.argmax(1)).float().mean(),
+    "constant": lambda output, target: target.sum(),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "scan", "compile"])
+@pytest.mark.parametrize("engine", [None, "autograd", "func"])
+@pytest.mark.parametrize("kind", [*WITHOUT_A_GRAPH])
+def test_loss_without_a_graph_is_refused(kind: str, engine: Any, how: str) -> None:
+    """As torch's backward does: such a step would count, decay weights and train nothing."""
+    criterion = WITHOUT_A_GRAPH[kind]
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        criterion(nn.Linear(3, 2)(torch.randn(4, 3)), torch.randn(4, 2)).backward()
+    window = {"accumulate": 2, "scan": True} if how == "scan" else {}
+    loss_fn = module_loss(nn.Linear(3, 2), criterion)
+    step = make_train_step(loss_fn, stateless(torch.optim.AdamW), engine=engine, **window)  # type: ignore[arg-type]
+    state = step.init()
+    runs: dict[str, Any] = {"eager": step, "compile": torch.compile(step, backend="eager", fullgraph=True)}
+    run: Any = runs.get(how) or jit(step, backend="eager")
+    batch = (torch.randn(2, 4, 3), torch.randn(2, 4, 2)) if window else (torch.randn(4, 3), torch.randn(4, 2))
+    with pytest.raises(Exception, match=r"step: loss_fn must return a loss that depends on the parameters") as caught:
+        run(state, batch)
+    assert how == "compile" or caught.type is ValueError

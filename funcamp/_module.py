@@ -45,6 +45,8 @@ class ModuleLoss:
         self._holder = Holder(model, model)
         self._looked = False
         self._parts = _parts(model)
+        self.all_names = [name for name, part in self._parts.items() if part != "a buffer"]
+        """The names of all parameters, frozen ones too."""
         self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
         self.names: dict[str, str] = {}
         """Every trainable parameter's name, to the name under which it is stored (another one where it is tied)."""

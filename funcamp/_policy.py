@@ -7,6 +7,7 @@ taken with respect to it, the uses sum in the low precision by themselves, and n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -42,7 +43,8 @@ class Policy:
         compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for neither copies nor autocast.
         autocast: whether the loss runs under torch.autocast.
         keep: globs of dotted names, `*` for any characters: these stay float32 (an embedding in a loss of your own).
-        copy: globs of dotted names: these are copied, whatever their module or shape. `keep` goes first.
+        copy: globs of dotted names: these are copied, whatever their module or shape. `keep` goes first. A step's
+            `init` refuses a glob of either that matches no parameter, trainable or frozen.
 
     Raises:
         TypeError: a value is of another type than said above.
@@ -135,6 +137,17 @@ class Policy:
         if any(_matches(glob, name) for glob in self.copy):
             return True
         return leaf.dim() >= 2 if known is None else name in known
+
+    def check_names(self, call: str, names: Sequence[str]) -> None:
+        """Raise ValueError if a glob of keep or copy matches none of the parameters' names: a typo protects nothing."""
+        for kind in ("keep", "copy"):
+            for glob in getattr(self, kind):
+                if not any(_matches(glob, name) for name in names):
+                    some = ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
+                    raise ValueError(
+                        f"{call}: every glob in the policy's {kind} must match a parameter's name; got {glob!r}, and "
+                        f"the names are {some}: correct it ({glob + '.*'!r} for all of a layer) or leave it out"
+                    )
 
 
 def check_policy(call: str, policy: object) -> Policy | None:

@@ -28,6 +28,7 @@ from funcamp._copies import (
     store,
 )
 from funcamp._ema import ema_update
+from funcamp._flat import FlatParams
 from funcamp._fold import judge, unscale_and_clip
 from funcamp._grad import around_backward, choose, differentiate
 from funcamp._limits import exhausted, saturated
@@ -92,8 +93,8 @@ class TrainStep:
             TypeError: params is missing, or a leaf is an integer or sparse tensor or no tensor; buffers is no dict of
                 tensors; consume is no bool, or set for a loss that is not of `module_loss`, or for a module with
                 DTensors or other tensor subclasses.
-            ValueError: params has no tensor, or not the names of the module; consume is set with params or buffers, or
-                for a state cut over ranks.
+            ValueError: params has no tensor, or not the names of the module; a glob of the policy's keep or copy
+                matches no parameter; consume is set with params or buffers, or for a state cut over ranks.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -118,6 +119,8 @@ class TrainStep:
             buffers = self.loss_fn.buffers() if hasattr(self.loss_fn, "buffers") else {}
         if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
             raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
+        tree = params.tree() if isinstance(params, FlatParams) else params
+        options.policy.check_names(call, getattr(self.loss_fn, "all_names", None) or _tree.names(tree))
         options.parallel.agree(described(self.optimizer, self.config, options))
         # Parameters given may require a gradient, and those of a consumed module are trained elsewhere later.
         with torch.inference_mode(False), torch.no_grad():

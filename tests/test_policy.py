@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -59,6 +60,27 @@ def test_names_that_others_use(dtype: torch.dtype, names: list[Any]) -> None:
         assert step._options.policy == Policy(dtype)
         if isinstance(name, str):
             assert Policy.parse(f"{name},keep=a") == Policy(dtype, keep=("a",))
+
+
+@pytest.mark.parametrize("kind", ["keep", "copy"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("wrong", ["heads.*", "head", "words.weight|heads.*", "norm.running_mean"])
+def test_glob_that_matches_no_parameter_is_refused(kind: str, dtype: str, wrong: str) -> None:
+    """A typo would leave the layer in low precision without a word."""
+    glob = wrong.split("|")[-1]
+    problem = rf"init: every glob in the policy's {kind} must match .* got '{re.escape(glob)}', .* 'words\.weight'"
+    with pytest.raises(ValueError, match=problem):
+        seen_by_loss(tied(), f"{dtype},{kind}={wrong}", True)
+    own = make_train_step(lambda p, x: p["head"]["w"].sum(), stateless(torch.optim.SGD), policy=f"fp16,{kind}=head.b")
+    with pytest.raises(ValueError, match=r"got 'head\.b', and the names are 'head\.w': correct it"):
+        own.init({"head": {"w": torch.ones(2, 2)}})
+
+
+def test_globs_of_frozen_and_tied_parameters_match() -> None:
+    task = tied()
+    task.model.positions.requires_grad_(False)
+    seen = seen_by_loss(task, "float16,keep=head.weight|positions,copy=words.*", True)
+    assert (seen["head.weight"], seen["words.weight"]) == (torch.float32, torch.float16)
 
 
 def seen_by_loss(task: Task, policy: str, flat: bool) -> dict[str, torch.dtype]:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import traceback
 
+import torch
 from torch import nn
 
 _PRECISIONS = (
     "a layer of the model met its parameters in the policy's precision (compute copies) and inputs in another, "
-    "outside of torch.autocast (autocast(enabled=False) in the forward pass?): keep {layer} in float32, "
+    "outside of torch.autocast (autocast(enabled=False) in the forward pass?): keep {kept} in float32, "
     "policy='...,keep={glob}'"
 )
+_TWO_DTYPES = (
+    "{layer} met an input and parameters of two dtypes, as torch says: {text}; cast the one to the other: the batch to "
+    "the parameters' dtype, batch.float() for float32 (numpy's arrays are float64)"
+)
+#: What torch calls the dtypes of compute copies in its texts.
+_LOW = {torch.float16: "half", torch.bfloat16: "bfloat16"}
 _WAYS_OUT = {
     **dict.fromkeys(
         (
             "have the same dtype",
             "have same dtype",
-            "expected scalar type Float but found",
+            *(f"expected scalar type {kind} but found" for kind in ("Float", "Double", "Half", "BFloat16")),
             "and bias type (",
             "and weight type (",
         ),
@@ -39,16 +46,45 @@ _WAYS_OUT = {
 }
 
 
-def advise(call: str, error: Exception) -> None:
-    """Raise RuntimeError with a way out, where one is known."""
+def advise(call: str, error: Exception, low: tuple[torch.dtype, ...] = tuple(_LOW)) -> None:
+    """Raise RuntimeError with a way out, where one is known.
+
+    Args:
+        call: the function called.
+        error: what torch raised.
+        low: the dtypes that compute copies may have.
+    """
     text = str(error)
+    if error.__cause__ is not None and str(error.__cause__) in text:  # advice that quotes torch
+        return
+    if isinstance(error, ZeroDivisionError):
+        if _raised_in(error).startswith(("torch._decomp", "torch._refs", "torch._prims")):
+            raise RuntimeError(
+                f"{call}: the batch must not be empty: torch divides by its number of elements, 0, where it traces a "
+                "mean; leave a batch of 0 rows out, or take it by the eager step"
+            ) from error
+        return
     for part, way_out in _WAYS_OUT.items():
         if part in text:
             if way_out is _PRECISIONS:
                 name = _layer(error)
-                layer, glob = (f"{name!r}", f"{name}.*") if name else ("its parameters", "...")
-                way_out = way_out.format(layer=layer, glob=glob)
+                kept, glob = (f"{name!r}", f"{name}.*") if name else ("its parameters", "...")
+                layer = f"layer {name!r}" if name else "a layer"
+                way_out = _PRECISIONS if _between_copies(text, low) else _TWO_DTYPES
+                way_out = way_out.format(kept=kept, glob=glob, layer=layer, text=text)
             raise RuntimeError(f"{call}: {way_out}") from error
+
+
+def _between_copies(text: str, low: tuple[torch.dtype, ...]) -> bool:
+    """Whether torch speaks of float32 and the dtype of compute copies."""
+    words = text.lower()
+    return any(_LOW.get(dtype, "none") in words for dtype in low) and "float" in words.replace("bfloat16", "")
+
+
+def _raised_in(error: Exception) -> str:
+    """The name of the module whose code raised."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__"))
 
 
 def _layer(error: Exception) -> str | None:

@@ -97,8 +97,12 @@ def differentiate(
     *,
     weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
     holding: Holding | None = None,
+    low: tuple[torch.dtype, ...] = (),
 ) -> tuple[list[Tensor], Tensor, Any]:
-    """Gradients of scale * weigh(loss) with respect to every input, still scaled; the loss and aux as returned."""
+    """Gradients of scale * weigh(loss) with respect to every input, still scaled; the loss and aux as returned.
+
+    low holds the dtypes of compute copies among the inputs.
+    """
 
     def scaled_loss(inner: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Any]]:
         loss, aux = _split(call, loss_of(inner), has_aux)
@@ -112,8 +116,8 @@ def differentiate(
     try:
         with whole_functions(), _inside():  # frames of the loss that torch.compile takes one by one
             return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(scaled_loss, inputs, holding)
-    except RuntimeError as error:
-        advise(call, error)
+    except (RuntimeError, ZeroDivisionError) as error:
+        advise(call, error, low)
         raise
 
 

@@ -483,8 +483,9 @@ class TrainStep:
 
         holding = around_backward(self.loss_fn, build if rows else build_params)
         engine = choose(self._options.engine, state)
+        low = (self._options.policy.compute_dtype,)
         grads, loss, aux = differentiate(
-            "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding
+            "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding, low=low
         )
         records = _tree.unflatten(grads[len(inputs) :], spec)
         after = buffers

@@ -16,7 +16,16 @@ from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from funcamp import ScalerConfig, TrainStep, jit, make_train_step, module_loss, stateless
+from funcamp import (
+    ScalerConfig,
+    TrainStep,
+    init,
+    jit,
+    make_train_step,
+    module_loss,
+    scaled_grad_and_value,
+    stateless,
+)
 from tests.helpers import assert_close, assert_same, clone
 
 SGD = stateless(torch.optim.SGD, lr=0.5)
@@ -382,7 +391,64 @@ class Refuses(torch.nn.Linear):
 )
 def test_every_wording_of_two_precisions(text: str) -> None:
     """aten/src/ATen/native/Convolution.cpp, check_input_same_type_as_parameters."""
-    step = make_train_step(module_loss(Head(Refuses(text)), lambda out, _: out.sum()), SGD, policy="float16")
+    policy = "bfloat16" if "BFloat16" in text else "float16"
+    step = make_train_step(module_loss(Head(Refuses(text)), lambda out, _: out.sum()), SGD, policy=policy)
     x = torch.ones(2, 4)
     with pytest.raises(RuntimeError, match=r"keep 'heads\.1' in float32, policy='\.\.\.,keep=heads\.1\.\*'"):
         step(step.init(), (x, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("policy", [None, "bfloat16,autocast=off"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_batch_of_another_dtype(name: str, policy: str | None, dtype: torch.dtype) -> None:
+    """The two dtypes are not float32 and that of compute copies: advice about them would lead nowhere."""
+    loss_fn = module_loss(torch.nn.Sequential(LAYERS[name]()), lambda out, _: out.sum())
+    step = make_train_step(loss_fn, SGD, policy=policy)
+    x = torch.ones((2, 4) if "conv" not in name else (2, 1, 2, 2)).to(dtype)
+    problem = r"step: layer '0' met an input and parameters of two dtypes, as torch says: .*; cast .* batch\.float\(\)"
+    with pytest.raises(RuntimeError, match=problem):
+        step(step.init(), (x, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64], ids=str)
+def test_batch_of_another_dtype_under_jit(dtype: torch.dtype) -> None:
+    step = make_train_step(module_loss(torch.nn.Linear(4, 4), lambda out, _: out.sum()), SGD)
+    x = torch.ones(2, 4).to(dtype)
+    for run, call in ((step, "step"), (jit(step, backend="eager"), "jit")):
+        with pytest.raises(RuntimeError, match=rf"{call}: a layer met an input .* got \w+ and Float; cast") as caught:
+            run(step.init(), (x, x))
+        assert "policy" not in str(caught.value)
+        assert str(caught.value).count("as torch says") == 1
+
+
+@pytest.mark.parametrize("engine", ["autograd", "func"])
+def test_two_dtypes_without_a_step(engine: Any) -> None:
+    layer = torch.nn.Linear(2, 2)
+    loss_fn = scaled_grad_and_value(lambda p, x: functional_call(layer, p, x).sum(), engine=engine)
+    with pytest.raises(RuntimeError, match=r"scaled_grad_and_value: a layer met .* Double and Float"):
+        loss_fn(init(), dict(layer.named_parameters()), torch.ones(2, 2, dtype=torch.float64))
+
+
+def test_dtype_of_a_target_is_an_error_of_torch() -> None:
+    step = make_train_step(module_loss(torch.nn.Linear(2, 2), torch.nn.functional.nll_loss), SGD)
+    with pytest.raises(RuntimeError, match=r"^expected .* Long") as caught:
+        step(step.init(), (torch.ones(2, 2), torch.ones(2)))
+    assert "an input and parameters" not in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["autograd", "func"])
+def test_empty_batch_under_jit(engine: Any) -> None:
+    """torch's decomposition of mse_loss's backward divides by the number of elements when it is traced."""
+    step = make_train_step(module_loss(torch.nn.Linear(4, 1), mse_loss), SGD, engine=engine)
+    empty = (torch.ones(0, 4), torch.ones(0, 1))
+    assert step(step.init(), empty)[1].loss.isnan()
+    with pytest.raises(RuntimeError, match=r"step: the batch must not be empty: .* leave a batch of 0 rows out"):
+        jit(step, backend="eager")(step.init(), empty)
+
+
+def test_division_by_zero_of_the_loss_itself_is_its_own() -> None:
+    step = make_train_step(lambda p, x: p["w"].sum() * (1 / (x.shape[0] - 2)), SGD)
+    for run in (step, jit(step, backend="eager")):
+        with pytest.raises(ZeroDivisionError):
+            run(step.init({"w": torch.ones(1)}), torch.ones(2))

@@ -142,6 +142,10 @@ def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> 
             raise ValueError(
                 f"load_state_dict: saved[{name!r}] must be like {_tree.describe(leaf)}; got {_tree.describe(value)}"
             )
+        if value.is_meta or value.layout != leaf.layout:
+            fix = "load it with its values" if value.is_meta else "to_dense() makes one"
+            got = f"{_tree.describe(value)}, {value.layout}"
+            raise ValueError(f"load_state_dict: saved[{name!r}] must be dense and have values; got {got}: {fix}")
         new.append(value.detach().to(leaf.device, copy=True))
     full = collapse(full, _tree.unflatten(new, spec))
     _check_numbers("load_state_dict", full)
@@ -274,18 +278,28 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
 
 
 def _check_numbers(call: str, state: TrainState) -> None:
-    """Raise ValueError for a scale or a count that no run can have, and from which none recovers; reads the host."""
-    if not bool((state.scaler.scale > 0).all()):
-        raise ValueError(f"{call}: saved['scaler.scale'] must be above 0; got {state.scaler.scale.tolist()}")
+    """Raise ValueError for a scale, flag or count that no run can have, or from which none recovers; reads the host."""
+
+    def check(name: str, value: Tensor, holds: Tensor, rule: str) -> None:
+        if not bool(holds.all()):
+            raise ValueError(f"{call}: saved[{name!r}] must be {rule}; got {value[~holds].flatten()[0].item():g}")
+
+    scaler = state.scaler
+    check("scaler.scale", scaler.scale, (scaler.scale > 0) & scaler.scale.isfinite(), "above 0 and finite")
+    check("scaler.found_inf", scaler.found_inf, (scaler.found_inf == 0) | (scaler.found_inf == 1), "0 or 1")
+    counts = ("growth_tracker", "since_rescale", "overflows")  # the others of a rule may be negative
     tree = {
         **{name: getattr(state, name) for name in ("step", "skipped", "consecutive_skips")},
+        "scaler": {name: getattr(scaler, name) for name in counts if hasattr(scaler, name)},
         "opt_state": _tree.map_nodes(
             OptState, lambda node: {"applied": node.applied, "state.step": node.state.get("step")}, state.opt_state
         ),
     }
     for name, count in _by_name(tree).items():
-        if not bool((count >= 0).all()):
-            raise ValueError(f"{call}: saved[{name!r}] must be 0 or more; got {count.min().item():g}")
+        check(name, count, count >= 0, "0 or more")
+    for name, limit in (("skipped", "step"), ("consecutive_skips", "skipped")):
+        part, whole_count = getattr(state, name), getattr(state, limit)
+        check(name, part, part <= whole_count, f"at most saved[{limit!r}]")
 
 
 def with_own_copies(tree: Tree) -> Tree:

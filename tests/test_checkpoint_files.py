@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import os
 import pickle
 import re
@@ -25,8 +26,9 @@ from torch import Tensor
 from torch.distributed import checkpoint as checkpoint_module
 
 import funcamp
-from funcamp import distributed, load, save
+from funcamp import ScalerConfig, distributed, load, make_train_step, save, stateless
 from funcamp._checkpoint import _folder_beside
+from funcamp._rulebook import RULES
 from tests.helpers import assert_same, clone
 from tests.models import Task, cnn, mlp, tied
 
@@ -401,9 +403,15 @@ def test_what_holds_itself_is_refused_and_what_is_held_twice_is_not(tmp_path: Pa
 @pytest.mark.parametrize(
     ("entry", "value", "message"),
     [
-        ("scaler.scale", float("nan"), r"saved\['scaler.scale'\] must be above 0; got nan"),
-        ("scaler.scale", -8.0, r"saved\['scaler.scale'\] must be above 0; got -8.0"),
-        ("scaler.scale", 0.0, r"saved\['scaler.scale'\] must be above 0; got 0.0"),
+        ("scaler.scale", float("nan"), r"saved\['scaler.scale'\] must be above 0 and finite; got nan"),
+        ("scaler.scale", -8.0, r"saved\['scaler.scale'\] must be above 0 and finite; got -8"),
+        ("scaler.scale", 0.0, r"saved\['scaler.scale'\] must be above 0 and finite; got 0"),
+        ("scaler.scale", float("inf"), r"saved\['scaler.scale'\] must be above 0 and finite; got inf"),
+        ("scaler.growth_tracker", -7, r"saved\['scaler.growth_tracker'\] must be 0 or more; got -7"),
+        ("scaler.found_inf", float("nan"), r"saved\['scaler.found_inf'\] must be 0 or 1; got nan"),
+        ("scaler.found_inf", 2.0, r"saved\['scaler.found_inf'\] must be 0 or 1; got 2"),
+        ("skipped", 300, r"saved\['skipped'\] must be at most saved\['step'\]; got 300"),
+        ("consecutive_skips", 3, r"saved\['consecutive_skips'\] must be at most saved\['skipped'\]; got 3"),
         ("step", -1, r"saved\['step'\] must be 0 or more; got -1"),
         ("skipped", -1, r"saved\['skipped'\] must be 0 or more; got -1"),
         ("opt_state.applied", -2, r"saved\['opt_state.applied'\] must be 0 or more; got -2"),
@@ -428,6 +436,32 @@ def test_numbers_that_no_run_has_are_refused(entry: str, value: float, message: 
                 slices[name] = torch.full_like(slices[name], value)
         with pytest.raises(ValueError, match="^load_sharded_state_dict: " + message):
             distributed.load_sharded_state_dict(slices, like)
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_states_of_every_rule_are_taken_back(rule: str) -> None:
+    """After overflows and growth: some counters of other libraries are negative then."""
+    config = ScalerConfig(8.0, growth_interval=2, rule=rule, stop_scale=0.5 if rule == "fairseq" else None)
+    step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD, lr=0.1), config)
+    state = step.init({"w": torch.ones(2)})
+    for value in (1.0, 1.0, 1.0, math.inf, math.inf, math.inf, 1.0):
+        state, _ = step(state, torch.full((2,), value))
+        assert_same(step.load_state_dict(step.state_dict(state), like=state), state)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_tensors_that_no_state_can_hold_are_refused(strict: bool) -> None:
+    step = make(mlp())
+    like = step.init()
+    saved = step.state_dict(like)
+    name = next(name for name in saved if name.startswith("params.") and saved[name].dim() == 2)
+    for value, got in (
+        (saved[name].to_sparse(), "sparse_coo: to_dense"),
+        (saved[name].to("meta"), "on meta, .*: load"),
+    ):
+        problem = rf"load_state_dict: saved\['{name}'\] must be dense and have values; got .*{got}"
+        with pytest.raises(ValueError, match=problem):
+            step.load_state_dict({**saved, name: value}, like=like, strict=strict)
 
 
 # How a file is replaced.

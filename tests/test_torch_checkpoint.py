@@ -239,6 +239,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         (ValueError, "scaler must have the step's growth_interval, 3; got 7", {"scaler": other_scaler}),
         (ValueError, "saved must have 'scale'; it is empty", {"scaler": {}}),
         (ValueError, r"saved\['scaler.scale'\] must be above 0", {"scaler": saved["scaler"] | {"scale": 0.0}}),
+        (ValueError, "growth_tracker.*0 or more; got -5", {"scaler": saved["scaler"] | {"_growth_tracker": -5}}),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             step.from_torch(like, **arguments)

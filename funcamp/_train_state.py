@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +80,9 @@ class Metrics(NamedTuple):
 
         Left out are those that an option left empty, and records. Tensors; numbers in a row of `MetricReader`. No sync.
 
+        Raises:
+            ValueError: two entries of nested dicts have one name: `{"a/b": ..., "a": {"b": ...}}`.
+
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD, lr=0.5))
             >>> _, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
@@ -91,17 +94,22 @@ class Metrics(NamedTuple):
         for name in self._fields:
             value = getattr(self, name)
             if name != "records" and not (isinstance(value, tuple) and not value):
-                found |= _entries(name, value)
+                for key, item in _entries(name, value):
+                    if key in found:
+                        raise ValueError(
+                            f"to_dict: metrics must have one entry by each name; got two by {key!r}: rename a key of "
+                            f"what the loss returns as {name}"
+                        )
+                    found[key] = item
         return found
 
 
-def _entries(name: str, value: Any) -> dict[str, Any]:
+def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict):
-        return {name: value}
-    found: dict[str, Any] = {}
+        yield name, value
+        return
     for key, item in value.items():
-        found |= _entries(f"{name}/{key}", item)
-    return found
+        yield from _entries(f"{name}/{key}", item)
 
 
 def export(state: TrainState) -> dict[str, Tensor]:

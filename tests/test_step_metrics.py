@@ -154,3 +154,15 @@ def test_a_parameter_by_its_name() -> None:
     with pytest.raises(IndexError, match=r"2 must be in .tree\(\), a list of a torch.float32 tensor"):
         listed[2]
     assert matrix_or_vector("w", state.params["w"]) == "matrix"
+
+
+def test_two_aux_entries_of_one_name_are_refused() -> None:
+    """A row for a logger would lack one of them without a word."""
+
+    def loss_fn(p: Any, x: Tensor) -> Any:
+        return (p["w"] * x).sum(), {"a/b": x.sum(), "a": {"b": x.sum() * 3}}
+
+    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1), has_aux=True)
+    _, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+    with pytest.raises(ValueError, match=r"to_dict: metrics must have one entry by each name; got two by 'aux/a/b'"):
+        metrics.to_dict()

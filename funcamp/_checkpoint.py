@@ -43,7 +43,7 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
     Raises:
         TypeError: path is no path; saved is no dict, or holds what the format cannot hold or `load` would not read.
         ValueError: path is something else than a file: a folder, a device, a link that leads to itself; saved holds
-            itself, or a tensor without values (on the meta device).
+            itself, or a tensor without values (on the meta device), or is nested deeper than Python's recursion limit.
         ImportError: path ends in `.safetensors` and the package is missing.
         OSError: the file cannot be written; path is then as it was.
 
@@ -56,7 +56,7 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """
     name = _checked_path("save", path)
     target = os.path.realpath(name)  # renaming onto a link would replace the link
-    if os.path.exists(target) and not os.path.isfile(target):
+    if not os.path.basename(name) or (os.path.exists(target) and not os.path.isfile(target)):
         raise ValueError(f"save: path must name a file; got {name!r}, which is a folder or a device")
     if os.path.islink(target):
         raise ValueError(f"save: path must name a file; got {name!r}, which is a link that leads to itself")
@@ -66,7 +66,10 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
     if package:
         saved = _packed(saved)
     else:
-        _check_plain("saved", saved)
+        try:
+            _check_plain("saved", saved)
+        except RecursionError as error:
+            raise ValueError("save: saved must be nested less deeply than Python's recursion limit") from error
     with _folder_beside(target) as folder:
         part = os.path.join(folder, os.path.basename(target))
         if package:
@@ -99,7 +102,7 @@ def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cp
     Raises:
         TypeError: path is no path, or map_location no device.
         ValueError: the file is cut short, damaged, of another format, or holds an object that only code could make;
-            path is a folder; the machine lacks the device.
+            path is a folder, a pipe or a device; the machine lacks the device.
         ImportError: path ends in `.safetensors` and the package is missing.
         FileNotFoundError: there is no file.
 
@@ -117,8 +120,8 @@ def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cp
         raise ValueError(f"load: map_location must be a device of this machine; got {map_location!r}") from error
     package = _safetensors("load", os.path.realpath(name))
     rule = f"load: path must name a whole checkpoint; got {name!r}, which"
-    if os.path.isdir(name):
-        raise ValueError(f"{rule} is a folder")
+    if os.path.exists(name) and not os.path.isfile(name):  # opening a pipe would wait for a writer
+        raise ValueError(f"{rule} is a folder or a device")
     with open(name, "rb") as file:
         if package is None and not zipfile.is_zipfile(file):
             size = os.fstat(file.fileno()).st_size

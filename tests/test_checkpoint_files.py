@@ -464,6 +464,33 @@ def test_tensors_that_no_state_can_hold_are_refused(strict: bool) -> None:
             step.load_state_dict({**saved, name: value}, like=like, strict=strict)
 
 
+def test_nesting_beyond_the_recursion_limit_is_refused(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {"w": torch.ones(2)}
+    for _ in range(3000):
+        saved = {"a": saved}
+    with pytest.raises(ValueError, match=r"save: saved must be nested less deeply than Python's recursion limit"):
+        save(saved, tmp_path / "deep.pt")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["pipe", "link", "pipe.safetensors"])
+def test_pipe_is_not_read(tmp_path: Path, name: str) -> None:
+    """Opening one would wait for a writer."""
+    os.mkfifo(tmp_path / name.replace("link", "pipe"))
+    if name == "link":
+        os.symlink(tmp_path / "pipe", tmp_path / "link")
+    with pytest.raises(ValueError, match=r"load: path must name a whole checkpoint; got .* a folder or a device"):
+        load(tmp_path / name)
+
+
+@pytest.mark.parametrize("path", ["new.pt/", "new.safetensors/", "old.pt/"])
+def test_name_that_ends_as_a_folder_is_not_written(tmp_path: Path, path: str) -> None:
+    save({"a": 1}, tmp_path / "old.pt")
+    with pytest.raises(ValueError, match=r"save: path must name a file; got '.*/', which is a folder or a device"):
+        save({"a": 2}, f"{tmp_path}/{path}")
+    assert (os.listdir(tmp_path), load(tmp_path / "old.pt")) == (["old.pt"], {"a": 1})
+
+
 # How a file is replaced.
 
 

@@ -61,13 +61,14 @@ class TrainStep:
     def __repr__(self) -> str:
         return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={self._options.policy})"
 
+    @torch.inference_mode(False)  # whose tensors no step outside it could differentiate
     def init(
         self, params: Tree = None, buffers: dict[str, Tensor] | None = None, *, consume: bool = False
     ) -> TrainState:
         """Make the state before the first step.
 
         Copies every value: the state shares nothing with params or a module, unless consume is set. The scaler's state
-        is on the device of the first parameter. No sync.
+        is on the device of the first parameter. Under torch.inference_mode too its tensors are ordinary ones. No sync.
 
         Args:
             params: a pytree of floating-point or complex tensors, or a `FlatParams`; by default the module's, for a

@@ -118,6 +118,7 @@ def export(state: TrainState) -> dict[str, Tensor]:
     return found
 
 
+@torch.inference_mode(False)  # whose tensors no step outside it could differentiate
 def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> TrainState:
     """The inverse of `export`, laid out and placed as like is; of what only one has, like's where not strict."""
     if not isinstance(like, TrainState) or not isinstance(saved, dict):
@@ -242,6 +243,7 @@ def _fingerprint(params: Tree) -> int:
     return int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[:7], "big")
 
 
+@torch.inference_mode(False)  # whose tensors no step outside it could differentiate
 def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> TrainState:
     """The state in what `sharded_state_dict` gave and `torch.distributed.checkpoint.load` filled; no sync.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from funcamp import (
     ScalerConfig,
     TrainState,
     by_group,
+    jit,
     make_train_step,
     module_loss,
     stateless,
@@ -394,3 +396,25 @@ def test_metrics_count_skips_and_tell_the_limits() -> None:
         (2, 5, 3, 1, 0),
     ]
     assert [int(count) for count in (state.step, state.skipped, state.consecutive_skips)] == [7, 5, 3]
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("policy", [None, "bfloat16"])
+@pytest.mark.parametrize("consume", [False, True])
+def test_state_made_under_inference_mode_is_an_ordinary_one(wrapped: bool, policy: str | None, consume: bool) -> None:
+    """No step outside it could differentiate an inference tensor."""
+    task, ends = cnn(), []
+    for mode in (False, True):
+        model = copy.deepcopy(task.model)
+        adamw = stateless(torch.optim.AdamW, lr=0.01)
+        step = make_train_step(module_loss(model, task.criterion), adamw, policy=policy, ema_decay=0.5)
+        with torch.inference_mode(mode):
+            state = step.init(consume=consume)
+            state = step.load_state_dict(step.state_dict(state), like=state)
+        assert not any(leaf.is_inference() for leaf in torch.utils._pytree.tree_leaves(state))
+        assert not any(value.is_inference() for value in (*model.parameters(), *model.buffers()))
+        run: Any = jit(step, backend="eager") if wrapped else step
+        for index in range(2):
+            state, metrics = run(state, task.batch(index))
+        ends.append((clone(state), metrics.loss))
+    assert_same(*ends)

@@ -44,7 +44,8 @@ class StandIn:
         outputs = [torch.full_like(out, -1) for out in outputs]
 
         def replay() -> None:
-            with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):  # a replay is no operation of torch's
+            # A replay is no operation of torch's.
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
                 for out, value in zip(outputs, run()):
                     out.copy_(value)
 

@@ -123,8 +123,7 @@ class TrainStep:
         tree = params.tree() if isinstance(params, FlatParams) else params
         options.policy.check_names(call, getattr(self.loss_fn, "all_names", None) or _tree.names(tree))
         options.parallel.agree(described(self.optimizer, self.config, options))
-        # Parameters given may require a gradient, and those of a consumed module are trained elsewhere later.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.no_grad():  # parameters given may require it
             group = options.group if options.flat else None
             parallel = options.parallel
             stored, plan = store(call, params, options.policy, self.loss_fn, group, parallel.buckets, consume=consume)

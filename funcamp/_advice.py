@@ -23,7 +23,8 @@ _WAYS_OUT = {
         (
             "have the same dtype",
             "have same dtype",
-            *(f"expected scalar type {kind} but found" for kind in ("Float", "Double", "Half", "BFloat16")),
+            "expected scalar type Float but found",
+            "expected scalar type Double but found",
             "and bias type (",
             "and weight type (",
         ),

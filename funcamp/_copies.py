@@ -254,9 +254,11 @@ def for_loss(params: Tree, copies: Copies) -> tuple[list[Tensor], Callable[[list
     kept: list[Tensor | None] = [None] * len(stored)
     for number, value in zip(plan.kept, copies.values):
         kept[number] = value
-    if isinstance(params, FlatParams):
-        stored, kept = params.layout.views(params.groups), params.layout.views(tuple(kept))
     places = _distinct(plan)
+    if isinstance(params, FlatParams):
+        views = params.layout.views
+        stored = views(params.groups, {number for number, low in places if not low})
+        kept = views(tuple(kept), {number for number, low in places if low})
     inputs: list[Any] = []
     for number, low in places:
         inputs.append(kept[number] if low else stored[number])

@@ -11,7 +11,7 @@ bytes in float32). The rest is zero and has a zero gradient, so no norm or check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -67,23 +67,30 @@ class Layout:
     def __deepcopy__(self, memo: object) -> Layout:
         return self
 
-    def views(self, groups: Groups) -> list[Tensor | None]:
-        """A view for every slot; None for those of a group that is None, the group itself where its shape is ()."""
+    def views(self, groups: Groups, wanted: Container[int] | None = None) -> list[Tensor | None]:
+        """A view for every slot; None for those of a group that is None, the group itself where its shape is ().
+
+        wanted: the numbers of the slots to look at; None for all. In a trace every view is an operation.
+        """
         for group, columns in zip(groups, self.columns):
             if group is not None and group.dim() > (1 if columns is None else 2):
                 raise ValueError(
                     f"tree: groups must have no batch dimension; got {tuple(group.shape)}: take the tree under vmap, "
                     "vmap(lambda params: params.tree())(params)"
                 )
-        parts: list[Any] = [
-            None if group is None else torch.split(group, list(sizes)) if group.dim() else [group] * len(sizes)
-            for group, sizes in zip(groups, self.pieces)
-        ]
+        chosen = {slot.group for number, slot in enumerate(self.slots) if wanted is None or number in wanted}
+        parts: list[Any] = [None] * len(groups)
+        for number, (group, sizes) in enumerate(zip(groups, self.pieces)):
+            if group is not None and number in chosen:
+                parts[number] = torch.split(group, list(sizes)) if group.dim() else [group] * len(sizes)
         views: list[Tensor | None] = []
-        for slot in self.slots:
+        for number, slot in enumerate(self.slots):
             part = parts[slot.group]
-            piece = None if part is None else part[slot.place]
-            views.append(piece if piece is None or not piece.dim() else piece[: _count(slot.shape)].view(slot.shape))
+            piece = None if part is None or (wanted is not None and number not in wanted) else part[slot.place]
+            if piece is not None and piece.dim():
+                count = _count(slot.shape)
+                piece = (piece if piece.numel() == count else piece[:count]).view(slot.shape)
+            views.append(piece)
         return views
 
     def join(self, values: Sequence[Tensor | None]) -> Groups:

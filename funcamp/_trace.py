@@ -9,7 +9,9 @@ reference. Nothing is computed, and no random number is drawn.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,6 +117,8 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
     """
     for name in (FakeTensor, FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass):
         _upstream.check(name)
+    if _upstream.ENDED_THREAD.present:
+        stay()
     # Inductor turns scan into a loop with an index that no shape tells; the function's own reads are refused below.
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
@@ -201,6 +205,20 @@ def with_parts(wrapper: Wrapper | None, plain: Iterator[Tensor]) -> Tensor:
         {**inner, **wrapper.beside}, wrapper.context, wrapper.size, wrapper.stride
     )
     return made
+
+
+@functools.cache
+def stay() -> None:
+    """Enter a FakeTensorMode in a thread that stays: torch keeps what the first such thread holds, though it ends."""
+    entered = threading.Event()
+
+    def first() -> None:
+        with FakeTensorMode():
+            entered.set()
+        threading.Event().wait()
+
+    threading.Thread(target=first, name="funcamp-stay", daemon=True).start()
+    entered.wait()
 
 
 @contextlib.contextmanager

@@ -67,6 +67,8 @@ LOST_BACKWARD = Defect((2, 11), (2, 15))
 LOST_NESTED_BACKWARD = Defect((2, 11), None)
 #: Dynamo refuses an autograd.Function under vmap of torch.func.grad: `_whole`.
 REFUSED_UNDER_VMAP = Defect((2, 11), None)
+#: Where a CUDA build finds no GPU, the first thread that enters a FakeTensorMode must not end: `_trace.stay`.
+ENDED_THREAD = Defect((2, 11), (2, 12))
 #: Dynamo's one None keeps the source of the first `.grad` that is None: GradScaler says to return a value.
 SOURCE_ON_NONE = Defect((2, 13), (2, 15))
 

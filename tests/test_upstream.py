@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -236,6 +238,36 @@ def test_views_of_another_dtype_have_no_batching_rule() -> None:
     refused = r"Batching rule not implemented for aten::view\.dtype"
     with raises_where(_upstream.NO_RULE_FOR_BITS.present, RuntimeError, match=refused):
         assert torch.func.vmap(lambda x: x.view(torch.int32))(torch.ones(2, 3)).dtype == torch.int32
+
+
+TWO_THREADS = """
+import threading
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from funcamp._trace import stay
+
+def enter():
+    with FakeTensorMode():
+        torch.zeros(2)
+
+if {staying}:
+    stay()
+for _ in range(2):
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+enter()
+"""
+
+
+def test_a_fake_tensor_mode_in_a_thread_that_ended() -> None:
+    # A build for CPUs has no such guard, and where there is a GPU torch leaves it as it is.
+    replaced = torch.version.cuda is not None and not torch.cuda.is_available()
+    present = _upstream.ENDED_THREAD.present and replaced
+    for staying, crashes in ((False, present), (True, False)):
+        command = [sys.executable, "-c", TWO_THREADS.format(staying=staying)]
+        code = subprocess.run(command, check=False, capture_output=True).returncode
+        assert (code != 0) == crashes, (staying, code)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -35,6 +38,18 @@ class Timing(NamedTuple):
     """The median over the rounds of this variant's time over the first variant's in the same round."""
     host: float
     """Until the call has returned, whatever the device still does."""
+
+
+def in_fresh_processes(script: str, arguments: list[str], times: int) -> list[Any]:
+    """The JSON that a benchmark prints last, so many times; at the first nothing is compiled yet, headers neither."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": cache}
+        command = [sys.executable, script, *arguments]
+        outs = [
+            subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+            for _ in range(times)
+        ]
+    return [json.loads(out.stdout.splitlines()[-1]) for out in outs]
 
 
 def nothing() -> None:

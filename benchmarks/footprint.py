@@ -13,10 +13,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +21,7 @@ from typing import Any
 import torch
 from _models import CPU_SIZES, Size, build, cross_entropy
 from _plots import dots
-from _timing import about, arguments, kilobytes, table, write
+from _timing import about, arguments, in_fresh_processes, kilobytes, table, write
 from _variants import funcamp_step, torch_loop
 from torch.utils import _pytree
 
@@ -93,14 +89,8 @@ def child(what: str, variant: str, blocks: str) -> tuple[float, ...]:
 
 
 def spawn(*arguments: str, times: int = 1) -> list[float]:
-    """The measurements, so many times, each in a fresh process; with a compile cache that is empty at the first."""
-    command = [sys.executable, __file__, "--child", *arguments]
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": cache}  # headers too
-        outs = [
-            subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for _ in range(times)
-        ]
-    return [number for out in outs for number in json.loads(out.stdout.splitlines()[-1])]
+    """The measurements, so many times, each in a fresh process."""
+    return [number for out in in_fresh_processes(__file__, ["--child", *arguments], times) for number in out]
 
 
 def counted() -> tuple[dict[str, dict[str, float]], int]:

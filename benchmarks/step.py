@@ -35,7 +35,18 @@ import torch
 from _models import CPU_SIZES, GPU_SIZES, Size
 from _plots import dots
 from _public import PACKAGES, PUBLIC_SIZES
-from _timing import Variant, about, arguments, interleaved, kilobytes, seconds, table, torch_variant, write
+from _timing import (
+    Variant,
+    about,
+    arguments,
+    in_fresh_processes,
+    interleaved,
+    kilobytes,
+    seconds,
+    table,
+    torch_variant,
+    write,
+)
 from _variants import FORMS, OURS, OURS_ON_A_GPU, PEERS, PEERS_ON_A_GPU, Maker
 
 KEEP = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
@@ -153,21 +164,18 @@ def public(chosen: list[str], rounds: int, makers: dict[str, Any]) -> tuple[list
     for name in chosen:
         for row in measure(name, KNOWN[name], "cpu", rounds, makers):
             if "failed" not in row:
-                with tempfile.TemporaryDirectory() as cache:
-                    command = [sys.executable, __file__, "--public", "--sizes", name, "--start", row["variant"]]
-                    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": cache}  # headers too
-                    for when in ("cold", "warm"):
-                        out = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-                        row |= {f"{k}_{when}": v for k, v in json.loads(out.stdout.splitlines()[-1]).items()}
+                starts = in_fresh_processes(__file__, ["--public", "--sizes", name, "--start", row["variant"]], times=2)
+                for when, measured in zip(("cold", "warm"), starts):
+                    row |= {f"{what}_{when}": value for what, value in measured.items()}
                 del row["first_call_s"]
             rows.append(row)
-    starts = [f"{what}_{when}" for what in ("first_call_s", "peak_mb") for when in ("cold", "warm")]
+    measures = [f"{what}_{when}" for what in ("first_call_s", "peak_mb") for when in ("cold", "warm")]
     cells = [
         (row["size"], row["variant"], f"failed: {row['failed']}", *[""] * 6)
         if "failed" in row
         else (
             *(row["size"], row["variant"], row["median_ms"], " to ".join(map(str, row["quartiles_ms"]))),
-            *(row["ratio_to_eager"], *(row[column] for column in starts)),
+            *(row["ratio_to_eager"], *(row[measure] for measure in measures)),
         )
         for row in rows
     ]

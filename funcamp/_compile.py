@@ -91,7 +91,7 @@ def _inductor(graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, An
             with _deep(), config.patch(patches):
                 if ahead:
                     ahead.headers()
-                return compile_fx(graph, inputs, config_patches=patches)
+                return compile_fx(graph, inputs)
         except Exception as error:  # Python may call what C++ cannot; its error is the familiar one
             _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)
             patches = {**patches, "cpp_wrapper": False, "memory_planning": False}

@@ -78,7 +78,8 @@ class Layout:
                     f"tree: groups must have no batch dimension; got {tuple(group.shape)}: take the tree under vmap, "
                     "vmap(lambda params: params.tree())(params)"
                 )
-        chosen = {slot.group for number, slot in enumerate(self.slots) if wanted is None or number in wanted}
+        wanted = range(len(self.slots)) if wanted is None else wanted
+        chosen = {slot.group for number, slot in enumerate(self.slots) if number in wanted}
         parts: list[Any] = [None] * len(groups)
         for number, (group, sizes) in enumerate(zip(groups, self.pieces)):
             if group is not None and number in chosen:
@@ -86,7 +87,7 @@ class Layout:
         views: list[Tensor | None] = []
         for number, slot in enumerate(self.slots):
             part = parts[slot.group]
-            piece = None if part is None or (wanted is not None and number not in wanted) else part[slot.place]
+            piece = None if part is None or number not in wanted else part[slot.place]
             if piece is not None and piece.dim():
                 count = _count(slot.shape)
                 piece = (piece if piece.numel() == count else piece[:count]).view(slot.shape)

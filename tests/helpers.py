@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,3 +64,23 @@ def assert_close(actual: Any, expected: Any, relative: float) -> None:
     """Every leaf within a fraction of its norm; the message has the number measured."""
     measured = difference(actual, expected)
     assert measured <= relative, f"differs by {measured:.3g} relative, more than {relative:.3g}"
+
+
+def together(work: Callable[[int], None], threads: int) -> None:
+    """Run work(0), work(1), ... in threads that begin at once; raise what the first that fails raises."""
+    ready, errors = threading.Barrier(threads), []
+
+    def run(index: int) -> None:
+        try:
+            ready.wait(60)
+            work(index)
+        except BaseException as error:  # raised below
+            errors.append(error)
+
+    started = [threading.Thread(target=run, args=(index,)) for index in range(threads)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]

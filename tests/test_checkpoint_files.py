@@ -13,7 +13,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ import funcamp
 from funcamp import ScalerConfig, distributed, load, make_train_step, save, stateless
 from funcamp._checkpoint import _folder_beside
 from funcamp._rulebook import RULES
-from tests.helpers import assert_same, clone
+from tests.helpers import assert_same, clone, together
 from tests.models import Task, cnn, mlp, tied
 
 dcp: Any = checkpoint_module  # its functions are untyped re-exports
@@ -616,22 +615,14 @@ def test_save_removes_what_killed_saves_left_and_nothing_else(tmp_path: Path) ->
 
 
 def test_saves_of_one_file_at_once_each_succeed_and_one_wins(tmp_path: Path) -> None:
-    file, errors = tmp_path / "checkpoint.pt", []
+    file = tmp_path / "checkpoint.pt"
 
     def saves(rank: int) -> None:
-        try:
-            for _ in range(20):
-                save({"a": torch.full((1000,), rank), "b": torch.full((1000,), rank)}, file)
-                assert_same(*({"w": value} for value in load(file).values()))
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(20):
+            save({"a": torch.full((1000,), rank), "b": torch.full((1000,), rank)}, file)
+            assert_same(*({"w": value} for value in load(file).values()))
 
-    threads = [threading.Thread(target=saves, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    together(saves, threads=4)
     assert os.listdir(tmp_path) == [file.name]
 
 

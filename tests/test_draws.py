@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcamp import jit
-from tests.helpers import assert_same
+from tests.helpers import assert_same, together
 
 X = torch.linspace(-1, 1, 6)
 
@@ -100,27 +99,18 @@ def test_a_generator_set_back_for_other_numbers_is_refused(name: str) -> None:
 
 
 def test_two_threads_trace_one_after_the_other() -> None:
-    ready, errors, results = threading.Barrier(2), [], []
+    results: dict[int, float] = {}
 
-    def work(seed: int) -> None:
+    def work(index: int) -> None:
         def step(state: Tensor, batch: Tensor) -> Any:
             for _ in range(50):
-                state = state + (batch * seed).sum()
+                state = state + (batch * index).sum()
             return state, None
 
-        try:
-            run, state = jit(step, backend="eager"), torch.zeros(())
-            ready.wait(60)
-            state, _ = run(state, torch.ones(2))
-            results.append(state.item() == 100 * seed)
-        except Exception as error:  # told below
-            errors.append(error)
+        state, _ = jit(step, backend="eager")(torch.zeros(()), torch.ones(2))
+        results[index] = state.item()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (errors, results) == ([], [True, True])
+    together(work, threads=2)
+    assert results == {0: 0.0, 1: 100.0}
     assert not torch.compiler.is_compiling()
     assert torch.default_generator.initial_seed() < 1 << 63

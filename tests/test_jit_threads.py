@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 from funcamp import jit
+from tests.helpers import together
 
 THREADS, CALLS = 3, 20
 State = dict[str, Tensor]
@@ -22,26 +20,6 @@ def count(state: State, batch: Tensor) -> tuple[State, Tensor]:
 
 def begun() -> State:
     return {"n": torch.zeros(()), "sum": torch.zeros(())}
-
-
-def together(work: Callable[[int], None]) -> None:
-    """Run work(0), work(1), ... in threads that begin at once."""
-    ready, errors = threading.Barrier(THREADS), []
-
-    def run(index: int) -> None:
-        try:
-            ready.wait(60)
-            work(index)
-        except BaseException as error:  # raised below
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.parametrize("traced", ["by all at once", "before", "again by all"])
@@ -60,7 +38,7 @@ def test_each_thread_keeps_its_state(traced: str) -> None:
         assert state is own
         states[index] = state
 
-    together(work)
+    together(work, THREADS)
     for index, state in states.items():
         elements = 4 * CALLS if traced != "again by all" else 4 * (CALLS // 2) + 3 * (CALLS // 2)
         assert [state["n"].item(), state["sum"].item()] == [CALLS, elements * 10.0**index]
@@ -78,4 +56,4 @@ def test_a_thread_that_fails_leaves_the_step_to_the_others() -> None:
             _, n = run(begun(), torch.ones(4))
             assert n.item() == 1
 
-    together(work)
+    together(work, THREADS)

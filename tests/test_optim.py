@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from funcamp import OptState, by_group, jit, make_train_step, skip_step, stateless
-from tests.helpers import assert_close, assert_same, clone
+from tests.helpers import assert_close, assert_same, clone, together
 from tests.oracle import state_of
 
 optim = torch.optim
@@ -241,17 +241,13 @@ def test_threads_that_share_an_optimizer_all_get_its_result() -> None:
     params = torch.ones(3, 2)
     results: list[Tensor] = []
 
-    def work() -> None:
+    def work(_: int) -> None:
         value, opt_state = params, optimizer.init(params)
         for _ in range(30):
             value, opt_state = optimizer.update(value, params, opt_state)
         results.append(value)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(work, threads=4)
     for result in results:
         assert_same(result, results[0])
 

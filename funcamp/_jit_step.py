@@ -328,7 +328,9 @@ class JitStep:
         if options.exact:
             patches |= {"emulate_precision_casts": True, "fallback_random": True}
         if written is not None:  # on a CPU
-            patches["memory_planning"] = True
+            # Convolutions as in eager code. With channels last, a step of ResNet-18 takes 1.2 to 1.4 times as long:
+            # weights and their gradients, which lie in the state as they are, would change their order.
+            patches |= {"memory_planning": True, "layout_optimization": False}
             keep_heap()
             if self._scratch is None and wanted(graph.module, written):
                 self._scratch = Scratch()

@@ -16,7 +16,7 @@ from _public import PUBLIC_SIZES, public_task
 from torch import Tensor, nn
 
 import funcamp
-from funcamp._formats import name_of
+from funcamp._types import name_of
 from funcamp.distributed import DataParallel
 
 Maker = Callable[[Size, str, torch.dtype], Callable[[], Any]]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import funcamp
 from funcamp._copies import for_loss, gather, refresh
-from funcamp._formats import name_of
+from funcamp._types import name_of
 
 
 def unscaled(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._flat import FlatParams, expand
 from funcamp._mesh import agreed, local, settled_sum
 from funcamp._scaler import all_finite
 from funcamp._types import Tree
@@ -32,7 +31,7 @@ def found_inf_by_leaf(grads: Tree) -> Tensor:
         >>> flags, [name for name, found in zip(leaf_names(grads), flags.tolist()) if found]
         (tensor([False,  True]), ['b'])
     """
-    flat, _ = _tree.tensors("found_inf_by_leaf", "grads", expand(grads))
+    flat, _ = _tree.tensors("found_inf_by_leaf", "grads", _tree.expand(grads))
     leaves = [settled_sum(leaf) for leaf in flat if leaf is not None]
     if not leaves:
         return torch.zeros(0, dtype=torch.bool)
@@ -57,6 +56,6 @@ def leaf_names(tree: Tree) -> tuple[str, ...]:
         >>> leaf_names({"layer": {"weight": torch.ones(2), "bias": None}})
         ('layer.weight',)
     """
-    tree = _tree.map_nodes(FlatParams, FlatParams.placeholders, tree)  # no views: a batch of states has none
+    tree = _tree.map_nodes(_tree.Stored, lambda node: node.placeholders(), tree)  # no views: a batch of states has none
     flat, _ = _tree.tensors("leaf_names", "tree", tree)
     return tuple(name for name, leaf in zip(_tree.names(tree), flat) if leaf is not None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import funcamp
 from funcamp import _upstream
 from funcamp._compile import cpp_compiler
-from funcamp._formats import name_of
+from funcamp._types import name_of
 
 _STEPS = 300
 _CONFIG = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=20)

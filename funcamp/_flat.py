@@ -12,7 +12,7 @@ from funcamp._layout import Groups, Layout, arrange
 from funcamp._types import Tree
 
 
-class FlatParams:
+class FlatParams(_tree.Stored):
     """A pytree of tensors held as one 1-D tensor per group; made by `ravel`, immutable, itself a pytree.
 
     `flat["weight"]` is one tensor, a view, as `flat.tree()["weight"]` is. Its leaves are the groups, so every function
@@ -205,16 +205,6 @@ def _collect(call: str, like: FlatParams, tree: Tree) -> list[Tensor | None]:
         if found[number] is None and group is not None:
             found[number] = group.new_zeros(() if _is_one(group) else slot.shape)
     return found
-
-
-def expand(tree: Tree) -> Tree:
-    """The tree with every FlatParams in it replaced by its pytree of views."""
-    return _tree.map_nodes(FlatParams, lambda node: node.tree(), tree)
-
-
-def collapse(like: Tree, tree: Tree) -> Tree:
-    """The inverse of `expand`: the parts of a tree that stand where `like` has a FlatParams, laid out as it is."""
-    return _tree.map_nodes(FlatParams, lambda node, part: node.ravel(part), like, tree)
 
 
 def _is_one(group: Tensor | None) -> bool:

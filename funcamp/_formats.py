@@ -30,11 +30,6 @@ class Format(NamedTuple):
 DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """A dtype's name without the module: float16."""
-    return str(dtype).removeprefix("torch.")
-
-
 def format_of(dtype: torch.dtype) -> Format:
     """The bounds of a dtype.
 

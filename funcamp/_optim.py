@@ -14,7 +14,6 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._adafactor import Adafactor
-from funcamp._flat import collapse, expand
 from funcamp._hyper import Fixed, evaluate
 from funcamp._mesh import is_distributed
 from funcamp._optim_probe import Traits, probe
@@ -138,7 +137,7 @@ class StatelessOptimizer(Fixed):
                 by_name[name][i] = value
         trees = {name: _tree.unflatten(by_name[name], spec) for name in by_name}
         new = _tree.unflatten(flat, spec)
-        return (new if self._traits.elementwise else collapse(like, new)), OptState(opt_state.applied + 1, trees)
+        return (new if self._traits.elementwise else _tree.collapse(like, new)), OptState(opt_state.applied + 1, trees)
 
     def learning_rate(self, opt_state: OptState) -> Any:
         """Return the learning rate of the next step: a float32 tensor of shape (), a copy; `()` for a class without.
@@ -169,7 +168,7 @@ class StatelessOptimizer(Fixed):
         return torch.full((), value, dtype=torch.float32, device=opt_state.applied.device)
 
     def _stored(self, tree: Tree) -> Tree:
-        return tree if self._traits.elementwise else expand(tree)
+        return tree if self._traits.elementwise else _tree.expand(tree)
 
     def _grads(self, params: Tree, flat: list[Tensor | None], grads: Tree) -> list[Tensor | None]:
         _tree.same_structure("update", ("params", "grads"), (params, grads))

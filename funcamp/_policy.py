@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp._formats import name_of
+from funcamp._types import name_of
 
 _DTYPES = {
     "float16": torch.float16,

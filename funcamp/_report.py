@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from funcamp import _report_page, _report_plot, _report_text, _tree
 from funcamp._counts import WIDTH
-from funcamp._formats import format_of, name_of
+from funcamp._formats import format_of
 from funcamp._jit_step import JitStep
 from funcamp._passes import Operation, Pass
 from funcamp._recorder import Recorder, leaves_behind
@@ -21,6 +21,7 @@ from funcamp._records import Record, text
 from funcamp._report_text import power
 from funcamp._stats import Stats
 from funcamp._step import TrainStep
+from funcamp._types import name_of
 
 _NONE = Stats(torch.zeros(WIDTH, dtype=torch.float64))
 

@@ -14,9 +14,10 @@ from unittest import mock
 
 import torch
 
-from funcamp._formats import DTYPES, name_of
+from funcamp._formats import DTYPES
 from funcamp._recorder import Recorder
 from funcamp._report import NumericsReport, numerics_report
+from funcamp._types import name_of
 
 _FORMATS = {name_of(dtype): dtype for dtype in DTYPES}
 

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from funcamp._counts import LOWEST
-from funcamp._formats import format_of, name_of
+from funcamp._formats import format_of
 from funcamp._passes import Operation
 from funcamp._records import Record
 from funcamp._stats import Stats
+from funcamp._types import name_of
 
 #: Exponents that are shown at least, and rows of one picture at most.
 _SHOWN, _ROWS = (-30, 18), 160

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcamp._formats import name_of
 from funcamp._passes import Operation, Pass, narrow
 from funcamp._records import Record
+from funcamp._types import name_of
 
 _NUMBERS = ("shape", "std", "amax", "zero", "underflow", "subnormal", "overflow")
 COLUMNS = ("", "module", "operation", "dtype", *_NUMBERS, "")

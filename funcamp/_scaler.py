@@ -15,7 +15,6 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._mesh import agreed, local, settled_sum
 from funcamp._rules import widen
-from funcamp._shards import refuse_slices
 from funcamp._state import ScalerState, check_state, replace
 from funcamp._types import Reduce, Tree
 
@@ -122,7 +121,7 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
         `_amp_foreach_non_finite_check_and_unscale_`, aten/src/ATen/native/cuda/AmpKernels.cu, PyTorch 2.13.
     """
     state = check_state("unscale_and_check", state)
-    refuse_slices("unscale_and_check", "grads", grads)
+    _tree.check_whole("unscale_and_check", "grads", grads)
     flat, spec = _tree.gradients("unscale_and_check", "grads", grads, state.scale.device)
     inv_scale = reciprocal(state)
     values = [None if leaf is None else unscaled(settled_sum(leaf), inv_scale) for leaf in flat]
@@ -154,7 +153,7 @@ def all_finite(tree: Tree) -> Tensor:
         >>> all_finite({"a": torch.ones(2), "b": None}), all_finite(torch.tensor(float("nan")))
         (tensor(True), tensor(False))
     """
-    refuse_slices("all_finite", "tree", tree)
+    _tree.check_whole("all_finite", "tree", tree)
     flat, _ = _tree.tensors("all_finite", "tree", tree)
     values = [settled_sum(leaf) for leaf in flat if leaf is not None]
     if not values:

@@ -24,6 +24,7 @@ from funcamp._types import Tree
 class Shards(FlatParams):
     """The slices of a `FlatParams` that one rank holds: itself a pytree, what elementwise functions work on."""
 
+    whole = False
     ranks: Ranks
 
     def __init__(self, groups: Groups, layout: Layout, ranks: Ranks) -> None:
@@ -134,12 +135,6 @@ def joined_slice(saved: Tensor, like: Tensor) -> Tensor:
         return saved.detach().to(like.device, copy=True)
     part = local(saved).detach().to(like.device)
     return torch.cat([part, like.new_zeros(like.numel() - part.numel())])
-
-
-def refuse_slices(call: str, name: str, tree: Tree) -> None:
-    """Raise TypeError where a tree is a rank's slices: what one rank finds in them is not what all would."""
-    if isinstance(tree, Shards):
-        raise TypeError(f"{call}: {name} must be whole, not cut over ranks; got {tree!r}")
 
 
 def slice_length(size: int, ranks: Ranks) -> int:

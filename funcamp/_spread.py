@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._flat import FlatParams, expand
+from funcamp._flat import FlatParams
 from funcamp._mesh import as_part_of, local, settled_sum
 from funcamp._ranks import Ranks, all_reduce, all_reduce_each, broadcast, check_alike, ranks_of
 from funcamp._shards import Shards, cut, summed_slices
@@ -181,7 +181,7 @@ class DataParallel(Alone):
 
     def same(self, tree: Tree) -> None:
         """Write the first rank's values into tensors that all ranks know by the same names."""
-        single = expand(tree)
+        single = _tree.expand(tree)
         named = zip(_tree.names(single), _tree.leaves(single))
         rule = "params and buffers must have the same names, shapes and dtypes on all ranks"
         described = [f"{name} is {_tree.describe(leaf).rpartition(' on ')[0]}" for name, leaf in named]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._copies import Copies, clone, refresh
-from funcamp._flat import FlatParams, collapse, expand
+from funcamp._flat import FlatParams
 from funcamp._optim import OptState
 from funcamp._records import Record
 from funcamp._shards import Shards, cut, joined_slice, outline, slice_of, whole
@@ -114,7 +114,7 @@ def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def export(state: TrainState) -> dict[str, Tensor]:
     """Copies of every tensor under its dotted name."""
-    found: dict[str, Tensor] = clone(_by_name(expand(_without_copies(gather_state(state)))))
+    found: dict[str, Tensor] = clone(_by_name(_tree.expand(_without_copies(gather_state(state)))))
     return found
 
 
@@ -133,7 +133,7 @@ def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> 
         saved = {name: saved.get(name, value) for name, value in own.items()}
     stored = _without_copies(like)
     full = _tree.map_nodes(Shards, outline, stored)
-    tree = expand(full)
+    tree = _tree.expand(full)
     leaves, spec = _tree.flatten(tree)
     names = [None if leaf is None else name for name, leaf in zip(_tree.names(tree), leaves)]
     odd = set(saved) ^ {name for name in names if name is not None}
@@ -156,9 +156,9 @@ def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> 
             got = f"{_tree.describe(value)}, {value.layout}"
             raise ValueError(f"load_state_dict: saved[{name!r}] must be dense and have values; got {got}: {fix}")
         new.append(value.detach().to(leaf.device, copy=True))
-    full = collapse(full, _tree.unflatten(new, spec))
+    full = _tree.collapse(full, _tree.unflatten(new, spec))
     _check_numbers("load_state_dict", full)
-    for name, given, kept in zip(names, new, _tree.leaves(expand(full))):
+    for name, given, kept in zip(names, new, _tree.leaves(_tree.expand(full))):
         if given is not None and kept is not given and kept.dim() == 0 and not torch.equal(given, kept):
             raise ValueError(
                 "load_state_dict: saved must hold one count for all parameters that lie in one group of flat storage; "

@@ -103,6 +103,44 @@ def nodes(cls: type[_Node], tree: Tree) -> list[_Node]:
     return [node for node in flatten(tree, is_leaf=lambda node: isinstance(node, cls))[0] if isinstance(node, cls)]
 
 
+class Stored:
+    """A node that holds the tensors of a pytree in another form: flat storage, whose leaves are a few joint tensors.
+
+    Functions that look at leaves one by one work on that form as it is, or ask for the pytree.
+    """
+
+    whole = True
+    """Whether this process holds all of it."""
+
+    def tree(self) -> Tree:
+        """The pytree."""
+        raise NotImplementedError
+
+    def placeholders(self) -> Tree:
+        """The pytree with an empty tensor for every leaf."""
+        raise NotImplementedError
+
+    def ravel(self, tree: Tree) -> Stored:
+        """Hold another pytree in this form."""
+        raise NotImplementedError
+
+
+def expand(tree: Tree) -> Tree:
+    """The tree with the pytree in place of every `Stored` node."""
+    return map_nodes(Stored, lambda node: node.tree(), tree)
+
+
+def collapse(like: Tree, tree: Tree) -> Tree:
+    """The inverse of `expand`: the parts of a tree that stand where `like` has a `Stored` node, in its form."""
+    return map_nodes(Stored, lambda node, part: node.ravel(part), like, tree)
+
+
+def check_whole(call: str, name: str, tree: Tree) -> None:
+    """Raise TypeError where a tree is a rank's slices: what one rank finds in them is not what all would."""
+    if isinstance(tree, Stored) and not tree.whole:
+        raise TypeError(f"{call}: {name} must be whole, not cut over ranks; got {tree!r}")
+
+
 def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[Any, ...]]] | None:
     """Every dict and list of a tree, its keys and what it holds now; None where a node of another kind could change."""
     if not _HAS_NODES:

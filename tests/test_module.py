@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
-from funcamp._formats import name_of
+from funcamp._types import name_of
 from funcamp.numerics import track_scales
 from tests.helpers import assert_same, clone
 from tests.models import cnn

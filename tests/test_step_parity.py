@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import ScalerConfig, TrainState, by_group, make_train_step, module_loss, stateless
-from funcamp._formats import name_of
+from funcamp._types import name_of
 from tests.helpers import assert_close, assert_same, clone
 from tests.models import Task, cnn, mlp, tied
 

@@ -20,7 +20,7 @@ from _timing import about, arguments, interleaved, table, torch_variant, write
 from torch import Tensor
 
 import funcamp
-from funcamp import _capture
+from funcamp._jit import cuda_graph
 
 CALLS = 2000
 
@@ -49,7 +49,7 @@ def step(state: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[dict[s
 def captured(leaves: int, device: str) -> Callable[[], Any]:
     """A call of a captured step."""
     batch = (torch.ones(8, device=device), torch.ones(8, device=device))
-    with mock.patch.object(_capture, "graphs_for", return_value=NoGraph()):
+    with mock.patch.object(cuda_graph, "graphs_for", return_value=NoGraph()):
         run = funcamp.jit(step, backend="aot_eager")
         held = [run({f"leaf{index}": torch.zeros(4, device=device) for index in range(leaves)}, batch)[0]]
 

@@ -21,7 +21,7 @@ from _timing import Variant, about, arguments, interleaved, table, torch_variant
 from torch import Tensor
 
 import funcamp
-from funcamp._fold import judge, unscale_and_clip
+from funcamp._step.check_and_clip import judge, unscale_and_clip
 
 BYTES = 2 + 14 + 14  # a parameter
 LR, MAX_NORM = 1e-4, 1.0

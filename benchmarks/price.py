@@ -23,7 +23,7 @@ from _variants import LR, funcamp_step
 from torch import Tensor
 
 import funcamp
-from funcamp._copies import for_loss, gather, refresh
+from funcamp._storage.compute_copies import for_loss, gather, refresh
 from funcamp._types import name_of
 
 

@@ -1,31 +1,31 @@
 """Mixed-precision gradient scaling for PyTorch as pure functions on an immutable state."""
 
-from funcamp._by_leaf import found_inf_by_leaf, leaf_names
-from funcamp._checkpoint import load, save
-from funcamp._clip import clip_grad_norm, clip_grad_value
-from funcamp._config import ScalerConfig
-from funcamp._copies import clone
-from funcamp._custom_function import custom_function
-from funcamp._ema import ema_update
-from funcamp._exchange import from_state_dict, to_state_dict
-from funcamp._flat import FlatParams, matrix_or_vector, ravel
-from funcamp._grad import scaled_grad_and_value
-from funcamp._grad_scaler import GradScaler
-from funcamp._groups import GroupedOptimizer, by_group
-from funcamp._jit import jit
-from funcamp._jit_step import JitStep
-from funcamp._limits import exhausted, saturated
-from funcamp._make_step import make_train_step
-from funcamp._metrics import MetricReader
-from funcamp._module import ModuleLoss, module_loss
-from funcamp._optim import OptState, StatelessOptimizer, stateless
-from funcamp._policy import Policy
-from funcamp._rulebook import init
-from funcamp._scaler import all_finite, scale, unscale, unscale_and_check
-from funcamp._state import HysteresisState, ScalerState, ToleranceState, WarmUpState
-from funcamp._step import TrainStep
-from funcamp._train_state import Metrics, TrainState
-from funcamp._update import merge, skip_step, update
+from funcamp._amp.grad_scaler import GradScaler
+from funcamp._autograd.custom_function import custom_function
+from funcamp._autograd.loss import ModuleLoss, module_loss
+from funcamp._autograd.scaled_grad import scaled_grad_and_value
+from funcamp._io.checkpoint import load, save
+from funcamp._io.metric_reader import MetricReader
+from funcamp._jit.jit import jit
+from funcamp._jit.jit_step import JitStep
+from funcamp._optim.by_group import GroupedOptimizer, by_group
+from funcamp._optim.clip import clip_grad_norm, clip_grad_value
+from funcamp._optim.ema import ema_update
+from funcamp._optim.stateless import OptState, StatelessOptimizer, stateless
+from funcamp._scaler.by_leaf import found_inf_by_leaf, leaf_names
+from funcamp._scaler.config import ScalerConfig
+from funcamp._scaler.limits import exhausted, saturated
+from funcamp._scaler.rule_table import init
+from funcamp._scaler.scale import all_finite, scale, unscale, unscale_and_check
+from funcamp._scaler.state import HysteresisState, ScalerState, ToleranceState, WarmUpState
+from funcamp._scaler.state_dict import from_state_dict, to_state_dict
+from funcamp._scaler.update import merge, skip_step, update
+from funcamp._step.make import make_train_step
+from funcamp._step.state import Metrics, TrainState
+from funcamp._step.step import TrainStep
+from funcamp._storage.compute_copies import clone
+from funcamp._storage.flat import FlatParams, matrix_or_vector, ravel
+from funcamp._storage.policy import Policy
 
 __version__ = "0.1.0"
 

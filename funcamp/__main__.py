@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from funcamp import _report_command
 from funcamp._doctor import examine, report
+from funcamp._report import command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,12 +24,12 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--seconds", type=float, default=20.0, help="how long to time the step (default: 20)")
     doctor.add_argument("--json", action="store_true", help="for programs")
     numerics = commands.add_parser("report", help="run a script or a callable, and write what float16 makes of it")
-    _report_command.add_arguments(numerics)
+    command.add_arguments(numerics)
     given = sys.argv[1:] if argv is None else argv
     cut = given.index("--") if "--" in given else len(given)
     args, own = parser.parse_args(given[:cut]), given[cut + 1 :]
     if args.command == "report":
-        return _report_command.run(numerics, args, own)
+        return command.run(numerics, args, own)
     if own:
         doctor.error(f"unrecognized arguments: {' '.join(own)}")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

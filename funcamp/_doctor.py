@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import funcamp
 from funcamp import _upstream
-from funcamp._compile import cpp_compiler
+from funcamp._jit.compile import cpp_compiler
 from funcamp._types import name_of
 
 _STEPS = 300

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
+from funcamp._distributed.dtensor import local
 from funcamp._memory import extent
-from funcamp._mesh import local
 
 
 def identity(leaf: Tensor) -> object:

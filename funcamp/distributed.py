@@ -4,8 +4,8 @@
 torch.distributed.checkpoint saves of it.
 """
 
-from funcamp._ranks import max_over
-from funcamp._spread import DataParallel
-from funcamp._train_state import gather_state, load_sharded_state_dict, sharded_state_dict
+from funcamp._distributed.collectives import max_over
+from funcamp._step.data_parallel import DataParallel
+from funcamp._step.state import gather_state, load_sharded_state_dict, sharded_state_dict
 
 __all__ = ["DataParallel", "gather_state", "load_sharded_state_dict", "max_over", "sharded_state_dict"]

@@ -4,14 +4,14 @@
 module, also in a training step; `numerics_report` runs a step once and looks at every operation.
 """
 
-from funcamp._passes import Operation
-from funcamp._records import Record, Records, probe
-from funcamp._report import NumericsReport, Origin, Recommendation, numerics_report
-from funcamp._report_plot import plot_flushed
-from funcamp._report_text import annotate
-from funcamp._stats import Stats, stats
-from funcamp._tap import tap
-from funcamp._track import TrackedLoss, TrackedModule, track_scales
+from funcamp._numerics.record import Record, Records, probe
+from funcamp._numerics.stats import Stats, stats
+from funcamp._numerics.tap import tap
+from funcamp._numerics.track import TrackedLoss, TrackedModule, track_scales
+from funcamp._report.passes import Operation
+from funcamp._report.plot import plot_flushed
+from funcamp._report.render import annotate
+from funcamp._report.report import NumericsReport, Origin, Recommendation, numerics_report
 
 __all__ = [
     "NumericsReport",

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch._inductor import codecache, cpu_vec_isa
 
-from funcamp import _ahead, _compile, _jit_step, jit
-from funcamp._ahead import Ahead
+from funcamp import jit
+from funcamp._jit import ahead as asking
+from funcamp._jit import compile as compiler
+from funcamp._jit import jit_step
+from funcamp._jit.ahead import Ahead
 
 
 def step(state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -44,8 +47,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
 @pytest.mark.parametrize("kind", ["from C++", "from C++, kernels apart", "from Python"])
 def test_a_program_asks_for_the_same_headers(kind: str, asked: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     apart = kind.endswith("apart")
-    monkeypatch.setattr(_compile, "LONG", 0 if apart else 1500)
-    monkeypatch.setattr(_jit_step, "wanted", lambda *_: kind == "from Python")
+    monkeypatch.setattr(compiler, "LONG", 0 if apart else 1500)
+    monkeypatch.setattr(jit_step, "wanted", lambda *_: kind == "from Python")
     options = {
         "cpp_wrapper": kind != "from Python",
         "cpp_wrapper_build_separate": apart,
@@ -56,7 +59,7 @@ def test_a_program_asks_for_the_same_headers(kind: str, asked: set[Any], monkeyp
     before = set(asked)
     assert len(before) == (2 if apart else 1)
     assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 1
-    monkeypatch.setattr(_ahead.Ahead, "headers", lambda *_: None)
+    monkeypatch.setattr(asking.Ahead, "headers", lambda *_: None)
     with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(Stop):
         jit(step)({"w": torch.zeros(3)}, torch.ones(3))
     assert asked == before

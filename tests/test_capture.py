@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import MetricReader, ScalerConfig, _capture, _metrics, clone, jit, stateless
+from funcamp import MetricReader, ScalerConfig, clone, jit, stateless
+from funcamp._io import metric_reader
+from funcamp._jit import cuda_graph
 from tests.helpers import assert_same
 from tests.models import mlp
 from tests.stand_in import StandIn
@@ -18,7 +20,7 @@ from tests.test_step import build
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
-    monkeypatch.setattr(_capture, "graphs_for", lambda device: stand_in)
+    monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: stand_in)
     return stand_in
 
 
@@ -159,7 +161,7 @@ def test_steps_in_one_graph(graphs: StandIn) -> None:
 
 
 def test_a_capture_that_fails_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_capture, "graphs_for", lambda device: StandIn(fails=True))
+    monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn(fails=True))
     run, state = jit(add, backend="aot_eager"), {"x": torch.zeros(()), "n": torch.tensor(0)}
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"jit: the step could not be captured .*: operation not"):
@@ -187,8 +189,8 @@ def test_metrics_arrive_late_in_order_and_none_is_lost(monkeypatch: pytest.Monke
         events.append(Late())
         return events[-1]
 
-    monkeypatch.setattr(_metrics, "_recorded", recorded)
-    monkeypatch.setattr(_metrics, "_on_device", lambda leaf: True)
+    monkeypatch.setattr(metric_reader, "_recorded", recorded)
+    monkeypatch.setattr(metric_reader, "_on_device", lambda leaf: True)
     reader = MetricReader(limit=4)
     for index in range(3):
         reader.put({"loss": torch.tensor(float(index)), "row": torch.ones(2) * index, "name": "a"})

@@ -26,8 +26,8 @@ from torch.distributed import checkpoint as checkpoint_module
 
 import funcamp
 from funcamp import ScalerConfig, distributed, load, make_train_step, save, stateless
-from funcamp._checkpoint import _folder_beside
-from funcamp._rulebook import RULES
+from funcamp._io.checkpoint import _folder_beside
+from funcamp._scaler.rule_table import RULES
 from tests.helpers import assert_same, clone, together
 from tests.models import Task, cnn, mlp, tied
 

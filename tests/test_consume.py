@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from funcamp import ScalerConfig, _capture, jit, make_train_step, module_loss, numerics, stateless
+from funcamp import ScalerConfig, jit, make_train_step, module_loss, numerics, stateless
+from funcamp._jit import cuda_graph
 from tests.helpers import assert_same, clone
 from tests.models import cnn, mlp, tied
 from tests.stand_in import StandIn
@@ -179,7 +180,7 @@ def test_the_modules_memory_is_the_states(name: str, flat: bool) -> None:
 @pytest.fixture(params=["compiled", "captured"])
 def donating(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     if request.param == "captured":
-        monkeypatch.setattr(_capture, "graphs_for", lambda device: StandIn())
+        monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
     return lambda step: jit(step, backend="eager")
 
 

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from funcamp import (
     ScalerConfig,
-    _whole,
     custom_function,
     init,
     jit,
@@ -28,6 +27,7 @@ from funcamp import (
     scaled_grad_and_value,
     stateless,
 )
+from funcamp._upstream import autograd_function
 from tests.helpers import assert_close, assert_same
 
 X, W = torch.randn(3, 4), torch.randn(4, 5)
@@ -504,7 +504,7 @@ def test_backward_is_not_lost_in_a_frame_after_a_graph_break(monkeypatch: pytest
 
     # which stays changed then
     monkeypatch.setattr(AutogradFunctionVariable, "call_method", AutogradFunctionVariable.call_method)
-    monkeypatch.setattr(_whole, "_active", 0)
+    monkeypatch.setattr(autograd_function, "_active", 0)
 
     def loss(p: Any, x: Tensor) -> Any:
         torch._dynamo.graph_break()

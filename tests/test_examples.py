@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 )
 
 import funcamp
-from funcamp import _metrics
+from funcamp._io import metric_reader
 from tests.test_lr_scheduler import host_reads, one_thread
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -103,8 +103,8 @@ class Late:
 def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
     """A reader whose rows arrive late, as from a GPU."""
     Late.made, Late.waits = [], []
-    monkeypatch.setattr(_metrics, "_recorded", Late)
-    monkeypatch.setattr(_metrics, "_on_device", lambda leaf: True)
+    monkeypatch.setattr(metric_reader, "_recorded", Late)
+    monkeypatch.setattr(metric_reader, "_on_device", lambda leaf: True)
     return Late
 
 
@@ -122,7 +122,7 @@ def test_log_metrics_reads_nothing_on_the_host_before_it_has_arrived(
     with host_reads() as reads:
         numbers = log_metrics.main(STEPS, tmp_path)
     # the reader's own reads are of copies that lie on the host
-    assert {place.split(" at ")[1].split(":")[0] for place in reads} == {_metrics.__file__}
+    assert {place.split(" at ")[1].split(":")[0] for place in reads} == {metric_reader.__file__}
     assert len(reads) == 4 * STEPS
     assert written == [(step, min(step + 4, STEPS)) for step in range(STEPS)]
     assert late.waits == list(range(STEPS - 3, STEPS))  # by `drain`, after the last step

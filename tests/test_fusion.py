@@ -13,19 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
-from funcamp import (
-    ScalerConfig,
-    ScalerState,
-    TrainState,
-    TrainStep,
-    _compile,
-    init,
-    jit,
-    make_train_step,
-    module_loss,
-    stateless,
-)
-from funcamp._fold import judge
+from funcamp import ScalerConfig, ScalerState, TrainState, TrainStep, init, jit, make_train_step, module_loss, stateless
+from funcamp._jit import compile as compiler
+from funcamp._step.check_and_clip import judge
 from tests.generated import code_of, generated
 
 pytestmark = pytest.mark.inductor
@@ -154,7 +144,7 @@ def test_inductor_may_recurse_deeply_while_it_compiles(monkeypatch: pytest.Monke
     before, run = sys.getrecursionlimit(), jit(lambda state, batch: (state + batch, None))
     with pytest.raises(KeyboardInterrupt):
         run(torch.zeros(2), torch.ones(2))
-    assert (depths, sys.getrecursionlimit()) == ([_compile.DEEP], before)
+    assert (depths, sys.getrecursionlimit()) == ([compiler.DEEP], before)
 
 
 def test_what_cannot_be_called_from_cpp_is_called_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +168,7 @@ def test_a_long_programs_kernels_have_a_file_of_their_own(monkeypatch: pytest.Mo
     step = step_of(2)
     expected, _ = step(step.init(), BATCH)
     for long, apart in ((0, True), (10**6, False)):
-        monkeypatch.setattr(_compile, "LONG", long)
+        monkeypatch.setattr(compiler, "LONG", long)
         run = jit(step, donate=False)
         assert ("kernel_src = (" in code_of(run, step.init(), BATCH)) == apart
         state, _ = run(step.init(), BATCH)

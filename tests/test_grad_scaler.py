@@ -20,8 +20,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcamp
-from funcamp import GradScaler, ScalerConfig, _foreach, init, update
-from funcamp._select import is_watched
+from funcamp import GradScaler, ScalerConfig, init, update
+from funcamp._amp import unscale
+from funcamp._amp.undo import is_watched
 from tests.helpers import assert_same, clone
 
 Optimizers = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -382,13 +383,13 @@ def test_torch_steps_on_what_overflows_below_a_scale_of_one() -> None:
 
 def _two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every gradient is seen on two devices: cpu and cpu:0 are two keys."""
-    real = _foreach.by_device
+    real = unscale.by_device
 
     def both(*args: Any, **kwargs: Any) -> dict[torch.device, list[Tensor]]:
         (grads,) = real(*args, **kwargs).values()
         return {torch.device("cpu"): grads, torch.device("cpu", 0): [grad.clone() for grad in grads]}
 
-    monkeypatch.setattr(_foreach, "by_device", both)
+    monkeypatch.setattr(unscale, "by_device", both)
 
 
 def test_flag_of_two_devices_is_exactly_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcamp import GradScaler
-from funcamp._select import _KNOWN, _writes_grads, select
+from funcamp._amp.undo import _KNOWN, _writes_grads, select
 from tests.helpers import assert_same, clone
 
 MODES = [None, "host", "select"]

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
-from funcamp import FlatParams, ScalerConfig, TrainState, _compile, _jit_step, clone, jit, stateless
+from funcamp import FlatParams, ScalerConfig, TrainState, clone, jit, stateless
+from funcamp._jit import compile as compiler
+from funcamp._jit import jit_step
 from tests.helpers import assert_same
 from tests.models import cnn, mlp
 from tests.test_step import build
@@ -488,9 +490,9 @@ class Backends:
 
         def compile_graph(graph: Any, backend: str, *_: Any) -> Any:
             self.asked.append(backend)
-            return _compile.compile_graph(graph, "eager", {})
+            return compiler.compile_graph(graph, "eager", {})
 
-        monkeypatch.setattr(_jit_step, "compile_graph", compile_graph)
+        monkeypatch.setattr(jit_step, "compile_graph", compile_graph)
 
 
 @pytest.mark.parametrize("unroll", [None, 2])

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.func import vmap
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from funcamp._joint_counts import _COUNTS, JointCounts, count_jointly, counting_jointly
+from funcamp._numerics.counting_pass import _COUNTS, JointCounts, count_jointly, counting_jointly
 from funcamp.numerics import track_scales
 from tests.helpers import assert_close, assert_same
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from funcamp import _capture, jit
+from funcamp import jit
+from funcamp._jit import cuda_graph
 from funcamp._memory import Memory
 from tests.helpers import assert_same, clone
 from tests.stand_in import StandIn
@@ -25,7 +26,7 @@ MODES = ["donated", "captured", "undonated"]
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`jit` by a compiler that generates no code; captured, into a stand-in for a CUDA graph."""
     if request.param == "captured":
-        monkeypatch.setattr(_capture, "graphs_for", lambda device: StandIn())
+        monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
     return lambda step, **options: jit(step, backend="aot_eager", donate=request.param != "undonated", **options)
 
 
@@ -136,7 +137,7 @@ def test_steps_in_one_call_and_a_batch_over_the_memory_of_the_state(name: str, c
 
 
 def test_a_state_that_no_one_holds_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_capture, "graphs_for", lambda device: StandIn())
+    monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
     run, kept = jit(replaced, backend="aot_eager"), []
     run({"a": torch.zeros(4)}, torch.arange(4.0))
     monkeypatch.setattr(Tensor, "set_", lambda *args: kept.append(args))
@@ -338,7 +339,7 @@ def test_another_shape_in_place_is_an_error(compiled: Callable[..., Any]) -> Non
 
 
 def test_a_leaf_of_many_changed_in_place_under_a_graph_is_an_error_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_capture, "graphs_for", lambda device: StandIn())
+    monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
     run = jit(plus, backend="aot_eager")
     state, _ = run({str(index): torch.zeros(2, 2) for index in range(40)}, torch.ones(()))
     state["35"].data = torch.ones(2, 2)

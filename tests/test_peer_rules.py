@@ -14,8 +14,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import funcamp
 from funcamp import ScalerConfig, ScalerState, exhausted, init, update
-from funcamp._constants import RULES as NAMES
-from funcamp._rulebook import RULES
+from funcamp._scaler.constants import RULES as NAMES
+from funcamp._scaler.rule_table import RULES
 from tests import peer_rules
 from tests.conftest import Transform
 from tests.helpers import assert_same

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from funcamp import Policy, ScalerConfig, _copies, _step, _train_state, jit, make_train_step, module_loss, stateless
-from funcamp._copies import for_loss, refresh
+from funcamp import Policy, ScalerConfig, jit, make_train_step, module_loss, stateless
+from funcamp._step import step as step_module
+from funcamp._storage import compute_copies
+from funcamp._storage.compute_copies import for_loss, refresh
 from tests.helpers import assert_same, clone
 from tests.models import Task, Tied, cnn, cross_entropy, mlp, tied
 
@@ -286,7 +288,7 @@ def test_steady_steps_make_no_copy_anew(monkeypatch: pytest.MonkeyPatch) -> None
         made.append(1)
         return refresh(*args)
 
-    for module in (_copies, _step, _train_state):
+    for module in (compute_copies, step_module, state):
         monkeypatch.setattr(module, "refresh", counted)
     for index in range(3):
         state, _ = step(state, task.batch(index))

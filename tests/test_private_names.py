@@ -16,7 +16,8 @@ import funcamp
 from funcamp import _doctor, _upstream
 from tests.launch import ENVIRONMENT, ROOT
 
-FILES = sorted(Path(funcamp.__file__).parent.rglob("*.py"))
+FOLDER = Path(funcamp.__file__).parent
+FILES = sorted(FOLDER.rglob("*.py"))
 
 
 def dotted(node: ast.expr) -> str:
@@ -75,22 +76,23 @@ def test_the_list_of_private_names_is_what_the_library_asks_for() -> None:
 
 #: Files that use private names without `find`: workarounds of versions that have the name, and the compiler's parts.
 DIRECT = {
-    "_ahead.py",
-    "_grad.py",
-    "_grad_scaler.py",
-    "_jit_step.py",
-    "_mended.py",
-    "_optim_run.py",
-    "_ranks.py",
-    "_recompute.py",
-    "_trace.py",
-    "_whole.py",
-    "_compile.py",
+    "_amp/grad_scaler.py",
+    "_autograd/checkpointing.py",
+    "_autograd/scaled_grad.py",
+    "_distributed/collectives.py",
+    "_jit/ahead.py",
+    "_jit/compile.py",
+    "_jit/jit_step.py",
+    "_optim/run.py",
+    "_trace/trace.py",
+    "_upstream/autograd_function.py",
+    "_upstream/inductor_cpu.py",
 }
 
 
 def test_no_other_file_uses_a_private_name_without_find() -> None:
-    assert {file.name: names for file in FILES if (names := used_in(file)) and file.name not in DIRECT} == {}
+    users = {file.relative_to(FOLDER).as_posix(): names for file in FILES if (names := used_in(file))}
+    assert {file: names for file, names in users.items() if file not in DIRECT} == {}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import _progress, jit
+from funcamp import jit
+from funcamp._jit import progress
 
 DONE = r"done after \d+ s \(tracing \d+ s, compiling \d+ s, running \d+ s\)"
 
@@ -36,7 +37,7 @@ class Stream(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setenv("COLUMNS", "200")
 
 
@@ -155,7 +156,7 @@ def test_a_failure_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_short_call_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_progress, "PATIENCE", 60.0)
+    monkeypatch.setattr(progress, "PATIENCE", 60.0)
     stream = Stream()
     stream.spoken.set()
     monkeypatch.setattr("sys.stderr", stream)

@@ -14,60 +14,30 @@ import funcamp
 from funcamp import _upstream, distributed, numerics
 
 ROOT = Path(__file__).parent.parent
-LAYERS = [
-    {"_upstream"},
-    {"_types", "_mesh", "_user_line"},
-    {"_memory", "_ranks"},
-    {"_ties"},
-    {"_advice", "_tree", "_constants", "_recompute", "_whole", "_formats"},
-    {"_schema"},
-    {"_draws", "_kept", "_decomposed"},
-    {"_trace"},
-    {"_counts"},
-    {"_joint_counts", "_stats"},
-    {"_records"},
-    {"_tap"},
-    {"_presets"},
-    {"_config", "_state", "_checkpoint"},
-    {"_rules"},
-    {"_peer_rules"},
-    {"_rulebook"},
-    {"_layout", "_policy", "_module", "_branchless"},
-    {"_flat", "_track"},
-    {"_shards"},
-    {"_spread"},
-    {
-        "_scaler",
-        "_update",
-        "_limits",
-        "_exchange",
-        "_clip",
-        "_ema",
-        "_hyper",
-        "_optim_run",
-        "_adafactor",
-        "_custom_function",
-    },
-    {"_by_leaf", "_grad", "_fold", "_copies", "_window", "_optim_probe"},
-    {"_optim"},
-    {"_groups"},
-    {"_select_compiled", "_select", "_foreach"},
-    {"_held_scaler", "_options", "_train_state"},
-    {"_grad_scaler", "_torch_checkpoint"},
-    {"_step"},
-    {"_make_step"},
-    {"_ahead", "_mended", "_metrics", "_progress", "_scratch", "_signature", "_writeback"},
-    {"_owned"},
-    {"_compile"},
-    {"_capture", "_unroll"},
-    {"_jit_step"},
-    {"_jit"},
-    {"_passes"},
-    {"_doctor", "_recorder", "_report_text"},
-    {"_report_page", "_report_plot"},
-    {"_report"},
-    {"_report_command"},
-    {"__main__"},
+#: Each imports from those before it only: packages, and files at the top.
+ROOMS = [
+    "_types",
+    "_upstream",
+    "_tree",
+    "_distributed",
+    "_memory",
+    "_ties",
+    "_trace",
+    "_scaler",
+    "_io",
+    "_storage",
+    "_optim",
+    "_autograd",
+    "_numerics",
+    "_amp",
+    "_step",
+    "_jit",
+    "_report",
+    "_doctor",
+    "distributed",
+    "numerics",
+    "__main__",
+    "__init__",
 ]
 
 
@@ -90,19 +60,25 @@ def test_public_name_is_documented(name: str) -> None:
         )
 
 
-def test_modules_import_only_from_the_layers_above() -> None:
-    seen: set[str] = set()
-    for layer in LAYERS:
-        for module in layer:
-            tree = ast.parse((ROOT / "funcamp" / f"{module}.py").read_text())
-            for node in ast.walk(tree):
-                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("funcamp"):
-                    parts = (node.module or "").split(".")
-                    used = {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
-                    assert used <= seen, f"{module} imports {used - seen}, which is not above it"
-        seen |= layer
-    files = {path.stem for path in (ROOT / "funcamp").glob("_*.py")} - {"__init__"}
-    assert files == seen
+def imported(file: Path) -> set[str]:
+    """The rooms that a file imports from."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "funcamp":
+            room = node.module.split(".")[1:2]
+            found |= set(room) if room else {alias.name for alias in node.names}
+    return found
+
+
+def test_a_room_imports_only_from_those_before_it() -> None:
+    files: dict[str, list[Path]] = {}
+    for file in (ROOT / "funcamp").rglob("*.py"):
+        files.setdefault(file.relative_to(ROOT / "funcamp").parts[0].removesuffix(".py"), []).append(file)
+    assert sorted(files) == sorted(ROOMS)
+    for number, room in enumerate(ROOMS):
+        for file in files[room]:
+            later = imported(file) & set(ROOMS[number + 1 :])
+            assert not later, f"{file.relative_to(ROOT)} imports from {', '.join(sorted(later))}"
 
 
 def test_only_tree_touches_the_private_pytree_module() -> None:

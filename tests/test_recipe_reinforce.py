@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils import _pytree
 
 import funcamp
-from funcamp import _capture
+from funcamp._jit import cuda_graph
 from tests.helpers import assert_same, clone
 from tests.recipes import example
 from tests.stand_in import StandIn
@@ -50,7 +50,7 @@ class Watched:
 @pytest.mark.parametrize("captured", [False, True], ids=["compiled", "captured"])
 def test_what_a_call_returned_stays_as_it_is(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if captured:
-        monkeypatch.setattr(_capture, "graphs_for", lambda device: StandIn())
+        monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
     watched = Watched(functools.partial(funcamp.jit, backend="eager"))
     RECIPE.train(3, watched)
     assert len(watched.results) == 3 * (8 + 1)

@@ -22,7 +22,7 @@ def test_far_climb_overflows_in_the_second_pass_alone(monkeypatch: pytest.Monkey
         checks.append(after.found_inf.item())
         return unscaled, after
 
-    monkeypatch.setattr("funcamp._grad.unscale_and_check", watched)
+    monkeypatch.setattr("funcamp._autograd.scaled_grad.unscale_and_check", watched)
     with one_thread():
         params, history = recipe.train(40, lambda step: step)
         expected, trace = oracle("sam").oracle(recipe, 40, "cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import funcamp
-from funcamp import _capture
+from funcamp._jit import cuda_graph
 from tests.helpers import assert_close
 from tests.recipes import FOLDER, NAMES, example, oracle, trace_of
 from tests.stand_in import StandIn
@@ -26,7 +26,7 @@ def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wra
     """How a recipe's step is run: as it is, or compiled, donated and replayed (a stand-in takes the graph's part)."""
     if request.param == "eager":
         return lambda step, **_: step
-    monkeypatch.setattr(_capture, "graphs_for", lambda device: StandIn())
+    monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
     return functools.partial(funcamp.jit, backend="eager")
 
 

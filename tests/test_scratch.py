@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import _scratch, clone, jit
-from funcamp._scratch import Scratch
+from funcamp import clone, jit
+from funcamp._jit import buffer_pool
+from funcamp._jit.buffer_pool import Scratch
 from tests.helpers import assert_same
 
 
@@ -59,17 +60,17 @@ def blocks_of(run: Any) -> int:
 @pytest.mark.inductor
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_step_on_kept_buffers_is_the_same_step(monkeypatch: pytest.MonkeyPatch, donate: bool) -> None:
-    monkeypatch.setattr(_scratch, "LARGE", -(1 << 40))
-    monkeypatch.setattr(_scratch, "KEPT", 256)
+    monkeypatch.setattr(buffer_pool, "LARGE", -(1 << 40))
+    monkeypatch.setattr(buffer_pool, "KEPT", 256)
     start = {"a": torch.randn(64), "b": torch.randn(64)}
     run = jit(large, donate=donate)
     plain = jit(lambda state, batch: large(state, batch), donate=donate)
     state, expected, kept, blocks = clone(start), clone(start), [], set()
     for index in range(12):
         batch = torch.full((), 1.0 + index % 3)
-        monkeypatch.setattr(_scratch, "LARGE", 1 << 40)
+        monkeypatch.setattr(buffer_pool, "LARGE", 1 << 40)
         expected, wanted = plain(expected, batch)
-        monkeypatch.setattr(_scratch, "LARGE", -(1 << 40))
+        monkeypatch.setattr(buffer_pool, "LARGE", -(1 << 40))
         state, metrics = run(state, batch)
         assert_same(state, expected)
         if index % 2:  # some are held, some are dropped

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.multiprocessing.spawn import spawn
 
-from funcamp._counts import taken
+from funcamp._numerics.counting import taken
 from funcamp.numerics import Stats, stats
 from tests.conftest import Transform
 from tests.helpers import assert_close, assert_same

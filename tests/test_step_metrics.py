@@ -9,16 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcamp import (
-    FlatParams,
-    MetricReader,
-    ScalerConfig,
-    by_group,
-    jit,
-    make_train_step,
-    matrix_or_vector,
-    stateless,
-)
+from funcamp import FlatParams, MetricReader, ScalerConfig, by_group, jit, make_train_step, matrix_or_vector, stateless
 from tests.helpers import assert_same, to
 
 PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}

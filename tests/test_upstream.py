@@ -52,7 +52,7 @@ def test_dynamo_does_not_guard_on_a_captured_nonstrict_function() -> None:
     ids=["addcdiv_", "addcmul_", "clamp_", "lerp_"],
 )
 def test_in_place_call_has_no_batching_rule(call: Any) -> None:
-    # `_optim_run._UNBATCHED`: an entry can go when torch warns no more.
+    # `_optim.run._UNBATCHED`: an entry can go when torch warns no more.
     with pytest.warns(UserWarning, match="not yet implemented the batching rule"):
         torch.func.vmap(call)(torch.ones(2, 3), torch.ones(2, 3))
 
@@ -146,7 +146,7 @@ def test_dynamo_keeps_a_source_on_its_none() -> None:
 
 
 def test_dynamo_traces_no_step_on_gradients_of_its_own_graph() -> None:
-    # https://github.com/pytorch/pytorch/issues/104053: `_select_compiled` may call Optimizer.step when this passes.
+    # https://github.com/pytorch/pytorch/issues/104053: `_amp.undo_compiled` may call Optimizer.step when this passes.
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([weight])
 
@@ -189,7 +189,7 @@ def squared(x: Tensor) -> Any:
     return Seven.apply(x.view_as(x)) ** 2
 
 
-# In the next three Dynamo makes an instance of it. `_whole` makes all right in a step (test_custom_function.py).
+# In the next three Dynamo makes an instance of it. In a step `autograd_function` makes it right.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_dynamo_loses_a_custom_backward_under_torch_func() -> None:
     found = compiled_at_two(torch.func.grad(direct))
@@ -244,7 +244,7 @@ TWO_THREADS = """
 import threading
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from funcamp._trace import stay
+from funcamp._trace.trace import stay
 
 def enter():
     with FakeTensorMode():
@@ -272,7 +272,7 @@ def test_a_fake_tensor_mode_in_a_thread_that_ended() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_dynamo_takes_no_function_with_a_jvp() -> None:
-    # `_tap._Tap` and `_tap._TapWithJvp` can be one when this passes.
+    # `_numerics.tap._Tap` and `_numerics.tap._TapWithJvp` can be one when this passes.
     class Same(torch.autograd.Function):
         @staticmethod
         def forward(x: Tensor) -> Tensor:

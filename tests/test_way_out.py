@@ -16,16 +16,7 @@ from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from funcamp import (
-    ScalerConfig,
-    TrainStep,
-    init,
-    jit,
-    make_train_step,
-    module_loss,
-    scaled_grad_and_value,
-    stateless,
-)
+from funcamp import ScalerConfig, TrainStep, init, jit, make_train_step, module_loss, scaled_grad_and_value, stateless
 from tests.helpers import assert_close, assert_same, clone
 
 SGD = stateless(torch.optim.SGD, lr=0.5)

@@ -1,0 +1,319 @@
+"""torch.amp.GradScaler's interface on the pure core: for loops and frameworks that own an optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import abc, defaultdict
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState as Stage
+
+from funcamp import _upstream
+from funcamp._amp import unscale
+from funcamp._amp.scaler_of_optimizer import HeldScaler, per_optimizer
+from funcamp._amp.undo import Flags, Made, is_watched, joined, make_state, obstacle, read, select, with_grads
+from funcamp._amp.undo_compiled import select_compiled
+from funcamp._scaler.rule_table import state_type
+from funcamp._scaler.torch_rule import widen
+from funcamp._scaler.update import update
+
+
+class GradScaler(HeldScaler):
+    """`torch.amp.GradScaler` without a host read: the same calls, scales, skips, errors and `state_dict`.
+
+    `scale(loss).backward()`, `step(optimizer)`, `update()`; `unscale_(optimizer)` before clipping. A fused optimizer
+    (`fused=True`) skips inside its kernel. Another class of torch.optim takes its step, and what it changed is put back
+    by selection: its parameters and state are copied before and chosen after. That is more memory traffic, and a launch
+    a tensor, where a host read would stall the device once: prefer fused=True, or skip="host". What selection could not
+    put back is read for, as torch does: an optimizer of another class, hooks or a `step` put in place of the class's
+    (unless skip="select" asks for them to see a step that is put back), a closure, parameters that are tensor
+    subclasses or sparse, counters on the host (Adam on a GPU without capturable=True), a momentum of sparse gradients.
+
+    Under `torch.compile(fullgraph=True)` with `torch._dynamo.config.trace_autograd_ops = True` the loop is one graph,
+    the selection a part of the optimizer's kernels, for torch.optim's classes without hooks; without fullgraph another
+    breaks the graph. Zero the gradients by `model.zero_grad()` and return a value (the detached loss). Numbers of a
+    parameter group are constants of the graph: make a learning rate that changes a tensor.
+
+    Safe where torch's class is not:
+
+    - a gradient that is finite before it is unscaled and not after (a scale below 1, or 0) skips the step;
+    - a fused optimizer gets a found_inf of 1.0 whatever the number of devices: torch adds their flags, and a kernel
+      given 2.0 takes the step and moves its count by -1;
+    - a fused SGD with momentum whose first step is skipped: torch leaves uninitialized memory in its momentum;
+    - a backoff to 0 or below, from which no scale recovers, raises ValueError; so does an init_scale of 0 or infinity.
+
+    Args:
+        device: "cuda", "cpu" or another device type with a scaler.
+        init_scale: the first scale.
+        growth_factor: what the scale is multiplied by after `growth_interval` clean steps.
+        backoff_factor: what it is multiplied by after a step with a non-finite gradient.
+        growth_interval: clean steps in a row that make it grow.
+        enabled: False makes every call but `step` do nothing.
+        config: another rule, or bounds: replaces the four numbers. `state_dict` then has the rule's counters too.
+        skip: "select" or "host" (the flag is read, and `step` is not called where it is set, as torch does). By
+            default selection, but "host" on a CPU, where the flag is there already, and under Accelerate, which asks.
+        allow_fp16: unscale float16 gradients, multiplied in float32 and rounded back, where torch refuses them.
+
+    Raises:
+        AssertionError: growth_factor is not above 1, or backoff_factor not below 1.
+        TypeError: config is no `ScalerConfig`, or allow_fp16 no bool.
+        ValueError: config is given with one of the four numbers; skip is neither; a number cannot be used.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> sgd, scaler = torch.optim.SGD([weight], lr=0.5), GradScaler("cpu", init_scale=8.0)
+        >>> scaler.scale(weight.sum()).backward()
+        >>> scaler.step(sgd)
+        >>> scaler.update()
+        >>> weight.data, scaler.get_scale()
+        (tensor([0.5000, 0.5000]), 8.0)
+
+    References:
+        torch/amp/grad_scaler.py, PyTorch 2.11 to 2.13.
+    """
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or every tensor of nested iterables, by the scale. No sync.
+
+        Raises:
+            ValueError: outputs is neither a tensor nor an iterable of them.
+        """
+        if not self._enabled:
+            return outputs
+        if self._takes_as_is:
+            warnings.warn(
+                "GradScaler.scale: it is called in the closure of step(), whose gradients are taken as they are: "
+                "unscale them in the closure, or give it the loss that is not scaled",
+                stacklevel=2,
+            )
+        if isinstance(outputs, Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            return outputs * cast(Tensor, self._scale).to(device=outputs.device, non_blocking=True)
+        if isinstance(outputs, abc.Iterable):
+            scaled = map(self.scale, outputs)
+            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Multiply an optimizer's gradients by 1 / scale in place, and note whether one is not finite. No sync.
+
+        Optional: for clipping, or looking at gradients, between `backward` and `step`. Sparse float16 gradients are
+        replaced by coalesced ones.
+
+        Raises:
+            AssertionError: `scale` was not called before.
+            RuntimeError: it was called for this optimizer since the last `update`, or after `step`.
+            ValueError: a gradient is float16, without allow_fp16.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        noted = self._per_optimizer_states[id(optimizer)]
+        if noted["stage"] is Stage.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if noted["stage"] is Stage.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        noted["found_inf_per_device"] = self._unscale_grads_(
+            optimizer, widen(scale).reciprocal().float(), torch.zeros_like(scale), self._allow_fp16
+        )
+        noted["stage"] = Stage.UNSCALED
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale the gradients, unless `unscale_` did, and take the optimizer's step where all are finite.
+
+        No sync with a device. On a CPU, unless skip="select", the scale is read, and for an optimizer that is not fused
+        the flag; with skip="host", and for an optimizer that keeps Python numbers or tensors on the host, the flag is
+        read; so it is at a first step that makes state which selection cannot make in advance (a momentum with
+        dampening, Rprop, ASGD, parameters that are not float32, a class of your own).
+
+        A closure is given by position, and not called in a skipped step. Its gradients are taken as they are, so that
+        `scale` warns if it is called there; those of a fused optimizer are divided by the scale, unless `unscale_` was
+        called, and not checked.
+
+        Returns what `optimizer.step(*args, **kwargs)` returned: None where it was not called, or is compiled.
+
+        Raises:
+            AssertionError: `scale` was not called before; no parameter has a gradient, or none had one at `unscale_`.
+            RuntimeError: it was called for this optimizer since the last `update`; closure is given by name.
+            ValueError: a gradient is float16, without allow_fp16.
+        """
+        if not self._enabled:
+            if torch.compiler.is_dynamo_compiling() and self._compiles(optimizer, args, kwargs):
+                select_compiled(optimizer, None)
+                return None
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._check_scale_growth_tracker("step")
+        noted = self._per_optimizer_states[id(optimizer)]
+        if noted["stage"] is Stage.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and not torch.compiler.is_dynamo_compiling()
+        if _given(args, kwargs):
+            self._takes_as_is = not fused or noted["stage"] is Stage.UNSCALED
+        try:
+            if fused:
+                result = self._fused_step(optimizer, noted, *args, **kwargs)
+            else:
+                if noted["stage"] is Stage.READY:
+                    self.unscale_(optimizer)
+                if len(noted["found_inf_per_device"]) == 0:
+                    raise AssertionError("No inf checks were recorded for this optimizer.")
+                result = self._maybe_opt_step(optimizer, noted, *args, **kwargs)
+        finally:
+            if _given(args, kwargs):
+                self._takes_as_is = False
+        noted["stage"] = Stage.STEPPED
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Back off or grow the scale by its rule, or set it. No sync.
+
+        Raises:
+            AssertionError: `scale` was not called before; no optimizer was stepped; new_scale is a tensor of several
+                elements, on another type of device, or requires grad.
+        """
+        if not self._enabled:
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        flags = [
+            flag for noted in self._per_optimizer_states.values() for flag in noted["found_inf_per_device"].values()
+        ]
+        if flags:
+            self._found_inf = joined(flags, scale.device)
+        if new_scale is not None:
+            self._set_scale(scale, new_scale)
+        elif not flags:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        else:
+            found_inf = cast(Tensor, self._found_inf)
+            with torch.no_grad():
+                config = self._config
+                bounded = config.min_scale is not None or config.max_scale is not None
+                plain = config.rule == "dynamic" and not bounded and not torch.compiler.is_dynamo_compiling()
+                if plain and _upstream.update_scale:
+                    # the same rule in one kernel
+                    _upstream.update_scale(
+                        scale, tracker, found_inf, config.growth_factor, config.backoff_factor, config.growth_interval
+                    )
+                else:
+                    new = update(state_type(config)(scale, tracker, found_inf, *self._counters), config)
+                    scale.copy_(new.scale)
+                    tracker.copy_(new.growth_tracker)
+                    for index, counter in enumerate(self._counters):
+                        counter.copy_(new[3 + index])
+        self._per_optimizer_states = defaultdict(per_optimizer)
+
+    def _set_scale(self, scale: Tensor, value: float | Tensor) -> None:
+        if isinstance(value, (int, float)):
+            scale.fill_(value)
+        else:
+            reason = (
+                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+                "torch.FloatTensor with requires_grad=False."
+            )
+            if value.device.type != self._device or value.numel() != 1 or value.requires_grad:
+                raise AssertionError(reason)
+            scale.copy_(value.reshape(()))
+        if self._config.min_scale is not None or self._config.max_scale is not None:
+            scale.clamp_(self._config.min_scale, self._config.max_scale)
+
+    # what torch's class keeps apart for its subclasses
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Flags:
+        grads = unscale.by_device(optimizer, allow_fp16)
+        inv_scale = inv_scale.reshape(())
+        grows = self._may_grow(inv_scale)
+        with torch.no_grad():
+            return {
+                device: torch.maximum(found_inf.to(device), unscale.unscale(held, inv_scale.to(device), grows=grows))
+                for device, held in grads.items()
+            }
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        inv_scale = widen(scale).reciprocal().float()
+        grows = self._may_grow(inv_scale)
+        with torch.no_grad():
+            flags = {
+                device: unscale.check(held, inv_scale.to(device), scale.to(device), grows=grows)
+                for device, held in unscale.by_device(optimizer, allow_fp16=True).items()
+            }
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags
+
+    def _may_grow(self, inv_scale: Tensor) -> bool:
+        """Whether unscaling may multiply by more than 1: known where the scale lies on a CPU and may be read."""
+        if torch.compiler.is_dynamo_compiling() or self._skip == "select" or inv_scale.device.type != "cpu":
+            return True
+        return not inv_scale.item() <= 1.0
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        flags: Flags = optimizer_state["found_inf_per_device"]
+        if torch.compiler.is_dynamo_compiling():
+            if self._compiles(optimizer, args, kwargs):
+                select_compiled(optimizer, joined(list(flags.values()), None) != 0)
+                return None
+            torch._dynamo.graph_break(
+                msg="GradScaler.step compiles where optimizer is of a class of torch.optim's own that keeps to the "
+                "device, its step has no argument, hook or replacement, and skip is not 'host'"
+            )
+        given = _given(args, kwargs)
+        watched = obstacle(optimizer) is None and (is_watched(optimizer) or given)
+        if self._skip == "host" or (self._skip is None and (watched or all(d.type == "cpu" for d in flags))):
+            return None if read(flags) else optimizer.step(*args, **kwargs)
+        reason = "step is given a closure, which a skipped step must not call" if given else None
+        return select(optimizer, flags, lambda: optimizer.step(*args, **kwargs), reason)
+
+    def _compiles(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
+        plain = not _given(args, kwargs) and self._skip != "host"
+        return plain and obstacle(optimizer) is None and not is_watched(optimizer)
+
+    def _fused_step(self, optimizer: Any, noted: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """For an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
+        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            warnings.warn(
+                "GradScaler is going to stop passing itself as a keyword argument to the passed "
+                "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+                "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
+                FutureWarning,
+                stacklevel=3,
+            )
+            return optimizer.step(*args, **kwargs, grad_scaler=self)
+        scale, _ = self._check_scale_growth_tracker("step")
+        unscaled = noted["stage"] is Stage.UNSCALED
+        if not unscaled:
+            self._check_inf_per_device(optimizer)
+        flags: Flags = noted["found_inf_per_device"]
+        if not flags and (with_grads(optimizer) or _given(args, kwargs)):
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer: unscale_() or step() must be called after backward(); "
+                "there was no gradient when it was called, so those that are there now would be taken scaled."
+            )
+        made = None
+        if isinstance(optimizer, torch.optim.SGD):  # no other writes a first state in a step that it skips
+            make_state(optimizer)
+            made = Made(optimizer)
+        given = getattr(optimizer, "grad_scale", None)
+        optimizer.grad_scale = given if unscaled else (scale if given is None else scale * given)
+        optimizer.found_inf = joined(list(flags.values()) or [torch.zeros_like(scale)], scale.device)
+        try:
+            result = optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        if made is not None and made.added() and read(flags):
+            made.remove()
+        return result
+
+
+def _given(args: Any, kwargs: Any) -> bool:
+    """Whether a step is given an argument: None is none, which Accelerate passes."""
+    return any(value is not None for value in (*args, *kwargs.values()))

@@ -1,0 +1,121 @@
+"""An optimizer's selected step inside torch.compile: the class's arithmetic on values, written back where it holds.
+
+Dynamo cannot trace `Optimizer.step` in the graph that computed the gradients: torch.optim breaks the graph on purpose
+(https://github.com/pytorch/pytorch/issues/104053), and `_init_group` refuses gradients made in it. So the step runs as
+`stateless` runs it. tests/test_upstream.py tells when this can go.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp import _upstream
+from funcamp._optim.run import LeafState, first_values, narrow_counters, run_step
+from funcamp._optim.stateless import stateless
+
+#: What torch.compile decides instead, and what is no argument of a class.
+_NONE = "<None>"
+_DROPPED = ("params", "foreach", "fused", "differentiable", "capturable")
+
+
+def select_compiled(optimizer: torch.optim.Optimizer, found: Tensor | None) -> None:
+    """Step an optimizer of torch.optim where found, bool, shape (), is False; everywhere for None.
+
+    A learning rate that changes must be a tensor: a number is a constant of the graph, and a new one compiles again.
+    """
+    for group in optimizer.param_groups:
+        params = [param for param in group["params"] if param.grad is not None]
+        if not params:
+            continue
+        options = {name: _sendable(value) for name, value in group.items() if name not in _DROPPED}
+        states = [dict(optimizer.state[param]) if param in optimizer.state else {} for param in params]
+        new, before, after = _traced(
+            type(optimizer).__name__, options, params, [param.grad for param in params], states
+        )
+        with torch.no_grad():
+            for param, value, first, later in zip(params, new, before, after):
+                param.copy_(_chosen(found, param, value))
+                if param in optimizer.state and len(optimizer.state[param]) > 0:
+                    kept = optimizer.state[param]
+                    for name, entry in later.items():
+                        kept[name].copy_(_chosen(found, kept[name], entry))
+                else:
+                    optimizer.state[param] = {name: _chosen(found, first[name], later[name]) for name in later}
+
+
+def _chosen(found: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
+    return new if found is None else torch.where(found, old, new)
+
+
+def _traced(*_: Any) -> Any:
+    raise RuntimeError("GradScaler.step: prepare() must have run before it is compiled")
+
+
+def prepare() -> None:
+    """Make this file ready for torch.compile. It imports torch._dynamo, as any optimizer's first step does."""
+    global _traced
+    if _traced.__name__ != "_traced":
+        return
+    nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace")
+    modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes")  # `stateless` leaves them
+    lost = [name for name in (nonstrict_trace, modes) if not _upstream.usable(name)]
+    _traced = _refusing(_upstream.message(lost[0].path)) if lost else nonstrict_trace(_step)
+
+
+def _refusing(message: str) -> Any:
+    def refused(*_: Any) -> Any:
+        raise RuntimeError(message)
+
+    return refused
+
+
+def _step(
+    name: str, options: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[LeafState]
+) -> tuple[list[Tensor], list[LeafState], list[LeafState]]:
+    """New parameters, the states before the step (made where there were none), and after it."""
+    cls = getattr(torch.optim, name)  # a class cannot be passed in here
+    accepted = inspect.signature(cls.__init__).parameters
+    options = {name: _sent(value) for name, value in options.items()}
+    optimizer = stateless(cls, **{name: value for name, value in options.items() if name in accepted})
+    traits = optimizer._traits
+    hyper = {name: options[name] for name in traits.dynamic}
+
+    def run(params: list[Tensor], grads: list[Tensor], states: list[LeafState] | None) -> tuple[list[Tensor], Any]:
+        new, after, _ = run_step(
+            optimizer._runs, traits.arguments, hyper, params, grads, states, writes_grads=traits.writes_grads
+        )
+        return new, after
+
+    if traits.first_step_differs and not all(states):
+        raise ValueError(
+            f"GradScaler.step: optimizer must have taken a step before it is compiled, for the first step of "
+            f"{cls.__name__} with these hyperparameters is another formula; got one without state"
+        )
+    before = []
+    for param, state in zip(params, states):
+        if not state:
+            _, (recorded,) = run([param], [torch.zeros_like(param)], None)
+            state = first_values(recorded, param, traits.starts_at_zero)
+        before.append(state)
+    new, after = run(params, grads, before)
+    return new, before, [narrow_counters(old, state, param) for old, state, param in zip(before, after, params)]
+
+
+def _sendable(value: Any) -> Any:
+    # None is no leaf that a traced function takes
+    if isinstance(value, (tuple, list)):
+        return tuple([_sendable(item) for item in value])
+    return _NONE if value is None else value
+
+
+def _sent(value: Any) -> Any:
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        # Dynamo's own wish to keep a number that changed open; the class checks it, so it is a constant, and guarded
+        return float(value) if isinstance(value, torch.SymFloat) else int(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_sent(item) for item in value)
+    return None if isinstance(value, str) and value == _NONE else value

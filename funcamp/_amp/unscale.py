@@ -1,0 +1,127 @@
+"""Unscale and check the gradients of an ordinary loop where they lie: `GradScaler`'s two passes over them.
+
+    grad      <- f32(grad) * f32(1 / f64(scale)), rounded once to the gradient's type
+    found_inf <- 1 if any product is not finite
+
+Multiplication by a positive number is monotone, rounding too, so every product is finite if and only if the product of
+the largest magnitude is: one reading for the check, whatever the scale. torch's kernel checks before it multiplies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from funcamp import _upstream
+from funcamp._distributed.dtensor import agreed, is_distributed, local, settled_sum
+
+
+def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.device, list[Tensor]]:
+    """The gradients of an optimizer's parameters; of a sparse one its values, of a float16 one coalesced first.
+
+    Raises:
+        AssertionError: a parameter is no tensor.
+        ValueError: a gradient is float16, without allow_fp16.
+    """
+    grads: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not isinstance(param, Tensor):
+                raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}")
+            if param.grad is None:
+                continue
+            if param.grad.dtype == torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            if param.grad.is_sparse and param.grad.dtype == torch.float16:
+                param.grad = param.grad.coalesce()  # its sums may overflow: they are what is checked
+            grad = param.grad._values() if param.grad.is_sparse else param.grad
+            grads[grad.device].append(grad)
+    return grads
+
+
+def unscale(grads: list[Tensor], inv_scale: Tensor, *, grows: bool = True) -> Tensor:
+    """Multiply gradients on one device in place; return the flag, float32, shape (), 1.0 or 0.0.
+
+    grows: whether inv_scale may be above 1; where it is known not to be, torch's one kernel is right.
+    """
+    found = torch.zeros_like(inv_scale)
+    for group in _by_dtype([local(grad) for grad in grads]):
+        if type(group[0]) is not Tensor or not grows:
+            found = torch.maximum(found, _by_torch(group, inv_scale))
+            continue
+        if torch.compiler.is_dynamo_compiling():
+            products = [_times(grad, inv_scale) for grad in group]
+            finite = torch.stack([torch.isfinite(product).all() for product in products]).all()
+            for grad, product in zip(group, products):
+                grad.copy_(product)
+        else:
+            finite = torch.isfinite(_times(_largest(group), inv_scale))
+            _multiply(group, inv_scale)
+        found = torch.maximum(found, (~finite).float())
+    return _on_all_ranks(found, grads)
+
+
+def check(grads: list[Tensor], inv_scale: Tensor, scale: Tensor, *, grows: bool = True) -> Tensor:
+    """Return the flag that unscaling would give, by multiplication or by division, and change nothing."""
+    found = torch.zeros_like(inv_scale)
+    for group in _by_dtype([local(grad) for grad in grads]):
+        if type(group[0]) is not Tensor or not grows:
+            found = torch.maximum(found, _by_torch(group, torch.ones_like(inv_scale)))
+            continue
+        top = _largest(group)
+        finite = torch.isfinite(_times(top, inv_scale)) & torch.isfinite(top / scale)
+        found = torch.maximum(found, (~finite).float())
+    return _on_all_ranks(found, grads)
+
+
+def _on_all_ranks(found: Tensor, grads: list[Tensor]) -> Tensor:
+    """The flag over the ranks of all DTensors. torch takes the first one's ranks for those of the whole list."""
+    spread = [grad for grad in grads if is_distributed(grad)]
+    if not spread:
+        return found
+    whole = [settled_sum(grad) for grad in spread]
+    sums = [local(total) for total, grad in zip(whole, spread) if total is not grad]
+    bad = [found != 0, *[~torch.isfinite(total).all() for total in sums]]
+    return agreed(torch.stack(bad).any(), whole).float()
+
+
+def _by_dtype(grads: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[type, torch.dtype], list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        if grad.numel():
+            plain = Tensor if type(grad) is torch.nn.Parameter else type(grad)
+            real = torch.view_as_real(grad) if grad.is_complex() else grad
+            groups[plain, real.dtype].append(real)
+    return list(groups.values())
+
+
+def _largest(grads: list[Tensor]) -> Tensor:
+    """The largest magnitude, NaN where there is one."""
+    if grads[0].device.type == "cpu" or torch.compiler.is_dynamo_compiling():
+        # eager CPU norms take ten times as long as this
+        ends = [torch.stack(torch.aminmax(grad)) for grad in grads]
+        return torch.stack(ends).abs().max()
+    return torch.stack(_upstream.norm_of_each(grads, math.inf)).max()
+
+
+def _times(grad: Tensor, inv_scale: Tensor) -> Tensor:
+    if grad.dtype.itemsize < 4:
+        return (grad.float() * inv_scale).to(grad.dtype)
+    return grad * inv_scale
+
+
+def _multiply(grads: list[Tensor], inv_scale: Tensor) -> None:
+    if grads[0].dtype.itemsize < 4:
+        _upstream.copy_each(grads, [_times(grad, inv_scale) for grad in grads])
+    else:
+        _upstream.multiply_each(grads, inv_scale)
+
+
+def _by_torch(grads: list[Tensor], inv_scale: Tensor) -> Tensor:
+    """By torch's kernel: for subclasses that know it, and where no product can overflow."""
+    found = torch.zeros_like(inv_scale)
+    _upstream.unscale_each(grads, found, inv_scale)
+    return found

@@ -1,0 +1,228 @@
+"""Differentiate a scaled loss: scale, torch.func gradient, unscale and check, with one and the same scale."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from funcamp import _tree, _upstream
+from funcamp._autograd.checkpointing import allow_hooks, same_parameters
+from funcamp._scaler.scale import scale, unscale_and_check
+from funcamp._scaler.state import ScalerState, check_state
+from funcamp._upstream.advice import advise
+from funcamp._upstream.autograd_function import keep_functions_whole, whole_functions
+
+#: What differentiates: torch.func.grad, or torch.autograd.grad with respect to detached parameters.
+Engine = Literal["func", "autograd"]
+#: Calls a backward pass in the surroundings that the inputs and the aux of the forward pass ask for.
+Holding = Callable[[list[Tensor], Any, Callable[[], Any]], Any]
+
+
+def scaled_grad_and_value(
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, engine: Engine | None = None
+) -> Callable[..., Any]:
+    """Turn a loss function into one that returns unscaled, checked gradients and the loss.
+
+    grads = d(scale * loss)/d(params) * f32(1 / f64(scale)), found_inf as in `unscale_and_check`. The loss comes back as
+    loss_fn returned it. Pure; safe under torch.compile and vmap; no sync. Nothing that comes out requires a gradient,
+    unless torch.func differentiates.
+
+    Args:
+        loss_fn: `(params, *args, **kwargs) -> loss`, or `-> (loss, aux)` with has_aux; the loss is a floating-point
+            tensor of shape (), aux a pytree of tensors. Autocast goes inside it.
+        has_aux: whether loss_fn returns `(loss, aux)`.
+        engine: "autograd" for torch.autograd, the operations of `loss.backward()` in their order; "func" for
+            torch.func, which nests and vmaps, but takes neither `torch.utils.checkpoint` nor attention with dropout
+            under autocast (a dtype error of torch's). None chooses at each call: "func" inside a transform (vmap, grad,
+            jvp), inside another loss, if an argument requires a gradient, and under a torch.compile of your own unless
+            `torch._dynamo.config.trace_autograd_ops` is set; "autograd" otherwise.
+
+    Returns:
+        A function `(state, params, *args, **kwargs) -> ((grads, state), loss)`, or `-> ((grads, state), (loss, aux))`.
+        params is a pytree of floating-point or complex tensors; None passes through, its gradient is None. grads is the
+        same tree, float32 for narrower parameters.
+
+    Raises:
+        ValueError: engine is another word; when called: the loss has a shape other than (), or no graph that leads to
+            a parameter (detached, computed under torch.no_grad).
+        TypeError: when called: a leaf of params is an integer tensor or no tensor, the loss is no floating-point
+            tensor, aux holds something else than tensors, or has_aux is set and loss_fn returns no pair.
+
+    Example:
+        >>> step = scaled_grad_and_value(lambda params, x: ((params["w"] * x) ** 2).sum())
+        >>> (grads, state), loss = step(init(), {"w": torch.tensor([2.0])}, torch.tensor([3.0]))
+        >>> grads["w"], loss, state.found_inf
+        (tensor([36.]), tensor(36.), tensor(0.))
+    """
+    call = "scaled_grad_and_value"
+    if not callable(loss_fn):
+        raise TypeError(f"{call}: loss_fn must be callable; got {loss_fn!r}")
+    check_engine(call, engine)
+
+    def grad_and_value(state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        state = check_state(call, state)
+        flat, spec = _tree.gradients(call, "params", params, state.scale.device)
+
+        def build(inner: list[Tensor]) -> Any:
+            given = iter(inner)
+            return _tree.unflatten([None if leaf is None else next(given) for leaf in flat], spec)
+
+        chosen = choose(engine, (state, params, args, kwargs))
+
+        def loss_of(inner: list[Tensor]) -> Any:
+            return loss_fn(build(inner), *args, **kwargs)
+
+        present = [leaf for leaf in flat if leaf is not None]
+        holding = around_backward(loss_fn, build)
+        scaled_grads, loss, aux = differentiate(call, state, loss_of, present, has_aux, chosen, holding=holding)
+        checked = unscale_and_check(state, build(scaled_grads))
+        return (checked, (loss, aux)) if has_aux else (checked, loss)
+
+    return grad_and_value
+
+
+def differentiate(
+    call: str,
+    state: ScalerState,
+    loss_of: Callable[[list[Tensor]], Any],
+    inputs: list[Tensor],
+    has_aux: bool,
+    engine: Engine,
+    *,
+    weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
+    holding: Holding | None = None,
+    low: tuple[torch.dtype, ...] = (),
+) -> tuple[list[Tensor], Tensor, Any]:
+    """Gradients of scale * weigh(loss) with respect to every input, still scaled; the loss and aux as returned.
+
+    low holds the dtypes of compute copies among the inputs.
+    """
+
+    def scaled_loss(inner: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Any]]:
+        loss, aux = _split(call, loss_of(inner), has_aux)
+        return scale(state, weigh(loss)), (loss, aux)
+
+    if torch.compiler.is_dynamo_compiling():
+        keep_functions_whole()
+        return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(scaled_loss, inputs, None)
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{call}: a loss must not be differentiated under torch.inference_mode()")
+    try:
+        with whole_functions(), _inside():  # frames of the loss that torch.compile takes one by one
+            return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(scaled_loss, inputs, holding)
+    except (RuntimeError, ZeroDivisionError) as error:
+        advise(call, error, low)
+        raise
+
+
+def choose(engine: Engine | None, arguments: Any) -> Engine:
+    """Return the engine, or the one that is right here: torch.func where something differentiates or maps around it."""
+    if engine is not None:
+        return engine
+    if torch.compiler.is_dynamo_compiling():
+        return "autograd" if _traces_autograd() else "func"
+    if _upstream.transforms_active() or forward_ad._current_level >= 0 or _losses.depth:
+        return "func"
+    requires = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _tree.leaves(arguments))
+    return "func" if requires and torch.is_grad_enabled() else "autograd"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _traces_autograd() -> bool:
+    return bool(torch._dynamo.config.trace_autograd_ops)
+
+
+class _Losses(threading.local):
+    depth = 0
+
+
+_losses = _Losses()
+"""How many losses this thread is differentiating, each inside of the one before."""
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    _losses.depth += 1
+    try:
+        yield
+    finally:
+        _losses.depth -= 1
+
+
+def around_backward(loss_fn: Any, build: Callable[[list[Tensor]], Any]) -> Holding | None:
+    """For a loss of `module_loss`: the backward pass while the module holds the parameters."""
+    holding = getattr(loss_fn, "holding", None)
+    return None if holding is None else lambda inputs, aux, run: holding(build(inputs), aux, run)
+
+
+_Scaled = Callable[[list[Tensor]], tuple[Tensor, tuple[Tensor, Any]]]
+
+
+def _by_func(scaled_loss: _Scaled, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor, Any]:
+    grads, (_, (loss, aux)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(inputs)
+    return list(grads), loss, aux
+
+
+def _by_autograd(
+    scaled_loss: _Scaled, inputs: list[Tensor], holding: Holding | None
+) -> tuple[list[Tensor], Tensor, Any]:
+    allow_hooks()
+    watch = same_parameters() if holding is None else contextlib.nullcontext(lambda: None)
+    with torch.enable_grad(), watch as begin_backward:
+        leaves = [_leaf(value) for value in inputs]
+        scaled, (loss, aux) = scaled_loss(leaves)
+
+        def backward() -> Sequence[Tensor]:
+            return torch.autograd.grad(scaled, leaves, allow_unused=True, materialize_grads=True)
+
+        begin_backward()
+        grads = backward() if holding is None else holding(leaves, aux, backward)
+    grads = [
+        grad.detach() if grad.requires_grad else grad for grad in grads
+    ]  # a sparse one cannot be detached in a trace
+    return grads, loss.detach(), _tree.map_leaves(Tensor.detach, *_tree.flatten(aux))
+
+
+def put_leaves_in_graphs() -> None:
+    """Let Dynamo put `_leaf` into a graph if it does not trace it."""
+    if _upstream.NO_LEAVES.present:
+        torch.compiler.allow_in_graph(_leaf)  # type: ignore[no-untyped-call]
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().requires_grad_()
+
+
+def check_engine(call: str, engine: object) -> Engine | None:
+    """Return the engine; raise ValueError where it is another word."""
+    if engine is not None and engine not in get_args(Engine):
+        raise ValueError(f"{call}: engine must be 'func', 'autograd' or None; got {engine!r}")
+    if engine != "func" and not torch.compiler.is_dynamo_compiling():
+        put_leaves_in_graphs()
+    return engine  # type: ignore[return-value]  # checked in the line above
+
+
+def _split(call: str, returned: Any, has_aux: bool) -> tuple[Tensor, Any]:
+    if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
+        raise TypeError(f"{call}: loss_fn must return (loss, aux) with has_aux=True; got {type(returned).__name__}")
+    loss, aux = returned if has_aux else (returned, ())
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        raise TypeError(f"{call}: loss_fn must return a floating-point tensor as loss; got {_tree.describe(loss)}")
+    if loss.dim() != 0:
+        raise ValueError(f"{call}: loss_fn must return a loss of shape (); got {tuple(loss.shape)}")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{call}: loss_fn must return a loss that depends on the parameters through differentiable operations; got "
+            "one with requires_grad=False, which trains nothing: compute it outside torch.no_grad(), without detach(), "
+            "item(), argmax() or a comparison on the way"
+        )
+    for index, leaf in enumerate(_tree.leaves(aux)):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{call}: aux{_tree.path_of(aux, index)} must be a tensor; got {_tree.describe(leaf)}")
+    return loss, aux

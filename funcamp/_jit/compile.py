@@ -1,0 +1,132 @@
+"""Give a traced graph to torch.compile's compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from funcamp._jit.ahead import Ahead
+from funcamp._jit.eager_layouts import keep_layouts
+from funcamp._trace.trace import Graph, parts, with_parts
+
+_log = logging.getLogger("funcamp")
+
+Flat: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
+
+#: Operations in a graph above which C++ calls its kernels from a file of their own. One file takes longer than linearly
+#: to compile (128 s for 85 at 48 blocks, 3,300 operations); of two, small steps take longer (0.75 ms for 0.52). What
+#: calls them is then not optimized: it takes 5 s to compile there for 43, and 3,000 calls the same time.
+LONG = 1500
+
+#: Frames that Inductor may take: it plans the arena by recursion, deeper with every buffer that lives beside others (at
+#: 48 blocks of a GPT past Python's own 1,000).
+DEEP = 20_000
+
+
+def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ahead | None = None) -> Flat:
+    """Compile a graph; return a function from the arguments to the results of what was traced.
+
+    Args:
+        graph: from `trace`.
+        backend: "inductor", or another name that torch.compile knows.
+        patches: Inductor's options.
+        ahead: what asks the C++ compiler ahead, if one is at hand.
+    """
+    kinds = sorted({example.device.type for example in graph.examples})
+    with _no_autocast(kinds), torch.no_grad():
+        if backend == "inductor":
+            keep_layouts(graph.module, graph.mode)
+            inner = _inductor(graph.module, graph.examples, patches, ahead)
+        elif backend == "eager":
+            inner = graph.module
+        else:
+            from torch._dynamo.backends.registry import lookup_backend
+
+            inner = lookup_backend(backend)(graph.module, graph.examples)
+    captured, wrappers = graph.captured, graph.wrappers
+
+    def run(values: list[Tensor]) -> list[Tensor]:
+        return list(inner(*values, *captured))
+
+    def interpreted(values: list[Tensor]) -> list[Tensor]:
+        with _no_autocast(kinds):
+            return run(values)
+
+    call = run if backend == "inductor" else interpreted
+    if not graph.wrapped:
+        return call
+
+    def unwrapped(values: list[Tensor]) -> list[Tensor]:
+        out = iter(call([part for value in values for part in parts(value)]))
+        return [with_parts(wrapper, out) for wrapper in wrappers]
+
+    return unwrapped
+
+
+@contextlib.contextmanager
+def _no_autocast(kinds: list[str]) -> Iterator[None]:
+    """Turn an autocast around the call off: what it casts was settled in the trace."""
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _inductor(graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any], ahead: Ahead | None) -> Any:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    if patches.get("memory_planning"):
+        if patches["cpp_wrapper"] and sum(node.op == "call_function" for node in graph.graph.nodes) > LONG:
+            patches = {**patches, "cpp_wrapper_build_separate": True, "aot_inductor.compile_wrapper_opt_level": "O0"}
+        try:
+            with _deep(), config.patch(patches):
+                if ahead:
+                    ahead.headers()
+                return compile_fx(graph, inputs)
+        except Exception as error:  # Python may call what C++ cannot; its error is the familiar one
+            _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)
+            patches = {**patches, "cpp_wrapper": False, "memory_planning": False}
+    return compile_fx(graph, inputs, config_patches=patches)
+
+
+@contextlib.contextmanager
+def _deep() -> Iterator[None]:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, DEEP))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def check_compiler(backend: str, leaves: list[Tensor]) -> None:
+    """Raise RuntimeError if Inductor would want a C++ compiler and there is none."""
+    if backend == "inductor" and any(leaf.device.type == "cpu" for leaf in leaves):
+        cpp_compiler("jit: torch.compile needs a C++ compiler on a CPU")
+
+
+def cpp_compiler(need: str) -> str:
+    """Return the path of the compiler that Inductor uses: $CXX, or the platform's own.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    from torch._inductor import config
+
+    names = [name for name in config.cpp.cxx if name]
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        raise RuntimeError(
+            f"{need}; found no {' or '.join(names)}: install it, name another in $CXX before Python starts, or pass "
+            "backend='eager'"
+        )
+    return found

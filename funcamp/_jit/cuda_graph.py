@@ -1,0 +1,125 @@
+"""A compiled step in one CUDA graph: static storage, warm-up on clones, capture, replay."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from funcamp import _upstream
+from funcamp._jit.compile import Flat
+
+#: Numbers of these types come out of the graph together: one copy for all.
+_PACKED = (torch.float32, torch.int64)
+_WARM_UPS = 3
+
+
+class Graphs(Protocol):
+    """What captures and replays; `CudaGraphs`, or a stand-in where there is no GPU."""
+
+    def kept(self) -> contextlib.AbstractContextManager[None]:
+        """A region after which the random numbers to be drawn are what they were before."""
+
+    def warm_up(self, run: Callable[[], Any], times: int) -> None:
+        """Run some times outside any capture."""
+
+    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+        """Record a run without executing it: what replays it, and the tensors that a replay fills."""
+
+
+class CudaGraphs:
+    """torch.cuda's graphs, all in one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Callable[[], Any], times: int) -> None:
+        """On a stream of its own: lazy initialisation must not fall into the capture."""
+        with self.kept(), torch.cuda.device(self._device):
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(times):
+                    run()
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.synchronize()
+
+    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+        """Into one graph; other threads (a loader that pins memory) may go on."""
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            outputs = run()
+        return graph.replay, outputs
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """The device's default generator."""
+        before = torch.cuda.get_rng_state(self._device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_rng_state(before, self._device)
+
+
+def graphs_for(device: torch.device) -> Graphs | None:
+    """What captures on a device; None where nothing does."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
+class Captured:
+    """One batch signature: its static batch, its graph and its static results."""
+
+    def __init__(self, graphs: Graphs, run: Flat, state: list[Tensor], batch: list[Tensor], metrics: int) -> None:
+        """Warm up on clones and capture; neither state nor batch is written, whatever fails.
+
+        Args:
+            graphs: what captures.
+            run: the compiled function of state and batch.
+            state: its static storage.
+            batch: tensors like those of every later call.
+            metrics: how many of its results are metrics, the last ones.
+
+        Raises:
+            RuntimeError: the capture failed.
+        """
+        self._batch = [leaf.clone() for leaf in batch]
+        state = [leaf.detach() for leaf in state]  # names of its own for the static storage
+        self._state = state
+        clones = [leaf.clone() for leaf in state]
+        graphs.warm_up(functools.partial(run, [*clones, *self._batch]), _WARM_UPS)
+        del clones
+        self._packed: list[list[int]] = []
+        self._first = 0
+
+        def body() -> list[Tensor]:
+            results = run([*state, *self._batch])
+            self._first = len(results) - metrics
+            later = range(self._first, len(results))
+            alike = [[i for i in later if not results[i].dim() and results[i].dtype == dtype] for dtype in _PACKED]
+            self._packed = [indices for indices in alike if len(indices) > 1]
+            return [*results, *(torch.stack([results[i] for i in indices]) for indices in self._packed)]
+
+        try:
+            self._replay, self._results = graphs.capture(body)
+        except Exception as error:
+            raise RuntimeError(f"jit: the step could not be captured into one CUDA graph: {error}") from error
+
+    def __call__(self, batch: list[Tensor]) -> list[Tensor]:
+        """Copy a batch in, replay, and return results that later calls leave alone. No sync."""
+        if batch:
+            _upstream.copy_each(self._batch, batch, non_blocking=True)
+        self._replay()
+        torch.autograd.graph.increment_version(self._state)  # as torch's operations do, and a replay does not
+        count = len(self._results) - len(self._packed)
+        copies: list[Tensor | None] = [None] * count
+        for indices, numbers in zip(self._packed, self._results[count:]):
+            for index, number in zip(indices, numbers.clone().unbind()):
+                copies[index] = number
+        return [result.clone() if copy is None else copy for copy, result in zip(copies, self._results)]

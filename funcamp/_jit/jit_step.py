@@ -1,0 +1,398 @@
+"""A compiled step: one program for each signature of its batch, the state in storage of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._jit import cuda_graph
+from funcamp._jit.ahead import Ahead
+from funcamp._jit.buffer_pool import Scratch, asked, keep_heap, wanted
+from funcamp._jit.compile import Flat, check_compiler, compile_graph
+from funcamp._jit.donation import Layout, Owned, arranged, layouts_for, own
+from funcamp._jit.progress import Progress
+from funcamp._jit.signature import (
+    autocast,
+    check_batch,
+    check_like,
+    check_state,
+    difference,
+    flat,
+    key_of,
+    kinds,
+    shapes,
+)
+from funcamp._jit.unroll import first_of, unrolled
+from funcamp._memory import Memory
+from funcamp._numerics.counting_pass import JointCounts, can_count_jointly, counting_jointly
+from funcamp._trace.trace import Graph, HostError, Outline, trace
+from funcamp._types import Tree
+from funcamp._upstream.advice import advise
+from funcamp._upstream.inductor_cpu import mended
+from funcamp._upstream.inductor_writeback import SnapshotWriteBacks
+
+#: Leaves whose place in memory a call of a captured step looks at: 0.15 µs each.
+_WATCHED = 16
+
+
+class Options(NamedTuple):
+    """The arguments of `jit`, checked."""
+
+    donate: bool
+    capture: bool
+    unroll: int | None
+    exact: bool
+    backend: str
+    compile_after: int
+    max_signatures: int
+
+
+class _Program(NamedTuple):
+    """A step compiled for one batch signature."""
+
+    run: Flat | cuda_graph.Captured
+    outline: Outline
+    layouts: list[Layout]
+
+
+class JitStep:
+    """A compiled step `(state, batch) -> (state, metrics)`; made by `jit`."""
+
+    def __init__(self, step: Callable[[Any, Any], Any], options: Options) -> None:
+        self._step, self._options = step, options
+        self._programs: dict[Any, _Program] = {}
+        self._owned: Owned | None = None
+        self._like: Tree = None
+        self._captured: list[Tensor] = []
+        self._places: list[tuple[int, tuple[int, ...]]] = []
+        self._graphs: cuda_graph.Graphs | None = None
+        self._scratch: Scratch | None = None
+        self._last: Any = None
+        self._turn = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"jit({self._step!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle or copy the step and the options: a copy compiles again. The step must be picklable itself."""
+        return JitStep, (self._step, self._options)
+
+    @property
+    def programs(self) -> int:
+        """How many batch signatures have been traced."""
+        return len(self._programs)
+
+    def __call__(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
+        """Take one step, or as many as `unroll` says. Compiles at the first call for a batch signature. No sync.
+
+        Threads take turns: each gets the successor of its own state.
+
+        Args:
+            state: the last call's, or any with its structure, shapes, dtypes and devices. Donated: consumed.
+            batch: a pytree; its tensors may have any values, its other leaves are constants of the program. Captured:
+                tensors on the host are copied to the state's device, without a wait where their memory is pinned.
+
+        Raises:
+            TypeError: a leaf of state is no tensor; step returns no pair; a constant of the batch cannot be hashed.
+            ValueError: state is unlike the first one; a batch signature more than `max_signatures`.
+            RuntimeError: step cannot be compiled or captured, or reads the host; there is no compiler.
+            Exception: what step itself raises while it is traced.
+        """
+        if _thread.compiling or torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"jit: {self!r} must be called with tensors of its own, not inside another jit nor a transform of "
+                "torch.func (vmap, grad): use the function it was made of there, and jit the result"
+            )
+        with self._turn:
+            return self._call(state, batch)
+
+    def _call(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
+        leaves, spec = flat(batch)
+        try:
+            key = (spec, tuple([key_of(leaf) for leaf in leaves]), autocast())
+            program = self._programs.get(key)
+        except Exception:
+            if (as_dicts := _tree.plain(batch)) is not batch:
+                return self._call(state, as_dicts)
+            check_batch(batch)
+            raise
+        if program is None:
+            if (as_dicts := _tree.plain(batch)) is not batch:  # a mapping that can be hashed
+                return self._call(state, as_dicts)
+            check_batch(batch)
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if self._captured and [(leaf.data_ptr(), leaf.stride()) for leaf in self._captured] != self._places:
+            self._follow()
+        owned = self._owned
+        if owned is None or not owned.is_of(state):
+            check_state(state)
+            if owned is not None and self._graphs is not None:  # before another state is copied into that memory
+                batch, given = _outside(owned.memory, batch)
+            owned = self._own(state)
+        if program is None:
+            with torch.inference_mode(False):
+                program, results = self._compile(key, owned, batch, given)
+            owned = self._owned or owned
+        else:
+            if isinstance(program.run, cuda_graph.Captured):  # it copies the batch before it writes
+                results = program.run(arranged(given, program.layouts, None))
+            else:
+                results = self._run(program.run, owned, arranged(given, program.layouts, owned.memory))
+        self._last = key
+        metrics, first = list(program.outline.constants), len(results) - len(program.outline.tensors)
+        for index, value in zip(program.outline.tensors, results[first:]):
+            metrics[index] = value
+        if first:  # not donated
+            fresh = Owned(owned.filled(results[:first]), owned.strides, written=False)
+            if self._graphs is None:
+                self._owned = fresh
+            return fresh.tree, _tree.unflatten(metrics, program.outline.spec)
+        return owned.tree, _tree.unflatten(metrics, program.outline.spec)
+
+    def _run(self, run: Flat, owned: Owned, given: list[Tensor]) -> list[Tensor]:
+        if self._scratch is None:
+            return run([*owned.leaves, *given])
+        with self._scratch.used():
+            return run([*owned.leaves, *given])
+
+    def _own(self, state: Tree) -> Owned:
+        """The state's leaves, in memory that is this step's to write, or for graphs in their static memory."""
+        with torch.inference_mode(False), torch.no_grad():
+            if self._owned is not None and self._graphs is not None:
+                self._owned.refill(state, self._like)
+                return self._owned
+            leaf = next((leaf for leaf in _tree.leaves(state) if isinstance(leaf, Tensor)), None)
+            if self._owned is None and self._options.capture and leaf is not None:
+                self._graphs = cuda_graph.graphs_for(leaf.device)
+            donate, graphs = self._options.donate, self._graphs is not None
+            avoid = Memory(self._captured)
+            owned = own(state, self._like, avoid, copy=graphs and not donate, written=graphs or donate)
+        if self._owned is None:
+            self._like = kinds(owned.tree)
+        self._owned = owned
+        return owned
+
+    def _follow(self) -> None:
+        """Go on with captured tensors that were given other memory: the state, if that is its, is moved out of it.
+
+        Raises:
+            RuntimeError: a graph reads the former memory, or a program the former strides.
+        """
+        for leaf, (address, stride) in zip(self._captured, self._places):
+            if leaf.stride() == stride and (self._graphs is None or leaf.data_ptr() == address):
+                continue
+            raise RuntimeError(
+                f"jit: step must find the tensors that it reads of its own in place; {_tree.describe(leaf)} was given "
+                "other memory or strides (by .data, set_, t_) since it was compiled: write into it with copy_, make it "
+                "a leaf of the state or of the batch, or make another jit"
+            )
+        owned, self._places = self._owned, list(map(_place, self._captured))
+        if owned is not None and any(map(owned.memory.meets, self._captured)):
+            self._owned = None
+
+    def _compile(self, key: Any, owned: Owned, batch: Tree, given: list[Tensor]) -> tuple[_Program, list[Tensor]]:
+        options, unroll = self._options, self._options.unroll
+        try:
+            if len(self._programs) >= options.max_signatures:
+                raise ValueError(
+                    f"jit: batch must have at most {options.max_signatures} signatures in all (max_signatures); "
+                    f"{difference(batch, self._last, key)}"
+                )
+            if self._graphs is not None:
+                batch, given = _beside(owned.leaves[0], batch)
+            one = batch if unroll is None else first_of(batch, unroll)
+            check_compiler(options.backend, owned.leaves + given)
+            layouts = layouts_for(given)
+            given = arranged(given, layouts, owned.memory)
+            asks = options.backend == "inductor" and _on_cpu(owned)
+            with _compiling(self._task(batch, key)) as progress, Ahead() if asks else contextlib.nullcontext() as ahead:
+                program, results = self._program(key, owned, one, given, layouts, progress, ahead)
+        except BaseException as error:
+            if not self._programs:  # a state that never was of use binds no later one
+                self._owned = self._graphs = self._like = None
+            if isinstance(error, RuntimeError):
+                advise("jit", error)
+            raise
+        self._programs[key] = program
+        return program, results
+
+    def _task(self, batch: Tree, key: Any) -> str:
+        name = getattr(self._step, "__name__", type(self._step).__name__)
+        task = f"{name} for a batch of {shapes(batch)}"
+        return task if self._last is None else f"{task}; {difference(batch, self._last, key)}"
+
+    def _program(
+        self,
+        key: Any,
+        owned: Owned,
+        one: Tree,
+        given: list[Tensor],
+        layouts: list[Layout],
+        progress: Progress,
+        ahead: Ahead | None,
+    ) -> tuple[_Program, list[Tensor]]:
+        options, graphs = self._options, self._graphs
+        graph = self._trace(owned, one, given if options.unroll is None else [leaf[0] for leaf in given])
+        if any(map(owned.memory.meets, graph.captured)):
+            owned = self._owned = own(owned.tree, self._like, Memory(), copy=True)
+        self._captured += [leaf for leaf in graph.captured if all(leaf is not other for other in self._captured)]
+        self._places = list(map(_place, self._captured))
+        # Numbers: what a program is compiled from later must not keep this state.
+        count, on_cpu = len(owned.leaves), _on_cpu(owned)
+        written = sum(leaf.nbytes for leaf in owned.leaves) if options.donate else 0
+
+        def compiled(backend: str, ahead: Ahead | None = None) -> Flat:
+            one = self._compile_graph(graph, backend, written if on_cpu else None, ahead)
+            return one if options.unroll is None else unrolled(one, count, metrics, options.unroll)
+
+        metrics = len(graph.rest.tensors)
+        late = self._programs and graphs is None and options.compile_after and options.backend != "eager"
+        progress.phase("running operation by operation" if late else "compiling")
+        if late:
+            run = self._late(key, compiled("eager"), compiled, progress.task)
+        else:
+            run = compiled(options.backend, ahead)
+            progress.phase("running")
+        if graphs is not None:
+            owned.watch(_WATCHED)
+            captured = cuda_graph.Captured(graphs, run, owned.leaves, given, metrics)
+            return _Program(captured, graph.rest, layouts), captured(given)
+        program = _Program(run, graph.rest, layouts)
+        return program, self._run(run, owned, given)
+
+    def _late(self, key: Any, traced: Flat, compiled: Callable[[str], Flat], task: str) -> Flat:
+        """The traced operations one by one, until there have been so many calls that the signature is compiled."""
+        left = self._options.compile_after
+
+        def run(values: list[Tensor]) -> list[Tensor]:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                return traced(values)
+            with torch.inference_mode(False), _compiling(task) as progress:
+                progress.phase("compiling")
+                now = compiled(self._options.backend)
+            self._programs[key] = self._programs[key]._replace(run=now)
+            return now(values)
+
+        return run
+
+    def _trace(self, owned: Owned, batch: Tree, given: list[Tensor]) -> Graph:
+        options, step, like = self._options, self._step, self._like
+        count, filled = len(owned.leaves), owned.filled
+        flat, spec = _tree.flatten(batch)
+        places = [index for index, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+
+        def body(values: list[Tensor]) -> tuple[list[Tensor], Tree]:
+            whole = list(flat)
+            for place, value in zip(places, values[count:]):
+                whole[place] = value.detach().requires_grad_() if flat[place].requires_grad else value
+            out = step(filled(values[:count]), _tree.unflatten(whole, spec))
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise TypeError(f"jit: step must return the pair (state, metrics); got {type(out).__name__}")
+            new, metrics = out
+            check_like(("state", "the step's new state"), like, new)
+            fresh = [leaf for leaf in _tree.leaves(new) if leaf is not None]
+            numbers, rest = _tree.flatten(metrics)
+            kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in numbers]
+            if not options.donate:
+                return [leaf.detach() for leaf in fresh], _tree.unflatten(kept, rest)
+            # All values before the first write; the clones cost nothing where a value is computed.
+            changed = [(leaf.detach().clone(), old) for leaf, old in zip(fresh, values) if leaf is not old]
+            for leaf, old in changed:
+                old.copy_(leaf)
+            return [], _tree.unflatten(kept, rest)
+
+        inductor = options.backend == "inductor"
+        jointly = counting_jointly() if inductor and can_count_jointly() else contextlib.nullcontext()
+        try:
+            with jointly:
+                return trace(body, [*owned.leaves, *given], {leaf.device.type for leaf in owned.leaves})
+        except HostError as error:
+            raise RuntimeError(f"jit: step must {error}") from None
+        except RuntimeError as error:
+            advise("jit", error)
+            raise
+
+    def _compile_graph(self, graph: Graph, backend: str, written: int | None, ahead: Ahead | None) -> Flat:
+        options = self._options
+        if backend == "eager":
+            return compile_graph(graph, backend, {})
+        patches = {
+            "triton.cudagraphs": False,
+            "post_grad_custom_pre_pass": SnapshotWriteBacks(options.exact),
+        }
+        if can_count_jointly():
+            patches["joint_custom_pre_pass"] = JointCounts()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # Collectives as soon as their inputs are there, what needs them as late as it can.
+            patches |= {
+                "reorder_for_compute_comm_overlap": True,
+                "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+            }
+        if options.exact:
+            patches |= {"emulate_precision_casts": True, "fallback_random": True}
+        if written is not None:  # on a CPU
+            # Convolutions as in eager code. With channels last, a step of ResNet-18 takes 1.2 to 1.4 times as long:
+            # weights and their gradients, which lie in the state as they are, would change their order.
+            patches |= {"memory_planning": True, "layout_optimization": False}
+            keep_heap()
+            if self._scratch is None and wanted(graph.module, written):
+                self._scratch = Scratch()
+            # A tenth of a small step is Python; but C++ has no way to ask for kept buffers.
+            patches["cpp_wrapper"] = self._scratch is None
+        try:
+            with mended(exact=options.exact), asked() if self._scratch else contextlib.nullcontext():
+                return compile_graph(graph, backend, patches, ahead)
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error
+
+
+class _Thread(threading.local):
+    """Whether a step is being compiled by this thread."""
+
+    compiling = False
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _compiling(task: str) -> Iterator[Progress]:
+    with _lock:  # make_fx and Inductor's options are the process's
+        _thread.compiling = True
+        try:
+            with Progress(task) as progress:
+                yield progress
+        finally:
+            _thread.compiling = False
+
+
+def _on_cpu(owned: Owned) -> bool:
+    return {leaf.device.type for leaf in owned.leaves} == {"cpu"}
+
+
+def _place(leaf: Tensor) -> tuple[int, tuple[int, ...]]:
+    return leaf.data_ptr(), leaf.stride()
+
+
+def _outside(memory: Memory, batch: Tree) -> tuple[Tree, list[Tensor]]:
+    """A batch without a part in some memory, and its tensors."""
+    leaves, spec = _tree.flatten(batch)
+    apart = [leaf.detach().clone() if isinstance(leaf, Tensor) and memory.meets(leaf) else leaf for leaf in leaves]
+    return _tree.unflatten(apart, spec), [leaf for leaf in apart if isinstance(leaf, Tensor)]
+
+
+def _beside(leaf: Tensor, batch: Tree) -> tuple[Tree, list[Tensor]]:
+    """A batch on a leaf's device, and its tensors."""
+    leaves, spec = _tree.flatten(batch)
+    moved = [value.to(leaf.device) if isinstance(value, Tensor) else value for value in leaves]
+    return _tree.unflatten(moved, spec), [value for value in moved if isinstance(value, Tensor)]

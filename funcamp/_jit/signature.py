@@ -1,0 +1,189 @@
+"""What a compiled step is made for: structure, shapes, dtypes and devices; and how one differs from another in that."""
+
+from __future__ import annotations
+
+import numbers
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._distributed.dtensor import is_distributed
+from funcamp._types import Tree
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+_ACCELERATOR = torch.accelerator.current_accelerator()
+_KINDS = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
+#: Objects that are compared by identity and are constants all the same.
+_ONE_OF_A_KIND = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(None), type(...)),
+    *(torch.dtype, torch.layout, torch.memory_format, torch.qscheme),
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of a tensor, everything but its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"a {self.dtype} tensor of shape {self.shape} on {self.device}"
+
+
+def kinds(tree: Tree) -> Tree:
+    """A tree of the kinds of its tensors."""
+    leaves, spec = _tree.flatten(tree)
+    return _tree.unflatten([_kind(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def _kind(leaf: Tensor) -> Kind:
+    return Kind(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride())
+
+
+def check_like(names: tuple[str, str], like: Tree, tree: Tree) -> None:
+    """Raise ValueError where a tree differs from one of kinds in structure, or in a shape, dtype or device."""
+    _tree.same_structure("jit", names, (like, tree))
+    for index, (kind, leaf) in enumerate(zip(_tree.leaves(like), _tree.leaves(tree))):
+        if isinstance(kind, Kind) and isinstance(leaf, Tensor):
+            fits = (kind.shape, kind.dtype, kind.device) == (tuple(leaf.shape), leaf.dtype, leaf.device)
+        else:
+            fits = kind is leaf
+        if not fits:
+            raise ValueError(
+                f"jit: {names[1]} must have the shapes, dtypes and devices of {names[0]}; at "
+                f"{_tree.path_of(tree, index) or 'its only leaf'} it has {_tree.describe(leaf)} for {kind}"
+            )
+
+
+def flat(batch: Tree) -> tuple[list[Any], Any]:
+    """The leaves of a batch, and what stands for its structure: cheap for a tuple or a dict of tensors."""
+    kind = type(batch)
+    if kind is tuple and {*map(type, batch)} <= _PLAIN:
+        return list(batch), len(batch)
+    if kind is dict and {*map(type, batch.values())} <= _PLAIN:
+        return list(batch.values()), tuple(batch)
+    return _tree.flatten(batch)
+
+
+def signature(leaf: Any) -> Any:
+    """Shape, dtype and device of a tensor; type and value of anything else: 1, 1.0 and True make three programs."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    return type(leaf), repr(leaf) if isinstance(leaf, numbers.Number) else leaf
+
+
+def key_of(leaf: Any) -> Any:
+    """The signature of a leaf of a batch: of a tensor also whether a loss may differentiate with respect to it."""
+    if isinstance(leaf, Tensor):
+        kind: Any = type(leaf)
+        if kind not in _PLAIN and is_distributed(leaf):
+            kind = kind, leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
+        kind = Tensor if kind is torch.nn.Parameter else kind
+        return leaf.shape, leaf.dtype, leaf.device, leaf.layout, kind, leaf.requires_grad
+    return signature(leaf)
+
+
+def autocast() -> tuple[tuple[str, torch.dtype], ...] | None:
+    """The kinds of device with an autocast around the call, and its dtype; None without."""
+    if not any(map(torch.is_autocast_enabled, _KINDS)):
+        return None
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind))
+
+
+def check_state(state: Tree) -> None:
+    """Raise TypeError for a leaf of a state that is neither a plain tensor nor None."""
+    for index, leaf in enumerate(_tree.tensors("jit", "state", state)[0]):
+        if leaf is not None and (fault := _fault(leaf)):
+            raise TypeError(f"jit: state{_tree.path_of(state, index)} must be {fault}")
+
+
+def _fault(leaf: Tensor) -> str | None:
+    """What a compiled program wants of a tensor that this one is not."""
+    if is_distributed(leaf):
+        return None
+    if type(leaf) not in _PLAIN:
+        return (
+            f"a plain tensor; got a {type(leaf).__name__}: pass the tensors it holds, or its .as_subclass(torch.Tensor)"
+        )
+    if leaf.layout != torch.strided or leaf.is_nested:
+        return f"strided; got {'a nested tensor' if leaf.is_nested else f'layout {leaf.layout}'}"
+    if leaf.is_quantized or leaf.is_meta:
+        return f"a tensor of numbers; got a {'quantized' if leaf.is_quantized else 'meta'} one"
+    return None
+
+
+def check_batch(batch: Tree) -> None:
+    """Raise TypeError for a leaf of a batch that is neither a plain tensor nor can be a constant of a program."""
+    for index, leaf in enumerate(_tree.leaves(batch)):
+        where = f"jit: batch{_tree.path_of(batch, index)} must be"
+        if isinstance(leaf, Tensor):
+            if fault := _fault(leaf):
+                raise TypeError(f"{where} {fault}")
+            continue
+        fix = "pass a dict of its tensors, or register its class with torch.utils._pytree.register_pytree_node"
+        if _holds_tensors(leaf):
+            raise TypeError(
+                f"{where} a tensor or a pytree of tensors; got a {type(leaf).__name__} with some in it: {fix}"
+            )
+        try:
+            hash(leaf)
+        except TypeError:
+            raise TypeError(f"{where} a tensor, or a constant that can be hashed; got {_tree.describe(leaf)}") from None
+        hashing: Any = type(leaf).__hash__
+        if hashing is object.__hash__ and not isinstance(leaf, _ONE_OF_A_KIND):
+            raise TypeError(
+                f"{where} a tensor, or a constant that is equal to another of its value; got a {type(leaf).__name__}, "
+                f"equal to itself alone, of which a program would not see what is put into it later: {fix}"
+            )
+
+
+def _holds_tensors(leaf: object, depth: int = 3) -> bool:
+    """Whether an object that is no pytree has tensors in its attributes, its slots or its items."""
+    if isinstance(leaf, _ONE_OF_A_KIND):
+        return False
+    names = [name for cls in type(leaf).__mro__ for name in _names(cls.__dict__.get("__slots__", ()))]
+    held = [getattr(leaf, name) for name in (*names, *getattr(leaf, "__dict__", ())) if hasattr(leaf, name)]
+    held += list(leaf) if isinstance(leaf, (set, frozenset)) else []
+    inner = _tree.leaves(held)
+    if any(isinstance(value, Tensor) for value in inner):
+        return True
+    return depth > 0 and any(_holds_tensors(value, depth - 1) for value in inner)
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def shapes(batch: Tree) -> str:
+    """The dtypes and shapes of a batch's first tensors, in few words."""
+    leaves = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
+    told = [f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves]
+    return ", ".join(told[:4]) + ", ..." * (len(told) > 4) if told else "no tensors"
+
+
+def difference(batch: Tree, before: Any, now: Any) -> str:
+    """How the signatures of a batch, now, differ from another's: each of structure, leaves and autocast."""
+    if before[0] != now[0]:
+        return f"its structure changed to {_tree.flatten(batch)[1]}"
+    for index, (old, new) in enumerate(zip(before[1], now[1])):
+        if old != new:
+            return f"batch{_tree.path_of(batch, index)} changed from {_told(old)} to {_told(new)}"
+    if before[2] != now[2]:
+        return (
+            f"the autocast around the call changed from {before[2]} to {now[2]}: give make_train_step a policy instead"
+        )
+    return "it went back to an old one"
+
+
+def _told(leaf: tuple[Any, ...]) -> str:
+    if len(leaf) > 2:
+        return f"a {leaf[1]} tensor of shape {tuple(leaf[0])} on {leaf[2]}{' that requires a gradient' * leaf[5]}"
+    shown = leaf[1] if issubclass(leaf[0], numbers.Number) else repr(leaf[1])
+    return f"{shown} (make it a tensor: a number is a constant of the program)"

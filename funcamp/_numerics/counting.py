@@ -1,0 +1,213 @@
+"""Counting: from a tensor's numbers to one row of float64, or of many tensors' to as many rows.
+
+A row is eight numbers, then for every binary exponent e how many finite values have 2^e < |x| < 2^(e+1), then how many
+are 2^e itself. Everything comes from the bits, and one scatter counts it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from funcamp import _tree, _upstream
+from funcamp._upstream.autograd_function import keep_functions_whole
+
+#: Exponents that have a bin: those of float32, from its smallest subnormal, 2^-149, to its largest value, below 2^128,
+#: and at both ends one for all that is beyond: 2^-150 goes to zero in float32 and needs a place of its own.
+LOWEST, HIGHEST = -151, 128
+BINS = HIGHEST - LOWEST + 1
+HEAD = 8
+WIDTH = HEAD + 2 * BINS
+
+#: Elements that a table of counts is made for, and how many tables at most.
+_PART, _TABLES = 4096, 32
+
+#: A table has, for either sign, for numbers between powers of two and for powers, a slot of zero (a power), of every
+#: exponent, and one of NaN and infinities (powers). No power of two: places so far apart share a line of a CPU's cache,
+#: and a scatter to 512 slots takes 2 to 30 times as long.
+_ZERO, _FIRST, _NONFINITE, _SLOTS = 0, 1, BINS + 1, BINS + 2
+
+_HALVES = (torch.bfloat16, torch.float16)
+_VIEWS_BATCH = not _upstream.NO_RULE_FOR_BITS.present
+
+
+def check_values(call: str, x: object) -> Tensor:
+    """Return x; raise TypeError where it is no tensor that can be counted."""
+    if not has_values(x):
+        raise TypeError(f"{call}: x must be a strided floating-point or complex tensor; got {_tree.describe(x)}")
+    return x
+
+
+def has_values(x: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor that can be counted."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
+        return False
+    return x.is_floating_point() or x.is_complex()
+
+
+def count(x: Tensor) -> Tensor:
+    """The row of a record."""
+    return counts([taken(x, None).unsqueeze(0)]).squeeze(0)
+
+
+#: Neighbours in a sample: one number of each line of memory costs as much as all of them.
+_BLOCK = 16
+
+
+def taken(x: Tensor, sample: int | None) -> Tensor:
+    """The numbers of a tensor as shape (n,); about so many of them, evenly spread, where it has more."""
+    x = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()).detach().reshape(-1)
+    if sample is None or x.numel() <= sample:
+        return x
+    block = max(1, min(_BLOCK, sample // _BLOCK))
+    blocks, wanted = x.numel() // block, sample // block
+    places = torch.arange(wanted, device=x.device) * _stride(blocks, wanted) % blocks
+    return x[: blocks * block].reshape(blocks, block)[places].reshape(-1)
+
+
+def _packed(parts: list[Tensor]) -> tuple[Tensor, int]:
+    """Numbers of shapes (rows, n), all rows together, and how many zeros were added to each row.
+
+    Halves need an even number in memory of their own, to be viewed in pairs: padding is what no compiler leaves out.
+    """
+    padding = 0
+    if parts[0].dtype in _HALVES:
+        length = parts[0].shape[1]
+        padding = length % 2 or (2 if len(parts) == 1 or not length else 0)
+    # What batches of vmap leave behind may look like channels-last memory, which the two keep.
+    return torch.nn.functional.pad(torch.cat(parts), (0, padding)).contiguous(), padding
+
+
+def counts(parts: list[Tensor]) -> Tensor:
+    """The rows of records, all together in shape (rows, 568), of numbers of shapes (rows, n)."""
+    x, padding = _packed(parts)
+    length = x.shape[-1] - padding
+    place, values = _placed_wide(x.unsqueeze(1)) if x.dtype == torch.float64 else _placed(_single_bits(x))
+    values, found = values.double(), _table(place)
+    both = found[:, 0] + found[:, 1]
+    zeros = found[:, :, 1, _ZERO]
+    if padding:
+        zeros = torch.stack([zeros[:, 0] - padding, zeros[:, 1]], -1)
+    total, squares = values.sum((1, 2)).unsqueeze(-1), values.square().sum((1, 2)).unsqueeze(-1)
+    columns = [
+        *(torch.full_like(total, length), total, squares),
+        *(both[:, 0, _NONFINITE:], found[:, :, 1, _NONFINITE], zeros, both[:, :, _FIRST:_NONFINITE].flatten(1)),
+    ]
+    return torch.cat([column.double() for column in columns], -1)
+
+
+def _stride(size: int, sample: int) -> int:
+    """A stride that spreads sample places over size, beginning anew at its end.
+
+    Prime to size: no place comes twice, and every column of a matrix has its turn.
+    """
+    stride = -(-size // sample)
+    while math.gcd(stride, size) > 1:
+        stride += 1
+    return stride
+
+
+def check_sample(call: str, sample: int | None) -> int | None:
+    """Return a number of elements to count, or None for all; raise where it is neither."""
+    if sample is None:
+        return None
+    if isinstance(sample, bool) or not isinstance(sample, int):
+        raise TypeError(f"{call}: sample must be an integer or None; got {sample!r}")
+    if sample < 1:
+        raise ValueError(f"{call}: sample must be 1 or more; got {sample}")
+    return sample
+
+
+def _single_bits(x: Tensor) -> Tensor:
+    """The bits of numbers of shape (rows, n) in float32, as int32 of shape (rows, 1, n), or (rows, 2, n / 2) of halves.
+
+    Halves in pairs, as int32. Inductor computes with them in float32, unrounded, until they are stored, and a tensor is
+    for a view of another width; on a CPU it makes no vector code of int16, and slow one of bfloat16.
+    """
+    if x.dtype not in _HALVES:
+        return _bits(x.float(), torch.int32).unsqueeze(1)
+    shifts = torch.arange(0, 32, 16, dtype=torch.int32, device=x.device).unsqueeze(-1)
+    bits = (_bits(x, torch.int32).unsqueeze(1) >> shifts) & 0xFFFF
+    return bits << 16 if x.dtype == torch.bfloat16 else _widened(bits)
+
+
+def _widened(bits: Tensor) -> Tensor:
+    """The bits of numbers in float32, by those in float16."""
+    low = bits & 0x7FFF
+    wide = (low << 13) + (112 << 23)
+    wide = torch.where(low < 0x7C00, wide, wide + (112 << 23))
+    wide = torch.where(low < 0x400, _bits(low.float() * 2.0**-24, torch.int32), wide)
+    return wide | ((bits & 0x8000) << 16)
+
+
+def _placed(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of numbers of float32, by their bits: the places in a table, as int32, and the finite values."""
+    low = bits & 0x7FFFFFFF
+    tiny = low < 0x800000
+    # A subnormal is an integer times 2^-149, and the exponent of that integer tells its own.
+    lifted = torch.where(tiny, _bits(low.float(), torch.int32), low)
+    field = lifted >> 23
+    place = (torch.where(tiny, field - 149, field) + (_FIRST - LOWEST - 127)).clamp(min=_ZERO)
+    place = torch.where(low >= 0x7F800000, place + 1, place)
+    place = torch.where((lifted & 0x7FFFFF) == 0, place + _SLOTS, place)
+    place = torch.where(bits < 0, place + 2 * _SLOTS, place)
+    return place, torch.where(low < 0x7F800000, _bits(bits, torch.float32), 0.0)
+
+
+def _placed_wide(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of numbers of float64."""
+    bits = _bits(x, torch.int64)
+    low = bits & (2**63 - 1)
+    exponent = (low >> 52) - 1023
+    slot = exponent.clamp(LOWEST, HIGHEST) + (_FIRST - LOWEST)
+    slot = torch.where(exponent == 1024, _NONFINITE, slot)
+    place = torch.where(low == 0, _ZERO, slot)
+    place = torch.where(low & ((1 << 52) - 1) == 0, place + _SLOTS, place)
+    place = torch.where(bits < 0, place + 2 * _SLOTS, place)
+    return place.to(torch.int32), torch.where(exponent < 1024, x, 0.0)
+
+
+def _table(place: Tensor) -> Tensor:
+    """How many numbers of shape (rows, k, n) have each place, in shape (rows, sign, power of two, slot).
+
+    One scatter counts it, into some tables a row: writers rarely meet in one bin then.
+    """
+    (rows, _, length), size, device = place.shape, 4 * _SLOTS, place.device
+    tables = 1 << (min(max(length // _PART, 1), _TABLES).bit_length() - 1)
+    place = place + size * tables * torch.arange(rows, dtype=torch.int32, device=device).reshape(-1, 1, 1)
+    if tables > 1:
+        index = torch.int32 if length < 2**31 else torch.int64
+        place = place + size * (torch.arange(length, dtype=index, device=device) & (tables - 1))
+    place = place.flatten().long()
+    found = torch.zeros(rows * tables * size, dtype=torch.int32, device=device)
+    found = found.scatter_add(0, place, torch.ones_like(place, dtype=torch.int32))
+    found = found.reshape(rows, tables, 2, 2, _SLOTS)
+    return found.sum(1) if tables > 1 else found.squeeze(1)
+
+
+class _Bits(Function):
+    """A tensor's bits as another dtype: vmap has no rule for that (`_upstream.NO_RULE_FOR_BITS`)."""
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.view(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:  # noqa: ARG004
+        return _bits(x, dtype), in_dims[0]
+
+
+def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if _VIEWS_BATCH or not _upstream.transforms_active():
+        return x.view(dtype)
+    if torch.compiler.is_dynamo_compiling():
+        keep_functions_whole()
+    bits: Tensor = _Bits.apply(x, dtype)  # type: ignore[no-untyped-call]
+    return bits

@@ -1,0 +1,126 @@
+"""All samples of a compiled step counted by one kernel, instead of some small kernels for each.
+
+Where `counting_jointly` says so, `count_jointly` puts one operation into the graph, without its parts; before Inductor
+takes the graph apart, `JointCounts` counts those of equal length together. A record is the same bit for bit, except for
+the order of its two sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from funcamp import _upstream
+from funcamp._numerics import counting
+from funcamp._numerics.counting import WIDTH, counts
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+else:
+    CustomGraphPass = _upstream.find("torch._inductor.custom_graph_pass.CustomGraphPass")
+_thread = threading.local()
+_library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("counts(Tensor[] parts) -> Tensor")
+_library.impl("counts", counts, "CompositeExplicitAutograd")
+_COUNTS: Any = torch.ops.funcamp.counts.default
+
+
+@torch.library.register_fake(_COUNTS, lib=_library)  # type: ignore[untyped-decorator]
+def _fake(parts: list[Tensor]) -> Tensor:
+    return parts[0].new_empty((sum(len(part) for part in parts), WIDTH), dtype=torch.float64)
+
+
+@torch.library.register_vmap(_COUNTS, lib=_library)  # type: ignore[untyped-decorator]
+def _vmap(info: Any, in_dims: tuple[list[int | None]], parts: list[Tensor]) -> tuple[Tensor, int]:
+    size = info.batch_size
+    batched = [
+        part.expand(size, *part.shape) if dim is None else part.movedim(dim, 0) for part, dim in zip(parts, in_dims[0])
+    ]
+    found: Tensor = _COUNTS([part.flatten(0, 1) for part in batched])
+    each = torch.split(found, [size * part.shape[1] for part in batched])
+    return torch.cat([rows.reshape(*part.shape[:2], WIDTH) for rows, part in zip(each, batched)], 1), 0
+
+
+@contextlib.contextmanager
+def counting_jointly() -> Iterator[None]:
+    """A region, in this thread, in which graphs are traced that `JointCounts` will change."""
+    before, _thread.active = getattr(_thread, "active", False), True
+    try:
+        yield
+    finally:
+        _thread.active = before
+
+
+def count_jointly(parts: list[Tensor]) -> Tensor:
+    """As `counts`."""
+    if getattr(_thread, "active", False):
+        found: Tensor = _COUNTS(parts)
+        return found
+    return counts(parts)
+
+
+def _joint_counts_of(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The nodes to be counted together: of one kind and length, none of them behind another."""
+    behind: dict[fx.Node, int] = {}
+    groups: dict[Any, list[fx.Node]] = {}
+    for node in graph.nodes:
+        behind[node] = max((behind[before] for before in node.all_input_nodes), default=0)
+        if node.target is _COUNTS:
+            value = node.all_input_nodes[0].meta["val"]
+            key = (behind[node], value.dtype, value.device, value.shape[1])
+            groups.setdefault(key, []).append(node)
+            behind[node] += 1
+    return list(groups.values())
+
+
+def can_count_jointly() -> bool:
+    """Whether torch has what `JointCounts` needs."""
+    return _upstream.usable(
+        _upstream.find("torch._inductor.custom_graph_pass.CustomGraphPass"),
+        _upstream.find("torch._inductor.custom_graph_pass.get_hash_for_files"),
+        _upstream.find("torch._inductor.decomposition.select_decomp_table"),
+        _upstream.find("torch._inductor.pattern_matcher.stable_topological_sort"),
+    )
+
+
+class JointCounts(CustomGraphPass):
+    """The pass over the graph of a step, before Inductor's own."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Change the graph in place."""
+        groups = _joint_counts_of(graph)
+        for nodes in groups:
+            _count_together(graph, nodes)
+        if groups:
+            _upstream.find("torch._inductor.pattern_matcher.stable_topological_sort")(graph)
+
+    def uuid(self) -> bytes:
+        """What Inductor's cache knows this pass by: with it go the functions that a graph names but does not hold."""
+        files = (__file__, counting.__file__)
+        found: bytes = _upstream.find("torch._inductor.custom_graph_pass.get_hash_for_files")(files)
+        return found
+
+
+def _count_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    given: list[Any] = [node.args[0] for node in nodes]
+    parts = [part for one in given for part in one]
+    rows = [sum(len(part.meta["val"]) for part in one) for one in given]
+
+    def together(*parts: Tensor) -> list[Tensor]:
+        return list(torch.split(counts(list(parts)), rows))
+
+    table = _upstream.find("torch._inductor.decomposition.select_decomp_table")()
+    with parts[0].meta["val"].fake_mode:
+        traced = make_fx(together, decomposition_table=table)(*[part.meta["val"] for part in parts])
+    places = dict(zip(traced.graph.find_nodes(op="placeholder"), parts))
+    with graph.inserting_after(nodes[-1]):
+        found: Any = graph.graph_copy(traced.graph, places)
+    for node, counted in zip(nodes, found):
+        node.replace_all_uses_with(counted)
+        graph.erase_node(node)

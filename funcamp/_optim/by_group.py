@@ -1,0 +1,155 @@
+"""Hyperparameters per group: several optimizers, each on its part of the parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._optim.hyperparameters import Fixed
+from funcamp._optim.stateless import OptState
+from funcamp._storage.flat import FlatParams, matrix_or_vector
+from funcamp._types import Tree
+
+
+class GroupedOptimizer(Fixed):
+    """Several optimizers as one; made by `by_group`."""
+
+    optimizers: dict[str, Any]
+    group: Callable[[str, Tensor], str]
+
+    def __init__(self, optimizers: Mapping[str, Any], group: Callable[[str, Tensor], str]) -> None:
+        self.optimizers, self.group = dict(optimizers), group
+
+    def __repr__(self) -> str:
+        return f"by_group({self.optimizers!r})"
+
+    def init(self, params: Tree) -> dict[str, OptState]:
+        """Make the state of every optimizer; as `StatelessOptimizer.init`, under the labels."""
+        labels = self._labels("init", params)
+        return {label: optimizer.init(_part(params, labels, label)) for label, optimizer in self.optimizers.items()}
+
+    def update(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
+        """Take one step with every optimizer on its group; as `StatelessOptimizer.update`."""
+        _tree.same_structure("update", ("params", "grads"), (params, grads))
+        if not isinstance(opt_state, dict) or opt_state.keys() != self.optimizers.keys():
+            raise TypeError(
+                f"update: opt_state must hold a state for each of {sorted(self.optimizers)}; "
+                f"got {_tree.brief(opt_state)}"
+            )
+        labels = self._labels("update", params)
+        flat, spec = _tree.flatten(params)
+        states = {}
+        for label, optimizer in self.optimizers.items():
+            new, states[label] = optimizer.update(
+                _part(params, labels, label), _part(grads, labels, label), opt_state[label]
+            )
+            flat = [value if mine is None else mine for value, mine in zip(flat, _tree.leaves(new))]
+        return _tree.unflatten(flat, spec), states
+
+    def learning_rate(self, opt_state: Any) -> dict[str, Any]:
+        """Return the learning rates of the next step, as `StatelessOptimizer.learning_rate`, under the labels."""
+        rates = {label: getattr(optimizer, "learning_rate", None) for label, optimizer in self.optimizers.items()}
+        return {label: rate(opt_state[label]) for label, rate in rates.items() if rate is not None}
+
+    def _labels(self, call: str, params: Tree) -> list[str | None]:
+        """The label of every leaf; a FlatParams knows its own."""
+        if isinstance(params, FlatParams):
+            labels: list[str | None] = list(params.layout.labels)
+        else:
+            leaves = _tree.leaves(params)
+            labels = [n if v is None else self.group(n, v) for n, v in zip(_tree.names(params), leaves)]
+            labels = [None if v is None else label for label, v in zip(labels, leaves)]
+        for label in labels:
+            if label is not None and label not in self.optimizers:
+                raise ValueError(
+                    f"{call}: every group must have an optimizer, one of {sorted(self.optimizers)}; got {label!r}"
+                )
+        return labels
+
+
+def by_group(
+    optimizers: Mapping[str, Any], *, group: Callable[[str, Tensor], str] = matrix_or_vector
+) -> GroupedOptimizer:
+    """Use an optimizer of its own for each group of parameters: torch.optim's param_groups as values.
+
+    No decay on vectors, Muon for matrices and AdamW for the rest, a smaller rate for the head. The result has the
+    `init` and `update` of an optimizer; a FlatParams is taken by the labels it was raveled with (pass `ravel` and
+    `make_train_step` the same group).
+
+    Args:
+        optimizers: from a label to an optimizer: what `stateless` makes, or any object with such an init and update.
+        group: from a leaf's dotted name and the tensor to a label; by default "matrix" or "vector".
+
+    Returns:
+        A `GroupedOptimizer`.
+
+    Raises:
+        TypeError: optimizers is no mapping from strings to objects with init and update; group is not callable. When
+            used, ValueError where a label has no optimizer. Nothing syncs.
+
+    Example:
+        >>> adamw = by_group({
+        ...     "matrix": stateless(torch.optim.AdamW, weight_decay=0.1),
+        ...     "vector": stateless(torch.optim.AdamW, weight_decay=0.0),
+        ... })
+        >>> params = {"w": torch.ones(2, 2), "b": torch.zeros(2)}
+        >>> sorted(adamw.init(params))
+        ['matrix', 'vector']
+    """
+    if not isinstance(optimizers, Mapping) or not optimizers:
+        raise TypeError(
+            f"by_group: optimizers must be a mapping from labels to optimizers; got {_tree.brief(optimizers)}"
+        )
+    for label, optimizer in optimizers.items():
+        if not isinstance(label, str):
+            raise TypeError(f"by_group: optimizers must have strings as labels; got {label!r}")
+        check_optimizer("by_group", f"optimizers[{label!r}]", optimizer)
+    if not callable(group):
+        raise TypeError(f"by_group: group must be callable; got {group!r}")
+    return GroupedOptimizer(optimizers, group)
+
+
+def check_optimizer(call: str, name: str, optimizer: Any) -> None:
+    """Raise TypeError where a value has no init and update."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups = "" if len(optimizer.param_groups) == 1 else ", one for each of its groups in by_group({...})"
+        raise TypeError(
+            f"{call}: {name} must be a pure optimizer with init and update, and takes no parameters: write "
+            f"{_as_stateless(optimizer)}{groups}; got one of class {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, type) or not (
+        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
+    ):
+        write = "as stateless(...) gives"
+        if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+            write = f"write stateless({_path(optimizer)}, lr=...)"
+        raise TypeError(f"{call}: {name} must have init and update, {write}; got {_tree.brief(optimizer)}")
+
+
+def _as_stateless(optimizer: torch.optim.Optimizer) -> str:
+    """The call that makes the same optimizer: the class, and the hyperparameters that are not its defaults."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    given = [
+        f"{name}={'...' if isinstance(value, Tensor) else repr(value)}"
+        for name, value in optimizer.param_groups[0].items()
+        if name in accepted
+        and name not in ("params", "fused", "foreach", "capturable", "differentiable")
+        and (name == "lr" or isinstance(value, Tensor) or value != accepted[name].default)
+    ]
+    return f"stateless({', '.join([_path(type(optimizer)), *given])})"
+
+
+def _path(cls: type) -> str:
+    if getattr(torch.optim, cls.__name__, None) is cls:
+        return f"torch.optim.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _part(tree: Tree, labels: list[str | None], label: str) -> Tree:
+    flat, spec = _tree.flatten(tree)
+    return _tree.unflatten([leaf if mine == label else None for leaf, mine in zip(flat, labels)], spec)

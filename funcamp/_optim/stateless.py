@@ -1,0 +1,345 @@
+"""torch.optim made pure: the algorithms are torch's own, the state is a value."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree, _upstream
+from funcamp._distributed.dtensor import is_distributed
+from funcamp._optim.adafactor import Adafactor
+from funcamp._optim.hyperparameters import Fixed, evaluate
+from funcamp._optim.run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
+from funcamp._optim.traits import Traits, probe
+from funcamp._types import Tree
+
+
+class OptState(NamedTuple):
+    """What an optimizer carries from one step to the next; immutable, a pytree of tensors."""
+
+    applied: Tensor
+    """int64, shape (): steps applied so far, which schedules see; a skipped step does not advance it."""
+    state: dict[str, Tree]
+    """torch.optim's entries by their own names (exp_avg, step, ...), each a tree like the parameters."""
+
+
+class StatelessOptimizer(Fixed):
+    """A torch.optim class as two pure functions; made by `stateless`.
+
+    A value: assigning `lr` is an error. Make another one, with which any state of this one goes on.
+    """
+
+    def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
+        self._cls = cls
+        self._hyperparameters = hyperparameters
+        self._runs = Adafactor if cls is torch.optim.Adafactor else cls
+        self._traits: Traits = probe(self._runs, hyperparameters)
+        rate = inspect.signature(cls.__init__).parameters.get("lr")
+        self._default_rate = None if rate is None else rate.default
+        # Dynamo reuses a graph across closures that differ only in a traced function they capture (kin of
+        # https://github.com/pytorch/pytorch/issues/197811) but guards on strings: hence a name, not the object.
+        self._key = f"{cls.__qualname__}-{next(_serial)}"
+        self._first_states, self._step = _nonstrict()
+        _registry[self._key] = self
+
+    def __repr__(self) -> str:
+        given = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
+        return f"stateless({self._cls.__module__}.{self._cls.__qualname__}{given})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._cls, self._hyperparameters)
+
+    def init(self, params: Tree) -> OptState:
+        """Make the optimizer's state before the first step.
+
+        Pure; nothing is lazy; no sync.
+
+        Args:
+            params: a pytree of floating-point or complex tensors; None passes through. A `FlatParams` is updated group
+                by group where the class is elementwise (found out when it was made stateless), else view by view.
+
+        Returns:
+            An `OptState`, `applied` 0.
+
+        Raises:
+            TypeError: a leaf is an integer tensor, is sparse, or is neither a tensor nor None.
+
+        Example:
+            >>> stateless(torch.optim.AdamW).init({"w": torch.ones(2)}).state["exp_avg"]
+            {'w': tensor([0., 0.])}
+        """
+        flat, spec = _tree.parameters("init", "params", self._stored(params))
+        present = [leaf for leaf in flat if leaf is not None]
+        states = iter(self._first_states(self._key, present, self._hyper(None, present)))
+        by_leaf: list[LeafState] = [{} if leaf is None else next(states) for leaf in flat]
+        names = list(dict.fromkeys(name for state in by_leaf for name in state))
+        state = {name: _tree.unflatten([leaf.get(name) for leaf in by_leaf], spec) for name in names}
+        device = present[0].device if present else None
+        return OptState(applied=torch.zeros((), dtype=torch.int64, device=device), state=state)
+
+    def update(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
+        """Take one step: `torch.optim`'s arithmetic, nothing mutated.
+
+        Schedules are evaluated at `opt_state.applied`, 0 at the first step. Pure; safe under torch.compile and vmap; no
+        sync. As in torch.optim, no gradient flows through it; under torch.func.grad it raises ValueError.
+
+        Args:
+            params: the parameters.
+            grads: unscaled gradients, same tree and shapes, cast to the parameters' dtypes; where None, parameter and
+                state stay as they are.
+            opt_state: the state from `init` or the last `update`.
+
+        Returns:
+            The new parameters and the new state.
+
+        Raises:
+            TypeError: a leaf of params or grads is no floating-point or complex tensor; opt_state is no `OptState`.
+            ValueError: the trees differ in structure, a gradient in shape or device from its parameter, or a
+                hyperparameter in device; opt_state is another optimizer's; torch.func is differentiating a leaf.
+
+        Example:
+            >>> sgd = stateless(torch.optim.SGD, lr=0.5)
+            >>> params, opt_state = {"w": torch.ones(2)}, sgd.init({"w": torch.ones(2)})
+            >>> sgd.update(params, {"w": torch.ones(2)}, opt_state)[0]
+            {'w': tensor([0.5000, 0.5000])}
+        """
+        like = params
+        params, grads = self._stored(params), self._stored(grads)
+        flat, spec = _tree.parameters("update", "params", params)
+        flat_grads = self._grads(params, flat, grads)
+        by_name = self._states(params, opt_state)
+        active = [i for i, (p, g) in enumerate(zip(flat, flat_grads)) if p is not None and g is not None]
+        if not active:
+            return like, OptState(opt_state.applied + 1, opt_state.state)
+        chosen: list[Any] = [flat[i] for i in active]
+        states: list[LeafState] = [{} for _ in active]
+        for name, column in by_name.items():
+            for state, i in zip(states, active):
+                if column[i] is not None:
+                    state[name] = column[i]
+        new_params, new_states = self._step(
+            self._key,
+            chosen,
+            [flat_grads[i] for i in active],
+            states,
+            self._hyper(opt_state.applied, chosen),
+        )
+        for i, param, state in zip(active, new_params, new_states):
+            flat[i] = param
+            for name, value in state.items():
+                by_name[name][i] = value
+        trees = {name: _tree.unflatten(by_name[name], spec) for name in by_name}
+        new = _tree.unflatten(flat, spec)
+        return (new if self._traits.elementwise else _tree.collapse(like, new)), OptState(opt_state.applied + 1, trees)
+
+    def learning_rate(self, opt_state: OptState) -> Any:
+        """Return the learning rate of the next step: a float32 tensor of shape (), a copy; `()` for a class without.
+
+        A schedule is evaluated at `opt_state.applied`. Pure; no sync. A step's metrics have it.
+
+        Args:
+            opt_state: the state from `init` or the last `update`.
+
+        Returns:
+            The rate, or `()`.
+
+        Raises:
+            Nothing.
+
+        Example:
+            >>> sgd = stateless(torch.optim.SGD, lr=lambda applied: 0.5 / (1 + applied))
+            >>> sgd.learning_rate(sgd.init({"w": torch.ones(2)}))
+            tensor(0.5000)
+        """
+        value = self._hyperparameters.get("lr", self._default_rate)
+        if value is None:
+            return ()
+        if callable(value):
+            value = value(opt_state.applied)
+        if isinstance(value, Tensor):
+            return value.detach().to(torch.float32, copy=True)
+        return torch.full((), value, dtype=torch.float32, device=opt_state.applied.device)
+
+    def _stored(self, tree: Tree) -> Tree:
+        return tree if self._traits.elementwise else _tree.expand(tree)
+
+    def _grads(self, params: Tree, flat: list[Tensor | None], grads: Tree) -> list[Tensor | None]:
+        _tree.same_structure("update", ("params", "grads"), (params, grads))
+        flat_grads, _ = _tree.tensors("update", "grads", grads)
+        for index, (param, grad) in enumerate(zip(flat, flat_grads)):
+            if grad is None:
+                continue
+            if not (grad.is_floating_point() or grad.is_complex()):
+                raise TypeError(
+                    f"update: grads{_tree.path_of(grads, index)} must be floating point or complex; "
+                    f"got {_tree.describe(grad)}"
+                )
+            if param is None or grad.shape != param.shape or grad.device != param.device:
+                raise ValueError(
+                    f"update: grads{_tree.path_of(grads, index)} must have its parameter's shape and device; "
+                    f"got {_tree.describe(grad)} for {_tree.describe(param)}"
+                )
+        return flat_grads
+
+    def _states(self, params: Tree, opt_state: OptState) -> dict[str, list[Any]]:
+        if not isinstance(opt_state, OptState):
+            raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
+        if any(leaf is not None for leaf in _tree.leaves(params)):  # a group without parameters keeps nothing
+            self._check_entries(opt_state)
+        by_name = {}
+        for name, tree in opt_state.state.items():
+            _tree.same_structure("update", ("params", f"opt_state.state[{name!r}]"), (params, tree))
+            by_name[name] = _tree.leaves(tree)
+        return by_name
+
+    def _check_entries(self, opt_state: OptState) -> None:
+        expected, found = self._traits.entries, opt_state.state.keys() - {APPLIED}
+        # Elsewhere entries may depend on the shape of a parameter, as Adafactor's do.
+        exact = self._runs.__module__.startswith("torch.optim.") or not expected
+        if not (found == expected if exact else found <= expected or expected <= found):
+            raise ValueError(
+                f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
+                f"{sorted(found)}, another's: begin anew with state._replace(opt_state=optimizer.init(params)), "
+                "or keep what both have with step.load_state_dict(saved, like=step.init(), strict=False)"
+            )
+
+    def _hyper(self, applied: Tensor | None, params: list[Tensor]) -> dict[str, Any]:
+        if not self._traits.dynamic or not params:
+            return {}
+        device = params[0].device
+        if applied is None:
+            applied = torch.zeros((), dtype=torch.int64, device=device)
+        return {name: evaluate(name, self._hyperparameters[name], applied, device) for name in self._traits.dynamic}
+
+
+def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) -> StatelessOptimizer:
+    """Make a torch.optim class pure.
+
+    It gains `init(params) -> opt_state` and `update(params, grads, opt_state) -> (params, opt_state)`. The class's own
+    `step` runs on clones with its state set from opt_state, under torch.compile as under eager; nothing the caller
+    holds is mutated. Counters are tensors on the parameters' device, whatever `capturable` says, so no step reads the
+    host. No global state of torch is set: other threads may run optimizers of their own. Building it runs the class on
+    a few numbers to learn how it keeps its state.
+
+    Args:
+        optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, Adafactor, RMSprop, ASGD, Rprop or
+            Muon of torch.optim, or another subclass of `torch.optim.Optimizer` whose step takes no closure and never
+            reads a tensor's value.
+        **hyperparameters: its arguments. A number is a constant of the compiled graph; a tensor of shape () is an
+            input of it; a callable is a schedule: a pure function of the count of applied steps, int64, shape (), that
+            returns a tensor of shape () or a number. The items of a tuple (betas) may be any of the three.
+
+    Returns:
+        A `StatelessOptimizer`.
+
+    Raises:
+        TypeError: optimizer is no such class, or its step needs a closure, reads the host, or keeps state where it
+            cannot be made a value; a hyperparameter is unknown to it.
+        ValueError: a hyperparameter is out of the class's range, or asks for fused, foreach or differentiable.
+
+    Example:
+        >>> adamw = stateless(torch.optim.AdamW, lr=lambda count: 1e-3 / (1 + count / 100), weight_decay=0.1)
+        >>> params = {"w": torch.ones(2)}
+        >>> params, opt_state = adamw.update(params, {"w": torch.ones(2)}, adamw.init(params))
+        >>> opt_state.applied
+        tensor(1)
+
+    References:
+        torch/optim, PyTorch 2.11 to 2.13.
+    """
+    return StatelessOptimizer(optimizer, hyperparameters)
+
+
+#: Steps applied to one parameter: the only state entry that is not torch.optim's, where the first step differs.
+APPLIED = "applied"
+#: How many elements at a time take the step that shows an optimizer's first state.
+_PART = 1 << 20
+_serial = itertools.count()
+_registry: weakref.WeakValueDictionary[str, StatelessOptimizer] = weakref.WeakValueDictionary()
+
+
+def _rebuild(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> StatelessOptimizer:
+    return stateless(cls, **hyperparameters)
+
+
+def _eager_only(fn: Callable[..., Any]) -> Callable[..., Any]:
+    message = _upstream.message("torch._dynamo.nonstrict_trace")
+
+    def called(*args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(message)
+        return fn(*args)
+
+    return called
+
+
+@functools.cache
+def _nonstrict() -> tuple[Any, Any]:
+    # torch._dynamo takes a second to import: not before an optimizer is used.
+    nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace", _eager_only)
+    return nonstrict_trace(_first_states), nonstrict_trace(_step)
+
+
+def _first_states(key: str, params: list[Tensor], hyper: dict[str, Any]) -> list[LeafState]:
+    optimizer = _registry[key]
+    traits = optimizer._traits
+    states = []
+    for param in params:
+        state: LeafState = {}
+        # The temporaries of a step are several times what it is given, so that is a part at a time where it can be.
+        cut = param.numel() > _PART and traits.elementwise and param.is_contiguous() and not is_distributed(param)
+        parts = torch.split(param.view(-1), _PART) if cut else (param,)
+        for number, part in enumerate(parts):
+            grads = [torch.zeros_like(part)]
+            _, (recorded,), _ = run_step(
+                optimizer._runs, traits.arguments, hyper, [part], grads, None, writes_grads=traits.writes_grads
+            )
+            for name, value in first_values(recorded, part, traits.starts_at_zero).items():
+                if len(parts) == 1 or not value.dim():
+                    state.setdefault(name, value)
+                    continue
+                if not number:
+                    state[name] = torch.empty_like(param, dtype=value.dtype)
+                torch.split(state[name].view(-1), _PART)[number].copy_(value)
+        if traits.first_step_differs:
+            state[APPLIED] = torch.zeros((), dtype=torch.int64, device=param.device)
+        states.append(state)
+    return states
+
+
+def _step(
+    key: str,
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[LeafState],
+    hyper: dict[str, Any],
+) -> tuple[list[Tensor], list[LeafState]]:
+    optimizer = _registry[key]
+    traits = optimizer._traits
+    refuse_differentiation((*params, *grads))
+
+    def run(start: list[LeafState] | None) -> tuple[list[Tensor], list[LeafState]]:
+        new, after, _ = run_step(
+            optimizer._runs, traits.arguments, hyper, params, grads, start, writes_grads=traits.writes_grads
+        )
+        return new, [narrow_counters(old, state, p) for p, state, old in zip(new, after, states)]
+
+    if not traits.first_step_differs:
+        return run(states)
+    applied = [state[APPLIED] for state in states]
+    states = [{name: value for name, value in state.items() if name != APPLIED} for state in states]
+    (fresh, fresh_states), (later, later_states) = run(None), run(states)
+    for index, count in enumerate(applied):
+        first = count == 0
+        later[index] = torch.where(first, fresh[index], later[index])
+        for name, value in fresh_states[index].items():
+            later_states[index][name] = torch.where(first, value, later_states[index][name])
+        later_states[index][APPLIED] = count + 1
+    return later, later_states

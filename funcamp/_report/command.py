@@ -1,0 +1,121 @@
+"""`python -m funcamp report`: a numerics report of a script, or of a callable in a file or module."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from funcamp._numerics.formats import DTYPES
+from funcamp._report.recorder import Recorder
+from funcamp._report.report import NumericsReport, numerics_report
+from funcamp._types import name_of
+
+_FORMATS = {name_of(dtype): dtype for dtype in DTYPES}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.usage = "python -m funcamp report [options] target [-- the script's own arguments]"
+    parser.add_argument("target", help="script.py, or script.py:callable, or package.module:callable")
+    parser.add_argument("--out", type=Path, default=Path("numerics"), help="folder for report.txt, .png and .html")
+    parser.add_argument("--dtype", choices=_FORMATS, default="float16", help="the format to judge by")
+    parser.add_argument("--first", type=int, default=1, help="the first backward pass to record, counted from 1")
+    parser.add_argument("--passes", type=int, default=1, help="how many to record; the script ends after them")
+    parser.add_argument("--loss-scale", type=float, help="what the loss is multiplied by, if no scaler or step does it")
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace, own: list[str]) -> int:
+    """Record, write the files, and say what matters; 1 if something became inf or NaN.
+
+    A script that ends by an exception or an exit of its own does so after that.
+    """
+    for name in ("first", "passes"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be 1 or more; got {getattr(args, name)}")
+    if args.loss_scale is not None and not 0 < args.loss_scale < float("inf"):
+        parser.error(f"--loss-scale must be a positive number; got {args.loss_scale}")
+    dtype = _FORMATS[args.dtype]
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out must be a folder that can be written; got {args.out} ({error.strerror})")
+    report, ending = _record(parser, args, own)
+    lines = [*report.summary(dtype), "", report.annotate()]
+    text = "\n".join(lines) + "\n"
+    (args.out / "report.txt").write_text(text + "\n" + _table(report, dtype), encoding="utf-8")
+    page = report.to_html(args.out / "report.html", dtype, f"Numerics of {args.target}")
+    written = [str(args.out / "report.txt"), str(page)]
+    try:
+        written.append(str(report.plot(args.out / "report.png", dtype)))
+    except ImportError as error:
+        sys.stderr.write(f"{error}\n")
+    sys.stdout.write(f"{text}\nfiles: {', '.join(written)}\n")
+    if ending is not None:
+        raise ending
+    return int(report.first_nonfinite() is not None)
+
+
+def _record(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, own: list[str]
+) -> tuple[NumericsReport, BaseException | None]:
+    """The report, and what ended the script before its passes were over."""
+    file, _, name = args.target.rpartition(":")
+    if not name.endswith(".py"):
+        if not file or own:
+            parser.error(f"target must be a script, or a callable without arguments after a colon; got {args.target!r}")
+        return numerics_report(_callable(parser, file, name), loss_scale=args.loss_scale), None
+    script = Path(args.target)
+    if not script.is_file():
+        parser.error(f"target must be a file; there is none at {script}")
+    recorder = Recorder(None, args.first, args.passes, args.loss_scale)
+    argv, path = mock.patch.object(sys, "argv", [str(script), *own]), mock.patch.object(sys, "path", _path(script))
+    ending: BaseException | None = None
+    try:
+        with argv, path, recorder.recording():
+            runpy.run_path(str(script), run_name="__main__")
+    except BaseException as error:
+        if not recorder.seen_backward:
+            raise
+        ending = error
+    if not recorder.operations:
+        parser.error(f"target must run a backward pass, {args.first} or more of them; none was seen in {script}")
+    return NumericsReport(recorder), ending
+
+
+def _path(script: Path) -> list[str]:
+    return [str(script.parent.resolve()), *sys.path]
+
+
+def _callable(parser: argparse.ArgumentParser, file: str, name: str) -> Callable[..., Any]:
+    if file.endswith(".py"):
+        if not Path(file).is_file():
+            parser.error(f"target must be a file; there is none at {file}")
+        with mock.patch.object(sys, "path", _path(Path(file))):
+            found = runpy.run_path(file).get(name)
+    else:
+        try:
+            found = getattr(importlib.import_module(file), name, None)
+        except ModuleNotFoundError as error:
+            parser.error(f"target must name a module; {error}")
+    if not callable(found):
+        parser.error(f"target must name a callable; {file} has no such {name!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _table(report: NumericsReport, dtype: torch.dtype) -> str:
+    try:
+        from rich.console import Console
+    except ImportError:
+        return "\n".join(str(row) for row in report.to_rows(dtype)) + "\n"
+    text = io.StringIO()
+    Console(width=200, file=text).print(report.table(dtype))
+    return text.getvalue()

@@ -1,0 +1,459 @@
+"""Record what every operation of an eager run holds: a dispatch mode counts outputs, hooks name modules.
+
+Autograd's current node tells the backward pass from the forward; a node's sequence number leads back to the module
+whose forward pass made it. Every backward pass starts in `torch.autograd._engine_run_backward`, where a finished one is
+repeated at other scales.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from funcamp import _tree, _upstream
+from funcamp._jit.jit_step import JitStep
+from funcamp._numerics import tap
+from funcamp._numerics.counting import count, has_values
+from funcamp._numerics.record import Record, probe
+from funcamp._numerics.stats import Stats
+from funcamp._report.passes import Operation, Pass, Trial, combined, largest, narrow
+from funcamp._scaler import scale as scaling
+
+#: Make tensors of nothing, or of another's shape: no numbers of the computation.
+_FACTORIES = frozenset(
+    f"{kind}{like}" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint") for like in ("", "_like")
+) | {
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty_strided",
+    "empty_strided",
+    "scalar_tensor",
+    "arange",
+    "eye",
+    "uniform_",
+    "normal_",
+}
+#: Give what they take.
+_COPIES = frozenset({"clone", "detach", "lift_fresh", "alias", "contiguous", "_unsafe_view", "_reshape_alias"}) | {
+    f"{name}_" for name in ("squeeze", "unsqueeze", "t", "transpose", "as_strided", "detach")
+}
+
+
+_current_node = _upstream.find("torch._C._current_autograd_node")
+_sequence_number = _upstream.find("torch.autograd._get_sequence_nr")
+_engine = _upstream.find("torch.autograd._engine_run_backward")
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as _Mode
+else:
+    _Mode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
+
+
+class Enough(BaseException):
+    """Ends a run once the passes asked for are recorded; no `except Exception` of the run's own stops it."""
+
+
+class Recorder(_Mode):
+    """Records operations while it is active, from the first forward pass on to the end of so many backward passes.
+
+    Args:
+        module: names the operations; None for the first one that is called.
+        first: the first backward pass to record.
+        passes: how many; None for all.
+        loss_scale: what the loss is multiplied by; None for what is seen in the run.
+        otherwise: the same if nothing is seen.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        first: int = 1,
+        passes: int | None = None,
+        loss_scale: float | None = None,
+        otherwise: float = 1.0,
+    ) -> None:
+        for name in (_current_node, _sequence_number, _engine, _Mode):
+            _upstream.check(name)
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        self.records: dict[str, Record] = {}
+        self.gradients: dict[str, Stats] = {}  # of modules' outputs, without loss scaling
+        self.passes: list[Pass] = []
+        self.loss_scale = otherwise if loss_scale is None else loss_scale
+        self.module = module
+        self._looks_for_scale = loss_scale is None
+        self._finite_losses: list[bool] = []
+        self.end = 0
+        """Where in the operations those begin that come after the last backward pass."""
+        self._skip, self._passes = first - 1, passes
+        self._paths: dict[nn.Module, str] = {} if module is None else _paths(module)
+        self._stack: list[str | None] = []
+        self._of_node: dict[int, tuple[str, tuple[str, int] | None]] = {}
+        self._evaluating = self._muted = self._repeating = self._done = False
+        self.seen_backward = False
+        self._mark: tuple[str, bool] | None = None
+        self._reading: Callable[[Tensor], Any] | None = None
+        self._read: Any = None
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Everything that a run needs: this mode, hooks around modules, compiled functions run eagerly."""
+        hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            with contextlib.ExitStack() as patches, warnings.catch_warnings():
+                patches.enter_context(torch.compiler.set_stance("force_eager"))
+                patches.enter_context(mock.patch.object(JitStep, "__call__", _eagerly))
+                for name in ("count", "count_both", "taken"):
+                    patches.enter_context(mock.patch.object(tap, name, self._muting(getattr(tap, name))))
+                for owner, name, place in _scales():
+                    noting = self._noting(getattr(owner, name), place)
+                    patches.enter_context(mock.patch.object(owner, name, noting))
+                run_backward = self._around_backward(_engine)
+                patches.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", run_backward))
+                patches.enter_context(self)
+                warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+                yield
+        except Enough:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._done:  # caught by an `except BaseException` of the script's
+            raise Enough
+        if self._reading is not None:
+            out = func(*args, **(kwargs or {}))
+            self._read = self._reading(out)
+            return out
+        if self._skip or self._muted:
+            return func(*args, **(kwargs or {}))
+        node = _current_node()
+        before = _found((args, kwargs))
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        if self._mark is not None:
+            (place, backward), self._mark = self._mark, None
+            counted, empty = Stats(count(out)), probe(out.device).forward
+            if backward:
+                _add(self.gradients, place, counted.rescale(1 / self.loss_scale))
+            _add(self.records, place, Record(empty, counted) if backward else Record(counted, empty))
+            return out
+        path, line = self._place_of(node)
+        if path is None or name in _FACTORIES or name in _COPIES or getattr(func, "is_view", False):
+            return out
+        for index, leaf in enumerate(_tree.leaves(out)):
+            if _counts(leaf):
+                row = count(leaf)
+                creates = torch.stack([row[4] + row[5] > 0, row[3] > 0]) & ~before.to(row.device)
+                about = (node is not None, path, name, index, leaf.dtype, tuple(leaf.shape))
+                self.operations.append(Operation(*about, Stats(row), creates, self.loss_scale, line))
+        return out
+
+    def _muting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call of a tap's, whose operations are none of the run's."""
+
+        def muted(*args: Any, **kwargs: Any) -> Any:
+            before, self._muted = self._muted, True
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._muted = before
+
+        return muted
+
+    def _noting(self, call: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
+        """A call that scales a loss: note what it scales by, and what it scales."""
+        scaled = self._muting(call)  # not an operation of the model, and free to overflow
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            out = scaled(*args, **kwargs)
+            scale = place(args[0])
+            if isinstance(scale, Tensor) and not self._skip:
+                losses = _tree.leaves([args[1:], kwargs])
+                self._finite_losses += [self._look(leaf, _is_finite) for leaf in losses if _counts(leaf)]
+                if self._looks_for_scale:
+                    self.loss_scale = self._look(scale, lambda plain: plain.max().item())  # vmap has a batch of them
+            return out
+
+        return noted
+
+    def _look(self, x: Tensor, read: Callable[[Tensor], Any]) -> Any:
+        """What read says of a tensor's values, beneath the wrappers of torch.func."""
+        self._reading = read
+        try:
+            x.detach().clone()
+        finally:
+            self._reading = None
+        return self._read
+
+    def _around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The call that every backward pass starts with: count the pass, and repeat it where that tells more."""
+
+        def run_backward(
+            outputs: Any, seeds: Any, keep: bool, create: bool, inputs: Any, *rest: Any, **how: Any
+        ) -> Any:
+            if self._done:
+                raise Enough
+            if self._repeating or _current_node() is not None:  # part of another pass
+                return run(outputs, seeds, keep, create, inputs, *rest, **how)
+            if self._skip:
+                out = run(outputs, seeds, keep, create, inputs, *rest, **how)
+                self._skip, self._finite_losses = self._skip - 1, []
+                return out
+            obstacle, before = _obstacle(), dict(self.gradients)
+            out = run(outputs, seeds, keep or not obstacle, create, inputs, *rest, **how)
+            self.seen_backward = True
+
+            def again(scale: float) -> Sequence[Tensor | None]:
+                with torch.no_grad():
+                    scaled = tuple(seed if seed is None else seed * scale for seed in seeds)
+                return run(outputs, scaled, True, False, tuple(inputs or leaves_behind(outputs)), True, False)  # type: ignore[no-any-return]
+
+            finite = self._finite_losses or [self._look(leaf, _is_finite) for leaf in outputs if _counts(leaf)]
+            formats = [seed.dtype for seed in seeds if isinstance(seed, Tensor)]
+            self.passes.append(self._muting(self._look_again)(again, all(finite), formats, obstacle, before))
+            self._finite_losses, self.end = [], len(self.operations)
+            if self._passes is not None:
+                self._passes -= 1
+                if not self._passes:
+                    self._done = True
+                    raise Enough
+            return out
+
+        return run_backward
+
+    def _look_again(
+        self,
+        again: Callable[[float], Sequence[Tensor | None]],
+        loss_is_finite: bool,
+        formats: list[torch.dtype],
+        obstacle: str,
+        before: dict[str, Stats],
+    ) -> Pass:
+        """What is known of the pass that has just ended, repeated where it overflowed, or may at a larger scale."""
+        scale = self.loss_scale
+        operations = [one for one in self.operations[self.end :] if one.backward]
+        clean = not any(one.stats.nonfinite > 0 for one in operations)
+        if not loss_is_finite:
+            return Pass(scale, False, clean, None, operations)
+        if clean and not narrow(operations):
+            return Pass(scale, True, True, None, operations)
+
+        def trial(place: int) -> Trial:
+            if clean and place == 0:
+                return Trial(operations, True, {})
+            factor = 2.0**place
+            with self._apart(scale * factor):
+                grads = again(factor)
+                finite = all(self._look(grad, _is_finite) for grad in grads if isinstance(grad, Tensor))
+                return Trial(self.operations, finite, self.gradients)
+
+        # Seeds, and the scale times them, must be normal numbers.
+        lowest = max([-120, *(math.frexp(torch.finfo(dtype).tiny)[1] for dtype in formats)])
+        highest = min([127, *(math.frexp(torch.finfo(dtype).max)[1] for dtype in formats)]) - math.frexp(scale)[1]
+        if obstacle:
+            return Pass(scale, True, clean, None, operations, obstacle)
+        try:
+            place, best = largest(trial, lowest, max(highest, 0))
+        except Exception as error:  # a hook's of the user's, or a function that takes one backward pass only
+            told = str(error).strip().splitlines() or [type(error).__name__]
+            return Pass(scale, True, clean, None, operations, told[0])
+        if place is None:
+            return Pass(scale, True, False, None, best.operations)
+        evidence = best.operations
+        if place < 0:
+            evidence, self.gradients = combined(operations, evidence), before
+            for path, gradient in best.gradients.items():
+                _add(self.gradients, path, gradient)
+        return Pass(scale, True, place >= 0, scale * 2.0**place, evidence)
+
+    @contextlib.contextmanager
+    def _apart(self, scale: float) -> Iterator[None]:
+        """A region whose operations are not those of the run."""
+        before = self.operations, self.records, self.gradients, self.loss_scale, self._muted
+        self.operations, self.records, self.gradients = [], {}, {}
+        self.loss_scale, self._muted, self._repeating = scale, False, True
+        try:
+            yield
+        finally:
+            self.operations, self.records, self.gradients, self.loss_scale, self._muted = before
+            self._repeating = False
+
+    def _place_of(self, node: Any) -> tuple[str | None, tuple[str, int] | None]:
+        """The module and the line of the operation that runs now; no module if it is in no differentiated pass."""
+        if node is None:
+            path, line = self._stack[-1] if self._stack else (None if self._evaluating else ""), _line()
+        else:
+            path, line = self._of_node.get(node._sequence_nr(), ("", None))
+            if self._stack and self._stack[-1] is None:
+                path = None
+        if path is not None:
+            self._of_node.setdefault(_sequence_number() - 1, (path, line))
+        return path, line
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if module not in self._paths:  # a root that was not told
+            self._add(getattr(module, "_orig_mod", module))
+        if not self._stack:
+            in_backward = _current_node() is not None
+            if self._passes is not None and not in_backward and not self.records:
+                self.operations.clear()  # what the script did before: initialization, data
+            differentiated = torch.is_grad_enabled() or _upstream.transforms_active()
+            self._evaluating = self._passes is not None and not differentiated
+        # None: called again by a checkpoint, or in an evaluation
+        again = _current_node() is not None or self._evaluating
+        self._stack.append(None if again else self._paths[getattr(module, "_orig_mod", module)])
+
+    def _add(self, root: nn.Module) -> None:
+        """Name the parts of another root after its class; those of the first one by their own paths."""
+        prefix, number = "", 1
+        if self.module is None:
+            self.module = root
+        else:
+            prefix = f"<{type(root).__name__}>"
+            while prefix in self._paths.values():
+                number += 1
+                prefix = f"<{type(root).__name__} {number}>"
+        for part, path in _paths(root).items():
+            self._paths.setdefault(part, ".".join(filter(None, (prefix, path))))
+
+    def _leave(self, module: nn.Module, _: Any, outputs: Any) -> Any:
+        path = self._stack.pop()
+        if not self._stack:
+            self._evaluating = False
+        if path is None or self._skip or outputs is None or hasattr(module, "_orig_mod"):
+            return None
+        leaves, spec = _tree.flatten(outputs)
+        marked = [_Mark.apply(leaf, self, path) if _counts(leaf) else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
+        return _tree.unflatten(marked, spec)
+
+    def mark(self, x: Tensor, path: str, *, backward: bool) -> Tensor:
+        """Copy a module's output, or the gradient of it, and count it, under vmap and torch.func too."""
+        self._mark = (path, backward)
+        try:
+            return x.clone()
+        finally:
+            self._mark = None
+
+
+def _scales() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Calls that scale a loss, and how to get the scale from their first argument afterwards."""
+    yield scaling, "scaled", lambda state: state.scale
+    kinds: list[type] = [torch.amp.GradScaler]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if "scale" in vars(kind):
+            yield kind, "scale", lambda scaler: scaler._scale
+
+
+def _obstacle() -> str:
+    """Why a backward pass must not be repeated; empty if it may."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "other ranks may not repeat it too"
+    return ""
+
+
+def leaves_behind(outputs: Sequence[Any]) -> list[Tensor]:
+    """The leaves that a backward pass from these outputs reaches."""
+    found, seen = [], set()
+    stack = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        stack.extend(following for following, _ in node.next_functions)
+    return found
+
+
+def _line() -> tuple[str, int] | None:
+    """The innermost line that runs now and is neither torch's nor this library's."""
+    frame = sys._getframe(1) if hasattr(sys, "_getframe") else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "funcamp"):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+_Sum = TypeVar("_Sum", Record, Stats)
+
+
+def _add(sums: dict[str, _Sum], path: str, one: _Sum) -> None:
+    sums[path] = sums[path] + one if path in sums else one
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x.coalesce().values() if x.layout == torch.sparse_coo else x).all())
+
+
+class _Mark(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, recorder: Recorder, path: str) -> Tensor:
+        return recorder.mark(x, path, backward=False)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        _, ctx.recorder, ctx.path = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.recorder.mark(grad, ctx.path, backward=True), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # noqa: ARG004
+        return tangent.clone()
+
+
+def _paths(root: nn.Module) -> dict[nn.Module, str]:
+    return {part: f".{path}".replace("._orig_mod", "").lstrip(".") for path, part in root.named_modules()}
+
+
+def _counts(leaf: Any) -> bool:
+    # A tangent that is zero has no storage.
+    return has_values(leaf) and leaf.device.type != "meta" and not leaf._is_zerotensor()
+
+
+def _found(given: Any) -> Tensor:
+    """Bool, shape (2,): whether the inputs of an operation hold inf, or NaN."""
+    found = torch.zeros(2, dtype=torch.bool)
+    for leaf in _tree.leaves(given):
+        if _counts(leaf):
+            flags = torch.stack([torch.isinf(leaf).any(), torch.isnan(leaf).any()])
+            found = found.to(flags.device) | flags
+        elif isinstance(leaf, float):
+            found = found | torch.tensor([math.isinf(leaf), math.isnan(leaf)], device=found.device)
+    return found
+
+
+def _eagerly(step: JitStep, state: Any, batch: Any) -> Any:
+    """What a call of a `jit` step gives, without a program."""
+    if step._options.unroll is None:
+        return step._step(state, batch)
+    leaves, spec = _tree.flatten(batch)
+    rows = []
+    for index in range(step._options.unroll):
+        piece = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        state, metrics = step._step(state, _tree.unflatten(piece, spec))
+        rows.append(metrics)
+    return state, _tree.stacked(rows)

@@ -1,0 +1,386 @@
+"""`numerics_report`: every operation of a training step, forward and backward, and what float16 makes of it."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from funcamp import _tree
+from funcamp._jit.jit_step import JitStep
+from funcamp._numerics.counting import WIDTH
+from funcamp._numerics.formats import format_of
+from funcamp._numerics.record import Record, text
+from funcamp._numerics.stats import Stats
+from funcamp._report import page, plot, render
+from funcamp._report.passes import Operation, Pass
+from funcamp._report.recorder import Recorder, leaves_behind
+from funcamp._report.render import power
+from funcamp._step.step import TrainStep
+from funcamp._types import name_of
+
+_NONE = Stats(torch.zeros(WIDTH, dtype=torch.float64))
+
+
+class Origin(NamedTuple):
+    """Where a non-finite value came from, as `NumericsReport.first_nonfinite` found it."""
+
+    operation: Operation
+    kind: str
+    """inf or NaN."""
+    made: bool
+    """Whether the operation made it; else it came in with a parameter or the batch, and was first seen there."""
+
+    def __str__(self) -> str:
+        came = "first in" if self.made else "came in with a parameter or the batch, first seen in"
+        return f"{self.kind} {came} {_where(self.operation)}"
+
+
+class Recommendation(NamedTuple):
+    """A loss scale, and what it does to the gradients of the pass."""
+
+    scale: float
+    """A power of two."""
+    underflow: float
+    """The fraction of the backward pass's finite nonzero values that is zero at that scale."""
+    underflow_unscaled: float
+    """The same at scale 1."""
+    zero: float
+    """The fraction of all values that is zero at every scale seen: because of the model (a ReLU, a mask), or flushed in
+    each of them. It is not part of the two fractions above; a pass in float32 tells the two apart."""
+    bounded_by: str
+    """The operation with the largest gradients, and where it is."""
+    is_upper_bound: bool = False
+    """Whether gradients overflowed and could not be measured: the scale that works may be any smaller one."""
+
+
+class NumericsReport:
+    """What `numerics_report` found. Reading it syncs; making it did not, beyond what the run itself does."""
+
+    operations: list[Operation]
+    """Every output of every operation, in the order in which they ran; views and copies are left out."""
+    records: dict[str, Record]
+    """The outputs of every module, and their gradients, by path."""
+    loss_scale: float
+    """What the loss was multiplied by in this run, in its last backward pass."""
+    passes: list[Pass]
+    """The backward passes, and the scales at which each is finite."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.operations, self.records, self.passes = recorder.operations, recorder.records, recorder.passes
+        self._gradients, self.module = recorder.gradients, recorder.module
+        self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
+
+    def __repr__(self) -> str:
+        backward = sum(one.backward for one in self.operations)
+        return f"NumericsReport({len(self.operations) - backward} forward, {backward} backward operations)"
+
+    def first_nonfinite(self) -> Origin | None:
+        """The first operation that made inf or NaN of inputs without; else the first with NaN; None where none is.
+
+        An infinity that the program itself put in (a mask) is none, and an operation that has one among its inputs is
+        not asked for more of them. What torch masks at once, as in the backward pass of a norm at 0, is named too.
+        """
+        return _origin(self.operations)
+
+    def cause(self) -> Origin | None:
+        """What makes the loss, or its gradients at every loss scale, inf or NaN; None if a loss scale can help.
+
+        A loss that is not finite before it is scaled comes from the forward pass. Gradients are judged by repeating the
+        backward pass at other scales.
+        """
+        forward = [one for one in self.operations if not one.backward]
+        for one in self.passes:
+            if not one.loss_is_finite:
+                return _origin(forward, any_infinity=True)
+            if not (one.finite or one.obstacle) and one.largest_scale is None:
+                return _origin(one.evidence, any_infinity=True)
+        return None
+
+    def recommend_scale(self, dtype: torch.dtype = torch.float16, headroom: float = 2.0) -> Recommendation:
+        """The largest power of two with which no value of the backward pass overflows, over headroom.
+
+            scale = 2^floor(log2(largest / headroom))
+
+        A pass that ran in this dtype (float16, float8) was repeated at other loss scales while it was recorded: largest
+        is the largest scale at which its gradients were seen finite, whether or not the run itself overflowed. For
+        another dtype it is the dtype's largest power of two over the largest magnitude of the pass, rounded up to a
+        power of two; numbers of shape () are left out, as the loss itself is in float32.
+
+        Args:
+            dtype: what the backward pass will be in.
+            headroom: how many times larger the gradients of other batches may be.
+
+        Returns:
+            The scale. `is_upper_bound` is set if the pass overflowed and could not be repeated (on several ranks, with
+            a reentrant checkpoint): only its finite values are known then.
+
+        Raises:
+            ValueError: headroom is no positive number, the pass has no nonzero gradient, or no loss scale helps, since
+                the loss itself or its gradients at every scale are inf or NaN (`cause`).
+            TypeError: dtype has no known limits.
+
+        Example:
+            >>> report = numerics_report(lambda w: (w * torch.tensor([1.0, 2.0])).sum(), torch.ones(2).requires_grad_())
+            >>> report.recommend_scale().scale
+            8192.0
+        """
+        if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 < headroom < math.inf:
+            raise ValueError(f"recommend_scale: headroom must be a positive number; got {headroom!r}")
+        limit = 2.0 ** math.floor(math.log2(format_of(dtype).max))
+        if (cause := self.cause()) is not None:
+            raise ValueError(f"recommend_scale: the gradients must be finite at some loss scale; got {cause}")
+        evidence = [one for found in self.passes for one in found.evidence]
+        unseen = [found.loss_scale for found in self.passes if found.obstacle and not found.finite]
+        same = [] if unseen else [one for one in evidence if one.dtype == dtype]
+        rows = same or [one for one in evidence if one.shape]
+        amaxes = [one.stats.amax.item() / one.loss_scale for one in rows]
+        amax = max(amaxes, default=0.0)
+        if not amax and not unseen:
+            raise ValueError("recommend_scale: the report must have finite, nonzero gradients; got none")
+        known = [found.largest_scale for found in self.passes if found.largest_scale is not None]
+        bounds = [2.0**127, *(overflowed / 2 for overflowed in unseen), *(known if same else ())]
+        if amax and (not same or len(known) < len(self.passes)):
+            bounds.append(limit / amax)
+        scale, gradients = 2.0 ** math.floor(math.log2(min(bounds) / headroom)), _unscaled(rows)
+        scaled, unscaled = (gradients.underflow(dtype, factor).item() for factor in (scale, 1.0))
+        zero = ((gradients.poszero + gradients.negzero) / gradients.count.clamp(min=1)).item()
+        return Recommendation(
+            scale, scaled, unscaled, zero, _where(rows[amaxes.index(amax)]) if amax else "", bool(unseen)
+        )
+
+    def gradients(self) -> Stats:
+        """All values of the backward pass, without loss scaling; numbers of shape () are not among them."""
+        return _unscaled([one for one in self.operations if one.backward and one.shape])
+
+    def to_rows(self, dtype: torch.dtype = torch.float16) -> list[dict[str, Any]]:
+        """Plain numbers and strings, a dict for each operation: `pandas.DataFrame(report.to_rows())`, csv, json.
+
+        Args:
+            dtype: what underflow, subnormal and overflow tell of: the fractions of the values, as they were in this
+                run, that rounding to it would lose.
+
+        Raises:
+            TypeError: dtype has no known limits.
+        """
+        format_of(dtype)
+        return [_plain(index, one, dtype) for index, one in enumerate(self.operations)]
+
+    def table(self, dtype: torch.dtype = torch.float16) -> Any:
+        """The rows as a `rich.table.Table`: `rich.print(report.table())`.
+
+        Raises:
+            ImportError: rich is not installed.
+        """
+        return render.table(self.to_rows(dtype), render.caption(dtype, self.loss_scale))
+
+    def annotate(self) -> str:
+        """The tree of the module, beside each part the standard deviations of its output and of that one's gradient.
+
+        As `(-> 0.573, <- 0.000296)`; n/a where there is none. Gradients are without loss scaling. Of a pass that
+        overflowed, `(-> 0.573, <- 0.000296 (2 inf of 24))`: how many values are inf or NaN in this run, and the
+        standard deviation at a loss scale that works.
+        """
+        unscaled = self.unscaled_records()
+        shown = {
+            path: f"(-> {text(record.forward)}, <- {text(unscaled[path].backward, record.backward)})"
+            for path, record in self.records.items()
+        }
+        return render.annotate(self.module, shown)
+
+    def unscaled_records(self) -> dict[str, Record]:
+        """`records`, the gradients without loss scaling; of a pass that overflowed, at the largest scale that works."""
+        return {path: Record(one.forward, self._gradients.get(path, _NONE)) for path, one in self.records.items()}
+
+    def plot(self, path: str | Path, dtype: torch.dtype = torch.float16, *, modules: bool = False) -> Path:
+        """Draw a row for each operation, exponents across, and the limits of a format as lines.
+
+        Args:
+            path: the picture to write; its ending says in which format.
+            dtype: the format.
+            modules: draw the outputs of modules and their gradients instead, as they were in this run.
+
+        Returns:
+            The path.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there is nothing to draw.
+        """
+        lines = plot.of_modules(self.records) if modules else plot.of_operations(self.operations)
+        return plot.draw(lines, Path(path), dtype)
+
+    def to_html(self, path: str | Path, dtype: torch.dtype = torch.float16, title: str = "Numerics") -> Path:
+        """Write all of it as one page that needs nothing else; with the picture where matplotlib is installed.
+
+        Args:
+            path: the file to write.
+            dtype: the format that limits are those of.
+            title: the page's.
+
+        Returns:
+            The path.
+
+        Raises:
+            TypeError: dtype has no known limits.
+        """
+        sentences, rows = self.summary(dtype), self.to_rows(dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                picture = self.plot(Path(folder) / "plot.png", dtype).read_bytes()
+            except ImportError:
+                picture = None
+        caption = render.caption(dtype, self.loss_scale)
+        return page.write(Path(path), title, sentences, self.annotate(), picture, caption, rows)
+
+    def summary(self, dtype: torch.dtype = torch.float16) -> list[str]:
+        """What one would want to know first, a sentence each.
+
+        Raises:
+            TypeError: dtype has no known limits.
+        """
+        origin = self.first_nonfinite()
+        found = [f"Operations: {repr(self)[15:-12]}. Loss scale in this run: {power(self.loss_scale)}."]
+        found.append(f"Non-finite values: {'none made' if origin is None else origin}.")
+        cause = self.cause()
+        if cause is not None:
+            return [*found, render.no_scale_helps(cause.operation, str(cause))]
+        found += render.at_scales(self.passes)
+        try:
+            advice = self.recommend_scale(dtype)
+        except ValueError:
+            return [*found, "Loss scale: no finite, nonzero gradient was seen."]
+        scale = ("at most " if advice.is_upper_bound else "") + power(advice.scale)
+        flushed, unscaled = (f"{100 * part:.3g} %" for part in (advice.underflow, advice.underflow_unscaled))
+        found.append(
+            f"Loss scale for {name_of(dtype)}: {scale}, which leaves room for gradients twice as large. With it "
+            f"{flushed} of the gradients' values are flushed to zero, unscaled {unscaled}."
+            + (f" {100 * advice.zero:.3g} % more are zero at each scale seen." if advice.zero > 0.01 else "")
+        )
+        largest = "largest finite gradients" if advice.is_upper_bound else "largest gradients, which bound it"
+        return [*found, f"The {largest}: {advice.bounded_by or 'none'}."]
+
+
+def numerics_report(
+    fn: Callable[..., Any], *args: Any, module: nn.Module | None = None, loss_scale: float | None = None, **kwargs: Any
+) -> NumericsReport:
+    """Run a function once, eagerly, and count what every operation in it holds.
+
+    For a look at a model, not for a loop: it takes several times as long as the run, and syncs. Nothing is written that
+    the function does not write itself: gradients come from `torch.autograd.grad`.
+
+    A backward pass that overflows, or runs in float16, is repeated at other loss scales, to find the largest at which
+    its gradients are finite. Hooks in it are then called again.
+
+    Args:
+        fn: any function: a loss, whose backward pass is then run too; one that differentiates by itself (torch.func,
+            `backward()`); a `TrainStep`; compiled ones run eagerly.
+        *args: passed to fn.
+        module: the module whose paths name the operations; by default the first one that is called.
+        loss_scale: what fn multiplies its loss by; by default what a step, `scale` or a GradScaler in it multiplied by,
+            or the scale in the first of args that is a state.
+        **kwargs: passed to fn.
+
+    Returns:
+        A `NumericsReport`.
+
+    Raises:
+        TypeError: fn cannot be called, or module is none.
+        ValueError: loss_scale is no positive number.
+        RuntimeError: no operation was seen.
+        Exception: what fn raises.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        >>> report = numerics_report(lambda x: model(x).mean(), torch.ones(2, 4))
+        >>> [one.name for one in report.operations if not one.backward]
+        ['addmm', 'relu', 'mean']
+        >>> report.first_nonfinite() is None
+        True
+
+    References:
+        The idea: `analyse_module` of unit-scaling, 0.3 (`unit_scaling/utils.py`).
+    """
+    if not callable(fn):
+        raise TypeError(f"numerics_report: fn must be callable; got {fn!r}")
+    if module is not None and not isinstance(module, nn.Module):
+        raise TypeError(f"numerics_report: module must be a torch.nn.Module; got {module!r}")
+    if loss_scale is not None and not 0 < loss_scale < math.inf:
+        raise ValueError(f"numerics_report: loss_scale must be a positive number; got {loss_scale}")
+    recorder = Recorder(module, loss_scale=loss_scale, otherwise=_scale_in(args))
+    with recorder.recording():
+        result = fn(*args, **kwargs)
+        if not recorder.seen_backward:
+            _differentiate(result)
+    if isinstance(fn, (TrainStep, JitStep)):
+        del recorder.operations[recorder.end :]  # the optimizer's, and the scaler's
+    if not recorder.operations:
+        raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")
+    return NumericsReport(recorder)
+
+
+def _differentiate(result: Any) -> None:
+    """The backward pass of a loss that has a graph; gradients go nowhere."""
+    losses = [leaf for leaf in _tree.leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if losses and losses[0].dim() == 0 and losses[0].grad_fn is not None:
+        leaves = leaves_behind(losses[:1])
+        if leaves:
+            torch.autograd.grad(losses[0], leaves, allow_unused=True)
+
+
+def _where(one: Operation) -> str:
+    way = "backward" if one.backward else "forward"
+    text = f"{one.name} ({way}, {one.path or 'outside of layers'}, {name_of(one.dtype)}, shape {one.shape})"
+    return text if one.line is None else f"{text} at {one.line[0]}:{one.line[1]}"
+
+
+def _scale_in(args: Any) -> float:
+    """The scale in the first of args that is a state; else 1."""
+    for arg in args:
+        scale = getattr(getattr(arg, "scaler", arg), "scale", None)
+        if isinstance(scale, Tensor) and scale.dim() == 0:
+            return float(scale.item())
+    return 1.0
+
+
+def _origin(operations: list[Operation], *, any_infinity: bool = False) -> Origin | None:
+    """The first that made inf or NaN; else the first with NaN, or with an infinity too."""
+    for one in operations:
+        for kind, made in zip(("inf", "NaN"), one.creates.tolist()):
+            if made:
+                return Origin(one, kind, True)
+    for one in operations:
+        if one.stats.nan > 0 or (any_infinity and one.stats.nonfinite > 0):
+            return Origin(one, "NaN" if one.stats.nan > 0 else "inf", False)
+    return None
+
+
+def _unscaled(operations: list[Operation]) -> Stats:
+    """All values of operations, without loss scaling."""
+    totals: dict[float, Stats] = {}
+    for one in operations:
+        totals[one.loss_scale] = totals.get(one.loss_scale, _NONE) + Stats(one.stats.row.cpu())
+    return sum((total.rescale(1 / scale) for scale, total in totals.items()), _NONE)
+
+
+def _plain(index: int, one: Operation, dtype: torch.dtype) -> dict[str, Any]:
+    stats = one.stats
+    numbers = ("count", "mean", "std", "amax", "nan", "posinf", "neginf", "poszero", "negzero")
+    made = [kind for kind, flag in zip(("inf", "NaN"), one.creates.tolist()) if flag]
+    return {
+        "index": index,
+        "direction": "backward" if one.backward else "forward",
+        "module": one.path,
+        "operation": one.name,
+        "output": one.output,
+        "dtype": name_of(one.dtype),
+        "shape": one.shape,
+        **{name: getattr(stats, name).item() for name in numbers},
+        **{name: getattr(stats, name)(dtype).item() for name in ("underflow", "subnormal", "overflow")},
+        "creates": " ".join(made),
+    }

@@ -1,0 +1,208 @@
+"""The rules of other libraries: pure functions from a state and a configuration to what follows.
+
+Each is its library's bit for bit where the scale is a float32 there. DeepSpeed, apex.amp and fairseq keep a Python
+float: here every result is rounded to float32, which for factors that are powers of two changes nothing until the scale
+leaves float32's range. tests/peer_rules.py states every rule again in plain Python, with its source.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp._scaler.config import ScalerConfig
+from funcamp._scaler.state import ScalerState, replace
+from funcamp._scaler.torch_rule import Outcome, widen
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def _times32(scale: Tensor, factor: float) -> Tensor:
+    """A product of float32 numbers, rounded once."""
+    return (widen(scale) * widen(torch.full_like(scale, factor))).float()
+
+
+def _times64(scale: Tensor, factor: float) -> Tensor:
+    """A float64 product, then rounded to float32."""
+    return (widen(scale) * factor).float()
+
+
+def _over32(scale: Tensor, factor: float) -> Tensor:
+    # by a tensor: a CUDA kernel multiplies by a number's reciprocal instead
+    return (widen(scale) / widen(torch.full_like(scale, factor))).float()
+
+
+def _over64(scale: Tensor, factor: float) -> Tensor:
+    wide = widen(scale)
+    return (wide / torch.full_like(wide, factor)).float()
+
+
+def _if_finite(grown: Tensor, scale: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(grown), grown, scale)
+
+
+def _due(state: Any, steps: int) -> Tensor:
+    due: Tensor = (state.found_inf == 0) & (state.growth_tracker + 1 == steps)
+    return due
+
+
+def _due_again(state: Any, steps: int, first: int = 0) -> Tensor:
+    """Every `steps` clean steps after the `first`: a tracker that is beyond the interval, by a resume, grows too."""
+    count = state.growth_tracker + 1 - first
+    due: Tensor = (state.found_inf == 0) & (count > 0) & (count % steps == 0)
+    return due
+
+
+def _moved(state: Any, backs_off: Tensor, lower: Tensor, grows: Tensor, higher: Tensor, **counters: Tensor) -> Outcome:
+    """What follows a decision; the growth tracker starts again at growth and at every overflow."""
+    tracker = state.growth_tracker + 1
+    scale = torch.where(backs_off, lower, torch.where(grows, higher, state.scale))
+    tracker = torch.where((state.found_inf != 0) | grows, torch.zeros_like(tracker), tracker)
+    return Outcome(replace(state, scale=scale, growth_tracker=tracker, **counters), backs_off, grows)
+
+
+def _refilled(left: Tensor, where: Tensor, config: ScalerConfig) -> Tensor:
+    return torch.where(where, torch.full_like(left, config.hysteresis), left)
+
+
+def megatron(state: Any, config: ScalerConfig) -> Outcome:
+    """Overflows use the hysteresis up, consecutive or not; growth alone, which may reach infinity, refills it."""
+    found, grows = state.found_inf != 0, _due(state, config.growth_interval)
+    left = state.hysteresis_tracker - found.int()
+    lower, higher = _times32(state.scale, config.backoff_factor), _times32(state.scale, config.growth_factor)
+    left_after = _refilled(left, grows, config)
+    return _moved(state, found & (left <= 0), lower, grows, higher, hysteresis_tracker=left_after)
+
+
+def apex_hysteresis(state: Any, config: ScalerConfig) -> Outcome:
+    """As Megatron's, but any clean step refills the hysteresis, factors are doubles, and growth stays finite."""
+    found, grows = state.found_inf != 0, _due(state, config.growth_interval)
+    left = state.hysteresis_tracker - found.int()
+    lower = _times64(state.scale, config.backoff_factor)
+    higher = _if_finite(_times64(state.scale, config.growth_factor), state.scale)
+    left_after = _refilled(left, ~found, config)
+    return _moved(state, found & (left <= 0), lower, grows, higher, hysteresis_tracker=left_after)
+
+
+def apex(state: ScalerState, config: ScalerConfig) -> Outcome:
+    """Torch's rule, but growth beyond the maximum, infinite too, gives the maximum."""
+    higher = _times64(state.scale, config.growth_factor)
+    if config.max_scale is not None:
+        higher = higher.clamp(max=config.max_scale)
+    grows = _due(state, config.growth_interval)
+    return _moved(state, state.found_inf != 0, _over64(state.scale, config.growth_factor), grows, higher)
+
+
+def deepspeed_fp16(state: ScalerState, config: ScalerConfig) -> Outcome:
+    """The first growth takes a clean step more than growth_interval, later ones do not."""
+    grows = _due_again(state, config.growth_interval, first=1)
+    lower, higher = _over64(state.scale, config.growth_factor), _times64(state.scale, config.growth_factor)
+    return _one_ahead(_moved(state, state.found_inf != 0, lower, grows, higher))
+
+
+def _one_ahead(after: Outcome) -> Outcome:
+    tracker = after.state.growth_tracker + after.grows.int()
+    return Outcome(replace(after.state, growth_tracker=tracker), after.backs_off, after.grows)
+
+
+def _deepspeed(state: Any, config: ScalerConfig, grows: Tensor, consecutive: bool) -> Outcome:
+    found, left = state.found_inf != 0, state.hysteresis_tracker
+    backs_off = found & (left <= 1)  # another library's counter may be below
+    left = _refilled(left - (found & ~backs_off).int(), ~found if consecutive else grows, config)
+    lower, higher = _over64(state.scale, config.growth_factor), _times64(state.scale, config.growth_factor)
+    return _moved(state, backs_off, lower, grows, higher, hysteresis_tracker=left)
+
+
+def deepspeed(state: Any, config: ScalerConfig) -> Outcome:
+    """A spent hysteresis stays spent until growth refills it; the first growth is a clean step late."""
+    return _one_ahead(_deepspeed(state, config, _due_again(state, config.growth_interval, first=1), consecutive=False))
+
+
+def deepspeed_consecutive(state: Any, config: ScalerConfig) -> Outcome:
+    """As `deepspeed`, refilled by any clean step."""
+    return _one_ahead(_deepspeed(state, config, _due_again(state, config.growth_interval, first=1), consecutive=True))
+
+
+def deepspeed_old(state: Any, config: ScalerConfig) -> Outcome:
+    """As `deepspeed`, the first growth on time: before 0.17.1."""
+    return _deepspeed(state, config, _due_again(state, config.growth_interval), consecutive=False)
+
+
+def deepspeed_old_consecutive(state: Any, config: ScalerConfig) -> Outcome:
+    """As `deepspeed_old`, refilled by any clean step."""
+    return _deepspeed(state, config, _due_again(state, config.growth_interval), consecutive=True)
+
+
+def jmp(state: ScalerState, config: ScalerConfig) -> Outcome:
+    """The rule of torch in float32, backoff a division by the factor of growth; a tracker modulo the interval."""
+    higher = _if_finite(_times32(state.scale, config.growth_factor), state.scale)
+    lower, grows = _over32(state.scale, config.growth_factor), _due(state, config.growth_interval)
+    after = _moved(state, state.found_inf != 0, lower, grows, higher)
+    tracker = after.state.growth_tracker % config.growth_interval
+    return Outcome(replace(after.state, growth_tracker=tracker), after.backs_off, after.grows)
+
+
+def flax(state: ScalerState, config: ScalerConfig) -> Outcome:
+    """Growth takes growth_interval + 1 clean steps, and stops at float32's largest number."""
+    higher = _times32(state.scale, config.growth_factor).clamp(max=_FLOAT32_MAX)
+    grows = _due(state, config.growth_interval + 1)
+    return _moved(state, state.found_inf != 0, _times32(state.scale, config.backoff_factor), grows, higher)
+
+
+def float32_factors(state: ScalerState, config: ScalerConfig) -> Outcome:
+    """Torch's rule with factors rounded to float32, and growth that reaches infinity: Keras, FSDP on a CPU."""
+    lower, higher = _times32(state.scale, config.backoff_factor), _times32(state.scale, config.growth_factor)
+    return _moved(state, state.found_inf != 0, lower, _due(state, config.growth_interval), higher)
+
+
+def tensorflow(state: ScalerState, config: ScalerConfig) -> Outcome:
+    """As jmp's, and a tracker that is beyond the interval grows too."""
+    higher = _if_finite(_times32(state.scale, config.growth_factor), state.scale)
+    grows = (state.found_inf == 0) & (state.growth_tracker + 1 >= config.growth_interval)
+    return _moved(state, state.found_inf != 0, _over32(state.scale, config.growth_factor), grows, higher)
+
+
+def paddle(state: Any, config: ScalerConfig) -> Outcome:
+    """Of consecutive overflows every hysteresis-th backs off; growth stays finite."""
+    return _paddle(state, config, _if_finite(_times32(state.scale, config.growth_factor), state.scale))
+
+
+def paddle_dygraph(state: Any, config: ScalerConfig) -> Outcome:
+    """As `paddle`, and growth may reach infinity."""
+    return _paddle(state, config, _times32(state.scale, config.growth_factor))
+
+
+def _paddle(state: Any, config: ScalerConfig, higher: Tensor) -> Outcome:
+    found = state.found_inf != 0
+    left = state.hysteresis_tracker - found.int()
+    backs_off = found & (left <= 0)
+    left = _refilled(left, backs_off | ~found, config)
+    lower, grows = _times32(state.scale, config.backoff_factor), _due(state, config.growth_interval)
+    return _moved(state, backs_off, lower, grows, higher, hysteresis_tracker=left)
+
+
+def fairseq(state: Any, config: ScalerConfig) -> Outcome:
+    """An overflow backs off where overflows are a large enough part of the steps since the scale last changed.
+
+    A backoff to stop_scale is undone, where fairseq raises; then, as there, the next clean step grows.
+    """
+    found, one = state.found_inf != 0, torch.ones_like(state.since_rescale)
+    overflows = state.overflows + found.int()
+    since = torch.where(state.since_rescale == 0, one * 1000, state.since_rescale)
+    backs_off = found & (widen(overflows.float()) / widen(since.float()) >= config.tolerance)
+    grows = _due_again(state, config.growth_interval)
+    lower = _over64(state.scale, config.growth_factor)
+    if config.min_scale is not None:
+        lower = lower.clamp(min=config.min_scale)
+    after = _moved(state, backs_off, lower, grows, _times64(state.scale, config.growth_factor))
+    stops = found & (widen(after.state.scale) <= (config.stop_scale or 0.0))
+    new = replace(
+        after.state,
+        scale=torch.where(stops, state.scale, after.state.scale),
+        growth_tracker=torch.where(stops, one * (config.growth_interval - 1), after.state.growth_tracker),
+        since_rescale=torch.where(backs_off | grows, one, state.since_rescale + 1) - stops.int(),
+        overflows=torch.where(backs_off, torch.zeros_like(overflows), overflows),
+    )
+    return Outcome(new, backs_off | stops, grows)

@@ -1,0 +1,201 @@
+"""Scale, unscale and check: what happens to the loss and the gradients.
+
+In one step:
+
+    loss      scaled = loss * scale
+    gradient  grad   = scaled_grad * f32(1 / f64(scale))
+    flag      found_inf = 1 if found_inf != 0 or any grad is not finite
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._distributed.dtensor import agreed, local, settled_sum
+from funcamp._scaler.state import ScalerState, check_state, replace
+from funcamp._scaler.torch_rule import widen
+from funcamp._types import Reduce, Tree
+
+
+def scale(state: ScalerState, outputs: Tree) -> Tree:
+    """Multiply every tensor of a pytree by the scale.
+
+    scaled = output * scale, with torch's promotion: a float16 tensor of shape () becomes float32, one with dimensions
+    stays float16. Pure; differentiable; safe under torch.compile and vmap; no sync.
+
+    Args:
+        state: the scaler state.
+        outputs: a loss, or a pytree of tensors; None passes through.
+
+    Returns:
+        The scaled pytree.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor None, or state is no scaler state.
+        ValueError: a leaf lies on another type of device than the state.
+
+    Example:
+        >>> state = init(ScalerConfig(init_scale=8.0))
+        >>> scale(state, {"loss": torch.tensor(0.5)})
+        {'loss': tensor(4.)}
+
+    References:
+        `GradScaler.scale`, torch/amp/grad_scaler.py, PyTorch 2.13.
+    """
+    state = check_state("scale", state)
+    flat, spec = _tree.tensors("scale", "outputs", outputs)
+    for index, leaf in enumerate(flat):
+        if leaf is not None:
+            _tree.check_device("scale", "outputs", outputs, index, leaf, state.scale.device)
+    return _tree.unflatten(scaled(state, flat), spec)
+
+
+def scaled(state: ScalerState, flat: list[Tensor | None]) -> list[Tensor | None]:
+    """Tensors times the scale; every loss that is scaled passes through here, where `numerics_report` sees it."""
+    return [None if leaf is None else leaf * state.scale.to(leaf.device, non_blocking=True) for leaf in flat]
+
+
+def unscale(state: ScalerState, tree: Tree) -> Tree:
+    """Multiply every tensor of a pytree by the reciprocal of the scale, without checking it.
+
+    unscaled = tensor * f32(1 / f64(scale)). Pure; differentiable, for gradient penalties; safe under torch.compile and
+    vmap; no sync, except that an uncoalesced sparse tensor on CUDA is coalesced, which reads its size.
+
+    Args:
+        state: the state whose scale multiplied the loss.
+        tree: a pytree of floating-point or complex tensors, strided or sparse COO; None passes through.
+
+    Returns:
+        The same tree. Types narrower than float32 come back as float32, complex32 as complex64, others as they are;
+        sparse tensors come back coalesced, the duplicates summed in float32 or wider.
+
+    Raises:
+        TypeError: a leaf is an integer tensor, neither strided nor sparse COO, or neither a tensor nor None.
+        ValueError: a leaf lies on another type of device than the state.
+
+    Example:
+        >>> state = init(ScalerConfig(init_scale=8.0))
+        >>> unscale(state, [torch.tensor([4.0], dtype=torch.float16), None])
+        [tensor([0.5000]), None]
+
+    References:
+        `GradScaler.unscale_`, torch/amp/grad_scaler.py, PyTorch 2.13: the reciprocal is taken in float64 there too.
+    """
+    state = check_state("unscale", state)
+    flat, spec = _tree.gradients("unscale", "tree", tree, state.scale.device)
+    inv_scale = reciprocal(state)
+    return _tree.map_leaves(lambda leaf: unscaled(leaf, inv_scale), flat, spec)
+
+
+def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None = None) -> tuple[Tree, ScalerState]:
+    """Unscale gradients and record in `found_inf` whether one of them is not finite.
+
+    grad = scaled_grad * f32(1 / f64(scale)); found_inf = 1 if found_inf != 0 or any grad is not finite, else 0. The
+    check is on the product, so a gradient that is finite before and overflows by unscaling (a scale below 1, or 0)
+    counts too; torch would step on it. A finite sum of sparse duplicates is finite here even where float16 could
+    not hold it. Pure; safe under torch.compile and vmap; no sync but `unscale`'s for uncoalesced sparse tensors.
+
+    Args:
+        state: the state whose scale multiplied the loss; never the updated one.
+        grads: a pytree of floating-point or complex gradients; None passes through, an empty tree finds nothing.
+        reduce: a pure function on the flag, float32, shape (), that returns a tensor of shape (), nonzero for found: a
+            MAX over ranks, for instance. Called once, whatever the number of gradients.
+
+    Returns:
+        The unscaled gradients, as `unscale` returns them, and the state with its flag.
+
+    Raises:
+        TypeError: a leaf is an integer tensor, neither strided nor sparse COO, or neither a tensor nor None; reduce
+            returns no tensor.
+        ValueError: a leaf lies on another type of device than the state; reduce returns another shape.
+
+    Example:
+        >>> state = init(ScalerConfig(init_scale=8.0))
+        >>> grads, state = unscale_and_check(state, {"w": torch.tensor([4.0, float("inf")])})
+        >>> grads["w"], state.found_inf
+        (tensor([0.5000,    inf]), tensor(1.))
+
+    References:
+        `_amp_foreach_non_finite_check_and_unscale_`, aten/src/ATen/native/cuda/AmpKernels.cu, PyTorch 2.13.
+    """
+    state = check_state("unscale_and_check", state)
+    _tree.check_whole("unscale_and_check", "grads", grads)
+    flat, spec = _tree.gradients("unscale_and_check", "grads", grads, state.scale.device)
+    inv_scale = reciprocal(state)
+    values = [None if leaf is None else unscaled(settled_sum(leaf), inv_scale) for leaf in flat]
+    found = state.found_inf != 0
+    if finite := [_finite(leaf).to(found.device) for leaf in values if leaf is not None]:
+        found = found | ~torch.stack(finite).all()
+    flag = agreed(found, values).float()
+    if reduce is not None:
+        flag = reduced("unscale_and_check", reduce, flag)
+    return _tree.unflatten(values, spec), replace(state, found_inf=flag)
+
+
+def all_finite(tree: Tree) -> Tensor:
+    """Tell whether every element of a pytree of tensors is finite.
+
+    A complex number is finite if both parts are; integers are; an empty tree is. Pure; safe under torch.compile and
+    vmap; no sync but `unscale`'s for uncoalesced sparse tensors.
+
+    Args:
+        tree: a pytree of tensors on one device; None passes through.
+
+    Returns:
+        A bool tensor, shape ().
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor None.
+
+    Example:
+        >>> all_finite({"a": torch.ones(2), "b": None}), all_finite(torch.tensor(float("nan")))
+        (tensor(True), tensor(False))
+    """
+    _tree.check_whole("all_finite", "tree", tree)
+    flat, _ = _tree.tensors("all_finite", "tree", tree)
+    values = [settled_sum(leaf) for leaf in flat if leaf is not None]
+    if not values:
+        return torch.ones((), dtype=torch.bool)
+    return ~agreed(~torch.stack([_finite(leaf) for leaf in values]).all(), values)
+
+
+def reciprocal(state: ScalerState) -> Tensor:
+    """inv_scale, float32."""
+    # float32 division may be approximate on some devices and under some compilers; float64's is not after rounding.
+    return widen(state.scale).reciprocal().float()
+
+
+def unscaled(leaf: Tensor, inv_scale: Tensor) -> Tensor:
+    """A gradient times inv_scale, float32 or wider."""
+    inv_scale = inv_scale.to(leaf.device, non_blocking=True)
+    if leaf.layout == torch.sparse_coo:
+        leaf = _widened(leaf).coalesce()
+        values = leaf.values() * inv_scale
+        return torch.sparse_coo_tensor(leaf.indices(), values, leaf.shape, is_coalesced=True, check_invariants=False)
+    return _widened(leaf) * inv_scale
+
+
+def _widened(leaf: Tensor) -> Tensor:
+    if leaf.dtype == torch.complex32:
+        return leaf.to(torch.complex64)
+    if leaf.is_floating_point() and leaf.dtype.itemsize < 4:
+        return leaf.float()
+    return leaf
+
+
+def _finite(leaf: Tensor) -> Tensor:
+    if leaf.layout == torch.sparse_coo:
+        leaf = _widened(leaf).coalesce().values()
+    return torch.isfinite(local(leaf)).all()
+
+
+def reduced(call: str, reduce: Reduce, flag: Tensor) -> Tensor:
+    """The flag after reduce, checked, 0 or 1."""
+    verdict = reduce(flag)
+    if not isinstance(verdict, Tensor):
+        raise TypeError(f"{call}: reduce must return a tensor of shape (); got {verdict!r}")
+    if verdict.dim() != 0:
+        raise ValueError(f"{call}: reduce must return a tensor of shape (); got {tuple(verdict.shape)}")
+    return (verdict != 0).float()

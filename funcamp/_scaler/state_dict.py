@@ -1,0 +1,118 @@
+"""The scaler's state as torch.amp.GradScaler saves it."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import replace as changed
+from typing import Any, cast
+
+import torch
+
+from funcamp._scaler.config import ScalerConfig, check_config
+from funcamp._scaler.rule_table import check_suits, first_counters, init
+from funcamp._scaler.state import ScalerState, check_state
+
+_CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
+
+
+def to_state_dict(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> dict[str, Any]:
+    """Give the scaler's state and constants as `torch.amp.GradScaler.state_dict` does.
+
+    Five entries: scale, growth_factor, backoff_factor, growth_interval, _growth_tracker; and the counters of a rule
+    that has more, by their names. found_inf is left out: save between `update` and the next step. Syncs: reads the
+    state.
+
+    Args:
+        state: the state after `update`.
+        config: the configuration the state was made with.
+
+    Returns:
+        Python numbers, which `torch.amp.GradScaler.load_state_dict` and `from_state_dict` take.
+
+    Raises:
+        TypeError: config is no `ScalerConfig`, or state is no state of its rule.
+
+    Example:
+        >>> to_state_dict(init(ScalerConfig(init_scale=8.0)))["scale"]
+        8.0
+
+    References:
+        `GradScaler.state_dict`, torch/amp/grad_scaler.py, PyTorch 2.13.
+    """
+    state, config = check_state("to_state_dict", state), check_config("to_state_dict", config)
+    check_suits("to_state_dict", state, config)
+    saved: dict[str, Any] = {"scale": state.scale.item()}
+    saved |= {name: getattr(config, name) for name in _CONSTANTS}
+    saved["_growth_tracker"] = state.growth_tracker.item()
+    return saved | {name: getattr(state, name).item() for name in first_counters(config)}
+
+
+def from_state_dict(
+    saved: dict[str, Any], config: ScalerConfig = ScalerConfig(), *, device: torch.device | str | None = None
+) -> tuple[ScalerState, ScalerConfig]:
+    """Make a state and a configuration of what `to_state_dict` or `torch.amp.GradScaler.state_dict` gave. No sync.
+
+    Args:
+        saved: the five entries, and counters of the configuration's rule; one that is missing starts anew.
+        config: rule and bounds; its growth_factor, backoff_factor and growth_interval are replaced by the saved ones.
+        device: where the state lives. None for torch's default device.
+
+    Returns:
+        The state, and the configuration to go on with.
+
+    Raises:
+        TypeError: saved is no dict, config no `ScalerConfig`, or an entry no number.
+        ValueError: an entry is missing or out of range; saved is empty, a disabled scaler's.
+
+    Example:
+        >>> scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+        >>> state, config = from_state_dict(scaler.state_dict())
+        >>> state.scale, config.growth_interval
+        (tensor(8.), 100)
+
+    References:
+        `GradScaler.load_state_dict`, torch/amp/grad_scaler.py, PyTorch 2.13.
+    """
+    call, config = "from_state_dict", check_config("from_state_dict", config)
+    if not isinstance(saved, dict):
+        raise TypeError(f"{call}: saved must be a dict; got {saved!r}")
+    for name in ("scale", *_CONSTANTS, "_growth_tracker"):
+        if name not in saved:
+            why = "is empty, as a disabled scaler saves it" if not saved else f"has {', '.join(map(str, saved))}"
+            raise ValueError(f"{call}: saved must have {name!r}; it {why}")
+    scale = saved_scale(call, saved["scale"])
+    config = changed(config, **{name: saved[name] for name in _CONSTANTS})
+    first = init(config, device=device)
+    counts = {"growth_tracker": saved_count(call, "_growth_tracker", saved["_growth_tracker"])}
+    for name, value in first_counters(config).items():
+        counts[name] = saved_count(call, name, saved.get(name, value))
+    values = [
+        torch.full_like(leaf, scale if name == "scale" else counts.get(name, 0.0))
+        for name, leaf in zip(first._fields, first)
+    ]
+    kind: Any = type(first)
+    return cast(ScalerState, kind(*values)), config
+
+
+def saved_scale(call: str, value: object) -> float:
+    """A saved scale: 0 or more, a float32; infinite too, for torch saves what it came to."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{call}: saved['scale'] must be a number; got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.nan
+    if not (0.0 <= number <= torch.finfo(torch.float32).max or number == math.inf):
+        raise ValueError(f"{call}: saved['scale'] must be 0 or more, within float32's range; got {value!r}")
+    return number
+
+
+def saved_count(call: str, name: str, value: object) -> int:
+    """A saved counter: an int32."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{call}: saved[{name!r}] must be an integer; got {value!r}")
+    limits, number = torch.iinfo(torch.int32), int(value)
+    if not limits.min <= number <= limits.max:
+        raise ValueError(f"{call}: saved[{name!r}] must fit int32; got {value}")
+    return number

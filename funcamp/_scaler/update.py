@@ -1,0 +1,173 @@
+"""What follows from the flag: the scale's update, the skipped step, the verdict of several optimizers.
+
+The rule:
+
+    found_inf > 0:   scale <- f32(f64(scale) * backoff_factor);  growth_tracker <- 0
+    otherwise:       growth_tracker <- growth_tracker + 1
+                     if growth_tracker == growth_interval:
+                         grown <- f32(f64(scale) * growth_factor)
+                         scale <- grown if grown is finite else scale;  growth_tracker <- 0
+    then, where set: clamp scale to [min_scale, max_scale]
+"""
+
+from __future__ import annotations
+
+import numbers
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._scaler.config import ScalerConfig, check_config
+from funcamp._scaler.rule_table import bounded, check_suits, outcome
+from funcamp._scaler.state import ScalerState, check_state, replace
+from funcamp._types import Tree
+
+
+def update(
+    state: ScalerState, config: ScalerConfig = ScalerConfig(), *, new_scale: float | Tensor | None = None
+) -> ScalerState:
+    """Move the scale by the configuration's rule and clear `found_inf`.
+
+    The rule stands at the top of this file. It is torch's, bit for bit: factors are applied in float64 and rounded once
+    to float32; any nonzero flag, NaN too, counts as found; the scale does not grow to infinity. Pure; safe under
+    torch.compile and vmap; no sync.
+
+    Args:
+        state: the state after `unscale_and_check`.
+        config: the configuration the state was made with.
+        new_scale: sets the scale instead of the rule and leaves the tracker, as torch does; a positive Python number,
+            or a float32 tensor of one element whose value nobody checks. The bounds of the configuration hold.
+
+    Returns:
+        The next state, `found_inf` 0.
+
+    Raises:
+        TypeError: config is no `ScalerConfig`; new_scale is neither a number nor a float32 tensor.
+        ValueError: new_scale is a number that is not positive and finite, or a tensor of several elements, or one that
+            requires grad, or one on another type of device.
+
+    Example:
+        >>> config = ScalerConfig(init_scale=8.0)
+        >>> _, state = unscale_and_check(init(config), torch.tensor(float("nan")))
+        >>> update(state, config).scale
+        tensor(4.)
+
+    References:
+        `_amp_update_scale_`, aten/src/ATen/native/cuda/AmpKernels.cu, and `GradScaler.update`,
+        torch/amp/grad_scaler.py, PyTorch 2.13.
+    """
+    state, config = check_state("update", state), check_config("update", config)
+    check_suits("update", state, config)
+    if new_scale is None:
+        state = bounded(outcome(state, config).state, config)
+    else:
+        state = bounded(replace(state, scale=_new_scale(state, new_scale)), config)
+    return replace(state, found_inf=torch.zeros_like(state.found_inf))
+
+
+def merge(*states: ScalerState) -> ScalerState:
+    """Join the flags of states that share a scale: several optimizers, each with its own verdict, one update.
+
+    found_inf = 1 if any state's found_inf != 0, else 0. The rest comes from the first state; that the others hold the
+    same scale is the caller's word, for comparing them would read them on the host. Where they do not (a scaler for
+    each loss), the result serves `skip_step` alone. Pure; safe under torch.compile and vmap; no sync.
+
+    Args:
+        *states: one state or more, all unscaled and checked from the same one.
+
+    Returns:
+        The state for `update`.
+
+    Raises:
+        TypeError: no state is given, or one is no scaler state, or they are of different types.
+
+    Example:
+        >>> state = init()
+        >>> _, generator = unscale_and_check(state, torch.tensor(float("inf")))
+        >>> _, critic = unscale_and_check(state, torch.tensor(1.0))
+        >>> merge(generator, critic).found_inf
+        tensor(1.)
+
+    References:
+        `GradScaler.update` sums the flags of its optimizers, torch/amp/grad_scaler.py, PyTorch 2.13.
+    """
+    if not states:
+        raise TypeError("merge: states must be one scaler state or more; got none")
+    first = check_state("merge", states[0])
+    found = first.found_inf != 0
+    for other in states[1:]:
+        if type(other) is not type(first):
+            raise TypeError(f"merge: states must be of one type; got {type(first).__name__} and {other!r}")
+        found = found | (check_state("merge", other).found_inf != 0).to(found.device)
+    return replace(first, found_inf=found.float())
+
+
+def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
+    """Choose, leaf by leaf, the old value where a non-finite gradient was found and the new one otherwise.
+
+    leaf = old if found_inf != 0 else new. Both are computed; nothing branches. Pure; safe under torch.compile and vmap;
+    no sync.
+
+    Args:
+        state: the state after `unscale_and_check`, before `update`.
+        new: a pytree after the step: parameters, optimizer state, anything the step changed.
+        old: the same pytree before the step.
+
+    Returns:
+        The chosen pytree. None and equal Python values pass through.
+
+    Raises:
+        ValueError: new and old differ in structure, or two leaves differ in shape, dtype or device.
+        TypeError: a leaf is a sparse tensor, or a Python value that differs between new and old.
+
+    Example:
+        >>> _, state = unscale_and_check(init(), torch.tensor(float("inf")))
+        >>> skip_step(state, new={"w": torch.ones(2)}, old={"w": torch.zeros(2)})
+        {'w': tensor([0., 0.])}
+    """
+    state = check_state("skip_step", state)
+    _tree.same_structure("skip_step", ("new", "old"), (new, old))
+    (flat_new, spec), flat_old = _tree.flatten(new), _tree.leaves(old)
+    found = state.found_inf != 0
+    chosen = [_choose(new, i, found, a, b) for i, (a, b) in enumerate(zip(flat_new, flat_old))]
+    return _tree.unflatten(chosen, spec)
+
+
+def _choose(tree: Tree, index: int, found: Tensor, new: object, old: object) -> object:
+    if new is old:
+        return new
+    if not isinstance(new, Tensor) or not isinstance(old, Tensor):
+        if isinstance(new, Tensor) or isinstance(old, Tensor) or new != old:
+            raise TypeError(
+                f"skip_step: new{_tree.path_of(tree, index)} must be a tensor in both trees, or an equal value; "
+                f"got {_tree.describe(new)} against {_tree.describe(old)} in old"
+            )
+        return new
+    if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
+        raise ValueError(
+            f"skip_step: new{_tree.path_of(tree, index)} must have the shape, dtype and device of old; "
+            f"got {_tree.describe(new)} against {_tree.describe(old)}"
+        )
+    if new.layout != torch.strided or old.layout != torch.strided:
+        raise TypeError(f"skip_step: new{_tree.path_of(tree, index)} must be strided; got layout {new.layout}")
+    _tree.check_device("skip_step", "new", tree, index, new, found.device)
+    return torch.where(found.to(new.device, non_blocking=True), old, new)
+
+
+def _new_scale(state: ScalerState, value: object) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.dtype != torch.float32:
+            raise TypeError(f"update: new_scale must be a float32 tensor or a number; got {value.dtype}")
+        if value.numel() != 1 or value.requires_grad or value.device.type != state.scale.device.type:
+            raise ValueError(
+                "update: new_scale must have one element, not require grad, and lie on the state's type of device; "
+                f"got {_tree.describe(value)}, requires_grad={value.requires_grad}"
+            )
+        return value.reshape(()).to(state.scale.device, non_blocking=True)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"update: new_scale must be a float32 tensor or a number; got {value!r}")
+    number = float(value)
+    if not 0.0 < number <= torch.finfo(torch.float32).max:
+        raise ValueError(f"update: new_scale must be positive and finite in float32; got {value}")
+    return torch.full_like(state.scale, number)

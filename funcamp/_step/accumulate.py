@@ -1,0 +1,116 @@
+"""Gradient accumulation: the mean over micro-batches, under one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree, _upstream
+from funcamp._trace.trace import subgraph
+from funcamp._types import Tree
+
+#: From buffers, one micro-batch and their number to scaled gradients of loss / number, the loss, the buffers, aux.
+One = Callable[[dict[str, Tensor], Any, int], tuple[Tree, Tensor, dict[str, Tensor], Any]]
+
+
+def accumulate(
+    one: One, params: Tree, buffers: dict[str, Tensor], batch: Any, limit: int, *, scan: bool
+) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
+    """Sum gradients over the micro-batches that lie along the first dimension of a batch.
+
+    A non-finite gradient of one micro-batch makes the sum non-finite: one check afterwards sees them all. Buffers pass
+    from one to the next; aux is stacked.
+
+    Raises:
+        ValueError: tensors of batch hold no micro-batch, more than limit, or different numbers of them.
+    """
+    leaves, spec = _tree.flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    # Under symbolic tracing sizes cannot be hashed; int() makes constants of them.
+    counts = {int(leaf.shape[0]) if leaf.dim() else 0 for leaf in tensors}
+    if len(counts) != 1 or not 1 <= min(counts) <= limit:
+        raise ValueError(
+            f"step: every tensor of batch must hold 1 to {limit} micro-batches along its first dimension, all the same "
+            f"number; got {[tuple(leaf.shape) for leaf in tensors]}"
+        )
+    (parts,) = counts
+    like = _tree.leaves(params)
+
+    def part(total: list[Any], buffers: dict[str, Tensor], slices: list[Tensor]) -> Any:
+        given = iter(slices)
+        piece = _tree.unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        grads, loss, buffers, aux = one(buffers, piece, parts)
+        total = [
+            a if a is None or grad is None else a + grad.to(a.dtype) for a, grad in zip(total, _tree.leaves(grads))
+        ]
+        return total, buffers, loss, aux
+
+    total: list[Any] = [None if leaf is None else torch.zeros_like(leaf) for leaf in like]
+    if scan and torch.compiler.is_compiling():
+        total, buffers, losses, aux = _scanned(part, total, buffers, tensors)
+    else:
+        kept = []
+        for index in range(parts):
+            total, buffers, loss, aux = part(total, buffers, [leaf[index] for leaf in tensors])
+            kept.append((loss, aux))
+        losses = torch.stack([loss for loss, _ in kept])
+        aux = _tree.stacked([aux for _, aux in kept])
+    return _tree.unflatten(total, _tree.flatten(params)[1]), losses.mean(), buffers, aux
+
+
+_scans: tuple[Any, Any] | None = None
+
+
+def can_scan() -> bool:
+    """Return whether torch has its scan (it has no public name); to be called before anything is traced."""
+    global _scans
+    found = _upstream.find("torch._higher_order_ops.scan.scan"), _upstream.find("torch._higher_order_ops.scan.scan_op")
+    if _upstream.usable(*found):
+        _scans = found
+    return _scans is not None
+
+
+def _scanned(part: Any, total: list[Any], buffers: dict[str, Tensor], tensors: list[Tensor]) -> Any:
+    present = [a is not None for a in total]
+
+    def combine(carry: Any, slices: list[Tensor]) -> Any:
+        sums, before = carry
+        given = iter(sums)
+        full = [next(given) if there else None for there in present]
+        after, buffers, loss, aux = part(full, before, slices)
+        # scan wants outputs that are none of its inputs.
+        return ([a for a in after if a is not None], _fresh(buffers)), _fresh((loss, aux))
+
+    start = ([a for a in total if a is not None], buffers)
+    (sums, buffers), (losses, aux) = _scan(combine, start, tensors)
+    given = iter(sums)
+    return [next(given) if there else None for there in present], buffers, losses, aux
+
+
+def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tree, xs: list[Tensor]) -> Any:
+    """Torch's scan, in a program that Dynamo or `jit` traces."""
+    assert _scans is not None
+    scan, scan_op = _scans
+    if torch.compiler.is_dynamo_compiling():
+        return scan(combine, start, xs)
+    carry, spec = _tree.flatten(start)
+    specs = []
+
+    def flat(*values: Tensor) -> list[Tensor]:
+        after, out = combine(_tree.unflatten(list(values[: len(carry)]), spec), list(values[len(carry) :]))
+        leaves, found = _tree.flatten(out)
+        specs.append(found)
+        return [*_tree.leaves(after), *leaves]
+
+    module, captured = subgraph(flat, [*carry, *(leaf[0] for leaf in xs)])
+    with torch.no_grad():
+        done = list(scan_op(module, carry, xs, tuple(captured)))
+    return _tree.unflatten(done[: len(carry)], spec), _tree.unflatten(done[len(carry) :], specs[0])
+
+
+def _fresh(tree: Tree) -> Tree:
+    flat, spec = _tree.flatten(tree)
+    return _tree.unflatten([leaf.clone() for leaf in flat], spec)

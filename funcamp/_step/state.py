@@ -1,0 +1,340 @@
+"""What a training step carries from call to call, what it reports, and how both are saved."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._numerics.record import Record
+from funcamp._optim.stateless import OptState
+from funcamp._scaler.state import ScalerState
+from funcamp._storage.compute_copies import Copies, clone, refresh
+from funcamp._storage.flat import FlatParams
+from funcamp._storage.shards import Shards, cut, joined_slice, outline, slice_of, whole
+from funcamp._types import Tree
+
+
+class TrainState(NamedTuple):
+    """All that a training step changes; immutable, a pytree of tensors. Made by a step's `init`."""
+
+    step: Tensor
+    """int64, shape (): calls so far, skipped ones too."""
+    skipped: Tensor
+    """int64, shape (): those of them that were skipped."""
+    consecutive_skips: Tensor
+    """int64, shape (): those since the last step that was applied."""
+    params: Tree
+    """The parameters in full precision: a `FlatParams`, or a plain tree where flat=False."""
+    opt_state: Any
+    """The optimizer's state; its count of applied steps leaves out skipped ones."""
+    scaler: ScalerState
+    """The scaler's state."""
+    buffers: dict[str, Tensor]
+    """The module's buffers; empty where there are none."""
+    copies: Copies
+    """The compute copies of the parameters that the policy chose."""
+    ema: Tree
+    """The average of the parameters, laid out as they are; `()` without ema_decay."""
+
+
+class Metrics(NamedTuple):
+    """Per-step metrics: scalar float32 tensors, except int64 counts and aux."""
+
+    loss: Tensor
+    """The unscaled loss in the loss's dtype; its mean over micro-batches."""
+    grad_norm: Tensor
+    """The 2-norm of the unscaled gradients before clipping; infinite or NaN where the step was skipped."""
+    scale: Tensor
+    """The scale that multiplied this step's loss."""
+    lr: Any
+    """The learning rate of this step, float32: of `by_group` a dict, one for each label; `()` for an optimizer without.
+    A skipped step did not use it."""
+    found_inf: Tensor
+    """1.0 if this step was skipped."""
+    exhausted: Tensor
+    """1.0 if it was skipped and the scale cannot get lower (`funcamp.exhausted`)."""
+    saturated: Tensor
+    """1.0 if the scale should have grown and cannot (`funcamp.saturated`)."""
+    applied: Tensor
+    """Steps applied so far, this one included."""
+    skipped: Tensor
+    """Steps skipped so far, this one included."""
+    consecutive_skips: Tensor
+    """Steps skipped since the last one that was applied, this one included."""
+    found_inf_by_leaf: Any
+    """Bool, shape (leaves,): which parameters' gradients are not finite, in the order of `leaf_names`; `()` without
+    that option."""
+    records: Mapping[str, Record]
+    """What taps counted, as `numerics.Records`: a `Record` by name, its backward pass scaled
+    (`Record.unscale(metrics.scale)`); `{}` without probes."""
+    aux: Any
+    """What the loss returned beside itself, stacked over micro-batches; `()` without has_aux."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Make a dict for a logger: every metric by its name, a dict's entries one by one as `lr/matrix`, `aux/hits`.
+
+        Left out are those that an option left empty, and records. Tensors; numbers in a row of `MetricReader`. No sync.
+
+        Raises:
+            ValueError: two entries of nested dicts have one name: `{"a/b": ..., "a": {"b": ...}}`.
+
+        Example:
+            >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD, lr=0.5))
+            >>> _, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+            >>> row = metrics.to_dict()
+            >>> row["loss"], row["lr"], "aux" in row
+            (tensor(2.), tensor(0.5000), False)
+        """
+        found: dict[str, Any] = {}
+        for name in self._fields:
+            value = getattr(self, name)
+            if name != "records" and not (isinstance(value, tuple) and not value):
+                for key, item in _entries(name, value):
+                    if key in found:
+                        raise ValueError(
+                            f"to_dict: metrics must have one entry by each name; got two by {key!r}: rename a key of "
+                            f"what the loss returns as {name}"
+                        )
+                    found[key] = item
+        return found
+
+
+def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield name, value
+        return
+    for key, item in value.items():
+        yield from _entries(f"{name}/{key}", item)
+
+
+def export(state: TrainState) -> dict[str, Tensor]:
+    """Copies of every tensor under its dotted name."""
+    found: dict[str, Tensor] = clone(_by_name(_tree.expand(_without_copies(gather_state(state)))))
+    return found
+
+
+@torch.inference_mode(False)  # whose tensors no step outside it could differentiate
+def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> TrainState:
+    """The inverse of `export`, laid out and placed as like is; of what only one has, like's where not strict."""
+    if not isinstance(like, TrainState) or not isinstance(saved, dict):
+        raise TypeError(
+            "load_state_dict: like must be a TrainState and saved a dict; got "
+            f"{_tree.brief(like)} and {_tree.brief(saved)}"
+        )
+    if not strict:
+        own = export(like)
+        if not own.keys() & {name for name in saved if str(name).startswith("params.")}:
+            raise ValueError("load_state_dict: saved must hold at least one parameter of like; it holds none")
+        saved = {name: saved.get(name, value) for name, value in own.items()}
+    stored = _without_copies(like)
+    full = _tree.map_nodes(Shards, outline, stored)
+    tree = _tree.expand(full)
+    leaves, spec = _tree.flatten(tree)
+    names = [None if leaf is None else name for name, leaf in zip(_tree.names(tree), leaves)]
+    odd = set(saved) ^ {name for name in names if name is not None}
+    if odd:
+        first = min(odd, key=str)
+        kind = "has unknown" if first in saved else "lacks"
+        raise ValueError(f"load_state_dict: saved must hold the names that state_dict gives; it {kind} {first!r}")
+    new: list[Tensor | None] = []
+    for name, leaf in zip(names, leaves):
+        if name is None:
+            new.append(None)
+            continue
+        value = saved[name]
+        if not isinstance(value, Tensor) or value.shape != leaf.shape or value.dtype != leaf.dtype:
+            raise ValueError(
+                f"load_state_dict: saved[{name!r}] must be like {_tree.describe(leaf)}; got {_tree.describe(value)}"
+            )
+        if value.is_meta or value.layout != leaf.layout:
+            fix = "load it with its values" if value.is_meta else "to_dense() makes one"
+            got = f"{_tree.describe(value)}, {value.layout}"
+            raise ValueError(f"load_state_dict: saved[{name!r}] must be dense and have values; got {got}: {fix}")
+        new.append(value.detach().to(leaf.device, copy=True))
+    full = _tree.collapse(full, _tree.unflatten(new, spec))
+    _check_numbers("load_state_dict", full)
+    for name, given, kept in zip(names, new, _tree.leaves(_tree.expand(full))):
+        if given is not None and kept is not given and kept.dim() == 0 and not torch.equal(given, kept):
+            raise ValueError(
+                "load_state_dict: saved must hold one count for all parameters that lie in one group of flat storage; "
+                f"got {given.item():g} for {name!r} and {kept.item():g} for another. Give parameters that were added "
+                "later a label of their own (group=), or use flat=False"
+            )
+    state: TrainState = _tree.map_nodes(Shards, lambda node, part: cut(part, node.ranks), stored, full)
+    return state._replace(copies=refresh(state.params, like.copies.plan))
+
+
+def gather_state(state: TrainState) -> TrainState:
+    """The state that one process alone would hold, from the slices of all ranks.
+
+    One all-gather for each group of the parameters, of each entry of the optimizer and of the average: every rank must
+    call. For saving with the plain names of parameters, for evaluation by another step, for going on without shards.
+
+    Args:
+        state: a state of a step with `DataParallel(shard=True)`; one of another step is returned as it is.
+
+    Returns:
+        The `TrainState` whose trees are `FlatParams`; the compute copies come with it. No host sync.
+
+    Raises:
+        TypeError: state is no `TrainState`.
+
+    Example:
+        >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+        >>> state = make_train_step(loss_fn, stateless(torch.optim.SGD)).init()
+        >>> distributed.gather_state(state).params is state.params
+        True
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"gather_state: state must be a TrainState; got {_tree.brief(state)}")
+    if not isinstance(state.params, Shards):
+        return state
+    full: TrainState = _tree.map_nodes(Shards, whole, state)
+    return full._replace(copies=refresh(full.params, state.copies.plan))
+
+
+def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
+    """A state as torch.distributed.checkpoint saves it: each rank its slices, as DTensors, beside what all hold.
+
+    `dcp.save(sharded_state_dict(state), checkpoint_id=path)`. To restore, on any number of ranks: make a state by
+    `init`, let `dcp.load` fill `saved = sharded_state_dict(like)`, and give that to `load_sharded_state_dict`. Tensors
+    are copies. Every rank must call; no host sync.
+
+    Args:
+        state: a state of a step with `DataParallel`.
+
+    Returns:
+        Tensors by dotted name: of flat storage the groups, not the single parameters. Compute copies are left out.
+
+    Raises:
+        TypeError: state is no `TrainState`.
+
+    Example:
+        >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+        >>> state = make_train_step(loss_fn, stateless(torch.optim.SGD)).init()
+        >>> list(distributed.sharded_state_dict(state))[:4]
+        ['step', 'skipped', 'consecutive_skips', 'params.0']
+    """
+    found: dict[str, Tensor] = clone(_slices("sharded_state_dict", "state", state))
+    return found
+
+
+#: The entry that tells which parameter lies where in the groups.
+_LAYOUT = "layout"
+
+
+def _slices(call: str, name: str, state: TrainState) -> dict[str, Tensor]:
+    if not isinstance(state, TrainState):
+        raise TypeError(f"{call}: {name} must be a TrainState; got {_tree.brief(state)}")
+    tree = _tree.map_nodes(FlatParams, slice_of, _without_copies(state))
+    return _by_name(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
+
+
+def _fingerprint(params: Tree) -> int:
+    known: list[Any] = [_tree.names(params)]
+    if isinstance(params, FlatParams):
+        layout = params.layout
+        known = [_tree.names(layout.tree(range(len(layout.slots)))), layout.leaves, layout.slots, layout.pieces]
+    return int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[:7], "big")
+
+
+@torch.inference_mode(False)  # whose tensors no step outside it could differentiate
+def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> TrainState:
+    """The state in what `sharded_state_dict` gave and `torch.distributed.checkpoint.load` filled; no sync.
+
+    Args:
+        saved: the dict.
+        like: the state it was made of, from `init`, with this process's ranks.
+
+    Returns:
+        The `TrainState`.
+
+    Raises:
+        TypeError: like is no `TrainState`.
+        ValueError: saved has other names, shapes or dtypes than like, or its parameters lie in another order.
+
+    Example:
+        >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+        >>> like = make_train_step(loss_fn, stateless(torch.optim.SGD)).init()
+        >>> saved = distributed.sharded_state_dict(like)
+        >>> distributed.load_sharded_state_dict(saved, like).step
+        tensor(0)
+    """
+    call = "load_sharded_state_dict"
+    expected = _slices(call, "like", like)
+    if not isinstance(saved, dict) or list(saved) != list(expected):
+        raise ValueError(f"{call}: saved must be what sharded_state_dict(like) gave; got other names")
+    for name, value in saved.items():
+        wanted = expected[name]
+        if not isinstance(value, Tensor) or value.shape != wanted.shape or value.dtype != wanted.dtype:
+            raise ValueError(
+                f"{call}: saved[{name!r}] must be like {_tree.describe(wanted)}; got {_tree.describe(value)}"
+            )
+    if saved[_LAYOUT] != expected[_LAYOUT]:
+        raise ValueError(
+            f"{call}: saved must hold like's parameters, in its order and under its policy; got another layout"
+        )
+    leaves, spec = _tree.flatten(_without_copies(like))
+    given = iter(saved.values())
+    new = [None if leaf is None else joined_slice(next(given), leaf) for leaf in leaves]
+    state: TrainState = _tree.unflatten(new, spec)
+    _check_numbers(call, state)
+    return state._replace(copies=refresh(state.params, like.copies.plan))
+
+
+def _check_numbers(call: str, state: TrainState) -> None:
+    """Raise ValueError for a scale, flag or count that no run can have, or from which none recovers; reads the host."""
+
+    def check(name: str, value: Tensor, holds: Tensor, rule: str) -> None:
+        if not bool(holds.all()):
+            raise ValueError(f"{call}: saved[{name!r}] must be {rule}; got {value[~holds].flatten()[0].item():g}")
+
+    scaler = state.scaler
+    check("scaler.scale", scaler.scale, (scaler.scale > 0) & scaler.scale.isfinite(), "above 0 and finite")
+    check("scaler.found_inf", scaler.found_inf, (scaler.found_inf == 0) | (scaler.found_inf == 1), "0 or 1")
+    counts = ("growth_tracker", "since_rescale", "overflows")  # the others of a rule may be negative
+    tree = {
+        **{name: getattr(state, name) for name in ("step", "skipped", "consecutive_skips")},
+        "scaler": {name: getattr(scaler, name) for name in counts if hasattr(scaler, name)},
+        "opt_state": _tree.map_nodes(
+            OptState, lambda node: {"applied": node.applied, "state.step": node.state.get("step")}, state.opt_state
+        ),
+    }
+    for name, count in _by_name(tree).items():
+        check(name, count, count >= 0, "0 or more")
+    for name, limit in (("skipped", "step"), ("consecutive_skips", "skipped")):
+        part, whole_count = getattr(state, name), getattr(state, limit)
+        check(name, part, part <= whole_count, f"at most saved[{limit!r}]")
+
+
+def with_own_copies(tree: Tree) -> Tree:
+    """The tree with compute copies made anew in states whose copies are not known to be of their parameters."""
+
+    def own(node: TrainState) -> TrainState:
+        copies, params = node.copies, node.params
+        return node if copies.are_of(params) else node._replace(copies=refresh(params, copies.plan))
+
+    return (
+        tree
+        if all(node.copies.are_of(node.params) for node in states(tree))
+        else _tree.map_nodes(TrainState, own, tree)
+    )
+
+
+def states(tree: Tree) -> list[TrainState]:
+    """The states in a tree that have compute copies."""
+    nodes = [tree] if isinstance(tree, TrainState) else _tree.nodes(TrainState, tree)
+    return [node for node in nodes if node.copies.values]
+
+
+def _without_copies(state: TrainState) -> TrainState:
+    return state._replace(copies=Copies((), state.copies.plan))
+
+
+def _by_name(tree: Tree) -> dict[str, Tensor]:
+    return {name: leaf for name, leaf in zip(_tree.names(tree), _tree.leaves(tree)) if leaf is not None}

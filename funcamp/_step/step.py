@@ -1,0 +1,494 @@
+"""The training step: scale, differentiate, judge, clip, step, skip and update as one pure function."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._autograd.loss import ModuleLoss
+from funcamp._autograd.scaled_grad import around_backward, choose, differentiate
+from funcamp._numerics.record import Record, Records, probe
+from funcamp._optim.ema import ema_update
+from funcamp._scaler.by_leaf import found_inf_by_leaf
+from funcamp._scaler.config import ScalerConfig
+from funcamp._scaler.limits import exhausted, saturated
+from funcamp._scaler.rule_table import init
+from funcamp._scaler.scale import unscale
+from funcamp._scaler.state import ScalerState
+from funcamp._scaler.update import skip_step, update
+from funcamp._step.accumulate import accumulate as accumulate_window
+from funcamp._step.check_and_clip import judge, unscale_and_clip
+from funcamp._step.data_parallel import weighed
+from funcamp._step.options import Options, described
+from funcamp._step.state import Metrics, TrainState, export, restore
+from funcamp._step.torch_checkpoint import from_torch, to_torch
+from funcamp._storage.compute_copies import (
+    Copies,
+    Plan,
+    clone,
+    for_loss,
+    for_step,
+    full_size,
+    gather,
+    of_plan,
+    place_of,
+    plan_for,
+    refresh,
+    rule_of,
+    store,
+)
+from funcamp._storage.flat import FlatParams
+from funcamp._types import Tree
+
+
+def _count(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+class TrainStep:
+    """A pure step `(state, batch) -> (state, metrics)`; made by `make_train_step`."""
+
+    def __init__(self, loss_fn: Callable[..., Any], optimizer: Any, config: ScalerConfig, options: Options) -> None:
+        self.loss_fn, self.optimizer, self.config, self._options = loss_fn, optimizer, config, options
+        self._rule = rule_of(options.policy, loss_fn)
+        self._planned: Plan | None = None
+
+    def __repr__(self) -> str:
+        return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={self._options.policy})"
+
+    @torch.inference_mode(False)  # whose tensors no step outside it could differentiate
+    def init(
+        self, params: Tree = None, buffers: dict[str, Tensor] | None = None, *, consume: bool = False
+    ) -> TrainState:
+        """Make the state before the first step.
+
+        Copies every value: the state shares nothing with params or a module, unless consume is set. The scaler's state
+        is on the device of the first parameter. Under torch.inference_mode too its tensors are ordinary ones. No sync.
+
+        Args:
+            params: a pytree of floating-point or complex tensors, or a `FlatParams`; by default the module's, for a
+                loss of `module_loss`.
+            buffers: tensors by name; by default the module's.
+            consume: let the state take the module's place, so that its values are in memory once. The module's
+                trainable parameters and its buffers become views of the state's tensors, one after the other; their own
+                memory is freed and their gradients are dropped. Frozen parameters stay the module's, and are not in
+                the state. The parameters remain the same objects, tied as they were.
+                Afterwards the module has the values of this state: under `jit`, which donates, those of the last step;
+                if steps are eager or `jit(donate=False)`, those of now, and they keep this state's memory alive. What
+                is written into the module (`load_state_dict`, an optimizer of torch's, a forward pass in training mode
+                with BatchNorm) is written into this state, and the next step sees it; writes through `.data` do not
+                reach the compute copies, because torch does not count them.
+                `model.load_state_dict(loss_fn.state_dict(...))` works as before. What gives the module other tensors or
+                other memory ends this, without an error: `Module.to` with another dtype or device, `share_memory`,
+                `load_state_dict(assign=True)`. The module then has values of its own, which no step changes.
+                A donated step counts as an in-place write: `backward` of an earlier loss of the module raises, as after
+                `optimizer.step()`. So does a write into one parameter of a flat group for a loss that reads another one
+                of it; with flat=False they count separately.
+
+        Raises:
+            TypeError: params is missing, or a leaf is an integer or sparse tensor or no tensor; buffers is no dict of
+                tensors; consume is no bool, or set for a loss that is not of `module_loss`, or for a module with
+                DTensors or other tensor subclasses.
+            ValueError: params has no tensor, or not the names of the module; a glob of the policy's keep or copy
+                matches no parameter; consume is set with params or buffers, or for a state cut over ranks.
+
+        Example:
+            >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
+            >>> state = step.init({"w": torch.ones(2)})
+            >>> state.step, state.params.tree()
+            (tensor(0), {'w': tensor([1., 1.])})
+            >>> model = torch.nn.Linear(2, 1)
+            >>> step = make_train_step(module_loss(model, torch.nn.functional.mse_loss), stateless(torch.optim.SGD))
+            >>> state = step.init(consume=True)
+            >>> model.weight.data_ptr() == state.params["weight"].data_ptr()
+            True
+        """
+        options, call = self._options, "init"
+        consumed = self._consumed(call, params, buffers, consume)
+        if consumed is not None:
+            params, buffers = consumed.own_params(), {}
+        if params is None:
+            if not hasattr(self.loss_fn, "params"):
+                raise TypeError("init: params must be given, for the loss was not made by module_loss; got None")
+            params = self.loss_fn.params()
+        if buffers is None:
+            buffers = self.loss_fn.buffers() if hasattr(self.loss_fn, "buffers") else {}
+        if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
+            raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
+        tree = params.tree() if isinstance(params, FlatParams) else params
+        options.policy.check_names(call, getattr(self.loss_fn, "all_names", None) or _tree.names(tree))
+        options.parallel.agree(described(self.optimizer, self.config, options))
+        with torch.no_grad():  # parameters given may require it
+            group = options.group if options.flat else None
+            parallel = options.parallel
+            stored, plan = store(call, params, options.policy, self.loss_fn, group, parallel.buckets, consume=consume)
+            buffers = clone(buffers) if consumed is None else consumed.take_buffers()
+            parallel.same(stored)
+            parallel.same(buffers)
+            stored = parallel.stored(stored)
+        device = next((leaf.device for leaf in _tree.leaves(stored) if leaf is not None), None)
+        if device is None:
+            raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}")
+        return TrainState(
+            step=_count(device),
+            skipped=_count(device),
+            consecutive_skips=_count(device),
+            params=stored,
+            opt_state=self.optimizer.init(stored),
+            scaler=init(self.config, device=device),
+            buffers=buffers,
+            copies=refresh(stored, plan),  # after the optimizer's temporaries
+            ema=() if options.ema_decay is None else clone(stored),
+        )
+
+    def _consumed(self, call: str, params: Tree, buffers: Any, consume: bool) -> ModuleLoss | None:
+        if not isinstance(consume, bool):
+            raise TypeError(f"{call}: consume must be True or False; got {_tree.brief(consume)}")
+        if not consume:
+            return None
+        if not isinstance(self.loss_fn, ModuleLoss):
+            raise TypeError(
+                f"{call}: consume must be False for a loss that module_loss did not make, as there is no module whose "
+                f"place the state could take; got True with {self.loss_fn!r}"
+            )
+        if params is not None or buffers is not None:
+            name = "buffers" if params is None else "params"
+            raise ValueError(
+                f"{call}: consume must be False where params or buffers are given, as it takes the module's own; got "
+                f"True and {name}={_tree.brief(buffers if params is None else params)}"
+            )
+        if self._options.parallel.shard:
+            raise ValueError(
+                f"{call}: consume must be False with {self._options.parallel!r}, of whose slices no parameter of the "
+                'module is a view; got True. model.to("meta") after init frees the module\'s memory'
+            )
+        return self.loss_fn
+
+    def loss(self, state: TrainState, batch: Any, *, training: bool = False) -> Tensor:
+        """Evaluate the loss of a batch: no gradient, no dropout, nothing written.
+
+        For validation. In the precision of the step, of one batch without micro-batches. A loss of `module_loss` is
+        evaluated in eval mode: dropout off, BatchNorm by its running statistics. The module's flags are set for the
+        call and put back; another thread that calls the module meanwhile sees them too. A loss of your own is called as
+        it is: the flags of modules in it are yours. What the loss returns beside (buffers, aux) is left out: call
+        `step.loss_fn` on `compute_params(state)` for it. Of a state cut over ranks every rank must call; each has its
+        own batch's loss. No sync.
+
+        Args:
+            state: from `init` or a step.
+            batch: as the step takes it; of one micro-batch.
+            training: leave the module's flags as they stand: the loss that the step would see, with dropout.
+
+        Returns:
+            The loss, unscaled, shape ().
+
+        Raises:
+            TypeError: state is no `TrainState`, or training no bool; the loss returns no pair where it should.
+            ValueError: state is cut over other ranks.
+
+        Example:
+            >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
+            >>> step.loss(step.init({"w": torch.ones(2)}), torch.tensor([1.0, 2.0]))
+            tensor(3.)
+        """
+        self._check_state("loss", state, batch)
+        if not isinstance(training, bool):
+            raise TypeError(f"loss: training must be True or False; got {_tree.brief(training)}")
+        evaluating = getattr(self.loss_fn, "evaluating", None)
+        mode = contextlib.nullcontext() if training or evaluating is None else evaluating()
+        with torch.no_grad(), mode:
+            inputs, build = for_loss(*for_step(state.params, self._copies("loss", state)))
+            returned = self._call(build(inputs), self._probes(state), state.buffers, state.scaler, _tree.plain(batch))
+        options = self._options
+        if options.has_buffers or options.has_aux:
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                beside = "(buffers, aux)" if options.has_buffers and options.has_aux else "buffers or aux"
+                raise TypeError(f"loss: loss_fn must return (loss, {beside}); got {_tree.brief(returned)}")
+            returned, _ = returned
+        if not isinstance(returned, Tensor):
+            raise TypeError(f"loss: loss_fn must return a tensor as loss; got {_tree.brief(returned)}")
+        return returned
+
+    def _check_state(self, call: str, state: Any, batch: Any = None) -> None:
+        if not isinstance(state, TrainState):
+            swapped = "; the state goes first, then the batch" if isinstance(batch, TrainState) else ""
+            raise TypeError(f"{call}: state must be a TrainState, as init makes it; got {_tree.brief(state)}{swapped}")
+        self._options.parallel.check(state.params)
+
+    def _copies(self, call: str, state: TrainState) -> Copies:
+        """A state's compute copies as this step's policy and loss want them: its own, or new ones."""
+        plan, place = state.copies.plan, place_of(state.params)
+        if plan.rule != self._rule or plan.place != place:  # another step's
+            known = None if torch.compiler.is_compiling() else self._planned
+            plan = known if known and known.place == place else self._plan(call, state.params)
+        return of_plan(call, state.params, state.copies, plan)
+
+    def _plan(self, call: str, params: Tree) -> Plan:
+        plan = plan_for(call, params, self._options.policy, self.loss_fn)
+        if not torch.compiler.is_compiling():  # for steps that take turns on one state
+            self._planned = plan
+        return plan
+
+    def compute_params(self, state: TrainState) -> Tree:
+        """The parameters as the loss sees them: copies in the compute dtype where the policy made them.
+
+        For a forward pass outside the loss, under an autocast of your own: another network's turn, acting, validation.
+        Detached copies, which later steps leave alone. Of a state cut over ranks every rank must call. No sync.
+
+        Example:
+            >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD), policy="bfloat16")
+            >>> step.compute_params(step.init({"w": torch.ones(1, 2)}))
+            {'w': tensor([[1., 1.]], dtype=torch.bfloat16)}
+        """
+        self._check_state("compute_params", state)
+        inputs, build = for_loss(*for_step(state.params, self._copies("compute_params", state)))
+        values = [value.detach() for value in inputs]
+        # Outside of a program the next donated step would write new values into these.
+        return build(values if torch.compiler.is_dynamo_compiling() else [value.clone() for value in values])
+
+    def state_dict(self, state: TrainState) -> dict[str, Tensor]:
+        """Every tensor of a state under a dotted name, for torch.save: `params.` and the module's own names, and so on.
+
+        The same names whether the parameters are flat or not; compute copies are left out, for they follow from the
+        parameters. Tensors are copies. Of a state cut over ranks every rank must call: it is made whole, by the
+        all-gathers of `distributed.gather_state`. No sync.
+
+        Example:
+            >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
+            >>> list(step.state_dict(step.init({"w": torch.ones(2)})))[:4]
+            ['step', 'skipped', 'consecutive_skips', 'params.w']
+        """
+        return export(state)
+
+    def load_state_dict(self, saved: dict[str, Tensor], like: TrainState, *, strict: bool = True) -> TrainState:
+        """Return the state that `state_dict` gave, laid out as `like` (from `init`), on its devices.
+
+        Syncs: reads the scale and the counts.
+
+        Args:
+            saved: what `state_dict` gave.
+            like: a state of this step; not changed.
+            strict: False to continue with other parameters: names that saved lacks keep like's values (a parameter
+                that was added or unfrozen, its optimizer's state as at a first step), names that like lacks are left
+                out (one that was removed or frozen).
+
+        Raises:
+            TypeError: like is no `TrainState`, or saved no dict.
+            ValueError: a name is missing or unknown; a tensor has another shape or dtype than like's; the scale is not
+                above 0, or a count is negative; parameters in one group of flat storage differ in their step count.
+
+        Example:
+            >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
+            >>> state = step.init({"w": torch.ones(2)})
+            >>> saved = step.state_dict(state)
+            >>> step.load_state_dict(saved, like=state).params.tree()
+            {'w': tensor([1., 1.])}
+        """
+        return restore(saved, like, strict)
+
+    def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return the state_dicts of a torch loop that continues from a state: its module, optimizer and scaler.
+
+        torch's optimizer is one of `model.parameters()`, frozen ones included; for `by_group` one parameter group for
+        each label, in their order, or where their classes differ one optimizer for each. With a sharded state this is a
+        collective. Syncs: reads the state.
+
+        Args:
+            state: the state after a step.
+            names: the parameters in the order in which torch's optimizer is given them; by default the module's.
+
+        Returns:
+            "model", "optimizer" (by label where classes differ) and "scaler", each for torch's `load_state_dict`.
+            foreach, fused and capturable are the step's or torch's defaults. The average of `ema_decay` has no place.
+
+        Raises:
+            TypeError: an optimizer was not made by `stateless`.
+            ValueError: names are not those of the parameters.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> loss_fn = module_loss(model, torch.nn.functional.mse_loss)
+            >>> step = make_train_step(loss_fn, stateless(torch.optim.AdamW))
+            >>> saved = step.to_torch(step.init())
+            >>> model.load_state_dict(saved["model"])
+            <All keys matched successfully>
+            >>> torch.optim.AdamW(model.parameters()).load_state_dict(saved["optimizer"])
+            >>> torch.amp.GradScaler("cpu").load_state_dict(saved["scaler"])
+        """
+        return to_torch(self, state, names)
+
+    def from_torch(
+        self,
+        like: TrainState,
+        *,
+        optimizer: Mapping[Any, Any] | None = None,
+        scaler: dict[str, Any] | None = None,
+        names: Iterable[str] | None = None,
+        steps: int | None = None,
+    ) -> TrainState:
+        """Return the state that continues a torch loop, from the state_dicts of its optimizer and its scaler.
+
+        Parameters and buffers come with like: load the module first, `model.load_state_dict(...)`, then call `init`.
+        Syncs: reads the counts.
+
+        Args:
+            like: from `init`; not changed.
+            optimizer: `torch.optim.Optimizer.state_dict()` of the step's class; None to start anew. As `to_torch` gives
+                it for `by_group`.
+            scaler: `torch.amp.GradScaler.state_dict()`; None to start anew.
+            names: the parameters in the order in which torch's optimizer was given them; by default what it saved
+                (one made of `named_parameters()` does), else the module's order.
+            steps: how many steps were applied, for schedules; by default what the optimizer counted (SGD does not).
+
+        Raises:
+            TypeError: like is no `TrainState`; optimizer is no state_dict, or the step's not made by `stateless`.
+            ValueError: optimizer is of another class or has other numbers (lr, betas) than the step; scaler has other
+                constants; names or steps must be given.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+            >>> model(torch.ones(2)).backward()
+            >>> adamw.step()
+            >>> loss_fn = module_loss(model, torch.nn.functional.mse_loss)
+            >>> step = make_train_step(loss_fn, stateless(torch.optim.AdamW, lr=0.1))
+            >>> step.from_torch(step.init(), optimizer=adamw.state_dict()).opt_state.applied
+            tensor(1)
+        """
+        return from_torch(self, like, optimizer, scaler, names, steps)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Take one step. Pure; safe under torch.compile(fullgraph=True); no sync.
+
+        Args:
+            state: from `init` or the last call.
+            batch: a pytree, passed to the loss; with accumulate > 1 every tensor in it has micro-batches along its
+                first dimension, accumulate of them, or fewer in a last, partial window.
+
+        Raises:
+            TypeError: state is no `TrainState`; the loss is no floating-point tensor, or returns something else than
+                the options say.
+            ValueError: the loss has a shape other than (); micro-batches are more than accumulate, none, or differ in
+                number.
+        """
+        self._check_state("step", state, batch)
+        options, parallel, batch = self._options, self._options.parallel, _tree.plain(batch)
+        if options.ema_decay is not None and isinstance(state.ema, tuple) and not state.ema:
+            raise ValueError(
+                f"step: state must have an average for ema_decay={options.ema_decay}; got a state without: "
+                "begin one with state._replace(ema=funcamp.clone(state.params))"
+            )
+        probes, share = self._probes(state), parallel.share(batch, state.scaler.scale.device)
+        own = self._copies("step", state)
+        params, copies = for_step(state.params, own)
+        held = state._replace(params=params, copies=copies)
+
+        def one(buffers: dict[str, Tensor], piece: Any, parts: int) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
+            return self._gradients(held, probes, buffers, piece, lambda loss: weighed(loss, share, parts))
+
+        if options.accumulate == 1:
+            (grads, records), loss, buffers, aux = one(state.buffers, batch, 1)
+        else:
+            (grads, records), loss, buffers, aux = accumulate_window(
+                one, (full_size(state.params), probes), state.buffers, batch, options.accumulate, scan=options.scan
+            )
+        grads, loss, buffers = parallel.exchanged(share, grads, loss, state.buffers, buffers)
+        scaler, norm = judge(state.scaler, grads, options.reduce, parallel.joined)
+        by_leaf = found_inf_by_leaf(unscale(state.scaler, grads)) if options.found_inf_by_leaf else ()
+        grads = unscale_and_clip(state.scaler, grads, norm, options.max_norm, options.max_value)
+        new = self.optimizer.update(state.params, grads, state.opt_state)
+        params, opt_state = skip_step(scaler, new=new, old=(state.params, state.opt_state))
+        ema = state.ema
+        if options.ema_decay is not None:
+            ema = skip_step(scaler, new=ema_update(ema, params, options.ema_decay), old=ema)
+        if not options.keep_buffers:
+            buffers = skip_step(scaler, new=buffers, old=state.buffers)
+        found = scaler.found_inf.long()
+        step, skipped = state.step + 1, state.skipped + found
+        after = TrainState(
+            step=step,
+            skipped=skipped,
+            consecutive_skips=(state.consecutive_skips + 1) * found,
+            params=params,
+            opt_state=opt_state,
+            scaler=update(scaler, self.config),
+            buffers=buffers,
+            copies=refresh(params, own.plan),
+            ema=ema,
+        )
+        metrics = Metrics(
+            loss=loss,
+            grad_norm=norm.float(),
+            scale=state.scaler.scale.clone(),
+            lr=self._learning_rate(state),
+            found_inf=scaler.found_inf,
+            exhausted=exhausted(scaler, self.config).float(),
+            saturated=saturated(scaler, self.config).float(),
+            applied=step - skipped,
+            skipped=skipped.clone(),
+            consecutive_skips=after.consecutive_skips.clone(),
+            found_inf_by_leaf=by_leaf,
+            records=Records.of(records) if records else {},
+            aux=aux,
+        )
+        return after, metrics
+
+    def _learning_rate(self, state: TrainState) -> Any:
+        rate = getattr(self.optimizer, "learning_rate", None)
+        return () if rate is None else rate(state.opt_state)
+
+    def _probes(self, state: TrainState) -> dict[str, Record]:
+        return {name: probe(state.scaler.scale.device) for name in self._options.probes}
+
+    def _call(
+        self, tree: Tree, probes: dict[str, Record], buffers: dict[str, Tensor], scaler: ScalerState, batch: Any
+    ) -> Any:
+        policy = self._options.policy
+        region: Any = contextlib.nullcontext()
+        if policy.autocast and policy.compute_dtype != torch.float32:
+            device = next(leaf.device.type for leaf in _tree.leaves(tree) if leaf is not None)
+            if device != "meta":  # no values, no autocast
+                region = torch.autocast(device, policy.compute_dtype)
+        with region:
+            given = (
+                (probes, self._options.probes),
+                (buffers, self._options.has_buffers),
+                (scaler, self._options.has_scaler),
+            )
+            return self.loss_fn(tree, *(value for value, wanted in given if wanted), batch)
+
+    def _gradients(
+        self,
+        state: TrainState,
+        probes: dict[str, Record],
+        buffers: dict[str, Tensor],
+        batch: Any,
+        weigh: Callable[[Tensor], Tensor],
+    ) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
+        """Scaled gradients as a tree like the stored parameters and the probes, the loss, the buffers after it, aux."""
+        inputs, build_params = for_loss(state.params, state.copies)
+        rows, spec = _tree.flatten(probes)
+        beside = self._options.has_buffers or self._options.has_aux
+
+        def build(values: list[Tensor]) -> tuple[Tree, dict[str, Record]]:
+            return build_params(values[: len(inputs)]), _tree.unflatten(values[len(inputs) :], spec)
+
+        def loss_of(values: list[Tensor]) -> Any:
+            return self._call(*build(values), buffers, state.scaler, batch)
+
+        holding = around_backward(self.loss_fn, build if rows else build_params)
+        engine = choose(self._options.engine, state)
+        low = (self._options.policy.compute_dtype,)
+        grads, loss, aux = differentiate(
+            "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding, low=low
+        )
+        records = _tree.unflatten(grads[len(inputs) :], spec)
+        after = buffers
+        if self._options.has_buffers:
+            after, aux = aux if self._options.has_aux else (aux, ())
+        return (gather(state.params, state.copies, grads[: len(inputs)]), records), loss, after, clone(aux)

@@ -1,0 +1,229 @@
+"""A training state as the state_dicts of a torch loop, and back.
+
+Both ways are a renaming of the tensors that `state_dict` exports: torch numbers parameters, in the order in which the
+optimizer was given them, where funcamp has their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._optim.by_group import GroupedOptimizer
+from funcamp._optim.stateless import APPLIED, StatelessOptimizer
+from funcamp._scaler.state_dict import from_state_dict, to_state_dict
+from funcamp._step.state import TrainState, export, gather_state, restore
+from funcamp._storage.flat import FlatParams
+from funcamp._storage.shards import Shards
+
+#: What a group says of how its class runs, and what a scheduler keeps there: no part of what it computes.
+_HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+
+
+class _Part(NamedTuple):
+    """One parameter group of torch's optimizer."""
+
+    label: str | None
+    optimizer: StatelessOptimizer
+    prefix: str
+    """Of its entries among the exported names."""
+    names: list[str]
+    """Of its parameters, in torch's order."""
+
+    def entry(self, entry: str, name: str) -> str:
+        """The exported name of what the optimizer keeps for a parameter."""
+        return f"{self.prefix}state.{entry}.{name}"
+
+
+def to_torch(step: Any, state: TrainState, names: Iterable[str] | None) -> dict[str, Any]:
+    """As `TrainStep.to_torch`."""
+    saved, several = export(state), _several(step.optimizer)
+    found: dict[str | None, dict[str, Any]] = {}
+    for part in _parts("to_torch", step, state, names):
+        one = found.setdefault(part.label if several else None, {"state": {}, "param_groups": []})
+        first = sum(len(group["params"]) for group in one["param_groups"])
+        numbers = dict(enumerate(part.names, first))
+        one["param_groups"].append(_group(part.optimizer, saved[f"{part.prefix}applied"]) | {"params": list(numbers)})
+        kept = _entries(saved, part.prefix)
+        for number, name in numbers.items():
+            entries = {entry: saved[part.entry(entry, name)] for entry in kept if part.entry(entry, name) in saved}
+            if entries and entries.pop(APPLIED, 1) != 0:  # torch keeps the step on the host
+                one["state"][number] = {entry: v.cpu() if entry == "step" else v for entry, v in entries.items()}
+    params, scaler = gather_state(state).params, to_state_dict(state.scaler, step.config)
+    if hasattr(step.loss_fn, "state_dict"):
+        model = step.loss_fn.state_dict(params, state.buffers)
+    else:
+        model = {name.partition(".")[2]: saved[name] for name in saved if name.startswith(("params.", "buffers."))}
+    return {"model": model, "optimizer": found if several else found[None], "scaler": scaler}
+
+
+def from_torch(
+    step: Any,
+    like: TrainState,
+    optimizer: Mapping[Any, Any] | None,
+    scaler: dict[str, Any] | None,
+    names: Iterable[str] | None,
+    steps: int | None,
+) -> TrainState:
+    """As `TrainStep.from_torch`."""
+    call = "from_torch"
+    if not isinstance(like, TrainState):
+        raise TypeError(f"{call}: like must be a TrainState, from init; got {like!r}")
+    saved = export(like)
+    if optimizer is not None:
+        parts, labels = _parts(call, step, like, names), [None]
+        if _several(step.optimizer):
+            labels = list(step.optimizer.optimizers)
+            if not isinstance(optimizer, Mapping) or set(optimizer) != set(labels):
+                raise ValueError(
+                    f"{call}: optimizer must have a state_dict for each of {labels}; got {list(optimizer)}"
+                )
+        counts: dict[str, int] = {}
+        for label in labels:
+            given = optimizer if label is None else optimizer[label]
+            if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+                raise TypeError(f"{call}: optimizer must be a state_dict of a torch.optim.Optimizer; got {given!r}")
+            mine = [part for part in parts if label in (None, part.label)]
+            counts |= _take(call, given, mine, names is not None, saved)
+        for part in parts:
+            if steps is None and not counts and _has_schedule(part.optimizer._hyperparameters.values()):
+                raise ValueError(
+                    f"{call}: steps must be given, the number of steps applied, for a schedule counts them and torch's "
+                    f"{part.optimizer._cls.__name__} does not"
+                )
+        applied = max(counts.values(), default=0) if steps is None else steps
+        numbers = {"step": applied, "skipped": 0, "consecutive_skips": 0}
+        numbers |= {f"{p.prefix}applied": counts.get(p.prefix, applied) if steps is None else steps for p in parts}
+        saved |= {name: torch.full_like(saved[name], number) for name, number in numbers.items()}
+    if scaler is not None:
+        held, config = from_state_dict(scaler, step.config, device=like.scaler.scale.device)
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            own, value = getattr(step.config, name), getattr(config, name)
+            if own != value:
+                raise ValueError(
+                    f"{call}: scaler must have the step's {name}, {own}; got {value}: make the step with "
+                    f"ScalerConfig({name}={value})"
+                )
+        saved |= {f"scaler.{name}": value for name, value in held._asdict().items()}
+    return restore(saved, like)
+
+
+def _take(
+    call: str, given: Mapping[str, Any], parts: list[_Part], named: bool, saved: dict[str, Tensor]
+) -> dict[str, int]:
+    """Put a torch optimizer's state into the exported tensors; return the steps that each part counted."""
+    groups = given["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    order = [name for part in parts for name in part.names]
+    own = [name for group in groups for name in group.get("param_names") or ()]
+    if not named and len(own) == len(numbers):
+        order = own
+    elif not named and len(order) != len(numbers):  # made of the trainable parameters alone
+        order = [name for name in order if f"params.{name}" in saved]
+    if len(order) != len(numbers) or (not named and not own and len(groups) != len(parts)):
+        raise ValueError(
+            f"{call}: names must be given, the names of all parameters in the order in which torch's optimizer was "
+            f"given them; it has {len(numbers)} in {len(groups)} groups, the step {len(order)} in {len(parts)}"
+        )
+    group_of = {number: group for group in groups for number in group["params"]}
+    part_of = {name: part for part in parts for name in part.names}
+    counts: dict[str, int] = {}
+    for number, name in zip(numbers, order):
+        if name not in part_of:
+            raise ValueError(f"{call}: names must be of the step's parameters; got {name!r}")
+        if f"params.{name}" not in saved:  # frozen
+            continue
+        part = part_of[name]
+        _check_numbers(call, part.optimizer, group_of[number], name)
+        entries = {entry: value for entry, value in given["state"].get(number, {}).items() if value is not None}
+        kept = _entries(saved, part.prefix)
+        if APPLIED in kept:
+            entries = {APPLIED: 1, **entries} if entries else {APPLIED: 0}
+        for entry, value in entries.items():
+            if part.entry(entry, name) not in saved:
+                raise ValueError(
+                    f"{call}: optimizer must be of the step's class, which keeps {kept} for {name!r}; got {entry!r}"
+                )
+            like = saved[part.entry(entry, name)]
+            saved[part.entry(entry, name)] = torch.as_tensor(value).to(like.device, like.dtype)
+        if "step" in kept:
+            counts[part.prefix] = max(counts.get(part.prefix, 0), int(entries.get("step", 0)))
+    return counts
+
+
+def _parts(call: str, step: Any, state: TrainState, names: Iterable[str] | None) -> list[_Part]:
+    module = getattr(step.loss_fn, "model", None)
+    leaves = _labelled(step.optimizer, state.params)
+    frozen: dict[str, Any] = dict(module.named_parameters()) if isinstance(module, torch.nn.Module) else {}
+    order = list(names) if names is not None else list(frozen) if frozen else list(leaves)
+    if len(set(order)) < len(order) or not set(leaves) <= set(order) <= {*leaves, *frozen}:
+        odd = sorted(set(leaves) ^ set(order))
+        raise ValueError(f"{call}: names must be those of the step's parameters, each once; got {order}, odd is {odd}")
+    optimizers: dict[Any, Any] = {None: step.optimizer}
+    if isinstance(step.optimizer, GroupedOptimizer):
+        optimizers = step.optimizer.optimizers
+        leaves = {name: leaves[name] if name in leaves else step.optimizer.group(name, frozen[name]) for name in order}
+    parts = []
+    for label, optimizer in optimizers.items():
+        if not isinstance(optimizer, StatelessOptimizer):
+            raise TypeError(f"{call}: the step's optimizer must be made by stateless; got {optimizer!r}")
+        prefix = "opt_state." if label is None else f"opt_state.{label}."
+        parts.append(_Part(label, optimizer, prefix, [name for name in order if leaves.get(name) == label]))
+    return parts
+
+
+def _labelled(optimizer: Any, params: Any) -> dict[str, str | None]:
+    """Every parameter's name, and the label that `by_group` knows it by."""
+    if isinstance(params, (FlatParams, Shards)):
+        layout = params.layout
+        tree = layout.tree([layout.labels[slot.group] for slot in layout.slots])
+        found = {name: label for name, label in zip(_tree.names(tree), _tree.leaves(tree)) if label is not None}
+    else:
+        leaves = dict(zip(_tree.names(params), _tree.leaves(params)))
+        grouped = isinstance(optimizer, GroupedOptimizer)
+        found = {n: optimizer.group(n, leaf) if grouped else "" for n, leaf in leaves.items() if leaf is not None}
+    return found if isinstance(optimizer, GroupedOptimizer) else dict.fromkeys(found)
+
+
+def _several(optimizer: Any) -> bool:
+    """Whether torch needs an optimizer of its own for each group: their classes differ."""
+    return isinstance(optimizer, GroupedOptimizer) and len({one._cls for one in optimizer.optimizers.values()}) > 1
+
+
+def _entries(saved: Mapping[str, Tensor], prefix: str) -> list[str]:
+    """What an optimizer keeps, by torch's names."""
+    start = f"{prefix}state."
+    return list(dict.fromkeys(name[len(start) :].partition(".")[0] for name in saved if name.startswith(start)))
+
+
+def _group(optimizer: StatelessOptimizer, applied: Tensor) -> dict[str, Any]:
+    """The numbers of a torch.optim group after some applied steps."""
+    numbers = optimizer._hyperparameters | optimizer._hyper(applied, [applied])
+    made = optimizer._cls([torch.zeros(2, 2)], **{name: _plain(value) for name, value in numbers.items()})
+    return {name: value for name, value in made.param_groups[0].items() if name != "params"}
+
+
+def _check_numbers(call: str, optimizer: StatelessOptimizer, group: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError where torch's group has another number than the step would go on with."""
+    made = optimizer._cls([torch.zeros(2, 2)], **optimizer._traits.arguments).param_groups[0]
+    for key, own in made.items():
+        if key in group and key not in (*_HOW, *optimizer._traits.dynamic) and _plain(group[key]) != _plain(own):
+            value = _plain(group[key])
+            raise ValueError(
+                f"{call}: optimizer must have the step's {key}, {own!r}; got {value!r} for {name!r}: make the step "
+                f"with stateless(..., {key}={value!r}), or change it in optimizer['param_groups']"
+            )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(item) for item in value)
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _has_schedule(values: Iterable[Any]) -> bool:
+    return any(_has_schedule(v) if isinstance(v, (tuple, list)) else callable(v) for v in values)

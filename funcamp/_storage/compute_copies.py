@@ -1,0 +1,321 @@
+"""Compute copies: which stored tensor the loss sees where, in which precision, and how its gradients come together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree, _upstream
+from funcamp._memory import rebind
+from funcamp._storage.flat import FlatParams, lay_out
+from funcamp._storage.policy import Policy
+from funcamp._storage.shards import Shards, outline, whole
+from funcamp._ties import identity
+from funcamp._types import Tree
+
+
+class Use(NamedTuple):
+    """One leaf of the tree that the loss sees."""
+
+    leaf: int | None
+    """The number of the stored tensor (a slot of a FlatParams, a leaf of a plain tree); None for a None."""
+    low: bool
+    """Whether the loss sees it in the compute dtype."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is known of the copies before any value; plans that keep the same copies are equal."""
+
+    kept: tuple[int, ...]
+    """The groups (of a FlatParams) or leaves (of a plain tree) whose copies are kept in the state."""
+    dtype: torch.dtype
+    uses: tuple[Use, ...] = field(compare=False)
+    names: tuple[str, ...] | None = field(compare=False)
+    """The keys of the dict that the loss sees; None where it sees the parameters' own tree."""
+    rule: str = field(compare=False)
+    """What `rule_of` says of the step that it was made for."""
+    place: Any = field(compare=False)
+    """What `place_of` says of the parameters that it was made for."""
+
+
+class Copies:
+    """The compute copies kept from step to step, a pytree: one for every group or leaf that the plan keeps."""
+
+    def __init__(self, values: tuple[Tensor, ...], plan: Plan) -> None:
+        self.values, self.plan = values, plan
+        self._of: list[tuple[Tensor, int]] | None = None
+
+    def __repr__(self) -> str:
+        return f"Copies({', '.join(_tree.describe(value) for value in self.values)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Copies, (self.values, self.plan)
+
+    def note(self, params: Tree) -> None:
+        """Note that these are the copies of the parameters as they are now."""
+        sources = [] if isinstance(params, Shards) else _sources(params, self.plan)
+        tracked = not any(source.is_inference() for source in sources)
+        self._of = [(source, source._version) for source in sources] if tracked else None
+
+    def are_of(self, params: Tree) -> bool:
+        """Whether they are known to be the copies of these parameters as they are now; reads no value."""
+        if not self.values:
+            return isinstance(params, Shards) or not self.plan.kept
+        if self._of is None or isinstance(params, Shards):
+            return False
+        sources = _sources(params, self.plan)
+        return all(now is then and now._version == version for now, (then, version) in zip(sources, self._of))
+
+
+def _sources(params: Tree, plan: Plan) -> list[Tensor]:
+    leaves: Any = params.groups if isinstance(params, FlatParams) else _tree.leaves(params)
+    return [leaves[number] for number in plan.kept]
+
+
+_tree.register(
+    Copies,
+    lambda copies: (list(copies.values), copies.plan),
+    lambda values, plan: Copies(tuple(values), plan),
+    "values",
+)
+
+
+def store(
+    call: str,
+    params: Tree,
+    policy: Policy,
+    loss_fn: Any,
+    group: Callable[[str, Tensor], str] | None,
+    buckets: int = 1,
+    *,
+    consume: bool = False,
+) -> tuple[Tree, Plan]:
+    """The parameters as the state holds them, flat where group is given, and what of them the policy copies.
+
+    In memory of their own; with consume it is that of the tensors given too, instead of theirs.
+    """
+    known: frozenset[str] | None = getattr(loss_fn, "cast_names", None)
+    aliases = _aliases(loss_fn)
+
+    def verdicts(name: str, leaf: Tensor) -> list[bool]:
+        return [policy.casts(alias, leaf, known) for alias in aliases.get(name, [name])]
+
+    if isinstance(params, FlatParams):
+        flat = clone(params)
+    elif group is not None:
+
+        def apart(name: str, leaf: Tensor) -> object:
+            return leaf.dim() > 1 and sorted(set(verdicts(name, leaf)))
+
+        flat = lay_out(call, params, group, apart, buckets, consume=consume)
+    else:
+        flat = None
+    if flat is None:
+        _refuse_ties(call, params)
+    stored = flat or (_taken(params) if consume else clone(params))
+    return stored, plan_for(call, stored, policy, loss_fn)
+
+
+def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
+    """What of stored parameters the policy copies for a loss."""
+    known: frozenset[str] | None = getattr(loss_fn, "cast_names", None)
+    stored_as: dict[str, str] | None = getattr(loss_fn, "names", None)
+    aliases = _aliases(loss_fn)
+    flat = full_size(params) if isinstance(params, FlatParams) else None
+    tree = params if flat is None else flat.tree()
+    leaves, _ = _tree.parameters(call, "params", tree)
+    names = _tree.names(tree)
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{call}: every leaf of params must have a dotted name of its own; got {twice!r} twice")
+    numbers = list(range(len(leaves))) if flat is None else list(flat.layout.leaves)
+    where = {name: (number, leaf) for name, number, leaf in zip(names, numbers, leaves)}
+    if stored_as is not None and set(where) != set(aliases):
+        odd = sorted(set(where) ^ set(aliases))[0]
+        raise ValueError(f"{call}: params must have the names of {loss_fn!r}'s params(); they differ in {odd!r}")
+    seen = [(name, stored_as[name]) for name in stored_as] if stored_as is not None else [(n, n) for n in names]
+    uses, kept = [], set()
+    for name, source in seen:
+        number, leaf = where[source]
+        low = leaf is not None and policy.casts(name, leaf, known)
+        uses.append(Use(None if leaf is None else number, low))
+        if low and number is not None:
+            kept.add(number if flat is None else flat.layout.slots[number].group)
+    keys = None if stored_as is None else tuple(stored_as)
+    rule, place = rule_of(policy, loss_fn), place_of(params)
+    return Plan(tuple(sorted(kept)), policy.compute_dtype, tuple(uses), keys, rule, place)
+
+
+def _aliases(loss_fn: Any) -> dict[str, list[str]]:
+    """From the names under which parameters are stored to those under which the loss sees them."""
+    aliases: dict[str, list[str]] = {}
+    for name, source in (getattr(loss_fn, "names", None) or {}).items():
+        aliases.setdefault(source, []).append(name)
+    return aliases
+
+
+def rule_of(policy: Policy, loss_fn: Any) -> str:
+    """All but the parameters that decides on a plan, as one string: Dynamo guards on it at no cost."""
+    known: Any = getattr(loss_fn, "cast_names", None)
+    chosen = (policy.keep, policy.copy, None if known is None else sorted(known))
+    decides = (policy.compute_dtype, policy.compute_dtype != torch.float32 and chosen, getattr(loss_fn, "names", None))
+    return hashlib.sha256(repr(decides).encode()).hexdigest()
+
+
+def place_of(params: Tree) -> Any:
+    """What tells the parameters of one plan from those of another, cheaply: layout or names, and dtypes."""
+    flat = isinstance(params, FlatParams)
+    leaves: Any = params.groups if flat else _tree.leaves(params)
+    dtypes = tuple([None if leaf is None else leaf.dtype for leaf in leaves])
+    return params.layout if flat else tuple(params) if isinstance(params, dict) else None, dtypes
+
+
+def _taken(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, leaf in params.items():
+        found[name] = leaf.detach().clone()
+        rebind(leaf, found[name])
+    return found
+
+
+def _refuse_ties(call: str, params: Tree) -> None:
+    first: dict[object, str] = {}
+    for name, leaf in zip(_tree.names(params), _tree.leaves(params)):
+        if leaf is not None:
+            other = first.setdefault(identity(leaf), name)
+            if other != name:
+                raise ValueError(
+                    f"{call}: params must not hold one tensor twice where flat=False, for only flat storage keeps "
+                    f"it one; got {other!r} and {name!r}"
+                )
+
+
+def refresh(params: Tree, plan: Plan) -> Copies:
+    """The copies of these parameters."""
+    if isinstance(params, Shards):  # a step makes them whole, in the compute dtype
+        return Copies((), plan)
+    copies = Copies(tuple(source.to(plan.dtype) for source in _sources(params, plan)), plan)
+    if not torch.compiler.is_compiling() and not _upstream.transforms_active():
+        copies.note(params)
+    return copies
+
+
+def of_plan(call: str, params: Tree, copies: Copies, plan: Plan) -> Copies:
+    """The copies of these parameters under a plan: those given if they are, else made anew.
+
+    A program takes those given: what `jit` was given is right, and later it keeps them so.
+
+    Raises:
+        ValueError: a program would have to change the structure of its state.
+    """
+    compiling = torch.compiler.is_compiling()
+    if copies.plan == plan and (compiling or copies.are_of(params)):
+        if copies.plan is plan:
+            return copies
+        same = Copies(copies.values, plan)
+        same._of = copies._of
+        return same
+    if compiling:
+        raise ValueError(
+            f"{call}: state must have the compute copies of this step's policy where it is compiled, "
+            f"{len(plan.kept)} in {plan.dtype}; got {len(copies.plan.kept)} in {copies.plan.dtype}, another policy's: "
+            "take one step uncompiled, state, metrics = step(state, batch), and go on with its state"
+        )
+    return refresh(params, plan)
+
+
+def for_step(params: Tree, copies: Copies) -> tuple[Tree, Copies]:
+    """The parameters and the copies of what the loss sees, whole: one all-gather a group where ranks hold slices."""
+    if not isinstance(params, Shards):
+        return params, copies
+    plan, slots = copies.plan, params.layout.slots
+    full = {slots[use.leaf].group: None for use in plan.uses if use.leaf is not None and not use.low}
+    # What is seen in both precisions comes in the wider one.
+    values = whole(params, full | {number: plan.dtype for number in plan.kept if number not in full}).groups
+    low = tuple(value.to(plan.dtype) for value in (values[number] for number in plan.kept) if value is not None)
+    return FlatParams(values, params.layout), Copies(low, plan)
+
+
+def full_size(params: Tree) -> Tree:
+    """A tree of the parameters' shapes, where ranks hold slices; else the parameters."""
+    return outline(params) if isinstance(params, Shards) else params
+
+
+def for_loss(params: Tree, copies: Copies) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
+    """What to differentiate with respect to, each tensor once, and how the loss's tree is built of it."""
+    plan = copies.plan
+    stored = _tree.leaves(params)
+    kept: list[Tensor | None] = [None] * len(stored)
+    for number, value in zip(plan.kept, copies.values):
+        kept[number] = value
+    places = _distinct(plan)
+    if isinstance(params, FlatParams):
+        views = params.layout.views
+        stored = views(params.groups, {number for number, low in places if not low})
+        kept = views(tuple(kept), {number for number, low in places if low})
+    inputs: list[Any] = []
+    for number, low in places:
+        inputs.append(kept[number] if low else stored[number])
+
+    def build(values: list[Tensor]) -> Tree:
+        seen = [None if use.leaf is None else values[places[use.leaf, use.low]] for use in plan.uses]
+        if plan.names is not None:
+            return dict(zip(plan.names, seen))
+        spec = params.layout.spec if isinstance(params, FlatParams) else _tree.flatten(params)[1]
+        return _tree.unflatten(seen, spec)
+
+    return inputs, build
+
+
+def gather(params: Tree, copies: Copies, grads: list[Tensor]) -> Tree:
+    """Gradients of what `for_loss` gave, as a tree like the stored parameters; two of one tensor are summed."""
+    flat = isinstance(params, FlatParams)
+    by_leaf: list[Tensor | None] = [None] * (len(params.layout.slots) if flat else len(_tree.leaves(params)))
+    for (number, _), grad in zip(_distinct(copies.plan), grads):
+        if grad.layout != torch.strided:
+            raise TypeError(
+                f"step: gradients must be dense (sparse=False in an embedding); got layout {grad.layout} for a "
+                f"parameter of shape {tuple(grad.shape)}"
+            )
+        known = by_leaf[number]
+        by_leaf[number] = grad if known is None else known + grad
+    if flat:
+        return FlatParams(params.layout.join(by_leaf), params.layout)
+    return _tree.unflatten(by_leaf, _tree.flatten(params)[1])
+
+
+def clone(tree: Tree) -> Tree:
+    """Copy every tensor of a pytree: a branch of a state that a donated step would consume.
+
+    Pure; no sync.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        The same structure; tensors cloned and detached, other leaves as they are.
+
+    Raises:
+        Nothing.
+
+    Example:
+        >>> state = {"w": torch.ones(2)}
+        >>> clone(state)["w"] is state["w"]
+        False
+    """
+    flat, spec = _tree.flatten(tree)
+    return _tree.unflatten([leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in flat], spec)
+
+
+def _distinct(plan: Plan) -> dict[tuple[int, bool], int]:
+    places: dict[tuple[int, bool], int] = {}
+    for use in plan.uses:
+        if use.leaf is not None and (use.leaf, use.low) not in places:
+            places[use.leaf, use.low] = len(places)
+    return places

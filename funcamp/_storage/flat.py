@@ -1,0 +1,211 @@
+"""Flat storage: a pytree of tensors as a few one-dimensional tensors, so that a function of it is a few kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._storage.layout import Groups, Layout, arrange
+from funcamp._types import Tree
+
+
+class FlatParams(_tree.Stored):
+    """A pytree of tensors held as one 1-D tensor per group; made by `ravel`, immutable, itself a pytree.
+
+    `flat["weight"]` is one tensor, a view, as `flat.tree()["weight"]` is. Its leaves are the groups, so every function
+    of pytrees (the scaler's, an optimizer's, `clip_grad_norm`, a tree_map) does per group what it would do per tensor.
+    Copy a state of several FlatParams freely: the layout is shared.
+    """
+
+    groups: Groups
+    """One tensor a group, shape (size,); None where a tree function was given or made a None, shape () where an
+    optimizer keeps one number a tensor (a step count)."""
+    layout: Layout
+    """Where every tensor lies; the same object for trees of the same layout."""
+
+    def __init__(self, groups: Groups, layout: Layout) -> None:
+        self.groups, self.layout = groups, layout
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{label}: {_tree.describe(group)}" for label, group in zip(self.layout.labels, self.groups))
+        return f"FlatParams({len(self.layout.slots)} tensors in {{{held}}})"
+
+    def __getitem__(self, key: Any) -> Any:
+        tree = self.tree()
+        try:
+            return tree[key]
+        except (KeyError, IndexError, TypeError) as error:
+            raise type(error)(f"FlatParams: {key!r} must be in .tree(), {_tree.brief(tree)}") from None
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("FlatParams: it must not be iterated over: .tree() is the pytree of its tensors")
+
+    if not TYPE_CHECKING:  # or every misspelt attribute would pass
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"FlatParams has no attribute {name!r}: .tree() is the pytree of its tensors")
+
+    def tree(self) -> Tree:
+        """The original pytree, its leaves views of the groups; leaves that were one tensor are one view.
+
+        Differentiable: the gradient of a group is one concatenation. No copy, no sync.
+
+        Example:
+            >>> ravel({"w": torch.ones(2, 2), "b": torch.zeros(2)}).tree()["b"]
+            tensor([0., 0.])
+        """
+        return self.layout.tree(self.layout.views(self.groups))
+
+    def placeholders(self) -> Tree:
+        """The original pytree with an empty tensor for every leaf."""
+        groups = [None if group is None else group.new_empty(0) for group in self.groups]
+        return self.layout.tree([groups[slot.group] for slot in self.layout.slots])
+
+    def ravel(self, tree: Tree) -> FlatParams:
+        """Lay another tree of the same structure and shapes out as this one is.
+
+        Args:
+            tree: a pytree of tensors, of any dtypes and devices, one of each within a group; a None counts as zeros.
+                Of tied leaves the first counts.
+
+        Raises:
+            TypeError: a leaf is no tensor.
+            ValueError: the trees differ in structure, or a leaf in shape.
+
+        Example:
+            >>> flat = ravel({"w": torch.ones(2, 2)})
+            >>> flat.ravel({"w": torch.full((2, 2), 3.0)}).tree()["w"]
+            tensor([[3., 3.],
+                    [3., 3.]])
+        """
+        values = _collect("ravel", self, tree)
+        ones: dict[int, Tensor | None] = {}
+        for number, slot in enumerate(self.layout.slots):
+            if _is_one(self.groups[slot.group]):
+                ones.setdefault(slot.group, values[number])
+                values[number] = None
+        groups = [ones.get(number, group) for number, group in enumerate(self.layout.join(values))]
+        return FlatParams(tuple(groups), self.layout)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every tensor under its dotted name, as `torch.nn.Module.state_dict` names it; tied names share one tensor.
+
+        The tensors are copies, contiguous: saving one saves no more than itself.
+
+        Raises:
+            ValueError: two leaves have one dotted name.
+
+        Example:
+            >>> list(ravel({"layer": {"weight": torch.ones(2, 2), "bias": torch.zeros(2)}}).state_dict())
+            ['layer.weight', 'layer.bias']
+        """
+        copies = [None if view is None else view.clone() for view in self.layout.views(self.groups)]
+        names = _tree.names(self.layout.tree(copies))
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"state_dict: every leaf must have a dotted name of its own; got {twice!r} twice")
+        found = {name: copies[slot] for name, slot in zip(names, self.layout.leaves) if slot is not None}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+_tree.register(
+    FlatParams,
+    lambda flat: (list(flat.groups), flat.layout),
+    lambda groups, layout: FlatParams(tuple(groups), layout),
+    "groups",
+)
+
+
+def matrix_or_vector(name: str, leaf: Tensor) -> str:  # noqa: ARG001  what `group` is called with
+    """The group "matrix" for tensors of two or more dimensions, "vector" for the rest: who decays, and who does not.
+
+    Pure; no sync.
+
+    Args:
+        name: the leaf's dotted name; not used here.
+        leaf: the tensor.
+
+    Raises:
+        Nothing.
+
+    Example:
+        >>> matrix_or_vector("head.bias", torch.zeros(4))
+        'vector'
+    """
+    return "matrix" if leaf.dim() >= 2 else "vector"
+
+
+def ravel(params: Tree, *, group: Callable[[str, Tensor], str] = matrix_or_vector) -> FlatParams:
+    """Lay a pytree of tensors out in a few 1-D ones.
+
+    Tensors of one dtype and device for which `group` returns the same lie together, in the tree's order, each on a
+    boundary of 256 bytes; the padding is zero. Matrices whose rows have one length lie in a group of their own, for
+    the four lengths with most elements: a compiled step writes their gradients in place. A tensor that stands under
+    two names (tied weights) lies there once. Copies the values; no sync.
+
+    Args:
+        params: a pytree of dense floating-point or complex tensors; None passes through.
+        group: from a leaf's dotted name and the tensor to a label: tensors whose labels differ are kept apart, so that
+            they can have hyperparameters of their own (`by_group`). The names of tied leaves must agree.
+
+    Returns:
+        A `FlatParams`; `.tree()` is the same pytree of views.
+
+    Raises:
+        TypeError: a leaf is an integer or sparse tensor, or neither a tensor nor None.
+        ValueError: group differs between two names of one tensor.
+
+    Example:
+        >>> flat = ravel({"w": torch.ones(2, 2), "b": torch.zeros(2), "tied": None})
+        >>> [tuple(values.shape) for values in flat.groups], flat.layout.labels
+        ([(128,), (64,)], ('matrix', 'vector'))
+    """
+    return lay_out("ravel", params, group)
+
+
+def lay_out(
+    call: str,
+    params: Tree,
+    group: Callable[[str, Tensor], str],
+    apart: Callable[[str, Tensor], object] = lambda *_: None,
+    buckets: int = 1,
+    *,
+    consume: bool = False,
+) -> FlatParams:
+    """As `ravel`; tensors of one label for which `apart` differs, or in another bucket, lie in groups of their own.
+
+    With consume the tensors given become views of the groups.
+    """
+    layout, distinct = arrange(call, params, group, apart, buckets)
+    return FlatParams(layout.take(distinct) if consume else layout.join(distinct), layout)
+
+
+def _collect(call: str, like: FlatParams, tree: Tree) -> list[Tensor | None]:
+    """The values of a tree, one a slot of a FlatParams, checked against its structure and shapes."""
+    layout = like.layout
+    values, spec = _tree.tensors(call, "tree", tree)
+    if spec != layout.spec:
+        _tree.same_structure(call, ("the FlatParams' tree", "tree"), (like.tree(), tree))
+    found: list[Tensor | None] = [None] * len(layout.slots)
+    for index, (number, value) in enumerate(zip(layout.leaves, values)):
+        if number is None or value is None or found[number] is not None:
+            continue
+        slot = layout.slots[number]
+        shape = () if _is_one(like.groups[slot.group]) else slot.shape
+        if tuple(value.shape) != shape:
+            raise ValueError(
+                f"{call}: tree{_tree.path_of(tree, index)} must have shape {shape}; got {_tree.describe(value)}"
+            )
+        found[number] = value
+    for number, slot in enumerate(layout.slots):
+        group = like.groups[slot.group]
+        if found[number] is None and group is not None:
+            found[number] = group.new_zeros(() if _is_one(group) else slot.shape)
+    return found
+
+
+def _is_one(group: Tensor | None) -> bool:
+    return group is not None and group.dim() == 0

@@ -1,0 +1,152 @@
+"""Flat storage cut over ranks: of every group each rank holds one slice.
+
+    group  | rank 0 | rank 1 | ... | rank n - 1, its end zeros |      slice = ceil(size / n) elements
+
+The cut of a DTensor with Shard(0), so torch.distributed.checkpoint reads it on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._distributed.collectives import Ranks, all_gather_each, process_group, reduce_scatter_each
+from funcamp._distributed.dtensor import is_distributed, local
+from funcamp._storage.flat import FlatParams
+from funcamp._storage.layout import Groups, Layout
+from funcamp._types import Tree
+
+
+class Shards(FlatParams):
+    """The slices of a `FlatParams` that one rank holds: itself a pytree, what elementwise functions work on."""
+
+    whole = False
+    ranks: Ranks
+
+    def __init__(self, groups: Groups, layout: Layout, ranks: Ranks) -> None:
+        super().__init__(groups, layout)
+        self.ranks = ranks
+
+    def __repr__(self) -> str:
+        return f"rank {self.ranks.rank} of {self.ranks.size} of {super().__repr__()}"
+
+    def tree(self) -> NoReturn:
+        """Raise: a rank has slices only."""
+        self._refuse("tree")
+
+    def ravel(self, tree: Tree) -> NoReturn:  # noqa: ARG002  the interface of what it refuses
+        """Raise: a rank has slices only."""
+        self._refuse("ravel")
+
+    def state_dict(self) -> NoReturn:
+        """Raise: a rank has slices only."""
+        self._refuse("state_dict")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise TypeError(
+            f"{call}: params must not be cut over ranks: a rank holds a slice of every group, no whole tensor, so only "
+            "an elementwise optimizer takes them (not Muon, not Adafactor), and distributed.gather_state makes them "
+            f"whole; got {self!r}"
+        )
+
+
+_tree.register(
+    Shards,
+    lambda shards: (list(shards.groups), (shards.layout, shards.ranks)),
+    lambda groups, context: Shards(tuple(groups), *context),
+    "groups",
+)
+
+
+def cut(flat: FlatParams, ranks: Ranks) -> Shards:
+    """This rank's slices of what every rank holds whole: no collective."""
+
+    def part(group: Tensor) -> Tensor:
+        length = slice_length(group.numel(), ranks)
+        return _padded(group, ranks)[ranks.rank * length : (ranks.rank + 1) * length].clone()
+
+    return Shards(_each(part, flat.groups), flat.layout, ranks)
+
+
+def summed_slices(flat: FlatParams, ranks: Ranks) -> Shards:
+    """This rank's slices of the sum over ranks: one reduce-scatter a group, or for small ones."""
+    groups = list(flat.groups)
+    present = [number for number in flat.layout.last_first() if groups[number] is not None]
+    padded = [_padded(group, ranks) for group in [groups[number] for number in present] if group is not None]
+    for number, part in zip(present, reduce_scatter_each(padded, ranks)):
+        groups[number] = part
+    return Shards(tuple(groups), flat.layout, ranks)
+
+
+def whole(shards: Shards, dtypes: Mapping[int, torch.dtype | None] | None = None) -> FlatParams:
+    """The groups whole, in these dtypes where given, None for those that are not asked for.
+
+    One all-gather a group, or for small ones.
+    """
+    groups: list[Tensor | None] = [None] * len(shards.groups)
+    sent: dict[int, Tensor] = {}
+    for number, group in enumerate(shards.groups):
+        if group is not None and not group.dim():
+            groups[number] = group
+        elif group is not None and (dtypes is None or number in dtypes):
+            dtype = None if dtypes is None else dtypes[number]
+            sent[number] = group if dtype is None else group.to(dtype)
+    for number, value in zip(sent, all_gather_each(list(sent.values()), shards.ranks)):
+        groups[number] = value[: sum(shards.layout.pieces[number])]
+    return FlatParams(tuple(groups), shards.layout)
+
+
+def outline(shards: Shards) -> FlatParams:
+    """Groups of the whole size, of one zero each."""
+    groups = [
+        group if group is None or not group.dim() else group.new_zeros(()).expand(sum(sizes))
+        for group, sizes in zip(shards.groups, shards.layout.pieces)
+    ]
+    return FlatParams(tuple(groups), shards.layout)
+
+
+def slice_of(flat: FlatParams) -> list[Tensor | None]:
+    """The groups of flat storage, a rank's slices as DTensors without the padding: what a checkpoint keeps."""
+    if not isinstance(flat, Shards):
+        return list(flat.groups)
+    from torch.distributed.device_mesh import DeviceMesh  # half a second to import
+    from torch.distributed.tensor import DTensor, Shard
+
+    device = next(group.device.type for group in flat.groups if group is not None)
+    mesh = DeviceMesh.from_group(process_group(flat.ranks), device)
+    found: list[Tensor | None] = []
+    for group, sizes in zip(flat.groups, flat.layout.pieces):
+        if group is None or not group.dim():
+            found.append(group)
+            continue
+        size = sum(sizes)
+        held = group[: max(0, min(group.numel(), size - flat.ranks.rank * group.numel()))]
+        found.append(DTensor.from_local(held, mesh, [Shard(0)], shape=torch.Size([size]), stride=(1,)))
+    return found
+
+
+def joined_slice(saved: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `slice_of` for one leaf: of a rank's slice plain, with its padding; on like's device."""
+    if is_distributed(like) or not is_distributed(saved):
+        return saved.detach().to(like.device, copy=True)
+    part = local(saved).detach().to(like.device)
+    return torch.cat([part, like.new_zeros(like.numel() - part.numel())])
+
+
+def slice_length(size: int, ranks: Ranks) -> int:
+    """How many elements of a group of this size every rank holds, zeros at the end of the last ones' included."""
+    return -(-size // ranks.size)
+
+
+def _padded(group: Tensor, ranks: Ranks) -> Tensor:
+    missing = slice_length(group.numel(), ranks) * ranks.size - group.numel()
+    return torch.cat([group, group.new_zeros(missing)]) if missing else group
+
+
+def _each(fn: Any, groups: Groups) -> Groups:
+    # An optimizer's one number a tensor (a step count) is every rank's.
+    return tuple(group if group is None or not group.dim() else fn(group) for group in groups)

@@ -1,0 +1,173 @@
+"""Tensors of a trace that Python keeps, in a module's cache for instance, get values.
+
+A trace runs the step's Python on tensors without values. A mask or a table of positions that a module makes at its
+first call and keeps is such a tensor afterwards. The part of the graph that made it is computed, and the result put in
+its place.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import operator
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from funcamp import _tree
+from funcamp._memory import Memory
+from funcamp._trace.schema import aliased
+
+_log = logging.getLogger("funcamp")
+
+
+def settle(kept: list[tuple[Tensor, fx.Node]], root: Any, values: dict[fx.Node, Any], *, failed: bool) -> None:
+    """Give tensors of a trace the values that they have after the step.
+
+    Args:
+        kept: those that are still there, and their nodes.
+        root: holds the graph's constants.
+        values: of placeholders, and of constants that are not in root.
+        failed: the trace has failed, and its frames are still there: only what depends on no argument can be meant.
+
+    Raises:
+        RuntimeError: one is held where nothing can be put in its place.
+    """
+    graph = kept[0][1].graph
+    inputs = Memory(value for node, value in values.items() if node.op == "placeholder")
+    aliases = _Aliases(graph)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    fixed: list[str] = []
+    redrawn: list[str] = []
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        for tensor, node in kept:
+            needed = aliases.behind(node)
+            if any(other.op == "placeholder" for other in needed):
+                if failed:
+                    continue
+                fixed.append(_tree.describe(tensor))
+            elif any(torch.Tag.nondeterministic_seeded in getattr(other.target, "tags", ()) for other in needed):
+                redrawn.append(_tree.describe(tensor))
+            for other in graph.nodes:
+                if other in needed and other not in values:
+                    values[other] = _value(other, root, values, aliases)
+            value = values[node]
+            strided = value.layout == torch.strided
+            shared = strided and inputs.meets(value)
+            pairs.append((tensor, _like(tensor, value.clone() if shared else value)))
+    kept.clear()
+    tensor = value = None  # type: ignore[assignment]
+    held = _put(pairs)
+    for told, what in ((fixed, _FIXED), (redrawn, _DRAWN)):
+        if told and not failed:
+            names = ", ".join(told[:4]) + ", ..." * (len(told) > 4)
+            _log.warning("jit: Python keeps tensors of the step that %s: %s", what, names)
+    if held is not None and not failed:
+        raise RuntimeError(
+            f"jit: step must not keep {_tree.describe(held)} in Python where no other can take its place (a tuple, an "
+            "object of C): make it before the first call, or return it in the metrics"
+        )
+
+
+_FIXED = "follow from its arguments, and later calls will not change them (return in the metrics what you want to see)"
+_DRAWN = "are random, and a program draws them anew at every call: make them before the first call"
+
+
+class _Aliases:
+    """Which nodes share memory, and which write."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.root: dict[fx.Node, fx.Node] = {}
+        self._writers: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            self.root[node] = self._find(node)
+            for written in _arguments(node, written=True):
+                memory = self.root[written]
+                if memory.op == "call_function":  # what the step was given is not written here
+                    self._writers.setdefault(memory, []).append(node)
+
+    def _find(self, node: fx.Node) -> fx.Node:
+        if node.target is operator.getitem:
+            return self.root[node.all_input_nodes[0]]
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not any(result.alias_info for result in schema.returns):
+            return node
+        sources = _arguments(node)
+        return self.root[sources[0]] if sources else node
+
+    def behind(self, node: fx.Node) -> set[fx.Node]:
+        """A node, all that it is computed from, and all that writes to any of them."""
+        found, rest = {node}, [node]
+        while rest:
+            now = rest.pop()
+            for other in [*now.all_input_nodes, *self._writers.get(self.root[now], [])]:
+                if other not in found:
+                    found.add(other)
+                    rest.append(other)
+        return found
+
+
+def _arguments(node: fx.Node, *, written: bool = False) -> list[fx.Node]:
+    leaves = aliased(node.target, node.args, node.kwargs, written=written)
+    return [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+
+
+def _value(node: fx.Node, root: Any, values: dict[fx.Node, Any], aliases: _Aliases) -> Any:
+    if node.op == "get_attr":
+        return getattr(root, str(node.target))
+    target: Any = node.target
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    held = [other for other in _arguments(node, written=True) if aliases.root[other].op != "call_function"]
+    if held:  # nothing that a user holds is written
+        own = {other: values[other].clone() for other in held}
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda other: own.get(other, values[other]))
+    return target(*args, **kwargs)
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(value, tensor.requires_grad)
+    return value.detach().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def _put(pairs: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """Swap the first of each pair for the second; return one that is held where that cannot be."""
+    count = -1
+    while pairs and len(pairs) != count:  # a view goes first, then nothing refers to what it is a view of
+        count, left = len(pairs), []
+        while pairs:
+            try:
+                torch.utils.swap_tensors(*pairs[-1])  # type: ignore[no-untyped-call]
+            except RuntimeError:
+                left.append(pairs[-1])
+            pairs.pop()
+        pairs = left
+    if not pairs:
+        return None
+    places = {id(tensor): value for tensor, value in pairs}
+    for holder in gc.get_referrers(*[tensor for tensor, _ in pairs]):
+        if isinstance(holder, dict):
+            for key in [key for key, value in holder.items() if id(value) in places]:
+                holder[key] = places[id(holder[key])]
+        elif isinstance(holder, list):
+            for index, value in enumerate(holder):
+                if id(value) in places:
+                    holder[index] = places[id(value)]
+        elif isinstance(holder, types.CellType):
+            holder.cell_contents = places[id(holder.cell_contents)]
+    tensors = [tensor for tensor, _ in pairs]
+    ours = {id(tensors), *map(id, pairs)}
+    pairs.clear()
+    return next(
+        (
+            tensor
+            for tensor in tensors
+            if any(
+                id(holder) not in ours and not isinstance(holder, types.FrameType)
+                for holder in gc.get_referrers(tensor)
+            )
+        ),
+        None,
+    )

@@ -1,0 +1,143 @@
+"""Random numbers while a step is traced: none is drawn, and a generator that is set back draws the same again.
+
+While a trace is made, the seed of torch's default generator stands for the position in its sequence. What
+`torch.utils.checkpoint` computes again it draws again, at the position of the forward pass: it gets those numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from funcamp import _tree
+from funcamp._trace.schema import aliased
+from funcamp._trace.user_line import in_stack
+
+#: No seed of a user's is as large.
+_FIRST = 1 << 63
+_aten = torch.ops.aten
+_RANGE = getattr(_aten.random_, "from")
+_SAME_VALUES = (_aten.clone.default, _aten.detach.default, _aten.alias.default)
+
+
+class Draws:
+    """What has been drawn in a trace.
+
+    Args:
+        node_of: the node of the graph that a tensor of the trace stands for.
+    """
+
+    def __init__(self, node_of: Callable[[Tensor], fx.Node | None]) -> None:
+        self._node_of = node_of
+        self._drawn: dict[Any, tuple[list[fx.Node | None], Any]] = {}
+        self._next = _FIRST
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        """Where they are drawn; the generator is afterwards what it was."""
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(_FIRST)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
+            self._drawn.clear()
+
+    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operation that draws.
+
+        Raises:
+            RuntimeError: it draws from another generator, or from one that was seeded, or set back for other numbers.
+        """
+        turn = torch.default_generator.initial_seed()
+        leaves = _tree.leaves((args, kwargs))
+        if turn < _FIRST or any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            raise RuntimeError(
+                "jit: step must draw from torch's default generator and not seed it, for the state of a generator "
+                f"cannot be part of a program; {in_stack()} does: seed before the call, or pass a seed's numbers in "
+                "the batch"
+            )
+        torch.default_generator.manual_seed(turn + 1)
+        written = [leaf for leaf in aliased(func, args, kwargs, written=True) if isinstance(leaf, Tensor)]
+        target = written[0] if len(written) == 1 and written[0] is args[0] else None
+        shape_only = func._schema.name.endswith("_like")
+        read = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not shape_only and leaf is not target]
+        behind = [self._node_of(leaf) for leaf in read]
+        alike = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        key = turn, func, str(alike)
+        if turn < self._next:
+            before, drawn = self._drawn.get(key, ([], None))
+            if drawn is None or not all(map(_same, before, behind)):
+                raise RuntimeError(
+                    "jit: step must not set the generator back and then draw other numbers than before, for a program "
+                    f"cannot draw at a place in the sequence; {in_stack()} does: draw once and compute both from it"
+                )
+            return _again(drawn, written, target)
+        self._next = turn + 1
+        # Copies are kept, since what was drawn may be written (dropout divides it); unused ones are dropped.
+        if target is None:
+            out = func(*args, **kwargs)
+            self._drawn[key] = behind, (_copies(out), _copies(written))
+            return out
+        # Eager code fills memory in its order; made functional, the call would fill a contiguous tensor.
+        memory = _in_order(target)
+        if (
+            func is _RANGE and len(args) == 3 and args[2] is not None
+        ):  # a graph cannot call what is named like a keyword
+            memory.copy_(_aten.randint.low(*args[1:], memory.shape, dtype=memory.dtype, device=memory.device))
+        else:
+            func(memory, *args[1:], **kwargs)
+        self._drawn[key] = behind, (None, [memory.clone()])
+        return target
+
+
+def _again(drawn: Any, written: list[Tensor], target: Tensor | None) -> Any:
+    out, values = drawn
+    if out is None and target is not None:
+        _in_order(target).copy_(values[0])
+        return target
+    for place, value in zip(written, values):
+        place.copy_(value)
+    return _copies(out)
+
+
+def _in_order(target: Tensor) -> Tensor:
+    return target.permute(sorted(range(target.dim()), key=target.stride, reverse=True))
+
+
+def _copies(out: Any) -> Any:
+    leaves, spec = _tree.flatten(out)
+    return _tree.unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def _same(one: fx.Node | None, other: fx.Node | None) -> bool:
+    """Whether two nodes have the same values because they were computed in the same way from the same."""
+    rest, seen = [(one, other)], set()
+    while rest:
+        pair = _origin(rest[-1][0]), _origin(rest[-1][1])
+        rest.pop()
+        a, b = pair
+        if a is b or pair in seen:
+            continue
+        seen.add(pair)
+        if a is None or b is None or a.op != "call_function" or (a.op, a.target) != (b.op, b.target):
+            return False
+        (left, spec), (right, like) = (_tree.flatten((node.args, dict(node.kwargs))) for node in (a, b))
+        if spec != like:
+            return False
+        for x, y in zip(left, right):
+            if isinstance(x, fx.Node) and isinstance(y, fx.Node):
+                rest.append((x, y))
+            elif isinstance(x, fx.Node) or isinstance(y, fx.Node) or x != y:
+                return False
+    return True
+
+
+def _origin(node: fx.Node | None) -> fx.Node | None:
+    while node is not None and node.target in _SAME_VALUES:
+        node = node.all_input_nodes[0]
+    return node

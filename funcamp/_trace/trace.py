@@ -1,0 +1,379 @@
+"""Trace a function of a flat list of tensors into one graph of aten operations, by running its Python once.
+
+The function runs on tensors without values (torch's fake tensors), under torch's `make_fx`: what Python does, it does
+at that time, and the graph holds what was done to tensors. Autograd, torch.func, autocast, hooks, loggers and
+autograd.Functions act as in eager code. Tensors that the function reads of its own become inputs of the graph, by
+reference. Nothing is computed, and no random number is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from funcamp import _tree, _upstream
+from funcamp._trace.kept_tensors import settle
+from funcamp._trace.random_numbers import Draws
+from funcamp._trace.user_line import INSTEAD, READS, in_stack, in_traceback
+from funcamp._types import Tree
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+else:
+    FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
+    FakeTensorMode = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
+    TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
+    is_traceable_wrapper_subclass = _upstream.find("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
+#: What torch raises for a branch, a number or a shape that follows from the values of a fake tensor.
+_FROM_VALUES = tuple(
+    error
+    for error in (
+        _upstream.find("torch._subclasses.fake_tensor.DataDependentOutputException"),
+        _upstream.find("torch._subclasses.fake_tensor.DynamicOutputShapeException"),
+    )
+    if _upstream.usable(error)
+)
+
+_aten = torch.ops.aten
+#: What torch says of a fake tensor whose values or memory are asked for.
+_ASKED = (
+    "is not supported for tensor subclasses",
+    "data is not allocated",
+    "Cannot access data pointer",
+    "get value out of a tracing tensor",
+    "Cannot access storage of",
+    "unsupported format string passed to FakeTensor",
+)
+
+
+class HostError(Exception):
+    """The function leaves the arguments' type of device, or reads a value on the host."""
+
+
+class Outline(NamedTuple):
+    """A pytree without its tensors."""
+
+    spec: _tree.TreeSpec
+    constants: list[Any]
+    """Its leaves, with None in place of every tensor."""
+    tensors: list[int]
+    """The places of the tensors."""
+
+
+class Wrapper(NamedTuple):
+    """What is around the plain tensors of a tensor subclass (DTensor)."""
+
+    kind: Any
+    inner: dict[str, Wrapper | None]
+    beside: dict[str, Any]
+    """What it holds that is no tensor: a mesh of devices, since torch 2.13."""
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Graph(NamedTuple):
+    """A traced function."""
+
+    module: torch.fx.GraphModule
+    """From the plain parts of its arguments, and captured tensors, to the plain parts of its results."""
+    examples: list[Tensor]
+    """Fake tensors like these inputs."""
+    mode: FakeTensorMode
+    """Theirs."""
+    captured: list[Tensor]
+    """What it reads of its own."""
+    wrappers: list[Wrapper | None]
+    """Those of its results: the list's, then the pytree's."""
+    rest: Outline
+    """The pytree that the function returned beside its list."""
+    wrapped: bool
+    """Whether an argument or a result is no plain tensor."""
+
+
+def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Tensor], home: Set[str]) -> Graph:
+    """Trace fn for arguments like these.
+
+    Args:
+        fn: from a list of tensors to a list of tensors and a pytree; may write to its arguments.
+        args: distinct tensors, none an alias of another.
+        home: types of device that it must not leave.
+
+    Raises:
+        HostError: an operation takes a tensor from home elsewhere, or reads it.
+        RuntimeError: fn accumulates gradients in a tensor of its own.
+        Exception: what fn raises.
+    """
+    for name in (FakeTensor, FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass):
+        _upstream.check(name)
+    if _upstream.ENDED_THREAD.present:
+        stay()
+    # Inductor turns scan into a loop with an index that no shape tells; the function's own reads are refused below.
+    shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
+    watch = _Watch(home, fake)
+    around = [wrapper_of(arg) for arg in args]
+    plain = [part for arg in args for part in parts(arg)]
+    with fake:  # new ones: what later arguments share with each other is not known now
+        examples: list[Tensor] = [
+            torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device) for part in plain
+        ]
+    wrappers: list[Wrapper | None] = []
+    outlines: list[Outline] = []
+    cached = torch.is_autocast_cache_enabled()
+
+    def flat(*given: Tensor) -> list[Tensor]:
+        pieces = iter(given)
+        # make_fx turns it off, and the gradients of a weight that is used twice would be summed in float32.
+        torch.set_autocast_cache_enabled(cached)
+        with watch.on():
+            first, rest = fn([with_parts(wrapper, pieces) for wrapper in around])
+            leaves, spec = _tree.flatten(rest)
+            tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            outlines.append(Outline(spec, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], tensors))
+            results = [*first, *[leaves[index] for index in tensors]]
+            wrappers.extend(wrapper_of(result) for result in results)
+        return [part for result in results for part in parts(result)]
+
+    try:
+        # On a GPU autograd would call backward in a thread of its own, outside of these modes.
+        with _as_if_compiling(), _fresh_casts(), torch.autograd.set_multithreading_enabled(False), fake:
+            module = make_fx(flat, tracing_mode="real")(*examples)
+    except Exception as error:
+        watch.settle(plain, failed=True)
+        asked = isinstance(error, RuntimeError) and any(text in str(error) for text in _ASKED)
+        if asked or isinstance(error, _FROM_VALUES):
+            raise HostError(f"{READS}; {in_traceback(error)} does: {INSTEAD}") from None
+        raise
+    real = watch.real()
+    _refuse_gradients(real)
+    watch.settle(plain)
+    captured = _lift(module, real)
+    if any(isinstance(leaf, FakeTensor) for leaf in captured):
+        raise RuntimeError(
+            "jit: step must not read a tensor that Python kept of an earlier trace, and that has no values"
+        )
+    for attribute in [key for key, value in vars(module).items() if isinstance(value, FakeTensor)]:
+        delattr(module, attribute)
+    with fake:
+        examples += [fake.from_tensor(leaf.detach(), static_shapes=True) for leaf in captured]
+    return Graph(module, examples, fake, captured, wrappers, outlines[0], any([*around, *wrappers]))
+
+
+def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    """Trace a part of a function that is being traced: a graph, and what it reads besides its arguments."""
+    module = make_fx(fn, tracing_mode="real")(*args)
+    return module, _lift(module, {})
+
+
+def parts(value: Tensor) -> list[Tensor]:
+    """Return the plain tensors of a tensor subclass that has some (DTensor), of another tensor itself."""
+    if not is_traceable_wrapper_subclass(value):
+        return [value]
+    held = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    return [part for tensor in held if isinstance(tensor, Tensor) for part in parts(tensor)]
+
+
+def wrapper_of(value: Tensor) -> Wrapper | None:
+    """Return what is around a tensor's plain tensors; None of a plain one."""
+    if not is_traceable_wrapper_subclass(value):
+        return None
+    names, context = value.__tensor_flatten__()
+    held = {name: getattr(value, name) for name in names}
+    inner = {name: wrapper_of(tensor) for name, tensor in held.items() if isinstance(tensor, Tensor)}
+    beside = {name: held[name] for name in held.keys() - inner.keys()}
+    return Wrapper(type(value), inner, beside, context, value.size(), value.stride())
+
+
+def with_parts(wrapper: Wrapper | None, plain: Iterator[Tensor]) -> Tensor:
+    """Return a tensor of the next plain ones."""
+    if wrapper is None:
+        return next(plain)
+    inner = {name: with_parts(around, plain) for name, around in wrapper.inner.items()}
+    made: Tensor = wrapper.kind.__tensor_unflatten__(
+        {**inner, **wrapper.beside}, wrapper.context, wrapper.size, wrapper.stride
+    )
+    return made
+
+
+@functools.cache
+def stay() -> None:
+    """Enter a FakeTensorMode in a thread that stays: torch keeps what the first such thread holds, though it ends."""
+    entered = threading.Event()
+
+    def first() -> None:
+        with FakeTensorMode():
+            entered.set()
+        threading.Event().wait()
+
+    threading.Thread(target=first, name="funcamp-stay", daemon=True).start()
+    entered.wait()
+
+
+@contextlib.contextmanager
+def _as_if_compiling() -> Iterator[None]:
+    """Let torch.compiler.is_compiling say so, which models and torch itself ask before they read a value."""
+    flags: Any = torch.compiler
+    before, flags._is_compiling_flag = flags._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        flags._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def _fresh_casts() -> Iterator[None]:
+    """Keep an autocast around the call from meeting its copies of fake weights, and the trace from real ones."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+def _refuse_gradients(real: Mapping[int, Tensor]) -> None:
+    for leaf in real.values():
+        if leaf.is_leaf and isinstance(leaf.grad, FakeTensor):
+            leaf.grad = None
+            raise RuntimeError(
+                "jit: step must not call backward() on tensors of its own, whose .grad only this trace would see; "
+                f"got {_tree.describe(leaf)}: take torch.autograd.grad, or gradients with respect to the state"
+            )
+
+
+def _lift(module: torch.fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tensor]:
+    """Make inputs of the tensors that a graph holds, but for constants that it copies at once (torch.tensor)."""
+    captured: list[Tensor] = []
+    inputs: dict[int, torch.fx.Node] = {}
+    graph = module.graph
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in graph.find_nodes(op="get_attr"):
+        value = getattr(module, str(node.target), None)
+        constant = node.users and all(user.target is _aten.lift_fresh_copy.default for user in node.users)
+        if not isinstance(value, Tensor) or constant:
+            continue
+        value = real.get(id(value), value)
+        if id(value) not in inputs:
+            with graph.inserting_before(first):
+                made = graph.placeholder(f"captured_{len(captured)}")
+            made.meta = dict(node.meta)
+            inputs[id(value)] = made
+            captured.append(value)
+        node.replace_all_uses_with(inputs[id(value)])
+        graph.erase_node(node)
+    for node in reversed(graph.nodes):
+        if node.target is _aten.clone.default and not node.users:
+            graph.erase_node(node)
+    module.recompile()
+    return captured
+
+
+class _Watch(TorchDispatchMode):
+    """Looks at every operation of a trace: reads, devices, random numbers, tensors of its own, what outlives it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, home: Set[str], mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._home, self._mode = home, mode
+        self._tracer: Any = None
+        self._made: dict[int, tuple[weakref.ref[Tensor], torch.fx.Node]] = {}
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self._draws = Draws(self._node_of)
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Watch in this region."""
+        mode: Any = get_proxy_mode()
+        self._tracer = mode.tracer
+        with self._draws.region(), self:
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self._without_values(func, args, kwargs or {})
+        tags = getattr(func, "tags", ())
+        # torch.tensor(2.0).item() is a constant.
+        if torch.Tag.data_dependent_output in tags and getattr(args[0], "constant", None) is None:
+            raise HostError(f"{READS}; {in_stack()} does: {INSTEAD}")
+        draws = torch.Tag.nondeterministic_seeded in tags
+        out = self._draws.draw(func, args, kwargs) if draws else func(*args, **kwargs)
+        for value in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
+            if isinstance(value, FakeTensor):
+                self._look(func, value, args, kwargs)
+        return out
+
+    def _without_values(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Fake tensors for those that the step reads of its own: torch computes some operations on values at once."""
+        if func in _CONSTANTS:
+            return args, kwargs
+        leaves, spec = _tree.flatten((args, kwargs))
+        real = [index for index, leaf in enumerate(leaves) if type(leaf) in _PLAIN]
+        if not real:
+            return args, kwargs
+        for index in real:
+            leaf = leaves[index]
+            if leaf.layout != torch.strided:
+                raise HostError(
+                    f"read strided tensors only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)} in "
+                    f"layout {leaf.layout}: make it dense, or pass its indices and values as a leaf of the batch each"
+                )
+            if id(leaf) not in self._seen:
+                with disable_proxy_modes_tracing():  # a view is made of its base, which is not to be in the graph
+                    self._seen[id(leaf)] = leaf, self._mode.from_tensor(leaf, static_shapes=True)
+            leaves[index] = self._seen[id(leaf)][1]
+        args, kwargs = _tree.unflatten(leaves, spec)
+        return args, kwargs
+
+    def real(self) -> dict[int, Tensor]:
+        """What the step read of its own, by the identity of the fake tensors in its place."""
+        return {id(fake): leaf for leaf, fake in self._seen.values()}
+
+    def _node_of(self, value: Tensor) -> torch.fx.Node | None:
+        found: Any = get_proxy_slot(value, self._tracer, None)
+        return None if found is None else found.proxy.node
+
+    def _look(self, func: Any, out: Tensor, args: Any, kwargs: Any) -> None:
+        # torch.func looks at shapes on meta by itself, but moves nothing there.
+        if out.device.type not in self._home and (out.device.type != "meta" or func in _MOVES):
+            given = [leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if any(leaf.device.type in self._home for leaf in given):
+                raise HostError(f"stay on one type of device; {in_stack()} moves a tensor to {out.device.type}")
+        if not any(out is arg for arg in args) or id(out) in self._made:
+            node = self._node_of(out)
+            if node is not None:
+                self._made[id(out)] = weakref.ref(out), node
+
+    def settle(self, given: list[Tensor], *, failed: bool = False) -> None:
+        """Give the tensors that Python has kept of a trace values, from these arguments."""
+        if any(ref() is not None for ref, _ in self._made.values()):
+            gc.collect()  # autograd's nodes and what they hold refer to each other
+        kept: list[Any] = [(ref(), node) for ref, node in self._made.values() if ref() is not None]
+        self._made.clear()
+        if not kept:
+            return
+        # Weak references to them stand in the way of swap_tensors.
+        self._tracer.tensor_tracker.clear()
+        kept[0][0].fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        graph, root, real = self._tracer.graph, self._tracer.root, self.real()
+        values: dict[torch.fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), given))
+        for node in graph.find_nodes(op="get_attr"):
+            value = getattr(root, str(node.target), None)
+            if id(value) in real:
+                values[node] = real[id(value)].detach()
+        settle(kept, root, values, failed=failed)
+
+
+_MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
+_PLAIN = {Tensor, torch.nn.Parameter}
+_CONSTANTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}

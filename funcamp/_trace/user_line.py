@@ -1,0 +1,43 @@
+"""Which line of a user's code did something."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+READS = "not read a tensor's value on the host (no .item(), no branch on a tensor, no shape that follows from values)"
+INSTEAD = "take torch.where or a mask of fixed shape instead, and return in the metrics what you want to read"
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+
+
+def in_traceback(error: BaseException) -> str:
+    """Return the innermost line of an error's traceback that is the user's."""
+    frames: list[tuple[FrameType, int]] = []
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return _first_of_users(reversed(frames))
+
+
+def in_stack() -> str:
+    """Return the innermost line of the current call stack that is the user's."""
+    frames: list[tuple[FrameType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return _first_of_users(iter(frames))
+
+
+def _first_of_users(frames: Iterator[tuple[FrameType, int]]) -> str:
+    for frame, line in frames:
+        name = frame.f_code.co_filename
+        if not name.startswith(_OURS):
+            return f"{name}:{line} ({linecache.getline(name, line).strip()})"
+    return "a line that is not known"

@@ -1,0 +1,249 @@
+"""The torch beneath funcamp: its version, the defects that are worked around, and the private names that are used.
+
+`tests/test_upstream.py` shows each defect on the versions named here and its absence on the others, on every version
+that the tests run on: when a test fails, the range is wrong; when the oldest supported version no longer has a defect,
+the workaround can go.
+
+A private name may be gone in a later torch. `find` then warns once and returns a replacement, or an object that raises
+when it is used: `import funcamp` never fails, and no result is wrong. `tests/test_private_names.py` hides each in turn.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+#: Major and minor: (2, 13) for 2.13.0, 2.13.0+cpu and 2.13.0a0+git1234. Strings do not compare: "2.9" > "2.13".
+VERSION: tuple[int, int] = (0, 0)
+if _numbers := re.match(r"(\d+)\.(\d+)", str(torch.__version__)):
+    VERSION = (int(_numbers[1]), int(_numbers[2]))
+
+
+class Defect(NamedTuple):
+    """A defect of torch, and the versions that have it."""
+
+    first: tuple[int, int]
+    """The first version with it, or the oldest supported one."""
+    fixed: tuple[int, int] | None
+    """The first version without it; None where 2.15 still has it."""
+
+    @property
+    def present(self) -> bool:
+        """Whether the torch at hand has it."""
+        return self.first <= VERSION and (self.fixed is None or self.fixed > VERSION)
+
+
+#: `NamedTuple._replace` under torch.compile gives an empty tuple: `_scaler.state.replace`.
+#: https://github.com/pytorch/pytorch/issues/158772
+EMPTY_REPLACE = Defect((2, 11), (2, 12))
+#: Dynamo does not trace `requires_grad_` of a tensor that it made: `_autograd.scaled_grad.put_leaves_in_graphs`.
+NO_LEAVES = Defect((2, 11), (2, 12))
+#: Inductor loses the order of a write after a read when it fuses loops of different ranges: `inductor_cpu.keep_order`.
+#: https://github.com/pytorch/pytorch/issues/177631
+LOST_ORDER = Defect((2, 11), (2, 12))
+#: Inductor reads a rounded value back unrounded, whatever emulate_precision_casts is: `inductor_cpu.forget`.
+#: https://github.com/pytorch/pytorch/issues/185337
+UNROUNDED = Defect((2, 11), (2, 13))
+#: Inductor loses the offset of a view inside `as_strided`: `_tree.settled` takes no view.
+LOST_OFFSET = Defect((2, 11), (2, 13))
+#: vmap has no rule for `view(dtype)`: `_numerics.counting._Bits`.
+NO_RULE_FOR_BITS = Defect((2, 11), (2, 13))
+#: Inductor draws for dropout and torch.rand in another order: no workaround; `jit(exact=True)` says so.
+SWAPPED_DRAWS = Defect((2, 11), (2, 12))
+#: Inductor writes inputs back in their order, though one is the new value of another: `inductor_writeback`.
+#: https://github.com/pytorch/pytorch/issues/198131
+WRITE_BACK_ORDER = Defect((2, 11), (2, 15))
+#: Inductor does not know that a view of a complex input's parts reads that input: `inductor_writeback._read_early`.
+COMPLEX_PARTS = Defect((2, 11), None)
+#: Under torch.func.grad Dynamo differentiates an autograd.Function's forward, not its backward: `autograd_function`.
+LOST_BACKWARD = Defect((2, 11), (2, 15))
+#: The same between two levels of grad: `autograd_function`.
+LOST_NESTED_BACKWARD = Defect((2, 11), None)
+#: Dynamo refuses an autograd.Function under vmap of torch.func.grad: `autograd_function`.
+REFUSED_UNDER_VMAP = Defect((2, 11), None)
+#: Where a CUDA build finds no GPU, the first thread that enters a FakeTensorMode must not end: `_trace.trace.stay`.
+ENDED_THREAD = Defect((2, 11), (2, 12))
+#: Dynamo's one None keeps the source of the first `.grad` that is None: GradScaler says to return a value.
+SOURCE_ON_NONE = Defect((2, 13), (2, 15))
+
+#: Every private name of torch that `find` is asked for, and what its loss means.
+PRIVATE = {
+    "torch._C._are_functorch_transforms_active": "a custom_function whose forward takes ctx is refused by torch.func",
+    "torch._C._current_autograd_node": "numerics_report does not work",
+    "torch._C._dynamo.guards._empty_strided_cpu": "large steps on a CPU allocate their buffers anew",
+    "torch._C._functorch.get_unwrapped": "stateless does not work under torch.func transforms",
+    "torch._C._functorch.is_batchedtensor": "optimizer steps take a few more copies",
+    "torch._C._functorch.is_functorch_wrapped_tensor": "ties of parameters are looked up more slowly",
+    "torch._C._functorch.is_gradtrackingtensor": "stateless does not work under torch.func transforms",
+    "torch._C._storage_Use_Count": "large steps on a CPU allocate their buffers anew",
+    "torch._C._swap_tensor_impl": "init(consume=True) does not work",
+    "torch._amp_foreach_non_finite_check_and_unscale_": "GradScaler unscales gradients one by one",
+    "torch._amp_update_scale_": "GradScaler.update takes several kernels",
+    "torch._dynamo.nonstrict_trace": "stateless does not work under torch.compile",
+    "torch._foreach_copy_": "copies of lists of tensors take a kernel for each",
+    "torch._foreach_mul_": "GradScaler unscales gradients one by one",
+    "torch._foreach_norm": "GradScaler checks gradients one by one",
+    "torch._higher_order_ops.scan.scan": "scan=True traces every micro-batch",
+    "torch._higher_order_ops.scan.scan_op": "scan=True traces every micro-batch",
+    "torch._inductor.codecache.CppPythonBindingsCodeCache": "a first call takes longer",
+    "torch._inductor.codecache.CppWrapperCodeCache": "a first call takes longer",
+    "torch._inductor.cpu_vec_isa.pick_vec_isa": "a first call takes longer",
+    "torch._inductor.custom_graph_pass.CustomGraphPass": "jit does not work with the inductor backend",
+    "torch._inductor.custom_graph_pass.get_hash_for_files": "tracked samples are counted one by one",
+    "torch._inductor.decomposition.select_decomp_table": "tracked samples are counted one by one",
+    "torch._inductor.metrics": "doctor does not count launches",
+    "torch._inductor.pattern_matcher.stable_topological_sort": "tracked samples are counted one by one",
+    "torch._subclasses.fake_tensor.DataDependentOutputException": "jit names no line where a step reads a value",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException": "jit names no line where a shape follows from values",
+    "torch._subclasses.fake_tensor.FakeTensor": "jit does not work",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "jit does not work",
+    "torch.autograd._engine_run_backward": "numerics_report does not work",
+    "torch.autograd._get_sequence_nr": "numerics_report does not work",
+    "torch.distributed.distributed_c10d._resolve_process_group": "distributed does not work",
+    "torch.optim.optimizer._global_optimizer_post_hooks": "GradScaler.step reads found_inf on the host",
+    "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",
+    "torch.utils._python_dispatch.TorchDispatchMode": "jit and numerics_report do not work",
+    "torch.utils._python_dispatch._disable_current_modes": "stateless is not made under FakeTensorMode, torch.compile",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "jit does not work",
+    "torch.utils._pytree.GetAttrKey": "leaves have no names: no state_dict",
+    "torch.utils._pytree.SUPPORTED_NODES": "jit flattens the state at every call",
+    "torch.utils._pytree.TreeSpec": "nothing",
+    "torch.utils._pytree._get_node_type": "jit flattens the state at every call",
+    "torch.utils._pytree.keystr": "errors name a leaf by its number",
+    "torch.utils._pytree.register_pytree_node": "funcamp does not work",
+    "torch.utils._pytree.tree_flatten": "funcamp does not work",
+    "torch.utils._pytree.tree_flatten_with_path": "leaves have no names: no state_dict",
+    "torch.utils._pytree.tree_unflatten": "funcamp does not work",
+}
+
+
+class Missing:
+    """Stands for a private name that torch no longer has; any use of it raises RuntimeError."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def fail(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise the error."""
+        raise RuntimeError(message(self.path))
+
+    __call__ = fail
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.fail()
+
+    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+        return (_Unusable,)
+
+
+class _Unusable:
+    """In place of a missing base class."""
+
+
+def message(path: str) -> str:
+    """What a warning, an error and `doctor` say of a private name that is gone."""
+    return (
+        f"funcamp: torch {torch.__version__} has no {path}, so {PRIVATE[path]}; "
+        "install a torch that funcamp is tested with, 2.11 to 2.15"
+    )
+
+
+_looked_up: dict[str, Any] = {}
+
+
+def find(path: str, instead: Any = None) -> Any:
+    """Return what a private name stands for; where torch lacks it, warn once and return `instead`, or a `Missing`."""
+    if path not in _looked_up:
+        _looked_up[path] = look_up(path)
+        if isinstance(_looked_up[path], Missing):
+            warnings.warn(message(path), stacklevel=3)
+    found = _looked_up[path]
+    return instead if isinstance(found, Missing) and instead is not None else found
+
+
+def usable(*found: Any) -> bool:
+    """Whether torch has everything that `find` returned here."""
+    return not any(isinstance(one, Missing) for one in found)
+
+
+def check(found: Any) -> None:
+    """Raise RuntimeError where torch lacks what `find` returned here."""
+    if isinstance(found, Missing):
+        found.fail()
+
+
+def look_up(path: str) -> Any:
+    """The object, or a `Missing`."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part, None)
+        return Missing(path) if found is None else found
+    return Missing(path)
+
+
+def lost() -> list[str]:
+    """What this torch lacks, one message a name; imports the parts of torch that the names are in."""
+    return [message(path) for path in PRIVATE if isinstance(look_up(path), Missing)]
+
+
+def _never() -> bool:
+    return False
+
+
+def _always(*_: Any) -> bool:
+    return True
+
+
+def _has_no_storage(tensor: Tensor) -> bool:
+    try:
+        tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return True
+    return False
+
+
+def _copy_each(to: list[Tensor], values: list[Tensor], non_blocking: bool = False) -> None:
+    for place, value in zip(to, values):
+        place.copy_(value, non_blocking)
+
+
+def _multiply_each(tensors: list[Tensor], factor: Tensor) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def _norm_of_each(tensors: list[Tensor], order: float) -> list[Tensor]:
+    return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
+
+
+def _unscale_each(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    for grad in grads:
+        found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(grad).all()).float()))
+        grad.copy_((grad.float() * inv_scale) if grad.dtype.itemsize < 4 else grad * inv_scale)
+
+
+#: Whether a transform of torch.func surrounds this call. torch.func itself refuses what False lets through.
+transforms_active: Callable[[], bool] = find("torch._C._are_functorch_transforms_active", _never)
+is_batched: Callable[[Tensor], bool] = find("torch._C._functorch.is_batchedtensor", _always)
+is_wrapped: Callable[[Tensor], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor", _has_no_storage)
+is_differentiated: Callable[[Tensor], bool] = find("torch._C._functorch.is_gradtrackingtensor")
+unwrapped: Callable[[Tensor], Tensor] = find("torch._C._functorch.get_unwrapped")
+copy_each: Callable[..., None] = find("torch._foreach_copy_", _copy_each)
+multiply_each: Callable[..., None] = find("torch._foreach_mul_", _multiply_each)
+norm_of_each: Callable[..., list[Tensor]] = find("torch._foreach_norm", _norm_of_each)
+unscale_each: Callable[..., None] = find("torch._amp_foreach_non_finite_check_and_unscale_", _unscale_each)
+#: torch's kernel of the scale's rule; False where torch has none.
+update_scale: Any = find("torch._amp_update_scale_", False)

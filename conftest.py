@@ -11,4 +11,5 @@ from funcamp import distributed
 def _names(doctest_namespace: dict[str, object]) -> None:
     doctest_namespace["torch"] = torch
     doctest_namespace["distributed"] = distributed
+    doctest_namespace["presets"] = funcamp.presets
     doctest_namespace.update({name: getattr(funcamp, name) for name in funcamp.__all__})

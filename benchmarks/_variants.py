@@ -149,7 +149,7 @@ def funcamp_loop(
     return captured(call, before=model.zero_grad) if graph else call
 
 
-UNSCALED = funcamp.ScalerConfig.disabled()
+UNSCALED = funcamp.presets.disabled()
 PEERS: dict[str, Maker] = {
     "torch eager, GradScaler": torch_loop,
     "torch.compile(model), GradScaler": functools.partial(torch_loop, mode="default"),

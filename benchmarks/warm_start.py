@@ -1,4 +1,4 @@
-"""Does `ScalerConfig.warm_start` find the scale sooner, and with fewer lost steps, than the rules it could replace?
+"""Does `presets.warm_start` find the scale sooner, and with fewer lost steps, than the rules it could replace?
 
 Two small models trained in float16 from several initial scales. A step is lost where it is skipped. The scale is found
 once it is at the largest power of two that does not overflow, or next to it: what that is at a step is found by trying
@@ -21,7 +21,7 @@ from _timing import about, arguments, table, write
 from torch import Tensor
 
 import funcamp
-from funcamp import ScalerConfig
+from funcamp import ScalerConfig, presets
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import _gpt
@@ -29,9 +29,9 @@ import _gpt
 EXPONENTS = (8, 16, 24, 32)
 RULES: dict[str, Callable[[float], ScalerConfig]] = {
     "torch": lambda scale: ScalerConfig(scale),
-    "megatron": lambda scale: ScalerConfig.megatron(scale),
+    "megatron": lambda scale: presets.megatron(scale),
     "doubling from the start": lambda scale: ScalerConfig(scale, growth_interval=1),
-    "warm_start": ScalerConfig.warm_start,
+    "warm_start": presets.warm_start,
 }
 
 

@@ -1,5 +1,6 @@
 """Mixed-precision gradient scaling for PyTorch as pure functions on an immutable state."""
 
+from funcamp import presets as presets
 from funcamp._amp.grad_scaler import GradScaler
 from funcamp._autograd.custom_function import custom_function
 from funcamp._autograd.loss import ModuleLoss, module_loss
@@ -12,14 +13,11 @@ from funcamp._optim.by_group import GroupedOptimizer, by_group
 from funcamp._optim.clip import clip_grad_norm, clip_grad_value
 from funcamp._optim.ema import ema_update
 from funcamp._optim.stateless import OptState, StatelessOptimizer, stateless
-from funcamp._scaler.by_leaf import found_inf_by_leaf, leaf_names
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.limits import exhausted, saturated
-from funcamp._scaler.rule_table import init
-from funcamp._scaler.scale import all_finite, scale, unscale, unscale_and_check
+from funcamp._scaler.scale import all_finite, found_inf_by_leaf, leaf_names, scale, unscale, unscale_and_check
 from funcamp._scaler.state import HysteresisState, ScalerState, ToleranceState, WarmUpState
 from funcamp._scaler.state_dict import from_state_dict, to_state_dict
-from funcamp._scaler.update import merge, skip_step, update
+from funcamp._scaler.update import exhausted, init, merge, saturated, skip_step, update
 from funcamp._step.make import make_train_step
 from funcamp._step.state import Metrics, TrainState
 from funcamp._step.step import TrainStep

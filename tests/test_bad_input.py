@@ -25,6 +25,7 @@ from funcamp import (
     make_train_step,
     merge,
     module_loss,
+    presets,
     ravel,
     scale,
     scaled_grad_and_value,
@@ -81,13 +82,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "init_scale tensor": (lambda: ScalerConfig(W[0]), TypeError, "init_scale must be a Python number; got tensor"),  # type: ignore[arg-type]
     "init_scale bool": (lambda: ScalerConfig(True), TypeError, "init_scale must be a Python number; got True"),
     "growth_factor below one": (lambda: ScalerConfig(growth_factor=0.9), ValueError, r"growth_factor must be 1 or more.*got 0\.9"),
-    "growth_factor beyond float32": (lambda: ScalerConfig.megatron(growth_factor=1e39), ValueError, "finite in float32; got 1e\\+39"),
+    "growth_factor beyond float32": (lambda: presets.megatron(growth_factor=1e39), ValueError, "finite in float32; got 1e\\+39"),
     "growth_factor inf": (lambda: ScalerConfig(growth_factor=math.inf), ValueError, "growth_factor must be .*finite.*got inf"),
     "backoff_factor above one": (lambda: ScalerConfig(backoff_factor=1.1), ValueError, "backoff_factor must be .*got 1.1"),
     "backoff_factor of a division": (lambda: ScalerConfig(rule="jmp", backoff_factor=0.3), ValueError, "must be 1 / growth_factor for the rule 'jmp'.*got 0.3"),
-    "jmp factor": (lambda: ScalerConfig.jmp(factor=0), ValueError, "factor must be above 1; got 0"),
-    "fairseq scale_factor": (lambda: ScalerConfig.fairseq(scale_factor="2"), TypeError, "scale_factor must be a Python number; got '2'"),  # type: ignore[arg-type]
-    "apex nan": (lambda: ScalerConfig.apex(init_scale=math.nan), ValueError, "init_scale must be positive and finite"),
+    "jmp factor": (lambda: presets.jmp(factor=0), ValueError, "factor must be above 1; got 0"),
+    "fairseq scale_factor": (lambda: presets.fairseq(scale_factor="2"), TypeError, "scale_factor must be a Python number; got '2'"),  # type: ignore[arg-type]
+    "apex nan": (lambda: presets.apex(init_scale=math.nan), ValueError, "init_scale must be positive and finite"),
     "init_scale huge": (lambda: ScalerConfig(10**400), ValueError, "init_scale must be positive and finite"),
     "backoff_factor zero": (lambda: ScalerConfig(backoff_factor=0.0), ValueError, "backoff_factor must be .*got 0.0"),
     "growth_interval zero": (lambda: ScalerConfig(growth_interval=0), ValueError, "growth_interval must be from 1.*got 0"),
@@ -100,7 +101,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "tolerance": (lambda: ScalerConfig(tolerance=1.5), ValueError, r"tolerance must be from 0 to 1; got 1\.5"),
     "stop_scale": (lambda: ScalerConfig(rule="fairseq"), ValueError, "stop_scale must be given for the rule 'fairseq'; got None"),
     "rule": (lambda: ScalerConfig(rule="fast"), ValueError, "rule must be one of dynamic, static, .*; got 'fast'"),
-    "static zero": (lambda: ScalerConfig.static(0), ValueError, "init_scale must be positive"),
+    "static zero": (lambda: presets.static(0), ValueError, "init_scale must be positive"),
     # the state
     "init config": (lambda: init({"init_scale": 2}), TypeError, "init: config must be a ScalerConfig .*got {"),  # type: ignore[arg-type]
     "update config": (lambda: update(STATE, 2.0), TypeError, "update: config must be a ScalerConfig"),  # type: ignore[arg-type]
@@ -265,9 +266,9 @@ def test_a_config_is_frozen_hashable_and_a_constant() -> None:
 
 
 def test_presets() -> None:
-    assert ScalerConfig.torch() == ScalerConfig()
-    assert ScalerConfig.torch(4.0, 3.0, 0.1, 7) == ScalerConfig(4.0, 3.0, 0.1, 7)
-    assert ScalerConfig.torch(enabled=False) == ScalerConfig.disabled() == ScalerConfig.static(1.0)
+    assert presets.torch() == ScalerConfig()
+    assert presets.torch(4.0, 3.0, 0.1, 7) == ScalerConfig(4.0, 3.0, 0.1, 7)
+    assert presets.torch(enabled=False) == presets.disabled() == presets.static(1.0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import ScalerConfig, jit, make_train_step, module_loss, numerics, stateless
+from funcamp import jit, make_train_step, module_loss, numerics, presets, stateless
 from tests.helpers import assert_same, clone
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
@@ -49,7 +49,7 @@ def test_the_loss_is_that_of_the_module_in_eval_mode(policy: Any, how: str) -> N
     model = network()
     before, state_before = flags(model), clone(dict(model.state_dict()))
     loss_fn = module_loss(model, F.mse_loss)
-    step = make_train_step(loss_fn, SGD, ScalerConfig.disabled(), policy=policy)
+    step = make_train_step(loss_fn, SGD, presets.disabled(), policy=policy)
     x, y = torch.randn(6, 4), torch.randn(6, 2)
     state, _ = step(step.init(), (x, y))
     eager = copy.deepcopy(model)

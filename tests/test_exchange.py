@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from funcamp import GradScaler, ScalerConfig, ScalerState, from_state_dict, init, to_state_dict, update
+from funcamp import GradScaler, ScalerConfig, ScalerState, from_state_dict, init, presets, to_state_dict, update
 from tests.helpers import assert_same
 
 FIVE = {"scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 4, "_growth_tracker": 2}
@@ -57,7 +57,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert_same(state, from_state_dict(FIVE)[0])
 
 
-@pytest.mark.parametrize("preset", [ScalerConfig.megatron, ScalerConfig.fairseq, ScalerConfig.warm_start])
+@pytest.mark.parametrize("preset", [presets.megatron, presets.fairseq, presets.warm_start])
 def test_counters_of_a_rule_go_along(preset: Any) -> None:
     config = preset()
     state = init(config)
@@ -98,4 +98,4 @@ def test_a_foreign_dict_is_refused_by_the_entry(saved: Any, error: type[Exceptio
 
 def test_a_state_of_another_rule_is_refused() -> None:
     with pytest.raises(TypeError, match=r"to_state_dict: state must be a HysteresisState"):
-        to_state_dict(init(), ScalerConfig.megatron())
+        to_state_dict(init(), presets.megatron())

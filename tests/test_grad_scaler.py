@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcamp
-from funcamp import GradScaler, ScalerConfig, init, update
+from funcamp import GradScaler, ScalerConfig, init, presets, update
 from funcamp._amp import unscale
 from funcamp._amp.undo import is_watched
 from tests.helpers import assert_same, clone
@@ -324,7 +324,7 @@ def test_setters_take_effect_and_refuse() -> None:
         assert (mine.scaler.get_growth_interval(), mine.scaler.get_scale()) == (interval, before)
 
 
-@pytest.mark.parametrize("preset", [ScalerConfig.megatron, ScalerConfig.flax, ScalerConfig.warm_start])
+@pytest.mark.parametrize("preset", [presets.megatron, presets.flax, presets.warm_start])
 def test_another_rule_runs_and_is_saved(preset: Callable[[], ScalerConfig]) -> None:
     config = preset()
     loop, state, rng = Loop(GradScaler("cpu", config=config), "SGD"), init(config), random.Random(0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import GradScaler, ScalerConfig
+from funcamp import GradScaler, presets
 from tests.helpers import assert_close, assert_same
 
 STEPS = 12
@@ -155,7 +155,7 @@ def test_several_optimizers_in_one_graph() -> None:
 
 
 def test_another_rule_compiles() -> None:
-    scaler = GradScaler("cpu", config=ScalerConfig.megatron(initial_scale=2.0**12, hysteresis=2))
+    scaler = GradScaler("cpu", config=presets.megatron(initial_scale=2.0**12, hysteresis=2))
     _, _, loop = build(scaler, "SGD")
     compiled = torch.compile(loop, fullgraph=True, backend="aot_eager")
     seen = []

@@ -24,6 +24,7 @@ ROOMS = [
     "_ties",
     "_trace",
     "_scaler",
+    "presets",
     "_io",
     "_storage",
     "_optim",

@@ -22,6 +22,7 @@ from funcamp import (
     jit,
     make_train_step,
     module_loss,
+    presets,
     stateless,
 )
 from tests.helpers import assert_close, assert_same, clone, to
@@ -159,7 +160,7 @@ def test_one_bad_micro_batch_skips_the_window() -> None:
 @pytest.mark.parametrize("size", [1e18, 1e19, 1e25, 3e38])
 def test_a_norm_beyond_float32_clips(size: float, flat: bool, transform: Callable[..., Any]) -> None:
     """Finite gradients whose squares or whose norm overflow float32 clip to max_norm; torch multiplies them by 0."""
-    config = ScalerConfig.disabled()
+    config = presets.disabled()
     step = make_train_step(linear, stateless(torch.optim.SGD, lr=1.0), config, max_norm=1.0, flat=flat)
     state = step.init({"a": torch.zeros(4), "b": torch.zeros(2, 2)})
     grads = torch.full((2, 4), size)
@@ -178,7 +179,7 @@ def test_a_norm_beyond_float32_clips(size: float, flat: bool, transform: Callabl
 @pytest.mark.parametrize("exponents", [(-30, -3, 0), (-5, 18, 19.2), (18.9, 25, 38), (0, 30, 38), (-44, 38, 38)])
 @pytest.mark.parametrize("count", [40, 3001])
 def test_a_mixture_of_magnitudes_clips_as_in_float64(exponents: tuple[float, ...], count: int) -> None:
-    step = make_train_step(linear, stateless(torch.optim.SGD, lr=1.0), ScalerConfig.disabled(), max_norm=1.0, flat=True)
+    step = make_train_step(linear, stateless(torch.optim.SGD, lr=1.0), presets.disabled(), max_norm=1.0, flat=True)
     grads = (torch.rand(3, count, dtype=torch.float64) + 1) * torch.tensor([10.0**e for e in exponents])[:, None]
     grads = grads.flatten().float()
     after, metrics = step(step.init({"a": torch.zeros(3 * count)}), grads[None])
@@ -191,7 +192,7 @@ def test_a_mixture_of_magnitudes_clips_as_in_float64(exponents: tuple[float, ...
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("size", [4096, 5000, 6144])
 def test_a_large_gradient_is_checked_to_its_last_element(size: int, value: float) -> None:
-    step = make_train_step(linear, SGD, ScalerConfig.disabled())
+    step = make_train_step(linear, SGD, presets.disabled())
     for place in (0, 2047, 2048, 4095, size - 1):
         batch = torch.full((1, size), 1e-3)
         assert step(step.init({"a": torch.zeros(size)}), batch)[1].grad_norm.item() == pytest.approx(
@@ -203,7 +204,7 @@ def test_a_large_gradient_is_checked_to_its_last_element(size: int, value: float
 
 @pytest.mark.parametrize("size", [1e150, 1e200, 1.7e308])
 def test_a_finite_float64_gradient_steps(size: float) -> None:
-    step = make_train_step(linear, SGD, ScalerConfig.disabled(), max_norm=1.0)
+    step = make_train_step(linear, SGD, presets.disabled(), max_norm=1.0)
     state = step.init({"a": torch.zeros(2, dtype=torch.float64), "b": torch.zeros(2)})
     batch = [torch.full((2,), size, dtype=torch.float64), torch.ones(2)]
     after, metrics = step(state, batch)
@@ -215,7 +216,7 @@ def test_a_finite_float64_gradient_steps(size: float) -> None:
 
 
 def test_a_gradient_that_overflows_by_unscaling_is_found() -> None:
-    step = make_train_step(linear, SGD, ScalerConfig.static(2.0**-10), flat=True)
+    step = make_train_step(linear, SGD, presets.static(2.0**-10), flat=True)
     _, metrics = step(step.init({"a": torch.zeros(2)}), torch.full((1, 2), 3e38))
     assert metrics.found_inf == 0
     state = step.init({"a": torch.zeros(2)})

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from funcamp import ScalerConfig, jit, make_train_step, module_loss, ravel, stateless
+from funcamp import jit, make_train_step, module_loss, presets, ravel, stateless
 from funcamp._ties import overlaps
 from tests.helpers import assert_same, clone
 
@@ -170,7 +170,7 @@ def test_memory_that_is_not_shared_or_not_written_is_taken(lay_out: Any) -> None
     lay_out(model)
     eager, x = copy.deepcopy(model), torch.randn(3, 4)
     optimizer = torch.optim.SGD((p for p in eager.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
-    step = make_train_step(module_loss(model, F.mse_loss), SGD, ScalerConfig.disabled())
+    step = make_train_step(module_loss(model, F.mse_loss), SGD, presets.disabled())
     state = step.init()
     for _ in range(3):
         optimizer.zero_grad()
@@ -216,7 +216,7 @@ def test_two_buffers_of_one_tensor_are_one(how: str, second: Any, compiled: bool
     eager = Counting(how, second)
     eager.load_state_dict(model.state_dict())
     loss_fn = module_loss(model, F.mse_loss)
-    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1), ScalerConfig.disabled())
+    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1), presets.disabled())
     run, state, before = (
         jit(step, backend="aot_eager") if compiled else step,
         step.init(),
@@ -266,7 +266,7 @@ def test_a_frozen_parameter_over_a_buffer_follows_it() -> None:
     eager = Table()
     eager.load_state_dict(model.state_dict())
     loss_fn = module_loss(model, F.mse_loss)
-    step = make_train_step(loss_fn, SGD, ScalerConfig.disabled())
+    step = make_train_step(loss_fn, SGD, presets.disabled())
     state = step.init()
     optimizer = torch.optim.SGD(eager.layer.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):

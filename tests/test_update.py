@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from funcamp import ScalerConfig, init, merge, unscale_and_check, update
+from funcamp import ScalerConfig, init, merge, presets, unscale_and_check, update
 from tests.conftest import Transform
 from tests.helpers import assert_same
 from tests.oracle import PlainRule, TorchRule, float32, state_of
@@ -85,7 +85,7 @@ def test_update_overflow_on_the_growing_step_backs_off() -> None:
 def test_update_loop_follows_grad_scaler(growth: float, backoff: float, interval: int) -> None:
     rng = random.Random(1)
     torch_scaler = torch.amp.GradScaler("cpu", 2.0**10, growth, backoff, interval)
-    config = ScalerConfig.torch(2.0**10, growth, backoff, interval)
+    config = presets.torch(2.0**10, growth, backoff, interval)
     state = init(config)
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=0.0)
@@ -131,7 +131,7 @@ def test_update_bounds_do_not_change_the_tracker_rule() -> None:
 
 
 def test_update_static_never_moves_and_clears_the_flag() -> None:
-    config = ScalerConfig.static(128.0)
+    config = presets.static(128.0)
     state = init(config)
     for flag in (0.0, 1.0, math.nan, 0.0):
         state = update(type(state)(state.scale, state.growth_tracker, torch.tensor(flag)), config)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from funcamp import ScalerConfig, ScalerState, init, update
+from funcamp import ScalerConfig, ScalerState, init, presets, update
 from tests.conftest import Transform
 from tests.oracle import PlainRule
 
@@ -57,7 +57,7 @@ def run(config: ScalerConfig, threshold: float, steps: int) -> tuple[list[float]
 @pytest.mark.parametrize("start", [0, 8, 16, 24, 32])
 @pytest.mark.parametrize("threshold", range(0, 25, 3))
 def test_search_ends_at_the_largest_clean_scale_or_its_half(start: int, threshold: int) -> None:
-    scales, skips = run(ScalerConfig.warm_start(2.0**start, growth_interval=1000), 2.0**threshold * 1.5, 60)
+    scales, skips = run(presets.warm_start(2.0**start, growth_interval=1000), 2.0**threshold * 1.5, 60)
     assert scales[-1] in (2.0**threshold, 2.0 ** (threshold - 1))
     distance = max(start - threshold, 0)
     # falls of 1, 2, 4, ..., and one skip at the end of the climb
@@ -70,7 +70,7 @@ def test_search_ends_at_the_largest_clean_scale_or_its_half(start: int, threshol
 @pytest.mark.parametrize("seed", range(30))
 def test_search_follows_plain_python(seed: int) -> None:
     rng = random.Random(seed)
-    config = ScalerConfig.warm_start(2.0 ** rng.randrange(0, 33))
+    config = presets.warm_start(2.0 ** rng.randrange(0, 33))
     state, plain = init(config), PlainSearch(config.init_scale)
     for _ in range(30):
         found = rng.random() < 0.5
@@ -84,7 +84,7 @@ def test_search_follows_plain_python(seed: int) -> None:
 
 
 def test_after_the_search_the_rule_is_torchs(transform: Transform) -> None:
-    config = ScalerConfig.warm_start(8.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=2)
+    config = presets.warm_start(8.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=2)
     step = transform(lambda state: update(state, config))
     state, plain, rng = init(config), PlainRule(8.0, 0, 1.7, 0.3, 2), random.Random(0)
     state = step(flagged(step(flagged(state, False)), True))  # clean at 8, refused at 16
@@ -98,11 +98,11 @@ def test_after_the_search_the_rule_is_torchs(transform: Transform) -> None:
 
 
 def test_search_stops_at_the_maximum() -> None:
-    assert run(ScalerConfig.warm_start(2.0**20), 2.0**60, 10)[0][-1] == 2.0**24
-    assert run(ScalerConfig.warm_start(4.0, max_scale=10.0), 2.0**60, 10)[0][-1] == 8.0
-    assert run(ScalerConfig.warm_start(2.0**30), 2.0**60, 10)[0][-1] == 2.0**30
+    assert run(presets.warm_start(2.0**20), 2.0**60, 10)[0][-1] == 2.0**24
+    assert run(presets.warm_start(4.0, max_scale=10.0), 2.0**60, 10)[0][-1] == 8.0
+    assert run(presets.warm_start(2.0**30), 2.0**60, 10)[0][-1] == 2.0**30
 
 
 def test_a_fall_stops_at_one_and_then_halves() -> None:
-    scales, _ = run(ScalerConfig.warm_start(2.0**16), 2.0**-3, 9)
+    scales, _ = run(presets.warm_start(2.0**16), 2.0**-3, 9)
     assert scales == [2.0**15, 2.0**13, 2.0**9, 2.0, 1.0, 0.5, 0.25, 0.125, 0.25]

@@ -16,9 +16,8 @@ from funcamp._amp import unscale
 from funcamp._amp.scaler_of_optimizer import HeldScaler, per_optimizer
 from funcamp._amp.undo import Flags, Made, is_watched, joined, make_state, obstacle, read, select, with_grads
 from funcamp._amp.undo_compiled import select_compiled
-from funcamp._scaler.rule_table import state_type
 from funcamp._scaler.torch_rule import widen
-from funcamp._scaler.update import update
+from funcamp._scaler.update import state_type, update
 
 
 class GradScaler(HeldScaler):

@@ -13,9 +13,9 @@ from torch.amp.grad_scaler import OptState as Stage
 
 from funcamp._amp.undo_compiled import prepare
 from funcamp._scaler.config import ScalerConfig, check_config
-from funcamp._scaler.rule_table import first_counters
 from funcamp._scaler.state import ScalerState
 from funcamp._scaler.state_dict import saved_count, saved_scale
+from funcamp._scaler.update import first_counters
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 _NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."

@@ -1,14 +1,52 @@
-"""The scaler's configuration: Python values only, and a preset for the rule of every library."""
+"""The scaler's configuration: Python values only, checked when it is made."""
 
 from __future__ import annotations
 
+import math
+import numbers
 from dataclasses import dataclass, fields
+from typing import Any
 
-from funcamp._scaler.presets import Presets
+import torch
+
+from funcamp._scaler.rule_table import RULES
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_FLOAT32_LEAST = 2.0**-149
+_INT32_MAX = torch.iinfo(torch.int32).max
+
+
+def real(name: str, value: object) -> float:
+    """A Python or NumPy real number as a float; a tensor is refused, for it would be read on the host."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"ScalerConfig: {name} must be a Python number; got {value!r} of type {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _scale_value(name: str, value: object) -> float:
+    """A positive number that float32 holds."""
+    number = real(name, value)
+    if not _FLOAT32_LEAST <= number <= _FLOAT32_MAX:
+        raise ValueError(
+            f"ScalerConfig: {name} must be positive and finite in float32, from 2**-149 to {_FLOAT32_MAX}; got {value}"
+        )
+    return number
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"ScalerConfig: {name} must be an integer; got {value!r}")
+    number = int(value)
+    if not 1 <= number <= _INT32_MAX:
+        raise ValueError(f"ScalerConfig: {name} must be from 1 to 2**31 - 1; got {value}")
+    return number
 
 
 @dataclass(frozen=True)
-class ScalerConfig(Presets):
+class ScalerConfig:
     """The constants of the scale's rule: Python values, checked when made, hashable, baked into a compiled graph.
 
     Args:
@@ -36,80 +74,55 @@ class ScalerConfig(Presets):
         Names and defaults: torch/amp/grad_scaler.py, PyTorch 2.13.
     """
 
-    @classmethod
-    def torch(
-        cls,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> ScalerConfig:
-        """The configuration that `torch.amp.GradScaler` would have with the same arguments.
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float | None = None
+    max_scale: float | None = None
+    rule: str = "dynamic"
+    hysteresis: int = 1
+    tolerance: float = 0.0
+    stop_scale: float | None = None
 
-        `enabled=False` gives `disabled()`.
-
-        Example:
-            >>> ScalerConfig.torch(init_scale=1024.0).init_scale
-            1024.0
-
-        References:
-            torch/amp/grad_scaler.py, PyTorch 2.13.
-        """
-        if not enabled:
-            return cls.disabled()
-        return cls(init_scale, growth_factor, backoff_factor, growth_interval)
-
-    @classmethod
-    def warm_start(
-        cls,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        max_scale: float | None = None,
-    ) -> ScalerConfig:
-        """Torch's rule, after a search for the scale at the start.
-
-        Overflows divide the scale by 2, 4, 16, 256, ... until a step is clean; clean steps double it, up to about a
-        quarter of what overflowed last, to the first overflow (then it is quartered), to max_scale, or to 2**24. From
-        there on the rule is torch's. Worth it where init_scale may be far off: beside torch's rule it loses a step or
-        two more where init_scale is right, and a third of the steps where it is 2**15 too high.
-
-        Example:
-            >>> ScalerConfig.warm_start(init_scale=2.0**24).rule
-            'warm_start'
-
-        References:
-            benchmarks/warm_start.py has the comparison.
-        """
-        return cls(init_scale, growth_factor, backoff_factor, growth_interval, None, max_scale, "warm_start")
-
-    @classmethod
-    def static(cls, scale: float) -> ScalerConfig:
-        """A scale that never changes; a step with a non-finite gradient is still skipped.
-
-        Args:
-            scale: the scale; positive, finite in float32.
-
-        Example:
-            >>> ScalerConfig.static(128.0).rule
-            'static'
-        """
-        return cls(init_scale=scale, rule="static")
-
-    @classmethod
-    def disabled(cls) -> ScalerConfig:
-        """A scale of 1 that never changes, for bfloat16 or float32 runs of the same program.
-
-        Gradients are still checked and a step on a non-finite one is still skipped, where
-        `torch.amp.GradScaler(enabled=False)` would take it.
-
-        Example:
-            >>> ScalerConfig.disabled().init_scale
-            1.0
-        """
-        return cls.static(1.0)
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {"init_scale": _scale_value("init_scale", self.init_scale)}
+        growth, backoff = real("growth_factor", self.growth_factor), real("backoff_factor", self.backoff_factor)
+        if not 1.0 <= growth <= _FLOAT32_MAX:
+            raise ValueError(
+                f"ScalerConfig: growth_factor must be 1 or more and finite in float32; got {self.growth_factor}"
+            )
+        if not 0.0 < backoff <= 1.0:
+            raise ValueError(f"ScalerConfig: backoff_factor must be above 0 and at most 1; got {self.backoff_factor}")
+        if self.rule in RULES and RULES[self.rule].divides and backoff != 1.0 / growth:
+            raise ValueError(
+                f"ScalerConfig: backoff_factor must be 1 / growth_factor for the rule {self.rule!r}, which divides by "
+                f"it; got {self.backoff_factor} with growth_factor {self.growth_factor}"
+            )
+        checked |= {"growth_factor": growth, "backoff_factor": backoff}
+        for name in ("growth_interval", "hysteresis"):
+            checked[name] = _count(name, getattr(self, name))
+        for name in ("min_scale", "max_scale", "stop_scale"):
+            value = getattr(self, name)
+            checked[name] = None if value is None else _scale_value(name, value)
+        if checked["stop_scale"] is None and self.rule == "fairseq":
+            raise ValueError("ScalerConfig: stop_scale must be given for the rule 'fairseq'; got None")
+        tolerance = real("tolerance", self.tolerance)
+        if not 0.0 <= tolerance <= 1.0:
+            raise ValueError(f"ScalerConfig: tolerance must be from 0 to 1; got {self.tolerance}")
+        checked["tolerance"] = tolerance
+        if self.rule not in RULES:
+            raise ValueError(f"ScalerConfig: rule must be one of {', '.join(RULES)}; got {self.rule!r}")
+        low, high = checked["min_scale"], checked["max_scale"]
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"ScalerConfig: min_scale must not be above max_scale; got {low} and {high}")
+        if not (low or 0.0) <= checked["init_scale"] <= (math.inf if high is None else high):
+            raise ValueError(
+                f"ScalerConfig: init_scale must be within [min_scale, max_scale]; "
+                f"got {checked['init_scale']} with min_scale {low} and max_scale {high}"
+            )
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
 
 def check_config(call: str, config: object) -> ScalerConfig:

@@ -7,14 +7,16 @@ leaves float32's range. tests/peer_rules.py states every rule again in plain Pyt
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.state import ScalerState, replace
 from funcamp._scaler.torch_rule import Outcome, widen
+
+if TYPE_CHECKING:
+    from funcamp._scaler.config import ScalerConfig
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 
 from funcamp._scaler.config import ScalerConfig, check_config
-from funcamp._scaler.rule_table import check_suits, first_counters, init
 from funcamp._scaler.state import ScalerState, check_state
+from funcamp._scaler.update import check_suits, first_counters, init
 
 _CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
 

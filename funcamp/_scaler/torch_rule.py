@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.state import ScalerState, replace
+
+if TYPE_CHECKING:
+    from funcamp._scaler.config import ScalerConfig
 
 
 class Outcome(NamedTuple):

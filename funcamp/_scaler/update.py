@@ -1,4 +1,4 @@
-"""What follows from the flag: the scale's update, the skipped step, the verdict of several optimizers.
+"""The first state, and what follows from the flag: the scale's update, the skipped step, a scale that cannot move.
 
 The rule:
 
@@ -13,15 +13,50 @@ The rule:
 from __future__ import annotations
 
 import numbers
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._scaler.config import ScalerConfig, check_config
-from funcamp._scaler.rule_table import bounded, check_suits, outcome
-from funcamp._scaler.state import ScalerState, check_state, replace
+from funcamp._scaler.rule_table import RULES
+from funcamp._scaler.state import HysteresisState, ScalerState, ToleranceState, WarmUpState, check_state, replace
+from funcamp._scaler.torch_rule import Outcome
 from funcamp._types import Tree
+
+
+def init(config: ScalerConfig = ScalerConfig(), *, device: torch.device | str | None = None) -> ScalerState:
+    """Make the state before the first step.
+
+    scale = init_scale, growth_tracker = 0, found_inf = 0. Nothing is lazy. Pure; no sync.
+
+    Args:
+        config: the configuration; the same one goes to `update`.
+        device: where the state lives: the device of the gradients. None for torch's default device.
+
+    Returns:
+        A `ScalerState`; for a rule that counts more, a `HysteresisState`, `ToleranceState` or `WarmUpState`.
+
+    Raises:
+        TypeError: config is no `ScalerConfig`.
+
+    Example:
+        >>> init(ScalerConfig(init_scale=8.0)).scale
+        tensor(8.)
+
+    References:
+        `GradScaler._lazy_init_scale_growth_tracker`, torch/amp/grad_scaler.py, PyTorch 2.13.
+    """
+    config = check_config("init", config)
+    counters = first_counters(config)
+    kind = cast("type[ScalerState]", state_type(config))
+    return kind(
+        scale=torch.full((), config.init_scale, dtype=torch.float32, device=device),
+        growth_tracker=torch.zeros((), dtype=torch.int32, device=device),
+        found_inf=torch.zeros((), dtype=torch.float32, device=device),
+        **{name: torch.full((), value, dtype=torch.int32, device=device) for name, value in counters.items()},
+    )
 
 
 def update(
@@ -60,9 +95,9 @@ def update(
     state, config = check_state("update", state), check_config("update", config)
     check_suits("update", state, config)
     if new_scale is None:
-        state = bounded(outcome(state, config).state, config)
+        state = _bounded(_outcome(state, config).state, config)
     else:
-        state = bounded(replace(state, scale=_new_scale(state, new_scale)), config)
+        state = _bounded(replace(state, scale=_new_scale(state, new_scale)), config)
     return replace(state, found_inf=torch.zeros_like(state.found_inf))
 
 
@@ -132,6 +167,108 @@ def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
     found = state.found_inf != 0
     chosen = [_choose(new, i, found, a, b) for i, (a, b) in enumerate(zip(flat_new, flat_old))]
     return _tree.unflatten(chosen, spec)
+
+
+def exhausted(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tensor:
+    """Tell whether a gradient is not finite and the rule would lower the scale, but cannot.
+
+    exhausted = the rule backs off, and the scale after its bounds is not lower, or is 0. The loss overflows whatever
+    the scale: the model diverged, or its numbers need another precision. Pure; safe under torch.compile and vmap; no
+    sync.
+
+    Args:
+        state: the state after `unscale_and_check`, before `update`.
+        config: the configuration the state was made with.
+
+    Returns:
+        A bool tensor, shape (). Never True for a static scale.
+
+    Raises:
+        TypeError: config is no `ScalerConfig`, or state is no state of its rule.
+
+    Example:
+        >>> config = ScalerConfig(init_scale=1.0, min_scale=1.0)
+        >>> _, state = unscale_and_check(init(config), torch.tensor(float("inf")))
+        >>> exhausted(state, config)
+        tensor(True)
+
+    References:
+        DeepSpeed and fairseq raise there: deepspeed/runtime/fp16/loss_scaler.py, fairseq/optim/dynamic_loss_scaler.py.
+    """
+    state, config = _checked("exhausted", state, config)
+    after = _outcome(state, config)
+    scale = _bounded(after.state, config).scale
+    return after.backs_off & (~(scale < state.scale) | (scale == 0))
+
+
+def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tensor:
+    """Tell whether the scale is due to grow, but cannot.
+
+    saturated = the rule grows, and the scale after its bounds is not higher, or is infinite. Gradients are small enough
+    to do without scaling. Pure; safe under torch.compile and vmap; no sync.
+
+    Args:
+        state: the state after `unscale_and_check`, before `update`.
+        config: the configuration the state was made with.
+
+    Returns:
+        A bool tensor, shape (). Never True for a static scale.
+
+    Raises:
+        TypeError: config is no `ScalerConfig`, or state is no state of its rule.
+
+    Example:
+        >>> config = ScalerConfig(init_scale=8.0, max_scale=8.0, growth_interval=1)
+        >>> saturated(init(config), config)
+        tensor(True)
+
+    References:
+        `_amp_update_scale_` keeps a scale that would be infinite: native/cuda/AmpKernels.cu, PyTorch 2.13.
+    """
+    state, config = _checked("saturated", state, config)
+    after = _outcome(state, config)
+    scale = _bounded(after.state, config).scale
+    return after.grows & (~(scale > state.scale) | torch.isinf(scale))
+
+
+def _checked(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, ScalerConfig]:
+    state, config = check_state(call, state), check_config(call, config)
+    check_suits(call, state, config)
+    return state, config
+
+
+def state_type(config: ScalerConfig) -> type[Any]:
+    """The class of the states of a configuration's rule."""
+    return RULES[config.rule].state
+
+
+def first_counters(config: ScalerConfig) -> dict[str, int]:
+    """The fields that a rule's state has beside ScalerState's, and their first values."""
+    rule = RULES[config.rule]
+    return dict(zip(rule.state._fields[3:], rule.first(config)))
+
+
+def _outcome(state: ScalerState, config: ScalerConfig) -> Outcome:
+    """What the configuration's rule makes of a step, before its bounds."""
+    return RULES[config.rule].outcome(state, config)
+
+
+def _bounded(state: ScalerState, config: ScalerConfig) -> ScalerState:
+    """The state with its scale clamped to [min_scale, max_scale]."""
+    if config.min_scale is None and config.max_scale is None:
+        return state
+    return replace(state, scale=state.scale.clamp(config.min_scale, config.max_scale))
+
+
+def check_suits(call: str, state: ScalerState, config: ScalerConfig) -> None:
+    """Raise TypeError where the state lacks what the configuration's rule counts."""
+    kind = state_type(config)
+    known = type(state) in (ScalerState, HysteresisState, ToleranceState, WarmUpState)
+    if type(state) is not kind if known else state._fields[: len(kind._fields)] != kind._fields:
+        raise TypeError(
+            f"{call}: state must be a {kind.__name__}, as init makes it for the rule {config.rule!r}; "
+            f"got {type(state).__name__} (config must be the one that the state was made with)"
+        )
 
 
 def _choose(tree: Tree, index: int, found: Tensor, new: object, old: object) -> object:

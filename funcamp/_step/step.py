@@ -14,13 +14,10 @@ from funcamp._autograd.loss import ModuleLoss
 from funcamp._autograd.scaled_grad import around_backward, choose, differentiate
 from funcamp._numerics.record import Record, Records, probe
 from funcamp._optim.ema import ema_update
-from funcamp._scaler.by_leaf import found_inf_by_leaf
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.limits import exhausted, saturated
-from funcamp._scaler.rule_table import init
-from funcamp._scaler.scale import unscale
+from funcamp._scaler.scale import found_inf_by_leaf, unscale
 from funcamp._scaler.state import ScalerState
-from funcamp._scaler.update import skip_step, update
+from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
 from funcamp._step.accumulate import accumulate as accumulate_window
 from funcamp._step.check_and_clip import judge, unscale_and_clip
 from funcamp._step.data_parallel import weighed

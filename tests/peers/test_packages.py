@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from funcamp import ScalerConfig, ScalerState, exhausted, init, update
+from funcamp import ScalerConfig, ScalerState, exhausted, init, presets, update
 
 pytestmark = [
     pytest.mark.peers,
@@ -83,11 +83,11 @@ def keras_stepper(steps: int) -> Stepper:
 
 
 CASES: dict[str, tuple[Callable[[], Stepper], ScalerConfig]] = {
-    "jmp": (lambda: jmp_stepper(3, 2, 1.0), ScalerConfig.jmp(512.0, 3)),
-    "jmp odd factor": (lambda: jmp_stepper(2, 1.7, 0.3), ScalerConfig.jmp(512.0, 2, 1.7, 0.3)),
-    "flax": (lambda: flax_stepper(2, 2.0, 0.5), ScalerConfig.flax(2.0, 0.5, 2, 512.0)),
-    "flax odd factors": (lambda: flax_stepper(1, 1.7, 0.3), ScalerConfig.flax(1.7, 0.3, 1, 512.0)),
-    "keras": (lambda: keras_stepper(3), ScalerConfig.keras(512.0, 3)),
+    "jmp": (lambda: jmp_stepper(3, 2, 1.0), presets.jmp(512.0, 3)),
+    "jmp odd factor": (lambda: jmp_stepper(2, 1.7, 0.3), presets.jmp(512.0, 2, 1.7, 0.3)),
+    "flax": (lambda: flax_stepper(2, 2.0, 0.5), presets.flax(2.0, 0.5, 2, 512.0)),
+    "flax odd factors": (lambda: flax_stepper(1, 1.7, 0.3), presets.flax(1.7, 0.3, 1, 512.0)),
+    "keras": (lambda: keras_stepper(3), presets.keras(512.0, 3)),
 }
 
 
@@ -142,7 +142,7 @@ def deepspeed_module() -> Any:
 def test_preset_follows_deepspeed(probability: float, consecutive: bool) -> None:
     """Up to its exception at the minimum, which is `exhausted`."""
     scaler = deepspeed_module().DynamicLossScaler(64.0, 3, 1.0, 2, consecutive)
-    config = ScalerConfig.deepspeed(64.0, 3, 1.0, 2, consecutive)
+    config = presets.deepspeed(64.0, 3, 1.0, 2, consecutive)
     state, rng = init(config), random.Random(f"{probability} {consecutive}")
     for _ in range(300):
         found = rng.random() < probability

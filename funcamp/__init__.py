@@ -15,7 +15,7 @@ from funcamp._optim.ema import ema_update
 from funcamp._optim.stateless import OptState, StatelessOptimizer, stateless
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.scale import all_finite, found_inf_by_leaf, leaf_names, scale, unscale, unscale_and_check
-from funcamp._scaler.state import HysteresisState, ScalerState, ToleranceState, WarmUpState
+from funcamp._scaler.state import ScalerState
 from funcamp._scaler.state_dict import from_state_dict, to_state_dict
 from funcamp._scaler.update import exhausted, init, merge, saturated, skip_step, update
 from funcamp._step.make import make_train_step
@@ -31,7 +31,6 @@ __all__ = [
     "FlatParams",
     "GradScaler",
     "GroupedOptimizer",
-    "HysteresisState",
     "JitStep",
     "MetricReader",
     "Metrics",
@@ -41,10 +40,8 @@ __all__ = [
     "ScalerConfig",
     "ScalerState",
     "StatelessOptimizer",
-    "ToleranceState",
     "TrainState",
     "TrainStep",
-    "WarmUpState",
     "all_finite",
     "by_group",
     "clip_grad_norm",

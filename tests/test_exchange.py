@@ -97,5 +97,5 @@ def test_a_foreign_dict_is_refused_by_the_entry(saved: Any, error: type[Exceptio
 
 
 def test_a_state_of_another_rule_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"to_state_dict: state must be a HysteresisState"):
+    with pytest.raises(TypeError, match=r"to_state_dict: state must count hysteresis_tracker"):
         to_state_dict(init(), presets.megatron())

@@ -80,7 +80,8 @@ def test_search_follows_plain_python(seed: int) -> None:
         if plain.done:
             break
     assert plain.done
-    assert state[3] == 0  # type: ignore[misc]
+    assert isinstance(state, RuleState)
+    assert state.counters == {"stride": 0}
 
 
 def test_after_the_search_the_rule_is_torchs(transform: Transform) -> None:

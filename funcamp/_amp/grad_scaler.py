@@ -16,8 +16,9 @@ from funcamp._amp import unscale
 from funcamp._amp.scaler_of_optimizer import HeldScaler, per_optimizer
 from funcamp._amp.undo import Flags, Made, is_watched, joined, make_state, obstacle, read, select, with_grads
 from funcamp._amp.undo_compiled import select_compiled
+from funcamp._scaler.state import RuleState, ScalerState, with_counters
 from funcamp._scaler.torch_rule import widen
-from funcamp._scaler.update import state_type, update
+from funcamp._scaler.update import update
 
 
 class GradScaler(HeldScaler):
@@ -200,11 +201,11 @@ class GradScaler(HeldScaler):
                         scale, tracker, found_inf, config.growth_factor, config.backoff_factor, config.growth_interval
                     )
                 else:
-                    new = update(state_type(config)(scale, tracker, found_inf, *self._counters), config)
+                    new = update(with_counters(ScalerState(scale, tracker, found_inf), self._counters), config)
                     scale.copy_(new.scale)
                     tracker.copy_(new.growth_tracker)
-                    for index, counter in enumerate(self._counters):
-                        counter.copy_(new[3 + index])
+                    for name, counter in self._counters.items():
+                        counter.copy_(cast(RuleState, new).counters[name])
         self._per_optimizer_states = defaultdict(per_optimizer)
 
     def _set_scale(self, scale: Tensor, value: float | Tensor) -> None:

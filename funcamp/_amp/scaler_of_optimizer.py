@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState as Stage
 from funcamp._amp.undo_compiled import prepare
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.state import ScalerState
-from funcamp._scaler.state_dict import saved_count, saved_scale
+from funcamp._scaler.state_dict import saved_count, saved_counters, saved_scale
 from funcamp._scaler.update import first_counters
 
 _INT32_MAX = torch.iinfo(torch.int32).max
@@ -70,7 +70,7 @@ class HeldScaler(torch.amp.GradScaler):
             prepare()
             self._config = ScalerConfig(init_scale) if config is None else config
             self._configure()
-            self._counters: tuple[Tensor, ...] = ()
+            self._counters: dict[str, Tensor] = {}
             self._init_counters = first_counters(self._config)
             self._found_inf: Tensor | None = None
             self._per_optimizer_states = defaultdict(per_optimizer)
@@ -88,7 +88,7 @@ class HeldScaler(torch.amp.GradScaler):
     def _read_counters(self) -> dict[str, int]:
         if self._scale is None:
             return self._init_counters
-        return {name: int(counter.item()) for name, counter in zip(self._init_counters, self._counters)}
+        return {name: int(counter.item()) for name, counter in self._counters.items()}
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None:
@@ -102,9 +102,9 @@ class HeldScaler(torch.amp.GradScaler):
             raise AssertionError("_growth_tracker initialized before _scale")
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
-        self._counters = tuple(
-            [torch.full((), value, dtype=torch.int32, device=dev) for value in self._init_counters.values()]
-        )
+        self._counters = {
+            name: torch.full((), value, dtype=torch.int32, device=dev) for name, value in self._init_counters.items()
+        }
 
     def metrics(self) -> ScalerState:
         """The scale, the growth tracker and the last update's found_inf, as copies: for a `MetricReader`. No sync."""
@@ -149,20 +149,17 @@ class HeldScaler(torch.amp.GradScaler):
         scale = saved_scale(call, state_dict["scale"])
         rule = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
         tracker = saved_count(call, "_growth_tracker", state_dict["_growth_tracker"])
-        counters = {
-            name: saved_count(call, name, state_dict.get(name, first))
-            for name, first in first_counters(self._config).items()
-        }
+        counters = saved_counters(call, state_dict, self._config)
         self._configure(**rule)
         self._init_scale, self._init_growth_tracker, self._init_counters = scale, tracker, counters
         if self._scale is not None and self._growth_tracker is not None:
             self._scale.fill_(scale)
             self._growth_tracker.fill_(tracker)
-            for counter, first in zip(self._counters, self._init_counters.values()):
-                counter.fill_(first)
+            for name, counter in self._counters.items():
+                counter.fill_(counters[name])
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self._enabled:
-            state |= {"_init_counters": self._read_counters(), "_counters": (), "_found_inf": None}
+            state |= {"_init_counters": self._read_counters(), "_counters": {}, "_found_inf": None}
         return state

@@ -62,7 +62,8 @@ def _moved(state: Any, backs_off: Tensor, lower: Tensor, grows: Tensor, higher: 
     tracker = state.growth_tracker + 1
     scale = torch.where(backs_off, lower, torch.where(grows, higher, state.scale))
     tracker = torch.where((state.found_inf != 0) | grows, torch.zeros_like(tracker), tracker)
-    return Outcome(replace(state, scale=scale, growth_tracker=tracker, **counters), backs_off, grows)
+    moved = replace(state, scale=scale, growth_tracker=tracker)
+    return Outcome(replace(moved, counters=counters) if counters else moved, backs_off, grows)
 
 
 def _refilled(left: Tensor, where: Tensor, config: ScalerConfig) -> Tensor:
@@ -72,7 +73,7 @@ def _refilled(left: Tensor, where: Tensor, config: ScalerConfig) -> Tensor:
 def megatron(state: Any, config: ScalerConfig) -> Outcome:
     """Overflows use the hysteresis up, consecutive or not; growth alone, which may reach infinity, refills it."""
     found, grows = state.found_inf != 0, _due(state, config.growth_interval)
-    left = state.hysteresis_tracker - found.int()
+    left = state.counters["hysteresis_tracker"] - found.int()
     lower, higher = _times32(state.scale, config.backoff_factor), _times32(state.scale, config.growth_factor)
     left_after = _refilled(left, grows, config)
     return _moved(state, found & (left <= 0), lower, grows, higher, hysteresis_tracker=left_after)
@@ -81,7 +82,7 @@ def megatron(state: Any, config: ScalerConfig) -> Outcome:
 def apex_hysteresis(state: Any, config: ScalerConfig) -> Outcome:
     """As Megatron's, but any clean step refills the hysteresis, factors are doubles, and growth stays finite."""
     found, grows = state.found_inf != 0, _due(state, config.growth_interval)
-    left = state.hysteresis_tracker - found.int()
+    left = state.counters["hysteresis_tracker"] - found.int()
     lower = _times64(state.scale, config.backoff_factor)
     higher = _if_finite(_times64(state.scale, config.growth_factor), state.scale)
     left_after = _refilled(left, ~found, config)
@@ -110,7 +111,7 @@ def _one_ahead(after: Outcome) -> Outcome:
 
 
 def _deepspeed(state: Any, config: ScalerConfig, grows: Tensor, consecutive: bool) -> Outcome:
-    found, left = state.found_inf != 0, state.hysteresis_tracker
+    found, left = state.found_inf != 0, state.counters["hysteresis_tracker"]
     backs_off = found & (left <= 1)  # another library's counter may be below
     left = _refilled(left - (found & ~backs_off).int(), ~found if consecutive else grows, config)
     lower, higher = _over64(state.scale, config.growth_factor), _times64(state.scale, config.growth_factor)
@@ -178,7 +179,7 @@ def paddle_dygraph(state: Any, config: ScalerConfig) -> Outcome:
 
 def _paddle(state: Any, config: ScalerConfig, higher: Tensor) -> Outcome:
     found = state.found_inf != 0
-    left = state.hysteresis_tracker - found.int()
+    left = state.counters["hysteresis_tracker"] - found.int()
     backs_off = found & (left <= 0)
     left = _refilled(left, backs_off | ~found, config)
     lower, grows = _times32(state.scale, config.backoff_factor), _due(state, config.growth_interval)
@@ -190,9 +191,10 @@ def fairseq(state: Any, config: ScalerConfig) -> Outcome:
 
     A backoff to stop_scale is undone, where fairseq raises; then, as there, the next clean step grows.
     """
-    found, one = state.found_inf != 0, torch.ones_like(state.since_rescale)
-    overflows = state.overflows + found.int()
-    since = torch.where(state.since_rescale == 0, one * 1000, state.since_rescale)
+    found, steps = state.found_inf != 0, state.counters["since_rescale"]
+    one = torch.ones_like(steps)
+    overflows = state.counters["overflows"] + found.int()
+    since = torch.where(steps == 0, one * 1000, steps)
     backs_off = found & (widen(overflows.float()) / widen(since.float()) >= config.tolerance)
     grows = _due_again(state, config.growth_interval)
     lower = _over64(state.scale, config.growth_factor)
@@ -204,7 +206,9 @@ def fairseq(state: Any, config: ScalerConfig) -> Outcome:
         after.state,
         scale=torch.where(stops, state.scale, after.state.scale),
         growth_tracker=torch.where(stops, one * (config.growth_interval - 1), after.state.growth_tracker),
-        since_rescale=torch.where(backs_off | grows, one, state.since_rescale + 1) - stops.int(),
-        overflows=torch.where(backs_off, torch.zeros_like(overflows), overflows),
+        counters={
+            "since_rescale": torch.where(backs_off | grows, one, steps + 1) - stops.int(),
+            "overflows": torch.where(backs_off, torch.zeros_like(overflows), overflows),
+        },
     )
     return Outcome(new, backs_off | stops, grows)

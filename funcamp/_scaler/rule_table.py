@@ -1,4 +1,4 @@
-"""The rules by name: what each makes of a step, and what state it needs."""
+"""The rules by name: what each makes of a step, and what it counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcamp._scaler import peer_rules as peers
 from funcamp._scaler import torch_rule as rules
-from funcamp._scaler.state import HysteresisState, ScalerState, ToleranceState, WarmUpState
 
 if TYPE_CHECKING:
     from funcamp._scaler.config import ScalerConfig
@@ -17,22 +16,21 @@ class Rule(NamedTuple):
     """One rule."""
 
     outcome: Callable[[Any, ScalerConfig], rules.Outcome]
-    state: type[Any] = ScalerState
-    """The type of state it works on."""
-    first: Callable[[ScalerConfig], tuple[int, ...]] = lambda _: ()
-    """The first values of the fields that ScalerState lacks."""
+    counters: Callable[[ScalerConfig], dict[str, int]] = lambda _: {}
+    """The first values of what it counts beside clean steps."""
     divides: bool = False
     """Whether it divides by growth_factor where it backs off."""
 
 
 def _hysteresis(outcome: Callable[[Any, ScalerConfig], rules.Outcome], *, divides: bool = False) -> Rule:
-    return Rule(outcome, HysteresisState, lambda config: (config.hysteresis,), divides)
+    """A rule that counts the overflows left before it backs off; the library's own count, which may be negative."""
+    return Rule(outcome, lambda config: {"hysteresis_tracker": config.hysteresis}, divides)
 
 
 RULES: dict[str, Rule] = {
     "dynamic": Rule(rules.dynamic),
     "static": Rule(rules.static),
-    "warm_start": Rule(rules.warm_start, WarmUpState, lambda _: (1,)),
+    "warm_start": Rule(rules.warm_start, lambda _: {"stride": 1}),
     "apex": Rule(peers.apex, divides=True),
     "apex_hysteresis": _hysteresis(peers.apex_hysteresis),
     "deepspeed": _hysteresis(peers.deepspeed, divides=True),
@@ -40,7 +38,7 @@ RULES: dict[str, Rule] = {
     "deepspeed_old": _hysteresis(peers.deepspeed_old, divides=True),
     "deepspeed_old_consecutive": _hysteresis(peers.deepspeed_old_consecutive, divides=True),
     "deepspeed_fp16": Rule(peers.deepspeed_fp16, divides=True),
-    "fairseq": Rule(peers.fairseq, ToleranceState, lambda _: (1, 0), divides=True),
+    "fairseq": Rule(peers.fairseq, lambda _: {"since_rescale": 1, "overflows": 0}, divides=True),
     "flax": Rule(peers.flax),
     "fsdp_cpu": Rule(peers.float32_factors),
     "jmp": Rule(peers.jmp, divides=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ class ScalerState(NamedTuple):
     """float32, shape (): 1.0 if a non-finite gradient was seen since the last update, else 0.0."""
 
 
-class HysteresisState(NamedTuple):
-    """A `ScalerState` with a count of the overflows that a rule still lets pass (Megatron, DeepSpeed, Paddle, apex)."""
+class RuleState(NamedTuple):
+    """A `ScalerState` for a rule that counts more than clean steps: overflows left, doublings left."""
 
     scale: Tensor
     """As in `ScalerState`."""
@@ -33,36 +33,8 @@ class HysteresisState(NamedTuple):
     """As in `ScalerState`."""
     found_inf: Tensor
     """As in `ScalerState`."""
-    hysteresis_tracker: Tensor
-    """int32, shape (): overflows left, the one that backs off included; the library's own count."""
-
-
-class ToleranceState(NamedTuple):
-    """A `ScalerState` with fairseq's counts since the scale last changed."""
-
-    scale: Tensor
-    """As in `ScalerState`."""
-    growth_tracker: Tensor
-    """As in `ScalerState`."""
-    found_inf: Tensor
-    """As in `ScalerState`."""
-    since_rescale: Tensor
-    """int32, shape (): steps since the scale last changed, this one included."""
-    overflows: Tensor
-    """int32, shape (): those of them that overflowed."""
-
-
-class WarmUpState(NamedTuple):
-    """A `ScalerState` that is looking for its scale."""
-
-    scale: Tensor
-    """As in `ScalerState`."""
-    growth_tracker: Tensor
-    """As in `ScalerState`."""
-    found_inf: Tensor
-    """As in `ScalerState`."""
-    stride: Tensor
-    """int32, shape (): above 0 the next backoff's halvings, below 0 the doublings left, 0 once the scale is found."""
+    counters: dict[str, Tensor]
+    """int32, shape () each, by name; `_scaler.rule_table` says what each counts."""
 
 
 _DTYPES = {"scale": torch.float32, "growth_tracker": torch.int32, "found_inf": torch.float32}
@@ -89,16 +61,22 @@ def check_state(call: str, state: object) -> ScalerState:
                 f"{call}: state.{name} must have shape (); got {tuple(value.shape)} "
                 "(a batch of scalers goes through torch.func.vmap)"
             )
-    for name, value in zip(known._fields[3:], known[3:]):
+    more: dict[str, Any] = dict(zip(known._fields[3:], known[3:]))
+    for name, value in zip(_tree.names(more), _tree.leaves(more)) if more else ():
         if not isinstance(value, Tensor) or value.dtype != torch.int32 or value.dim() != 0:
             raise TypeError(f"{call}: state.{name} must be an int32 tensor of shape (); got {value!r}")
     return known
 
 
-def replace(state: ScalerState, **changes: Tensor) -> ScalerState:
+def replace(state: ScalerState, **changes: Any) -> ScalerState:
     """A state with some fields changed, of the same type.
 
     `NamedTuple._replace` under torch.compile gives an empty tuple on torch 2.11; tests/test_upstream.py tells when this
     can go.
     """
     return type(state)(*[changes.get(name, value) for name, value in zip(state._fields, state)])
+
+
+def with_counters(state: ScalerState, counters: dict[str, Tensor]) -> ScalerState:
+    """The state of a rule that has these counters; as it is if there are none."""
+    return cast(ScalerState, RuleState(*state, counters)) if counters else state

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import replace as changed
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from funcamp._scaler.config import ScalerConfig, check_config
-from funcamp._scaler.state import ScalerState, check_state
+from funcamp._scaler.state import ScalerState, check_state, replace, with_counters
 from funcamp._scaler.update import check_suits, first_counters, init
 
 _CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
@@ -45,7 +45,8 @@ def to_state_dict(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> 
     saved: dict[str, Any] = {"scale": state.scale.item()}
     saved |= {name: getattr(config, name) for name in _CONSTANTS}
     saved["_growth_tracker"] = state.growth_tracker.item()
-    return saved | {name: getattr(state, name).item() for name in first_counters(config)}
+    counters: dict[str, torch.Tensor] = getattr(state, "counters", {})
+    return saved | {name: counter.item() for name, counter in counters.items()}
 
 
 def from_state_dict(
@@ -83,16 +84,14 @@ def from_state_dict(
             raise ValueError(f"{call}: saved must have {name!r}; it {why}")
     scale = saved_scale(call, saved["scale"])
     config = changed(config, **{name: saved[name] for name in _CONSTANTS})
-    first = init(config, device=device)
-    counts = {"growth_tracker": saved_count(call, "_growth_tracker", saved["_growth_tracker"])}
-    for name, value in first_counters(config).items():
-        counts[name] = saved_count(call, name, saved.get(name, value))
-    values = [
-        torch.full_like(leaf, scale if name == "scale" else counts.get(name, 0.0))
-        for name, leaf in zip(first._fields, first)
-    ]
-    kind: Any = type(first)
-    return cast(ScalerState, kind(*values)), config
+    tracker = saved_count(call, "_growth_tracker", saved["_growth_tracker"])
+    counters = saved_counters(call, saved, config)
+    state = init(config, device=device)
+    state = replace(state, scale=torch.full_like(state.scale, scale), growth_tracker=state.growth_tracker + tracker)
+    more: dict[str, torch.Tensor] = getattr(state, "counters", {})
+    return with_counters(
+        ScalerState(*state[:3]), {name: torch.full_like(more[name], count) for name, count in counters.items()}
+    ), config
 
 
 def saved_scale(call: str, value: object) -> float:
@@ -116,3 +115,8 @@ def saved_count(call: str, name: str, value: object) -> int:
     if not limits.min <= number <= limits.max:
         raise ValueError(f"{call}: saved[{name!r}] must fit int32; got {value}")
     return number
+
+
+def saved_counters(call: str, saved: dict[str, Any], config: ScalerConfig) -> dict[str, int]:
+    """What a configuration's rule counts; a count that was not saved starts anew."""
+    return {name: saved_count(call, name, saved.get(name, first)) for name, first in first_counters(config).items()}

@@ -62,10 +62,10 @@ def warm_start(state: Any, config: ScalerConfig) -> Outcome:
     stride > 0, no clean step yet: an overflow divides the scale by 2**stride, from above 1 down to 1 at the least, at 1
     and below by 2; and doubles the stride. The first clean step leaves the doublings that lead up to a quarter of what
     overflowed last, or many where none did. stride < 0: a clean step doubles the scale, an overflow quarters it and
-    ends the search: half the largest clean scale lasts longer, for gradients grow in the first steps
+    ends the search, stride = 0: half the largest clean scale lasts longer, for gradients grow in the first steps
     (benchmarks/warm_start.py: a step less is lost).
     """
-    found, stride = state.found_inf != 0, state.stride
+    found, stride = state.found_inf != 0, state.counters["stride"]
     falling, climbing = stride > 0, stride < 0
     halved = fallen = state.scale * 0.5
     for power in (2, 4, 8, 16, 32):
@@ -79,13 +79,13 @@ def warm_start(state: Any, config: ScalerConfig) -> Outcome:
     climbs = ~found & (falling | climbing) & (left > 0) & (raised <= top)
     after = torch.where(climbs, 1 - left, torch.zeros_like(stride))
     after = torch.where(found & falling, (stride * 2).clamp(max=32), after)
-    searched = replace(
+    fallen = torch.where(found, torch.where(falling, fallen, halved * 0.5), state.scale)
+    searching, known = falling | climbing, dynamic(state, config)
+    tracker = known.state.growth_tracker
+    new = replace(
         state,
-        scale=torch.where(climbs, raised, torch.where(found, torch.where(falling, fallen, halved * 0.5), state.scale)),
-        growth_tracker=torch.zeros_like(state.growth_tracker),
-        stride=after,
+        scale=torch.where(searching, torch.where(climbs, raised, fallen), known.state.scale),
+        growth_tracker=torch.where(searching, torch.zeros_like(tracker), tracker),
+        counters={"stride": after},
     )
-    searching = falling | climbing
-    known = dynamic(replace(state, stride=torch.zeros_like(stride)), config)
-    new = [torch.where(searching, a, b) for a, b in zip(searched, known.state)]
-    return Outcome(type(state)(*new), found, torch.where(searching, climbs, known.grows))
+    return Outcome(new, found, torch.where(searching, climbs, known.grows))

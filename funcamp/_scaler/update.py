@@ -13,7 +13,6 @@ The rule:
 from __future__ import annotations
 
 import numbers
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.rule_table import RULES
-from funcamp._scaler.state import HysteresisState, ScalerState, ToleranceState, WarmUpState, check_state, replace
+from funcamp._scaler.state import ScalerState, check_state, replace, with_counters
 from funcamp._scaler.torch_rule import Outcome
 from funcamp._types import Tree
 
@@ -36,7 +35,7 @@ def init(config: ScalerConfig = ScalerConfig(), *, device: torch.device | str | 
         device: where the state lives: the device of the gradients. None for torch's default device.
 
     Returns:
-        A `ScalerState`; for a rule that counts more, a `HysteresisState`, `ToleranceState` or `WarmUpState`.
+        A `ScalerState`; for a rule that counts more, one with a dict of `counters` beside the three.
 
     Raises:
         TypeError: config is no `ScalerConfig`.
@@ -49,14 +48,13 @@ def init(config: ScalerConfig = ScalerConfig(), *, device: torch.device | str | 
         `GradScaler._lazy_init_scale_growth_tracker`, torch/amp/grad_scaler.py, PyTorch 2.13.
     """
     config = check_config("init", config)
-    counters = first_counters(config)
-    kind = cast("type[ScalerState]", state_type(config))
-    return kind(
+    state = ScalerState(
         scale=torch.full((), config.init_scale, dtype=torch.float32, device=device),
         growth_tracker=torch.zeros((), dtype=torch.int32, device=device),
         found_inf=torch.zeros((), dtype=torch.float32, device=device),
-        **{name: torch.full((), value, dtype=torch.int32, device=device) for name, value in counters.items()},
     )
+    counters = first_counters(config).items()
+    return with_counters(state, {name: torch.full((), n, dtype=torch.int32, device=device) for name, n in counters})
 
 
 def update(
@@ -237,15 +235,9 @@ def _checked(call: str, state: ScalerState, config: ScalerConfig) -> tuple[Scale
     return state, config
 
 
-def state_type(config: ScalerConfig) -> type[Any]:
-    """The class of the states of a configuration's rule."""
-    return RULES[config.rule].state
-
-
 def first_counters(config: ScalerConfig) -> dict[str, int]:
-    """The fields that a rule's state has beside ScalerState's, and their first values."""
-    rule = RULES[config.rule]
-    return dict(zip(rule.state._fields[3:], rule.first(config)))
+    """What a configuration's rule counts beside clean steps, and the first values."""
+    return RULES[config.rule].counters(config)
 
 
 def _outcome(state: ScalerState, config: ScalerConfig) -> Outcome:
@@ -262,12 +254,12 @@ def _bounded(state: ScalerState, config: ScalerConfig) -> ScalerState:
 
 def check_suits(call: str, state: ScalerState, config: ScalerConfig) -> None:
     """Raise TypeError where the state lacks what the configuration's rule counts."""
-    kind = state_type(config)
-    known = type(state) in (ScalerState, HysteresisState, ToleranceState, WarmUpState)
-    if type(state) is not kind if known else state._fields[: len(kind._fields)] != kind._fields:
+    wanted, counted = sorted(first_counters(config)), sorted(getattr(state, "counters", ()))
+    if wanted != counted:
         raise TypeError(
-            f"{call}: state must be a {kind.__name__}, as init makes it for the rule {config.rule!r}; "
-            f"got {type(state).__name__} (config must be the one that the state was made with)"
+            f"{call}: state must count {', '.join(wanted) or 'clean steps alone'}, as init makes it for the rule "
+            f"{config.rule!r}; got one that counts {', '.join(counted) or 'clean steps alone'} (config must be the one "
+            "that the state was made with)"
         )
 
 

@@ -297,10 +297,11 @@ def _check_numbers(call: str, state: TrainState) -> None:
     scaler = state.scaler
     check("scaler.scale", scaler.scale, (scaler.scale > 0) & scaler.scale.isfinite(), "above 0 and finite")
     check("scaler.found_inf", scaler.found_inf, (scaler.found_inf == 0) | (scaler.found_inf == 1), "0 or 1")
-    counts = ("growth_tracker", "since_rescale", "overflows")  # the others of a rule may be negative
+    counters: dict[str, Tensor] = getattr(scaler, "counters", {})
+    counted = {name: counters[name] for name in ("since_rescale", "overflows") if name in counters}  # others: any sign
     tree = {
         **{name: getattr(state, name) for name in ("step", "skipped", "consecutive_skips")},
-        "scaler": {name: getattr(scaler, name) for name in counts if hasattr(scaler, name)},
+        "scaler": {"growth_tracker": scaler.growth_tracker, "counters": counted},
         "opt_state": _tree.map_nodes(
             OptState, lambda node: {"applied": node.applied, "state.step": node.state.get("step")}, state.opt_state
         ),

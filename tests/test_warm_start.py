@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from funcamp import ScalerConfig, ScalerState, init, presets, update
+from funcamp._scaler.state import RuleState
 from tests.conftest import Transform
 from tests.oracle import PlainRule
 

@@ -21,7 +21,6 @@ ROOMS = [
     "_tree",
     "_distributed",
     "_memory",
-    "_ties",
     "_trace",
     "_scaler",
     "presets",

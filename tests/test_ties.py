@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from funcamp import jit, make_train_step, module_loss, presets, ravel, stateless
-from funcamp._ties import overlaps
+from funcamp._memory import overlaps
 from tests.helpers import assert_same, clone
 
 SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)

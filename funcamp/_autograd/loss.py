@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from funcamp import _tree
-from funcamp._memory import rebind
-from funcamp._ties import identity, overlaps
+from funcamp._memory import identity, overlaps, rebind
 
 _LAYER = frozenset({"weight", "bias"})
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
-from funcamp._memory import rebind
+from funcamp._memory import identity, rebind
 from funcamp._storage.flat import FlatParams, lay_out
 from funcamp._storage.policy import Policy
 from funcamp._storage.shards import Shards, outline, whole
-from funcamp._ties import identity
 from funcamp._types import Tree
 
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._memory import rebind
-from funcamp._ties import identity
+from funcamp._memory import identity, rebind
 from funcamp._types import Tree
 
 _ALIGNMENT = 128

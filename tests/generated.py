@@ -5,14 +5,38 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import run_and_get_code
 
 
 def generated(fn: Callable[..., Any], *args: Any) -> str:
     """The code of the one graph that Inductor makes of a function; the function is called once."""
     return code_of(torch.compile(fn, fullgraph=True), *args)
+
+
+class _Written(BaseException):
+    """No Exception, which torch.compile would wrap."""
+
+
+def written(compiled: Callable[..., Any], *args: Any) -> str:
+    """The code of the first graph that a first call generates; it is not compiled, and nothing runs."""
+    code = ""
+
+    def stop(text: str) -> None:
+        nonlocal code
+        code = text
+        raise _Written
+
+    torch._dynamo.reset()
+    with mock.patch.object(GraphLowering, "save_output_code", stop):
+        try:
+            compiled(*args)
+        except _Written:
+            return code
+    raise AssertionError("no graph was compiled")
 
 
 def code_of(compiled: Callable[..., Any], *args: Any) -> str:

@@ -16,7 +16,7 @@ from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from funcamp import ScalerConfig, ScalerState, TrainState, TrainStep, init, jit, make_train_step, module_loss, stateless
 from funcamp._jit import compile as compiler
 from funcamp._step.check_and_clip import judge
-from tests.generated import code_of, generated
+from tests.generated import code_of, written
 
 pytestmark = pytest.mark.inductor
 
@@ -36,11 +36,10 @@ def step_of(layers: int, width: int = WIDTH, **options: Any) -> TrainStep:
     return make_train_step(loss_fn, adamw, policy="bfloat16", max_norm=1.0, **options)
 
 
-def code_of_step(layers: int, **options: Any) -> tuple[str, TrainState]:
-    step = step_of(layers, **options)
+def code_of_step(layers: int) -> tuple[str, TrainState]:
+    step = step_of(layers)
     state = step.init()
-    torch._dynamo.reset()
-    return generated(step, state, BATCH), state
+    return written(torch.compile(step, fullgraph=True), state, BATCH), state
 
 
 def loops(code: str) -> Iterator[str]:
@@ -63,6 +62,14 @@ def large() -> tuple[str, TrainState]:
     return code_of_step(12)
 
 
+@pytest.fixture(scope="module")
+def by_tensor() -> str:
+    width = 48
+    step = step_of(9, width, flat=False)  # 18 tensors of 1,176 elements on average
+    batch = (torch.randn(8, width), torch.randn(8, width))
+    return written(torch.compile(step, fullgraph=True), step.init(), batch)
+
+
 def test_powers_of_the_step_count_are_taken_outside_the_loops(small: tuple[str, TrainState]) -> None:
     code, _ = small
     assert "std::pow(" in code
@@ -71,12 +78,9 @@ def test_powers_of_the_step_count_are_taken_outside_the_loops(small: tuple[str, 
     assert not [loop for loop in found if "std::pow(" in loop]
 
 
-def test_powers_are_taken_outside_the_loops_of_many_large_tensors() -> None:
-    width = 48
-    step = step_of(9, width, flat=False)  # 18 tensors of 1,176 elements on average
-    code = generated(step, step.init(), (torch.randn(8, width), torch.randn(8, width)))
-    assert code.count("std::pow(") >= 18
-    assert not [loop for loop in loops(code) if "std::pow(" in loop]
+def test_powers_are_taken_outside_the_loops_of_many_large_tensors(by_tensor: str) -> None:
+    assert by_tensor.count("std::pow(") >= 18
+    assert not [loop for loop in loops(by_tensor) if "std::pow(" in loop]
 
 
 def test_weight_gradients_are_written_into_the_flat_one(large: tuple[str, TrainState]) -> None:
@@ -88,12 +92,11 @@ def test_weight_gradients_are_written_into_the_flat_one(large: tuple[str, TrainS
 
 
 def test_the_optimizer_is_one_loop_a_group_whatever_the_number_of_tensors(
-    small: tuple[str, TrainState], large: tuple[str, TrainState]
+    small: tuple[str, TrainState], large: tuple[str, TrainState], by_tensor: str
 ) -> None:
     roots = [code.count(".sqrt()") for code, _ in (small, large)]
     assert roots[0] == roots[1] > 0
     assert [len(state.params.groups) for _, state in (small, large)] == [2, 2]
-    by_tensor, _ = code_of_step(12, flat=False)
     assert by_tensor.count(".sqrt()") > 4 * roots[1]
 
 
@@ -105,7 +108,8 @@ def test_a_gradient_is_judged_in_one_pass_whatever_the_number_of_tensors() -> No
         return judged.found_inf, norm
 
     # Of other lengths, so that no two gradients share a loop.
-    code = generated(verdict, init(ScalerConfig()), [torch.randn(2048 * (rows + 2)) for rows in range(40)])
+    grads = [torch.randn(2048 * (rows + 2)) for rows in range(40)]
+    code = written(torch.compile(verdict, fullgraph=True), init(ScalerConfig()), grads)
     rows = [loop for loop in loops(code) if loop.count("for(") == 1 and "::maximum(" in loop]
     assert len(rows) == 40
     assert not [loop for loop in rows if "tmp_acc1_vec" not in loop]
@@ -121,7 +125,7 @@ def allocated(code: str) -> list[int]:
 def test_a_donated_step_allocates_an_arena_for_one_gradient_and_no_new_state() -> None:
     step, size = step_of(12), 12 * WIDTH * WIDTH
     sizes = [
-        [count for count in allocated(code_of(jit(step, donate=donate), step.init(), BATCH)) if count >= size]
+        [count for count in allocated(written(jit(step, donate=donate), step.init(), BATCH)) if count >= size]
         for donate in (True, False)
     ]
     (arena,) = sizes[0]  # bytes

@@ -297,8 +297,8 @@ def settled(value: Tensor) -> Tensor:
     """The same tensor of shape (), computed once by a compiler instead of anew wherever it is used.
 
     Inductor inlines a scalar's arithmetic, powers and divisions too, into the loop over the parameters that reads it; a
-    strided view makes it a buffer. tests/test_fusion.py tells whether that still holds. The value must be computed, not
-    itself a view: torch 2.11's Inductor forgets the place of a view in such a strided one.
+    strided view makes it a buffer. tests/jit/test_fusion.py tells whether that still holds. The value must be computed,
+    not itself a view: torch 2.11's Inductor forgets the place of a view in such a strided one.
     """
     return value.as_strided((), ())
 

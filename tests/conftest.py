@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from funcamp import _upstream
-from tests.helpers import assert_same, clone
+from tests.support.helpers import assert_same, clone
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -35,7 +35,7 @@ from funcamp import (
     unscale_and_check,
     update,
 )
-from tests.helpers import assert_same, clone
+from tests.support.helpers import assert_same, clone
 
 STATE = init()
 W = torch.ones(2)

@@ -2,7 +2,7 @@
 
 Dynamo cannot trace `Optimizer.step` in the graph that computed the gradients: torch.optim breaks the graph on purpose
 (https://github.com/pytorch/pytorch/issues/104053), and `_init_group` refuses gradients made in it. So the step runs as
-`stateless` runs it. tests/test_upstream.py tells when this can go.
+`stateless` runs it. tests/upstream/test_upstream.py tells when this can go.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from funcamp._optim.branchless import ASGD, RAdam
 from funcamp._scaler.torch_rule import widen
 from funcamp._tree import settled
 
-#: In-place calls of torch.optim without a batching rule; tests/test_upstream.py tells when one can go.
+#: In-place calls of torch.optim without a batching rule; tests/upstream/test_upstream.py tells when one can go.
 _UNBATCHED = ("addcdiv_", "addcmul_", "clamp_", "lerp_")
 
 #: A run of more tensors than this leaves scalars to the compiler, for one buffer for each would be too many; unless

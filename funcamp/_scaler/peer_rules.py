@@ -2,7 +2,7 @@
 
 Each is its library's bit for bit where the scale is a float32 there. DeepSpeed, apex.amp and fairseq keep a Python
 float: here every result is rounded to float32, which for factors that are powers of two changes nothing until the scale
-leaves float32's range. tests/peer_rules.py states every rule again in plain Python, with its source.
+leaves float32's range. tests/scaler/peer_rules.py states every rule again in plain Python, with its source.
 """
 
 from __future__ import annotations

@@ -71,8 +71,7 @@ def check_state(call: str, state: object) -> ScalerState:
 def replace(state: ScalerState, **changes: Any) -> ScalerState:
     """A state with some fields changed, of the same type.
 
-    `NamedTuple._replace` under torch.compile gives an empty tuple on torch 2.11; tests/test_upstream.py tells when this
-    can go.
+    `NamedTuple._replace` under torch.compile gives an empty tuple on torch 2.11: `EMPTY_REPLACE` in `_upstream`.
     """
     return type(state)(*[changes.get(name, value) for name, value in zip(state._fields, state)])
 

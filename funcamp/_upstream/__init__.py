@@ -1,11 +1,11 @@
 """The torch beneath funcamp: its version, the defects that are worked around, and the private names that are used.
 
-`tests/test_upstream.py` shows each defect on the versions named here and its absence on the others, on every version
-that the tests run on: when a test fails, the range is wrong; when the oldest supported version no longer has a defect,
-the workaround can go.
+`tests/upstream/test_upstream.py` shows each defect on the versions named here and its absence on the others, on every
+version that the tests run on: when a test fails, the range is wrong; when the oldest supported version no longer has a
+defect, the workaround can go.
 
 A private name may be gone in a later torch. `find` then warns once and returns a replacement, or an object that raises
-when it is used: `import funcamp` never fails, and no result is wrong. `tests/test_private_names.py` hides each in turn.
+when it is used: `import funcamp` never fails, and no result is wrong. tests/upstream/test_private_names.py hides each.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Dynamo inlines the forward of an autograd.Function unless an argument says requires_grad, which an input of
 torch.func.grad does not: the custom backward is lost without a word. Between two levels of grad it gives zeros, under
-vmap it fails. Put into the graph as one call, the Function is right in each (tests/test_upstream.py tells when this can
-go).
+vmap it fails. Put into the graph as one call, the Function is right in each (tests/upstream/test_upstream.py tells when
+this can go).
 """
 
 from __future__ import annotations

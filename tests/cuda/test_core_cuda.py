@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import funcamp
-from tests.helpers import assert_close, assert_same, clone, to
-from tests.oracle import TorchRule, state_of
+from tests.support.helpers import assert_close, assert_same, clone, to
+from tests.support.oracle import TorchRule, state_of
 
 pytestmark = pytest.mark.cuda
 

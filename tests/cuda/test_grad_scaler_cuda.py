@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcamp import GradScaler
-from tests.helpers import assert_close, assert_same
+from tests.support.helpers import assert_close, assert_same
 
 pytestmark = pytest.mark.cuda
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from funcamp import MetricReader, ScalerConfig, clone, jit, make_train_step, module_loss, stateless
-from tests.helpers import assert_same, to
-from tests.models import Task, mlp
-from tests.patterns import PATTERNS, state, step_of
+from tests.support.helpers import assert_same, to
+from tests.support.models import Task, mlp
+from tests.support.patterns import PATTERNS, state, step_of
 
 pytestmark = pytest.mark.cuda
 

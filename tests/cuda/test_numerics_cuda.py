@@ -7,8 +7,8 @@ import torch
 
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
 from funcamp.numerics import numerics_report, stats, track_scales
-from tests.helpers import assert_close, assert_same
-from tests.models import mlp
+from tests.support.helpers import assert_close, assert_same
+from tests.support.models import mlp
 
 pytestmark = pytest.mark.cuda
 

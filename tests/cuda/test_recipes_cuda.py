@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from funcamp import jit
-from tests.helpers import assert_close, to
 from tests.recipes import NAMES, example, oracle, trace_of
+from tests.support.helpers import assert_close, to
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("deterministic")]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from funcamp import ScalerConfig, TrainState, make_train_step, module_loss, stateless
-from tests.generated import generated, launches
-from tests.helpers import assert_close, assert_same, clone, to
-from tests.models import Task, cnn, mlp, tied
+from tests.support.generated import generated, launches
+from tests.support.helpers import assert_close, assert_same, clone, to
+from tests.support.models import Task, cnn, mlp, tied
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("deterministic")]
 

@@ -1,0 +1,251 @@
+"""`module_loss` on modules that share, tie, freeze, hook or subclass: they are only read, and train as in torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
+from funcamp._types import name_of
+from funcamp.numerics import track_scales
+from tests.support.helpers import assert_same, clone
+from tests.support.models import cnn
+
+SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+class Standardized(nn.Conv2d):
+    """A convolution that computes with its weight in float32 before the operation that autocast casts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        weight = weight / (weight.std((1, 2, 3), keepdim=True) + 1e-5)
+        out: Tensor = self._conv_forward(x, weight, self.bias)
+        return out
+
+
+class TwoInputs(nn.Module):
+    """Bilinear, which autocast leaves alone on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Bilinear(8, 8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.both(x, x)
+        return out
+
+
+class Frozen(nn.Module):
+    """A frozen layer before a trainable one, whose weight stands under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.first.requires_grad_(False)
+        self.again = nn.Linear(8, 8, bias=False)
+        self.again.weight = self.last.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.again(self.norm(self.last(self.first(x))))
+        return out
+
+
+def shared() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "one module under two names": shared,
+    "forward of its own": lambda: nn.Sequential(nn.Unflatten(1, (2, 2, 2)), Standardized(2, 8, 2), nn.Flatten()),
+    "spectral norm by hook": lambda: torch.nn.utils.spectral_norm(nn.Linear(8, 8)),
+    "Bilinear": TwoInputs,
+    "frozen and tied": Frozen,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MODELS)
+def test_module_is_trained_as_by_torch_and_left_as_it_was(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    x, y = torch.randn(5, 8), torch.randn(5, 8)
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss_fn = module_loss(model, F.mse_loss)
+    step = make_train_step(loss_fn, SGD, ScalerConfig(1024.0), policy=name_of(dtype))
+    state, before = step.init(), clone(dict(model.state_dict()))
+    for _ in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype):
+            loss = F.mse_loss(eager(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        state, metrics = step(state, (x, y))
+        assert metrics.found_inf == 0
+        assert_same(metrics.loss, loss.detach())
+    step.loss(state, (x, y))
+    assert_same(dict(model.state_dict()), before)
+    assert all(isinstance(value, nn.Parameter) for value in model.parameters())
+    model.load_state_dict(loss_fn.state_dict(state.params, state.buffers))
+    assert_same(dict(model.state_dict()), dict(eager.state_dict()))
+
+
+@pytest.mark.parametrize("transform", ["eager", "jit"])
+def test_a_modules_own_tensors_are_not_needed_after_init(transform: str) -> None:
+    task = cnn()
+    loss_fn = module_loss(task.model, task.criterion)
+    step = make_train_step(loss_fn, SGD, ScalerConfig(1024.0), policy="bfloat16")
+    state, expected = step.init(), step.init()
+    expected, _ = step(expected, task.batch(0))
+    task.model.to("meta")
+    run = jit(step, backend="eager") if transform == "jit" else step
+    state, _ = run(state, task.batch(0))
+    assert_same(state, expected)
+    task.model.to_empty(device="cpu").load_state_dict(loss_fn.state_dict(state.params, state.buffers))
+    assert_same(dict(task.model.state_dict()), loss_fn.state_dict(state.params, state.buffers))
+
+
+def test_a_module_under_two_names_compiles() -> None:
+    step = make_train_step(module_loss(shared(), F.mse_loss), SGD)
+    state, batch = step.init(), (torch.randn(5, 8), torch.randn(5, 8))
+    expected = step(state, batch)
+    assert_same(torch.compile(step, fullgraph=True, backend="aot_eager")(state, batch), expected)
+
+
+def test_a_buffer_of_two_modules_stays_one() -> None:
+    first, second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    second.running_mean = first.running_mean
+    model = nn.Sequential(first, second)
+    eager = copy.deepcopy(model)
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    x = torch.randn(8, 4) + 5
+    state, _ = step(step.init(), (x, x))
+    eager(x)
+    assert_same(first.running_mean, torch.zeros(4))
+    assert_same(state.buffers["0.running_mean"], eager[0].running_mean)
+    assert "1.running_mean" not in state.buffers
+    state, _ = step(state, (x * torch.nan, x))
+    assert_same(state.buffers["0.running_mean"], eager[0].running_mean)
+
+
+def test_which_parameters_are_cast() -> None:
+    def cast(model: nn.Module) -> set[str]:
+        return set(module_loss(model, F.mse_loss).cast_names)
+
+    class Same(nn.Linear):
+        """torch's forward."""
+
+    class Patched(nn.Linear):
+        def _conv_forward(self, x: Any) -> Any:
+            return x
+
+    assert cast(Same(2, 2)) == {"weight", "bias"}
+    assert cast(Patched(2, 2)) == set()
+    assert cast(nn.LayerNorm(2)) == cast(nn.Embedding(2, 2)) == cast(TwoInputs()) == set()
+    attention = cast(nn.MultiheadAttention(4, 2, add_bias_kv=True))
+    assert attention == {"in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}
+    replaced = nn.Linear(2, 2)
+    vars(replaced)["forward"] = lambda x: x
+    assert cast(replaced) == set()
+
+
+def test_module_loss_writes_nothing_in_a_parametrized_module() -> None:
+    model = torch.nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 3)))
+    before = clone(dict(model.named_buffers()))
+    module_loss(model, torch.nn.functional.mse_loss)
+    assert_same(clone(dict(model.named_buffers())), before)
+
+
+class Penalized(nn.Module):
+    """A criterion that holds the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + 2.0 * sum(p.pow(2).sum() for p in self.model.parameters())
+
+
+def statistics(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda output, target: F.mse_loss(output, target) + model[0].running_mean.square().sum() * model[1].bias[0]
+
+
+CRITERIA: dict[str, Callable[[Any], Callable[[Tensor, Tensor], Tensor]]] = {
+    "closure": lambda m: lambda o, t: F.mse_loss(o, t) + 2.0 * sum(p.pow(2).sum() for p in m.parameters()),
+    "attribute": lambda m: lambda o, t: F.mse_loss(o, t) + m[1].weight.abs().sum(),
+    "module": Penalized,
+    "buffers": statistics,
+    "second pass": lambda m: lambda o, t: F.mse_loss(o, t) + (m(t[:, :4]) - o).square().mean(),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "func", "tracked", "keep"])
+@pytest.mark.parametrize("name", CRITERIA)
+def test_a_criterion_that_reads_the_model_sees_what_is_trained(name: str, how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    expected, x, y = copy.deepcopy(model), torch.randn(8, 4), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    loss_fn = module_loss(model, CRITERIA[name](model))
+    step = make_train_step(
+        track_scales(loss_fn) if how == "tracked" else loss_fn,
+        SGD,
+        ScalerConfig(1.0),
+        policy="bfloat16,keep=*" if how == "keep" else None,
+        engine="func" if how == "func" else None,
+    )
+    run: Any = jit(step, backend="eager") if how == "jit" else step
+    state, criterion, before = step.init(), CRITERIA[name](expected), clone(dict(model.state_dict()))
+    for _ in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "keep"):
+            loss = criterion(expected(x), y)
+        loss.backward()
+        optimizer.step()
+        state, metrics = run(state, (x, y))
+        assert_same(metrics.loss, loss.detach())
+    assert_same(loss_fn.state_dict(state.params, state.buffers), dict(expected.state_dict()))
+    assert_same(dict(model.state_dict()), before)
+    expected.eval()
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "keep"):
+        assert_same(step.loss(state, (x, y)), criterion(expected(x), y).detach())
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
+def test_a_parameter_kept_from_before_the_call_is_refused(wrapped: bool) -> None:
+    model = nn.Linear(2, 2)
+    kept = list(model.parameters())
+
+    def step_of(read: Callable[[], Any]) -> Any:
+        loss_fn = module_loss(model, lambda o, t: F.mse_loss(o, t) + sum(p.square().sum() for p in read()))
+        step = make_train_step(loss_fn, SGD)
+        return (jit(step, backend="eager") if wrapped else step), step.init()
+
+    batch = (torch.ones(2, 2), torch.ones(2, 2))
+    for read in (lambda: kept, lambda: [kept[0].exp().mul(2)]):
+        run, state = step_of(read)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"must be read of the model .* got '\w+' as a tensor kept"):
+                run(state, batch)
+    for fine in (lambda: [part.detach() for part in kept], lambda: list(model.parameters())):
+        run, state = step_of(fine)
+        run(state, batch)
+
+
+def test_a_loss_may_be_given_the_models_own_parameters() -> None:
+    model = nn.Linear(2, 2)
+    loss_fn, x = module_loss(model, F.mse_loss), model(torch.ones(1, 2))
+    own: dict[str, Tensor] = dict(model.named_parameters())
+    for params in (own, {name: part * 2 for name, part in own.items()}):
+        loss_fn(params, (x, torch.ones(1, 2))).backward(retain_graph=True)

@@ -1,0 +1,447 @@
+"""What cannot work in a step says why, and what to do instead: eager where it fails there, and under jit."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.func import functional_call
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from funcamp import ScalerConfig, TrainStep, init, jit, make_train_step, module_loss, scaled_grad_and_value, stateless
+from tests.support.helpers import assert_close, assert_same, clone
+
+SGD = stateless(torch.optim.SGD, lr=0.5)
+Loss = Callable[[dict[str, Tensor], Tensor], Tensor]
+
+
+class TakesCtx(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 2
+
+
+def checkpointed(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(lambda w: (w * x).sin(), p["w"], use_reentrant=False)
+    return out.sum()
+
+
+def takes_ctx(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    out: Tensor = TakesCtx.apply(p["w"])
+    return (out * x).sum()
+
+
+def selects(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return p["w"][x.nonzero().squeeze(1)].sum()
+
+
+def masks(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (p["w"] * x)[x > 0].sum()
+
+
+def unique(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return p["w"].sum() * len(torch.unique(x))
+
+
+def slices(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return p["w"][: int(x.sum())].sum()
+
+
+def branches(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return p["w"].sum() * (2 if x.sum() > 0 else 1)
+
+
+def step_of(loss: Loss, **options: Any) -> TrainStep:
+    return make_train_step(loss, stateless(torch.optim.SGD, lr=0.5), ScalerConfig(8.0), **options)
+
+
+def call(step: Any, loss_step: TrainStep) -> Any:
+    return step(loss_step.init({"w": torch.ones(4)}), torch.ones(4))
+
+
+CHECKPOINT = "torch.func does not take torch.utils.checkpoint .*; pass engine='autograd'"
+CTX = "torch.func does not take an autograd.Function whose forward takes ctx .*; decorate it with funcamp.custom"
+
+
+@pytest.mark.parametrize(("loss", "text"), [(checkpointed, CHECKPOINT), (takes_ctx, CTX)])
+def test_torch_func_does_not_take_it(loss: Loss, text: str) -> None:
+    step = step_of(loss, engine="func")
+    for run in (step, jit(step, backend="eager")):
+        with pytest.raises(RuntimeError, match=f"(step|jit): {text}"):
+            call(run, step)
+    assert torch.equal(checkpointed({"w": torch.ones(2)}, torch.ones(2)), 2 * torch.ones(()).sin())  # as before
+
+
+@pytest.mark.parametrize("engine", [None, "autograd"])
+@pytest.mark.parametrize("loss", [checkpointed, takes_ctx])
+def test_that_way_out_works(loss: Loss, engine: Any) -> None:
+    step = step_of(loss, engine=engine)
+    expected = torch.ones(4) - 0.5 * (torch.ones(4).cos() if loss is checkpointed else 2.0)
+    for run in (step, jit(step, backend="eager")):
+        assert torch.equal(call(run, step)[0].params.tree()["w"], expected)
+
+
+@pytest.mark.parametrize("loss", [selects, masks, unique, slices, branches])
+def test_shape_or_branch_that_follows_from_values(loss: Loss) -> None:
+    step = step_of(loss)
+    call(step, step)
+    text = r"step must not read a tensor's value on the host .* does: take torch.where or a mask of fixed shape instead"
+    with pytest.raises(RuntimeError, match=text):
+        call(jit(step, backend="eager"), step)
+
+
+def test_vmap_over_the_autograd_engine() -> None:
+    step = step_of(lambda p, x: (p["w"] * x).sum(), engine="autograd")
+    with pytest.raises(RuntimeError, match=r"step: engine='autograd' does not nest .*; pass engine='func'"):
+        torch.func.vmap(step, (None, 0))(step.init({"w": torch.ones(4)}), torch.ones(3, 4))
+
+
+def test_engine_is_one_of_two_words() -> None:
+    with pytest.raises(ValueError, match="make_train_step: engine must be 'func', 'autograd' or None; got 'tape'"):
+        step_of(masks, engine="tape")
+
+
+class Checkpointed(torch.nn.Module):
+    """The same layer, computed again with its own parameters or with those that it was given."""
+
+    def __init__(self, right: bool) -> None:
+        super().__init__()
+        self.body, self.right = torch.nn.Linear(4, 1), right
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.right:
+            return checkpoint(self.body, x, use_reentrant=False)
+        own = dict(self.body.named_parameters())
+        return checkpoint(functional_call, self.body, own, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_module_that_is_computed_again_with_other_parameters(right: bool) -> None:
+    model = Checkpointed(right)
+    params = {name: value.detach() + 1 for name, value in model.named_parameters()}
+
+    def loss(p: Any, x: Tensor) -> Any:
+        return functional_call(model, p, x).tanh().sum()
+
+    of_a_module = make_train_step(module_loss(model, lambda out, _: out.tanh().sum()), SGD, engine="autograd")
+    expected = of_a_module(of_a_module.init(params), (torch.ones(2, 4), None))[0].params.tree()
+    step = make_train_step(loss, SGD, engine="autograd")
+    x = torch.ones(2, 4)
+    refused = pytest.raises(RuntimeError, match="Linear must be computed again with")
+    for run in (step, jit(step, backend="eager")):
+        with contextlib.nullcontext() if right else refused:
+            assert_same(run(step.init(params), x)[0].params.tree(), expected)
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_module_that_was_called_with_two_sets_of_parameters_before() -> None:
+    model = Checkpointed(right=False)
+
+    def loss(p: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            teacher = model(x)
+        return (functional_call(model, p, x).tanh() - teacher).square().sum()
+
+    step = make_train_step(loss, SGD, engine="autograd")
+    params = {name: value.detach() + 1 for name, value in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="Linear must be computed again with"):
+        step(step.init(params), torch.ones(2, 4))
+
+
+def test_checkpoint_after_a_compilation_that_left_the_hooks_off() -> None:
+    tape: Any = torch._C._autograd
+    step = step_of(checkpointed, engine="autograd")
+    tape._saved_tensors_hooks_disable("left by a failure")
+    try:
+        call(step, step)
+    finally:
+        tape._saved_tensors_hooks_enable()
+
+
+def test_reentrant_checkpoint() -> None:
+    step = step_of(lambda p, x: checkpoint(torch.sin, p["w"] * x, use_reentrant=True).sum(), engine="autograd")
+    with pytest.raises(RuntimeError, match="pass use_reentrant=False"):
+        call(step, step)
+
+
+def test_function_that_reads_a_tensor_besides_its_arguments() -> None:
+    constant = torch.ones(4)
+
+    class Reads(TakesCtx):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+            return x * constant
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+    step = step_of(lambda p, x: Reads.apply(p["w"]).sum())
+    run, state = jit(step, backend="eager"), step.init({"w": torch.ones(4)})
+    for value in (1.0, 3.0):
+        constant.fill_(value)
+        _, expected = step(state, torch.ones(4))
+        assert_same(run(clone(state), torch.ones(4))[1].loss, expected.loss)
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_loss_of_no_parameter_and_inference_mode(engine: Any, compiled: bool) -> None:
+    step = step_of(lambda p, x: x.sum(), engine=engine)
+    with pytest.raises(ValueError, match=r"step: loss_fn must return a loss that depends on the parameters"):
+        call(jit(step, backend="eager") if compiled else step, step)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"must not be differentiated under torch.inference"):
+        call(step, step)
+
+
+class Frozen(torch.nn.Module):
+    """A BatchNorm that reads its statistics, in a checkpointed block; another that writes them."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps, self.writes, self.reads = keeps, torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4).eval()
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.writes(x)
+        return self.head(x + (checkpoint(self.reads, x, use_reentrant=False) if self.keeps else self.reads(x)).tanh())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_block_that_is_computed_again_reads_the_buffers_of_the_state(compiled: bool) -> None:
+    torch.manual_seed(0)
+    x, found = torch.randn(16, 4), []
+    for keeps, engine in ((False, "func"), (True, "autograd")):
+        torch.manual_seed(1)
+        loss = module_loss(Frozen(keeps), lambda out, _: out.square().mean())
+        buffers = {name: value + 1 if value.is_floating_point() else value for name, value in loss.buffers().items()}
+        step = make_train_step(loss, SGD, engine=engine)  # type: ignore[arg-type]
+        run, state = jit(step, backend="eager") if compiled else step, step.init(None, buffers)
+        for _ in range(2):
+            state, _ = run(state, (x, None))
+        found.append((state.params.tree(), state.buffers))
+        assert torch.equal(loss.model.get_buffer("reads.running_mean"), torch.zeros(4))
+    assert_close(found[1], found[0], 1e-6)
+
+
+class Beside(torch.autograd.Function):
+    """Calls a function in another thread, in the forward pass and in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Any) -> Tensor:
+        ctx.call = call
+        in_another_thread(lambda: call(1.0))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        in_another_thread(lambda: ctx.call(2.0))
+        return grads[0], None
+
+
+def in_another_thread(call: Any) -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result()
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "module_loss"])
+def test_modules_of_another_thread_are_its_own_affair(own: bool) -> None:
+    model, other = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    params = {name: value.detach() for name, value in model.named_parameters()}
+
+    def beside(factor: float) -> None:
+        functional_call(other, {name: value * factor for name, value in params.items()}, torch.ones(1, 4))
+
+    def criterion(out: Tensor, _: Any) -> Tensor:
+        moved: Tensor = Beside.apply(out, beside)
+        return moved.sum()
+
+    loss = (lambda p, x: criterion(functional_call(model, p, x[0]), None)) if own else module_loss(model, criterion)
+    step = make_train_step(loss, SGD)
+    _, metrics = step(step.init(params), (torch.ones(2, 4), None))
+    assert metrics.grad_norm > 0
+
+
+class Part(torch.nn.Linear):
+    """A layer whose forward is not torch's own, which Dynamo would leave alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Compiled(torch.nn.Module):
+    """A model with a part that torch.compile compiled."""
+
+    def __init__(self, count: Any) -> None:
+        super().__init__()
+        self.first, self.last = Part(4, 8), torch.nn.Linear(8, 1)
+        self.first.compile(backend=count)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("kind", ["own", "part", "whole"])
+def test_eager_step_over_a_compiled_model(kind: str) -> None:
+    count = CompileCounter()
+    torch.manual_seed(0)
+    model: Any = Compiled(count)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), model.last)
+    plain[0].load_state_dict(model.first.state_dict())
+    plain_step = make_train_step(module_loss(copy.deepcopy(plain), mse_loss), SGD)
+    if kind == "whole":
+        model = torch.compile(copy.deepcopy(plain), backend=count)
+
+    def own(params: Any, batch: Any) -> Tensor:
+        return mse_loss(functional_call(model, params, batch[0]), batch[1])
+
+    step = make_train_step(own if kind == "own" else module_loss(model, mse_loss), SGD)
+    state = step.init({name: value.detach() for name, value in model.named_parameters()})
+    expected, batch = plain_step.init(), (torch.randn(2, 4), torch.randn(2, 1))
+    frames = 0
+    for _ in range(4):
+        state, metrics = step(state, batch)
+        expected, expected_metrics = plain_step(expected, batch)
+        assert_same((metrics.loss, metrics.grad_norm), (expected_metrics.loss, expected_metrics.grad_norm))
+        frames = frames or count.frame_count
+        assert count.frame_count == frames > 0
+
+
+class Head(torch.nn.Module):
+    """A part in a region without autocast, the usual way to compute it in float32."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.body, self.heads = torch.nn.Linear(4, 4), torch.nn.ModuleList([torch.nn.Identity(), part])
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.heads[1](h.float()[:, None, None]).mean((1, 2))
+
+
+LAYERS = {
+    "linear": lambda: torch.nn.Linear(4, 4),
+    "no bias": lambda: torch.nn.Linear(4, 4, bias=False),
+    "conv": lambda: torch.nn.Conv2d(1, 4, 1),
+    "conv without bias": lambda: torch.nn.Conv2d(1, 4, 1, bias=False),
+}
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_outside_of_autocast(name: str, policy: str) -> None:
+    loss_fn, x = module_loss(Head(LAYERS[name]()), lambda out, _: out.sum()), torch.ones(2, 4)
+    step = make_train_step(loss_fn, SGD, policy=policy)
+    with pytest.raises(RuntimeError, match=r"keep 'heads\.1' in float32, policy='\.\.\.,keep=heads\.1\.\*'"):
+        step(step.init(), (x, x))
+    with pytest.raises(RuntimeError, match=r"(jit|step): a layer .* in float32, policy='\.\.\.,keep="):
+        jit(step, backend="eager")(step.init(), (x, x))
+    keeping = make_train_step(loss_fn, SGD, policy=f"{policy},keep=heads.1.*")
+    for run in (keeping, jit(keeping, backend="eager")):
+        run(keeping.init(), (x, x))
+
+
+class Refuses(torch.nn.Linear):
+    """A layer that raises what a convolution raises on some processors."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(4, 4)
+        self.text = text
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError(self.text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Input type (torch.FloatTensor) and weight type (CPUBFloat16Type) should be the same",
+        (
+            "Input type (torch.FloatTensor) and weight type (torch.HalfTensor) should be the same or input should be a "
+            "MKLDNN tensor and weight is a dense tensor"
+        ),
+        "Input type (float) and bias type (c10::Half) should be the same",
+        (
+            "Input type (torch.FloatTensor) and bias type (torch.HalfTensor) should be the same or input should be a "
+            "MKLDNN tensor and bias is a dense tensor"
+        ),
+    ],
+)
+def test_every_wording_of_two_precisions(text: str) -> None:
+    """aten/src/ATen/native/Convolution.cpp, check_input_same_type_as_parameters."""
+    policy = "bfloat16" if "BFloat16" in text else "float16"
+    step = make_train_step(module_loss(Head(Refuses(text)), lambda out, _: out.sum()), SGD, policy=policy)
+    x = torch.ones(2, 4)
+    with pytest.raises(RuntimeError, match=r"keep 'heads\.1' in float32, policy='\.\.\.,keep=heads\.1\.\*'"):
+        step(step.init(), (x, x))
+
+
+@pytest.mark.parametrize("policy", [None, "bfloat16,autocast=off"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float64) for name in LAYERS), *((name, torch.float16) for name in ("linear", "no bias", "conv"))],
+)
+def test_batch_of_another_dtype(name: str, policy: str | None, dtype: torch.dtype) -> None:
+    """The two dtypes are not float32 and that of compute copies: advice about them would lead nowhere."""
+    loss_fn = module_loss(torch.nn.Sequential(LAYERS[name]()), lambda out, _: out.sum())
+    step = make_train_step(loss_fn, SGD, policy=policy)
+    x = torch.ones((2, 4) if "conv" not in name else (2, 1, 2, 2)).to(dtype)
+    problem = r"step: layer '0' met an input and parameters of two dtypes, as torch says: .*; cast .* batch\.float\(\)"
+    with pytest.raises(RuntimeError, match=problem):
+        step(step.init(), (x, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64], ids=str)
+def test_batch_of_another_dtype_under_jit(dtype: torch.dtype) -> None:
+    step = make_train_step(module_loss(torch.nn.Linear(4, 4), lambda out, _: out.sum()), SGD)
+    x = torch.ones(2, 4).to(dtype)
+    for run, call in ((step, "step"), (jit(step, backend="eager"), "jit")):
+        with pytest.raises(RuntimeError, match=rf"{call}: a layer met an input .* got \w+ and Float; cast") as caught:
+            run(step.init(), (x, x))
+        assert "policy" not in str(caught.value)
+        assert str(caught.value).count("as torch says") == 1
+
+
+@pytest.mark.parametrize("engine", ["autograd", "func"])
+def test_two_dtypes_without_a_step(engine: Any) -> None:
+    layer = torch.nn.Linear(2, 2)
+    loss_fn = scaled_grad_and_value(lambda p, x: functional_call(layer, p, x).sum(), engine=engine)
+    with pytest.raises(RuntimeError, match=r"scaled_grad_and_value: a layer met .* Double and Float"):
+        loss_fn(init(), dict(layer.named_parameters()), torch.ones(2, 2, dtype=torch.float64))
+
+
+def test_dtype_of_a_target_is_an_error_of_torch() -> None:
+    step = make_train_step(module_loss(torch.nn.Linear(2, 2), torch.nn.functional.nll_loss), SGD)
+    with pytest.raises(RuntimeError, match=r"^expected .* Long") as caught:
+        step(step.init(), (torch.ones(2, 2), torch.ones(2)))
+    assert "an input and parameters" not in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["autograd", "func"])
+def test_empty_batch_under_jit(engine: Any) -> None:
+    """torch's decomposition of mse_loss's backward divides by the number of elements when it is traced."""
+    step = make_train_step(module_loss(torch.nn.Linear(4, 1), mse_loss), SGD, engine=engine)
+    empty = (torch.ones(0, 4), torch.ones(0, 1))
+    assert step(step.init(), empty)[1].loss.isnan()
+    with pytest.raises(RuntimeError, match=r"step: the batch must not be empty: .* leave a batch of 0 rows out"):
+        jit(step, backend="eager")(step.init(), empty)
+
+
+def test_division_by_zero_of_the_loss_itself_is_its_own() -> None:
+    step = make_train_step(lambda p, x: p["w"].sum() * (1 / (x.shape[0] - 2)), SGD)
+    for run in (step, jit(step, backend="eager")):
+        with pytest.raises(ZeroDivisionError):
+            run(step.init({"w": torch.ones(1)}), torch.ones(2))

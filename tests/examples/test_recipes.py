@@ -1,0 +1,63 @@
+"""Every recipe in examples/recipes: as its torch.amp loop, eager and captured; short, documented, with a result."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import funcamp
+from funcamp._jit import cuda_graph
+from tests.recipes import FOLDER, NAMES, example, oracle, trace_of
+from tests.support.helpers import assert_close, one_thread
+from tests.support.stand_in import StandIn
+
+STEPS = 40
+
+Wrap = Callable[[Any], Any]
+
+
+@pytest.fixture(params=["eager", "captured"])
+def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wrap:
+    """How a recipe's step is run: as it is, or compiled, donated and replayed (a stand-in takes the graph's part)."""
+    if request.param == "eager":
+        return lambda step, **_: step
+    monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
+    return functools.partial(funcamp.jit, backend="eager")
+
+
+@functools.cache
+def expected(name: str) -> Any:
+    with one_thread():
+        return oracle(name).oracle(example(name), STEPS, "cpu")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipe_is_the_torch_loop(name: str, wrap: Wrap) -> None:
+    with one_thread():
+        params, history = example(name).train(STEPS, wrap)
+    expected_params, expected_trace = expected(name)
+    assert trace_of(history) == expected_trace
+    assert len(history) == STEPS
+    assert_close(params, expected_params, oracle(name).TOLERANCE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_main_shows_a_result(name: str) -> None:
+    with one_thread():
+        numbers = example(name).main(wrap=lambda step, **_: step)
+    assert numbers["skipped"] >= 1
+    assert all(isinstance(value, (int, float)) for value in numbers.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_file_is_short_and_says_what_to_watch(name: str) -> None:
+    text = (FOLDER / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 80
+    doc = ast.get_docstring(ast.parse(text)) or ""
+    assert f"python examples/recipes/{name}.py" in doc
+    assert "Watch" in doc
+    assert "\n    assert " in text

@@ -1,0 +1,204 @@
+"""A donated step leaves in the old storage, bit for bit, what the undonated eager step returns: any aliasing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from funcamp import jit
+from tests.support.helpers import assert_same, clone
+from tests.support.patterns import PATTERNS, state, step_of
+
+BACKENDS = [pytest.param("aot_eager"), pytest.param("inductor", marks=pytest.mark.inductor)]
+
+
+def like_first(leaf: Tensor, first: Tensor) -> Tensor:
+    return torch.empty_like(first, memory_format=torch.preserve_format).copy_(leaf)
+
+
+def check(step: Callable[[Any, Any], Any], start: Any, backend: str, steps: int = 3) -> None:
+    expected, run, actual = clone(start), jit(step, backend=backend), clone(start)
+    kept = []
+    for index in range(steps):
+        batch = torch.full((2,), float(index))
+        expected, metrics = step(expected, batch)
+        # In the strides of the first state, as the donated one stays; and no leaf a view of another.
+        expected = torch.utils._pytree.tree_map(like_first, expected, start)
+        actual, found = run(actual, batch)
+        kept.append((found, clone(metrics)))
+        assert_same(actual, expected)
+    for found, metrics in kept:  # metrics of earlier calls are still what they were
+        assert_same(found, metrics)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_pattern_is_the_eager_step(name: str) -> None:
+    check(step_of(PATTERNS[name]), state(), "aot_eager")
+
+
+def side_by_side(steps: list[Callable[[Any, Any], Any]]) -> Callable[[Any, Any], Any]:
+    """Steps with a state each, as one program: compiling costs by the program."""
+
+    def step(states: list[Any], batch: Any) -> Any:
+        new, metrics = zip(*(step(state, batch) for step, state in zip(steps, states)))
+        return list(new), list(metrics)
+
+    return step
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("first", range(4))
+def test_patterns_side_by_side_are_the_eager_step_by_inductor(first: int) -> None:
+    patterns = [step_of(pattern) for pattern in list(PATTERNS.values())[first::4]]
+    check(side_by_side(patterns), [state() for _ in patterns], "inductor")
+
+
+LEAVES = 5
+# Exact in any order of evaluation: no sums of several products.
+OPERATIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda a, b: a,
+    lambda a, b: a,
+    lambda a, b: a.clone(),
+    lambda a, b: a.detach(),
+    lambda a, b: a.t(),
+    lambda a, b: a.reshape(9).view(3, 3),
+    lambda a, b: a[:1].expand(3, 3),
+    lambda a, b: a.flip(0),
+    lambda a, b: torch.maximum(a, b),
+    lambda a, b: torch.where(a > b, a, b.t()),
+    lambda a, b: -a,
+    lambda a, b: a * 2,
+]
+PROGRAM = st.lists(
+    st.tuples(st.integers(0, len(OPERATIONS) - 1), st.integers(0, LEAVES - 1), st.integers(0, LEAVES - 1)),
+    min_size=LEAVES,
+    max_size=LEAVES,
+)
+
+
+def random_step(program: list[tuple[int, int, int]]) -> Callable[[Any, Any], Any]:
+    def step(state: list[Tensor], batch: Tensor) -> Any:
+        new = [OPERATIONS[op](state[a], state[b]) for op, a, b in program]
+        return new, {"before": state[0], "after": new[1][0], "batch": batch.sum()}
+
+    return step
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(PROGRAM)
+def test_random_aliasing_is_the_eager_step(program: list[tuple[int, int, int]]) -> None:
+    check(random_step(program), [torch.randn(3, 3) for _ in range(LEAVES)], "aot_eager")
+
+
+@pytest.mark.inductor
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(PROGRAM, min_size=5, max_size=5, unique_by=repr))
+def test_random_aliasing_is_the_eager_step_by_inductor(programs: list[list[tuple[int, int, int]]]) -> None:
+    start = [[torch.randn(3, 3) for _ in range(LEAVES)] for _ in programs]
+    check(side_by_side(list(map(random_step, programs))), start, "inductor", steps=2)
+
+
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_parts_of_a_complex_leaf() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        wave = state["wave"]
+        return {"wave": wave * 2, "real": wave.real, "imag": wave.imag}, wave.real
+
+    start = {"wave": torch.randn(4, dtype=torch.complex64), "real": torch.zeros(4), "imag": torch.zeros(4)}
+    check(step, start, "inductor")
+
+
+def double(state: Any, batch: Tensor) -> Any:
+    return {name: leaf * (2 + i) + batch.sum() for i, (name, leaf) in enumerate(state.items())}, {"a": state["a"] + 0}
+
+
+def test_leaves_that_share_storage_are_taken_apart() -> None:
+    one = torch.arange(8.0)
+    views = {"a": one, "b": one, "c": one[2:5], "d": one.view(2, 4).t()}
+    before = one.clone()
+    expected, _ = double(views, torch.ones(1))
+    actual, _ = jit(double, backend="aot_eager")(views, torch.ones(1))
+    assert_same(actual, expected)
+    assert not torch.equal(one, before)  # the first leaf is consumed
+
+
+def test_expanded_and_differentiable_leaves_are_copied() -> None:
+    base = torch.ones(3)
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    actual, _ = jit(double, backend="aot_eager")({"a": base.expand(2, 3), "w": weight}, torch.ones(1))
+    assert_same(actual["a"], torch.full((2, 3), 3.0))
+    assert_same(actual["w"], torch.full((2, 2), 4.0))
+    assert_same((base, weight.detach()), (torch.ones(3), torch.ones(2, 2)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batch_in_the_storage_of_the_state_is_read_before_it_is_written(backend: str) -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"a": state["a"] * 0 + batch.flip(0)}, batch.clone()
+
+    run = jit(step, backend=backend)
+    current: Any = {"a": torch.arange(64.0)}
+    for _ in range(3):
+        expected = current["a"].flip(0).clone()
+        current, _ = run(current, current["a"])
+        assert_same(current["a"], expected)
+
+
+def test_a_tensor_the_step_reads_of_its_own_is_never_written() -> None:
+    constant = torch.ones(3)
+
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"a": state["a"] + constant + batch}, constant * 1
+
+    run = jit(step, backend="aot_eager")
+    current: Any = {"a": constant}  # one object, as state and as constant
+    for index in range(3):
+        current, metric = run(current, torch.zeros(3))
+        assert_same((current["a"], metric), (torch.full((3,), index + 2.0), torch.ones(3)))
+    assert_same(constant, torch.ones(3))
+
+
+def test_a_step_that_keeps_a_view_of_a_later_state_is_not_overwritten() -> None:
+    anchor = torch.tensor([1.0, 2.0])
+
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"w": state["w"] + batch}, (state["w"] - anchor).sum()
+
+    run = jit(step, backend="aot_eager")
+    run({"w": torch.zeros(2)}, torch.ones(()))
+    current: Any = {"w": anchor.detach()}
+    moved = []
+    for _ in range(3):
+        current, metric = run(current, torch.ones(()))
+        moved.append(metric.item())
+    assert moved == [0, 2, 4]
+    assert anchor.tolist() == [1, 2]
+
+
+def test_a_leaf_that_overlaps_itself_is_taken_apart() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"w": state["w"] * 2 + torch.arange(9.0).view(3, 3)}, None
+
+    windows = torch.arange(5.0).unfold(0, 3, 1)
+    expected, _ = step({"w": windows}, torch.ones(()))
+    actual, _ = jit(step, backend="aot_eager")({"w": windows}, torch.ones(()))
+    assert_same(actual["w"], expected["w"])
+
+
+def test_batches_with_lazy_bits_are_settled() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"x": state["x"] + batch.sum()}, None
+
+    wave = torch.tensor([1.0 + 2.0j])
+    run = jit(step, backend="aot_eager")
+    current: Any = {"x": torch.zeros(())}
+    for batch in (wave.imag, wave.conj().imag, wave.imag):
+        current, _ = run(current, batch)
+    assert current["x"].item() == 2

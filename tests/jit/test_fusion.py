@@ -1,0 +1,188 @@
+"""What Inductor makes of a step, read in its code for a CPU: one loop a group, scalars outside, gradients in place."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+from funcamp import ScalerConfig, ScalerState, TrainState, TrainStep, init, jit, make_train_step, module_loss, stateless
+from funcamp._jit import compile as compiler
+from funcamp._step.check_and_clip import judge
+from tests.support.generated import code_of, written
+
+pytestmark = pytest.mark.inductor
+
+WIDTH = 16
+BATCH = (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return (output.float() - target).square().mean()
+
+
+def step_of(layers: int, width: int = WIDTH, **options: Any) -> TrainStep:
+    """AdamW with a schedule and clipping on a stack of Linears."""
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    adamw = stateless(torch.optim.AdamW, lr=lambda applied: 1e-3 / (1 + applied))
+    loss_fn = module_loss(model, mse)
+    return make_train_step(loss_fn, adamw, policy="bfloat16", max_norm=1.0, **options)
+
+
+def code_of_step(layers: int) -> tuple[str, TrainState]:
+    step = step_of(layers)
+    state = step.init()
+    return written(torch.compile(step, fullgraph=True), state, BATCH), state
+
+
+def loops(code: str) -> Iterator[str]:
+    """The C++ loops of generated code, inner ones within the outer."""
+    for match in re.finditer(r"\bfor\s*\(.*?\)\s*\{", code, re.DOTALL):
+        depth, end = 1, match.end()
+        while depth:
+            depth += {"{": 1, "}": -1}.get(code[end], 0)
+            end += 1
+        yield code[match.start() : end]
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[str, TrainState]:
+    return code_of_step(3)
+
+
+@pytest.fixture(scope="module")
+def large() -> tuple[str, TrainState]:
+    return code_of_step(12)
+
+
+@pytest.fixture(scope="module")
+def by_tensor() -> str:
+    width = 48
+    step = step_of(9, width, flat=False)  # 18 tensors of 1,176 elements on average
+    batch = (torch.randn(8, width), torch.randn(8, width))
+    return written(torch.compile(step, fullgraph=True), step.init(), batch)
+
+
+def test_powers_of_the_step_count_are_taken_outside_the_loops(small: tuple[str, TrainState]) -> None:
+    code, _ = small
+    assert "std::pow(" in code
+    found = list(loops(code))
+    assert len(found) > 3
+    assert not [loop for loop in found if "std::pow(" in loop]
+
+
+def test_powers_are_taken_outside_the_loops_of_many_large_tensors(by_tensor: str) -> None:
+    assert by_tensor.count("std::pow(") >= 18
+    assert not [loop for loop in loops(by_tensor) if "std::pow(" in loop]
+
+
+def test_weight_gradients_are_written_into_the_flat_one(large: tuple[str, TrainState]) -> None:
+    code, _ = large
+    slices = re.findall(rf"(buf\d+) = reinterpret_tensor\((buf\d+), \({WIDTH}, {WIDTH}\), .*# alias", code)
+    written = set(re.findall(r"extern_kernels\.mm\(.*out=(buf\d+)\)", code))
+    assert len({whole for _, whole in slices}) == 1
+    assert len({name for name, _ in slices} & written) == 12
+
+
+def test_the_optimizer_is_one_loop_a_group_whatever_the_number_of_tensors(
+    small: tuple[str, TrainState], large: tuple[str, TrainState], by_tensor: str
+) -> None:
+    roots = [code.count(".sqrt()") for code, _ in (small, large)]
+    assert roots[0] == roots[1] > 0
+    assert [len(state.params.groups) for _, state in (small, large)] == [2, 2]
+    assert by_tensor.count(".sqrt()") > 4 * roots[1]
+
+
+def test_a_gradient_is_judged_in_one_pass_whatever_the_number_of_tensors() -> None:
+    """The innermost loops that take the check take the sum of squares of the same elements."""
+
+    def verdict(state: ScalerState, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+        judged, norm = judge(state, grads, None)
+        return judged.found_inf, norm
+
+    # Of other lengths, so that no two gradients share a loop.
+    grads = [torch.randn(2048 * (rows + 2)) for rows in range(40)]
+    code = written(torch.compile(verdict, fullgraph=True), init(ScalerConfig()), grads)
+    rows = [loop for loop in loops(code) if loop.count("for(") == 1 and "::maximum(" in loop]
+    assert len(rows) == 40
+    assert not [loop for loop in rows if "tmp_acc1_vec" not in loop]
+
+
+def allocated(code: str) -> list[int]:
+    """Elements of every buffer that a program written in C++ allocates."""
+    arrays = re.findall(r"(int_array_\d+)\[\] = \{([\d, L]+)\}", code)
+    sizes = {name: math.prod(map(int, re.findall(r"\d+", shape))) for name, shape in arrays}
+    return [sizes[name] for name in re.findall(r"aoti_torch_empty_strided\([1-9]\d*, (int_array_\d+),", code)]
+
+
+def test_a_donated_step_allocates_an_arena_for_one_gradient_and_no_new_state() -> None:
+    step, size = step_of(12), 12 * WIDTH * WIDTH
+    sizes = [
+        [count for count in allocated(written(jit(step, donate=donate), step.init(), BATCH)) if count >= size]
+        for donate in (True, False)
+    ]
+    (arena,) = sizes[0]  # bytes
+    assert arena < 2 * 4 * size
+    # Parameters, two moments and the compute copy, which a copy pass would need as well.
+    assert sizes[1].count(size) == 4
+
+
+def test_inductor_may_recurse_deeply_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so when it plans the arena of a deep model: 48 blocks of a GPT, minutes to compile, fail without."""
+    from torch._inductor import compile_fx
+
+    depths = []
+
+    def compiled(*_: Any, **__: Any) -> Any:
+        depths.append(sys.getrecursionlimit())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compiled)
+    before, run = sys.getrecursionlimit(), jit(lambda state, batch: (state + batch, None))
+    with pytest.raises(KeyboardInterrupt):
+        run(torch.zeros(2), torch.ones(2))
+    assert (depths, sys.getrecursionlimit()) == ([compiler.DEEP], before)
+
+
+def test_what_cannot_be_called_from_cpp_is_called_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no such call in C++")
+
+    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        return state * factor + state @ batch, state.sum()
+
+    state, batch = torch.randn(3, 3), torch.randn(3, 3)
+    factor = 0.5
+    assert "CppWrapperCodeCache" in code_of(jit(step, donate=False), state, batch)
+    monkeypatch.setattr(CppWrapperCpu, "generate", refuse)
+    factor = 0.25  # another program, or the one above is taken from the cache
+    run = jit(step, donate=False)
+    assert "CppWrapperCodeCache" not in code_of(run, state, batch)
+    torch.testing.assert_close(run(state, batch), step(state, batch))
+
+
+def test_a_long_programs_kernels_have_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_of(2)
+    expected, _ = step(step.init(), BATCH)
+    for long, apart in ((0, True), (10**6, False)):
+        monkeypatch.setattr(compiler, "LONG", long)
+        run = jit(step, donate=False)
+        assert ("kernel_src = (" in code_of(run, step.init(), BATCH)) == apart
+        state, _ = run(step.init(), BATCH)
+        torch.testing.assert_close(state.params.tree(), expected.params.tree(), rtol=1e-2, atol=1e-3)
+
+
+def test_gradients_of_convolutions_are_joined_in_the_order_they_come_in() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(512, 4))
+    loss_fn = module_loss(model, nn.functional.cross_entropy)
+    step = make_train_step(loss_fn, stateless(torch.optim.AdamW), policy="bfloat16")
+    code = written(jit(step), step.init(), (torch.randn(2, 3, 8, 8), torch.tensor([0, 3])))
+    assert "convolution_backward" in code
+    assert "div_floor_integer" not in code  # to find an element of a gradient with channels last

@@ -1,0 +1,98 @@
+"""No function of the step reads a tensor on the host: traced on tensors without values, where a read raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from funcamp import (
+    ScalerConfig,
+    all_finite,
+    clip_grad_norm,
+    init,
+    merge,
+    presets,
+    scale,
+    scaled_grad_and_value,
+    skip_step,
+    stateless,
+    unscale,
+    unscale_and_check,
+    update,
+)
+from tests.support.helpers import to
+from tests.support.optimizers import CASES
+
+GRADS: dict[str, Any] = {
+    "w": torch.randn(3, 2),
+    "h": [torch.randn(4).half(), torch.randn(2).bfloat16()],
+    "s": torch.ones(()),
+}
+CONFIG = ScalerConfig(min_scale=1.0, max_scale=2.0**24)
+ADAMW = stateless(torch.optim.AdamW, lr=lambda applied: 1e-3 / (1 + applied))
+
+
+def train_step(state: Any, params: Any, opt_state: Any, x: torch.Tensor) -> Any:
+    (grads, state), loss = scaled_grad_and_value(lambda p, x: (x @ p["w"]).half().float().square().mean())(
+        state, params, x
+    )
+    grads, norm = clip_grad_norm(grads, 1.0)
+    new = ADAMW.update(params, grads, opt_state)
+    params, opt_state = skip_step(state, new=new, old=(params, opt_state))
+    return params, opt_state, update(state, CONFIG), loss, norm
+
+
+PARAMS = {"w": torch.randn(3, 2)}
+CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "scale": (scale, (init(), GRADS)),
+    "unscale": (unscale, (init(), GRADS)),
+    "unscale_and_check": (unscale_and_check, (init(), GRADS)),
+    "unscale_and_check-reduce": (lambda s, g: unscale_and_check(s, g, reduce=lambda flag: flag * 2), (init(), GRADS)),
+    "all_finite": (all_finite, (GRADS,)),
+    "update": (lambda s: update(s, CONFIG), (init(),)),
+    "update-new_scale": (lambda s, n: update(s, CONFIG, new_scale=n), (init(), torch.ones(1))),
+    "update-static": (lambda s: update(s, presets.static(8.0)), (init(),)),
+    "merge": (merge, (init(), init(), init())),
+    "skip_step": (lambda s, n, o: skip_step(s, new=n, old=o), (init(), GRADS, GRADS | {"w": torch.zeros(3, 2)})),
+    "clip_grad_norm": (lambda g: clip_grad_norm(g, 1.0), (GRADS,)),
+    "train_step": (train_step, (init(), PARAMS, ADAMW.init(PARAMS), torch.randn(5, 3))),
+}
+
+
+def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> torch.fx.GraphModule:
+    graph: torch.fx.GraphModule = make_fx(lambda *given: fn(*given), tracing_mode="real")(*to(args, "meta"))
+    return graph
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call_reads_nothing_on_the_host(name: str) -> None:
+    fn, args = CALLS[name]
+    graph = trace(fn, args)
+    assert len(graph.graph.nodes) > 0
+    devices = {
+        node.meta["val"].device.type for node in graph.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)
+    }
+    assert devices == {"meta"}, "a tensor was made on another device than the inputs'"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_optimizer_reads_nothing_on_the_host(name: str) -> None:
+    cls, arguments = CASES[name]
+    optimizer = stateless(cls, **arguments)
+    params = {"w": torch.randn(3, 2)}
+    assert len(trace(optimizer.update, (params, params, optimizer.init(params))).graph.nodes) > 0
+    assert len(trace(optimizer.init, (params,)).graph.nodes) > 0
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: x.item(), lambda x: x if x > 0 else -x, lambda x: x.nonzero(), lambda x: x[x > 0]],
+    ids=["item", "branch", "nonzero", "mask"],
+)
+def test_the_trace_does_raise_on_a_host_read(read: Callable[..., Any]) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        trace(lambda s: read(unscale_and_check(s, torch.ones((), device="meta"))[1].found_inf), (init(),))

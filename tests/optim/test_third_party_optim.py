@@ -1,0 +1,198 @@
+"""`stateless` on optimizers that torch does not ship: pure ones follow themselves, others are refused with a reason."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcamp import stateless
+from tests.support.helpers import assert_close, assert_same
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign of an interpolated momentum (https://arxiv.org/abs/2302.06675), with a counter in a Python int."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        if not lr > 0:
+            raise ValueError(f"lr must be positive; got {lr}")
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["slow"] = p.clone()
+                state["step"] += 1
+                beta1, beta2 = group["betas"]
+                correction = 1 - beta1 ** state["step"]
+                direction = (state["exp_avg"] * beta1 + p.grad * (1 - beta1)).sign()
+                p.add_(direction * correction, alpha=-group["lr"])
+                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
+                state["slow"].lerp_(p, 0.1)
+
+
+class GradWriter(torch.optim.SGD):
+    """Writes into the gradients it is given."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.grad.mul_(2)
+            p.sub_(p.grad)
+
+
+class Refused(torch.optim.Optimizer):
+    """The part of a refused optimizer that does not matter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    def each(self) -> Any:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("step", torch.zeros(()))
+            state["step"] += 1
+            yield p, state
+
+
+class ReadsItem(Refused):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p, state in self.each():
+            p.sub_(p.grad * self.param_groups[0]["lr"] / math.sqrt(state["step"].item()))
+
+
+class Branches(Refused):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p, _ in self.each():
+            if p.grad.norm() > 1:
+                p.sub_(p.grad)
+
+
+class CountsInGroup(Refused):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["k"] += 1
+        for p, _ in self.each():
+            p.sub_(p.grad / self.param_groups[0]["k"])
+
+
+class GrowsState(Refused):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p, state in self.each():
+            if len(state) > 1:
+                state["late"] = p.grad.clone()
+            state["previous"] = p.grad.clone()
+
+
+class KeepsText(Refused):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for _, state in self.each():
+            state["mode"] = "warm"
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_third_party_optimizer_follows_itself(compiled: bool) -> None:
+    params = {"w": torch.randn(3, 2), "b": torch.randn(4)}
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    eager, optimizer = Lion(leaves.values()), stateless(Lion)
+    update = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager") if compiled else optimizer.update
+    opt_state = optimizer.init(params)
+    assert_same(opt_state.state["step"]["w"], torch.tensor(0))
+    assert_same(opt_state.state["slow"], params)
+    for _ in range(6):
+        grads = {name: torch.randn_like(value) for name, value in params.items()}
+        for name, leaf in leaves.items():
+            leaf.grad = grads[name].clone()
+        eager.step()
+        params, opt_state = update(params, grads, opt_state)
+        assert_close(params, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-6)
+    assert opt_state.state["step"]["b"] == 6
+
+
+def test_optimizer_that_writes_into_gradients_leaves_the_callers_alone() -> None:
+    optimizer = stateless(GradWriter, lr=1.0)
+    grads = torch.ones(2)
+    new, _ = optimizer.update(torch.zeros(2), grads, optimizer.init(torch.zeros(2)))
+    assert new.tolist() == [-2.0, -2.0]
+    assert grads.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (ReadsItem, "ReadsItem cannot be made pure.*reads one on the host"),
+        (Branches, "Branches cannot be made pure.*reads one on the host"),
+        (CountsInGroup, "CountsInGroup cannot be made pure.*'k' in its parameter group"),
+        (GrowsState, "GrowsState cannot be made pure.*same entries after every step"),
+        (KeepsText, "KeepsText cannot be made pure.*'mode' must be a tensor or a number; got 'warm'"),
+        (torch.optim.LBFGS, "LBFGS cannot be made pure: its step needs closure, .*use it in an ordinary float32 loop"),
+        (torch.optim.SparseAdam, ".*does not support dense gradients.*; use it in an ordinary loop with"),
+        (torch.nn.Linear, "optimizer must be a subclass of torch.optim.Optimizer; got .*Linear"),
+        (torch.optim.AdamW([torch.zeros(1)]), "optimizer must be a subclass of torch.optim.Optimizer; got AdamW"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_impure_optimizer_is_refused_by_name(cls: Any, reason: str) -> None:
+    with pytest.raises(TypeError, match=f"(?s)stateless: {reason}"):
+        stateless(cls)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"learning_rate": 1.0}, TypeError, "AdamW has no hyperparameter learning_rate; got learning_rate=1.0"),
+        ({"params": []}, TypeError, "AdamW has no hyperparameter params"),
+        ({"lr": -1.0}, ValueError, "AdamW refuses its hyperparameters: Invalid learning rate: -1.0"),
+        ({"betas": (2.0, 0.9)}, ValueError, "Invalid beta parameter at index 0: 2.0"),
+        ({"fused": True}, ValueError, "fused must be False or None.*got fused=True"),
+        ({"foreach": True}, ValueError, "foreach must be False or None"),
+        ({"differentiable": True}, ValueError, "differentiable must be False or None"),
+        ({"weight_decay": torch.tensor(0.1)}, TypeError, "AdamW cannot be made pure.*reads one on the host"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_bad_hyperparameter_is_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"(?s)stateless: .*{message}"):
+        stateless(torch.optim.AdamW, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("lr", "error", "message"),
+    [
+        (lambda applied: "fast", TypeError, "update: lr must be a number or a tensor of shape \\(\\); got 'fast'"),
+        (lambda applied: torch.ones(2), ValueError, "update: lr must have shape \\(\\); got \\(2,\\)"),
+        (torch.ones(2), ValueError, "update: lr must have shape \\(\\); got \\(2,\\)"),
+        (
+            torch.ones((), device="meta"),
+            ValueError,
+            "update: lr must be on the parameters' type of device, cpu; got meta",
+        ),
+    ],
+    ids=["text", "vector schedule", "vector", "device"],
+)
+def test_bad_value_of_a_hyperparameter_is_named(lr: Any, error: type[Exception], message: str) -> None:
+    optimizer = stateless(torch.optim.SGD, lr=lr)
+    with pytest.raises(error, match=message):
+        optimizer.init(torch.zeros(2))
+
+
+def test_momentum_schedule_that_the_class_branches_on_is_refused() -> None:
+    def momentum(applied: Tensor) -> Tensor:
+        return 0.9 + 0.0 * applied
+
+    with pytest.raises(TypeError, match="SGD cannot be made pure"):
+        stateless(torch.optim.SGD, lr=0.1, momentum=momentum)

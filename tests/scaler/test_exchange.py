@@ -1,0 +1,101 @@
+"""The claim: the five entries go both ways between funcamp's state and torch's scaler, at any point of a run."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from funcamp import GradScaler, ScalerConfig, ScalerState, from_state_dict, init, presets, to_state_dict, update
+from tests.support.helpers import assert_same
+
+FIVE = {"scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 4, "_growth_tracker": 2}
+
+
+def step(state: Any, config: ScalerConfig, found: bool) -> Any:
+    return update(type(state)(*state[:2], torch.tensor(float(found)), *state[3:]), config)
+
+
+def torch_step(scaler: Any, found: bool) -> None:
+    weight = torch.nn.Parameter(torch.zeros(()))
+    weight.grad = torch.tensor(math.inf if found else 1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(torch.optim.SGD([weight], lr=1.0))
+    scaler.update()
+
+
+@pytest.mark.parametrize("cls", [torch.amp.GradScaler, GradScaler])
+def test_a_run_changes_hands_at_every_step(cls: Any) -> None:
+    rng = random.Random(0)
+    config = ScalerConfig(1000.0, 1.7, 0.3, 2)
+    state, alone = init(config), torch.amp.GradScaler("cpu", 1000.0, 1.7, 0.3, 2)
+    for _ in range(40):
+        found = rng.random() < 0.4
+        torch_step(alone, found)
+        if rng.random() < 0.5:
+            scaler = cls("cpu")
+            scaler.load_state_dict(to_state_dict(state, config))
+            torch_step(scaler, found)
+            state, config = from_state_dict(scaler.state_dict())
+        else:
+            state = step(state, config, found)
+        assert to_state_dict(state, config) == alone.state_dict()
+
+
+def test_a_dict_before_the_first_scale_is_a_state() -> None:
+    state, config = from_state_dict(torch.amp.GradScaler("cpu", growth_interval=7).state_dict())
+    assert_same(state, init())
+    assert config == ScalerConfig(growth_interval=7)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    state, _ = from_state_dict(FIVE | {"scale": np.float32(8.0), "_growth_tracker": np.int64(2)})
+    assert_same(state, from_state_dict(FIVE)[0])
+
+
+@pytest.mark.parametrize("preset", [presets.megatron, presets.fairseq, presets.warm_start])
+def test_counters_of_a_rule_go_along(preset: Any) -> None:
+    config = preset()
+    state = init(config)
+    for found in (True, True, False, True, False):
+        state = step(state, config, found)
+        again, same = from_state_dict(to_state_dict(state, config), config)
+        assert_same(again, state)
+        assert same == config
+    bare, _ = from_state_dict(FIVE | {"backoff_factor": 1 / 3}, config)  # torch's own dict
+    assert_same(tuple(bare)[3:], tuple(init(config))[3:])
+
+
+def test_bounds_and_rule_stay_the_configurations() -> None:
+    state, config = from_state_dict(FIVE, ScalerConfig(4.0, min_scale=2.0, max_scale=16.0))
+    assert config == ScalerConfig(4.0, 3.0, 0.25, 4, 2.0, 16.0)
+    assert_same(state, ScalerState(torch.tensor(8.0), torch.tensor(2, dtype=torch.int32), torch.tensor(0.0)))
+
+
+@pytest.mark.parametrize(
+    ("saved", "error", "message"),
+    [
+        ([1], TypeError, "saved must be a dict; got [1]"),
+        ({}, ValueError, "saved must have 'scale'; it is empty, as a disabled scaler saves it"),
+        ({"scale": 1.0}, ValueError, "saved must have 'growth_factor'; it has scale"),
+        (FIVE | {"scale": "8"}, TypeError, "saved['scale'] must be a number; got '8'"),
+        (FIVE | {"scale": -1.0}, ValueError, "saved['scale'] must be 0 or more, within float32's range; got -1.0"),
+        (FIVE | {"scale": math.nan}, ValueError, "must be 0 or more, within float32's range; got nan"),
+        (FIVE | {"_growth_tracker": 1.5}, TypeError, "saved['_growth_tracker'] must be an integer; got 1.5"),
+        (FIVE | {"_growth_tracker": 2**40}, ValueError, "saved['_growth_tracker'] must fit int32"),
+        (FIVE | {"backoff_factor": 2.0}, ValueError, "backoff_factor must be above 0 and at most 1; got 2.0"),
+    ],
+)
+def test_a_foreign_dict_is_refused_by_the_entry(saved: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        from_state_dict(saved)
+    assert message in str(caught.value)
+
+
+def test_a_state_of_another_rule_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"to_state_dict: state must count hysteresis_tracker"):
+        to_state_dict(init(), presets.megatron())

@@ -1,0 +1,96 @@
+"""Comparisons and small models that several tests use."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+
+def clone(tree: Any) -> Any:
+    """A pytree with its tensors cloned."""
+    return _pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), tree)
+
+
+def to(tree: Any, device: str) -> Any:
+    """A pytree with its tensors moved."""
+    return _pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), tree)
+
+
+def bits(leaf: Tensor) -> Tensor:
+    """A tensor as integers, so that NaN equals NaN and -0.0 differs from 0.0."""
+    if leaf.layout == torch.sparse_coo:
+        leaf = leaf.coalesce()
+        return torch.cat([leaf.indices().flatten(), bits(leaf.values()).flatten()])
+    if leaf.is_complex():
+        leaf = torch.view_as_real(leaf)
+    if not leaf.is_floating_point():
+        return leaf
+    return leaf.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[leaf.dtype.itemsize])
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal structure, dtypes, shapes and bits."""
+    flat_a, spec_a = _pytree.tree_flatten(actual)
+    flat_e, spec_e = _pytree.tree_flatten(expected)
+    assert spec_a == spec_e
+    for index, (a, e) in enumerate(zip(flat_a, flat_e)):
+        if not isinstance(a, Tensor):
+            assert a == e
+            continue
+        assert (a.dtype, a.shape, a.layout) == (e.dtype, e.shape, e.layout), f"leaf {index}: {a} against {e}"
+        assert torch.equal(bits(a), bits(e)), f"leaf {index}: {a} against {e}"
+
+
+def difference(actual: Any, expected: Any) -> float:
+    """The largest relative difference of a leaf: norm of the difference over norm of the expected."""
+    flat_a, flat_e = _pytree.tree_leaves(actual), _pytree.tree_leaves(expected)
+    assert len(flat_a) == len(flat_e)
+    worst = 0.0
+    for a, e in zip(flat_a, flat_e):
+        if a is not None and a.numel():
+            a, e = a.detach().double(), e.detach().double()
+            found = ((a - e).norm() / e.norm().clamp(min=1e-30)).item()
+            worst = max(worst, math.inf if math.isnan(found) else found)  # max(0.0, nan) is 0.0
+    return worst
+
+
+def assert_close(actual: Any, expected: Any, relative: float) -> None:
+    """Every leaf within a fraction of its norm; the message has the number measured."""
+    measured = difference(actual, expected)
+    assert measured <= relative, f"differs by {measured:.3g} relative, more than {relative:.3g}"
+
+
+def together(work: Callable[[int], None], threads: int) -> None:
+    """Run work(0), work(1), ... in threads that begin at once; raise what the first that fails raises."""
+    ready, errors = threading.Barrier(threads), []
+
+    def run(index: int) -> None:
+        try:
+            ready.wait(60)
+            work(index)
+        except BaseException as error:  # raised below
+            errors.append(error)
+
+    started = [threading.Thread(target=run, args=(index,)) for index in range(threads)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Two threads wait for each other at every small product: seven times as long on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

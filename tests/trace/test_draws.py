@@ -1,0 +1,116 @@
+"""Random numbers of a jitted step: the eager step's; a generator that is set back gives the same, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from funcamp import jit
+from tests.support.helpers import assert_same, together
+
+X = torch.linspace(-1, 1, 6)
+
+
+def both(fn: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
+    """What an eager and a jitted step of a function return in three calls, and the number that follows."""
+    found = []
+    for wrap in (lambda step: step, lambda step: jit(step, backend="eager")):
+        run, rows, state = wrap(lambda state, batch: (state + 1, fn(batch))), [], torch.zeros(())
+        torch.manual_seed(0)
+        for _ in range(3):
+            state, out = run(state, X)
+            rows.append(out)
+        found.append([*rows, torch.rand(())])
+    return found
+
+
+def written(x: Tensor) -> Tensor:
+    out = torch.empty(4)
+    torch.rand(4, out=out)
+    return out
+
+
+DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "rrelu in place": lambda x: F.rrelu(x.clone(), training=True, inplace=True),
+    "rand": lambda x: torch.rand(3),
+    "rand out": written,
+    "randint": lambda x: torch.randint(0, 9, (3,)),
+    "randperm": lambda x: torch.randperm(5),
+    "random_ of a range": lambda x: torch.empty(3).random_(0, 10),
+    "bernoulli of probabilities": lambda x: torch.bernoulli(x.abs()),
+    "normal of means": lambda x: torch.normal(x, 1.0),
+    "a transposed tensor": lambda x: torch.rand_like(x.view(2, 3).t()),
+    "filled in place": lambda x: torch.empty(3, 2).t().normal_(),
+    "multinomial": lambda x: torch.multinomial(x.abs(), 2),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_numbers_are_those_of_the_eager_step(name: str) -> None:
+    eager, jitted = both(DRAWN[name])
+    assert_same(jitted, eager)
+
+
+def again(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:
+    before = torch.get_rng_state()
+    one = first()
+    torch.set_rng_state(before)
+    return torch.stack([one, second()])
+
+
+SET_BACK: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand": lambda x: again(lambda: torch.rand(6), lambda: torch.rand(6)),
+    "dropout": lambda x: again(lambda: F.dropout(x), lambda: F.dropout(x * 2)),
+    "the same probabilities": lambda x: again(lambda: torch.bernoulli(x.abs()), lambda: torch.bernoulli(x.abs())),
+    "rrelu": lambda x: again(lambda: F.rrelu(x.sin(), training=True), lambda: F.rrelu(x.sin(), training=True)),
+    "filled": lambda x: again(lambda: torch.empty(6).uniform_(), lambda: torch.empty(6).uniform_()),
+}
+
+
+@pytest.mark.parametrize("name", SET_BACK)
+def test_a_generator_set_back_draws_the_same(name: str) -> None:
+    eager, jitted = both(SET_BACK[name])
+    assert_same(jitted, eager)
+
+
+OTHER: dict[str, Callable[[Tensor], Tensor]] = {
+    "other probabilities": lambda x: again(lambda: torch.bernoulli(x.abs()), lambda: torch.bernoulli(x.abs() / 2)),
+    "other means": lambda x: again(lambda: torch.normal(x, 1.0), lambda: torch.normal(x + 100, 1.0)),
+    "another kind": lambda x: again(lambda: torch.rand(6), lambda: torch.randn(6)),
+    "another shape": lambda x: again(lambda: torch.rand(6), lambda: torch.rand(12)[:6]),
+    "other rates": lambda x: again(lambda: torch.poisson(x.abs()), lambda: torch.poisson(x.abs() * 9)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_generator_set_back_for_other_numbers_is_refused(name: str) -> None:
+    run = jit(lambda state, batch: (state + 1, OTHER[name](batch)), backend="eager")
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=r"step must not set the generator back .*test_draws.py:\d+ \(.*draw once"):
+        run(torch.zeros(()), X)
+    assert_same(torch.get_rng_state(), before)
+
+
+def test_two_threads_trace_one_after_the_other() -> None:
+    results: dict[int, float] = {}
+
+    def work(index: int) -> None:
+        def step(state: Tensor, batch: Tensor) -> Any:
+            for _ in range(50):
+                state = state + (batch * index).sum()
+            return state, None
+
+        state, _ = jit(step, backend="eager")(torch.zeros(()), torch.ones(2))
+        results[index] = state.item()
+
+    together(work, threads=2)
+    assert results == {0: 0.0, 1: 100.0}
+    assert not torch.compiler.is_compiling()
+    assert torch.default_generator.initial_seed() < 1 << 63

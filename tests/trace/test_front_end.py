@@ -1,0 +1,344 @@
+"""`jit` runs a step's Python once, as JAX does: what is in it acts as in eager code, or is refused by name."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from funcamp import ScalerConfig, init, jit, make_train_step, module_loss, scaled_grad_and_value, stateless
+from tests.recipes import advance, scaler_for, values
+from tests.support.helpers import assert_same
+
+CONFIG = ScalerConfig(2.0**24, growth_interval=4)
+SGD = stateless(torch.optim.SGD, lr=0.05, momentum=0.9)
+Wrap = Callable[[Any], Any]
+
+
+def eager(step: Any) -> Any:
+    return step
+
+
+def compiled(step: Any, **options: Any) -> Any:
+    return jit(step, backend="eager", **options)
+
+
+WRAPS = pytest.mark.parametrize("wrap", [eager, compiled])
+
+
+# Models as they come, against torch's own loop.
+
+
+class Attention(nn.Module):
+    """torch's encoder layer, with its dropout of 0.1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layers(x).mean(1))
+        return out.float()
+
+
+class Scaled(torch.autograd.Function):
+    """Takes ctx, and has a gradient that its forward has not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grad * 3 + 0 * x
+
+
+class Experts(nn.Module):
+    """A mixture with a Function as it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 2), nn.ModuleList(nn.Linear(8, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        mixed = torch.stack([expert(x) for expert in self.experts], -1) * weights.unsqueeze(-2)
+        out: Tensor = Scaled.apply(mixed.sum(-1).mean(1))
+        return out.float()
+
+
+class Spectral(nn.Module):
+    """The older spectral_norm: a forward pre-hook that writes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.layer = nn.utils.spectral_norm(nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x).mean(1)
+        return out.float()
+
+
+def _through(module: Any, _: Any, grads: Any) -> Any:
+    """The gradient of a Linear's input by hand."""
+    return (grads[0] @ module.weight.to(grads[0].dtype),)
+
+
+class Hooked(nn.Module):
+    """Full backward hooks, forward hooks, and a logger that warns once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeroth, self.first, self.second = (nn.Linear(8, width) for width in (8, 8, 2))
+        self.first.register_full_backward_hook(_through)
+        self.second.register_forward_hook(lambda module, args, out: out * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logging.getLogger("a.model").info("a batch of %s", tuple(x.shape))
+        out: Tensor = self.second(self.first(self.zeroth(x)).tanh()).mean(1)
+        return out.float()
+
+
+MODELS = [Attention, Experts, Spectral, Hooked]
+
+
+def batch_of(index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(4, 3, 8, generator=generator), torch.randn(4, 2, generator=generator)
+
+
+def torchs_loop(model: nn.Module, dtype: torch.dtype, steps: int) -> tuple[list[Any], dict[str, Tensor]]:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    scaler, trace = scaler_for(CONFIG, "cpu"), []
+    torch.manual_seed(1)
+    for index in range(steps):
+        x, y = batch_of(index)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype):
+            loss = nn.functional.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        trace.append((loss.item(), *advance(scaler)))
+    return trace, values(model)
+
+
+@WRAPS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("make", MODELS)
+def test_model_as_it_comes_is_torchs_loop(make: Callable[[], nn.Module], dtype: torch.dtype, wrap: Wrap) -> None:
+    torch.manual_seed(0)
+    model = make()
+    step = make_train_step(
+        module_loss(model, nn.functional.mse_loss), SGD, CONFIG, policy=str(dtype)[6:], keep_buffers=True
+    )
+    state, call, trace = step.init(), wrap(step), []
+    torch.manual_seed(1)
+    for index in range(16):
+        state, metrics = call(state, batch_of(index))
+        trace.append((metrics.loss.item(), metrics.scale.item(), metrics.found_inf.item()))
+    expected, weights = torchs_loop(model, dtype, 16)
+    assert trace == expected
+    assert_same({name: state.params.tree()[name] for name in weights}, weights)
+
+
+# Python runs once.
+
+
+def add(state: Any, batch: Tensor) -> Any:
+    return {"x": state["x"] + batch.sum()}, None
+
+
+def start() -> dict[str, Tensor]:
+    return {"x": torch.zeros(())}
+
+
+def test_what_python_does_it_does_when_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        print("a batch of", tuple(batch.shape), torch.compiler.is_compiling())  # noqa: T201  what a user would do
+        warnings.warn("slow", UserWarning, stacklevel=1)
+        return add(state, batch)
+
+    run, state = compiled(step), start()
+    with pytest.warns(UserWarning, match="slow"):
+        state, _ = run(state, torch.ones(2))
+    state, _ = run(state, torch.ones(2))
+    assert state["x"].item() == 4
+    assert capsys.readouterr().out == "a batch of (2,) True\n"
+    assert not torch.compiler.is_compiling()
+
+
+class Keeps(nn.Module):
+    """Keeps a mask that it makes once, and its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(3, 3).tril_()
+        self.last = self.mask @ x
+        out: Tensor = self.last.sum()
+        return out
+
+
+def test_tensors_that_python_keeps_have_values(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Keeps(), torch.tensor([1.0, 2.0, 3.0])
+    run, state = compiled(lambda state, batch: ({"x": state["x"] + model(batch)}, None)), start()
+    for _ in range(2):
+        state, _ = run(state, x)
+    assert state["x"].item() == 20
+    assert_same(model.mask, torch.ones(3, 3).tril())
+    assert_same(model.last, torch.tensor([1.0, 3.0, 6.0]))
+    assert_same(model(x), torch.tensor(10.0))
+    told = [record.message for record in caplog.records if record.name == "funcamp"]
+    assert len(told) == 1
+    assert (
+        "follow from its arguments, and later calls will not change them (return in the metrics what you want "
+        "to see): a torch.float32 tensor of shape (3,)" in told[0]
+    )
+
+
+def test_a_trace_that_fails_leaves_no_tensor_without_values() -> None:
+    model, x = Keeps(), torch.ones(3)
+
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"x": state["x"] + model(batch)}, batch.sum().item()
+
+    with pytest.raises(RuntimeError, match="not read a tensor's value"):
+        compiled(step)(start(), x)
+    assert_same(model.mask, torch.ones(3, 3).tril())
+    assert_same(model(x), torch.tensor(6.0))
+
+
+def seeds(state: Any, batch: Tensor) -> Any:
+    torch.manual_seed(0)
+    return {"x": state["x"] + torch.rand(2).sum()}, None
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+COUNTER, WEIGHT = torch.tensor(3.0), torch.ones(2, requires_grad=True)
+
+
+def draws(state: Any, batch: Tensor) -> Any:
+    return {"x": state["x"] + torch.rand(2, generator=GENERATOR).sum()}, None
+
+
+def reads_its_own(state: Any, batch: Tensor) -> Any:
+    return {"x": state["x"] * COUNTER.item()}, None
+
+
+def accumulates(state: Any, batch: Tensor) -> Any:
+    (WEIGHT * batch).sum().backward()
+    return state, None
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (seeds, r"default generator and not seed it.*test_front_end.py:\d+ \(.*torch.rand\(2\).*\) does"),
+        (draws, r"default generator.*test_front_end.py:\d+ \(.*generator=GENERATOR.*\) does"),
+        (reads_its_own, r"must not read.*test_front_end.py:\d+ \(.*COUNTER.item\(\).*\) does"),
+        (accumulates, r"must not call backward\(\) on tensors of its own"),
+    ],
+)
+def test_what_would_be_fixed_without_a_word_is_refused(step: Any, text: str) -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=f"(?s)jit: step {text}" if step is accumulates else f"(?s)jit: .*{text}"):
+        compiled(step)(start(), torch.ones(2))
+    assert WEIGHT.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_backward_pass_of_ones_own() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        w = state["w"].detach().requires_grad_()
+        (w * batch).square().sum().backward()
+        return {"w": state["w"] - 0.1 * w.grad}, None
+
+    expected, state, run = {"w": torch.ones(3)}, {"w": torch.ones(3)}, compiled(step)
+    for _ in range(3):
+        expected, _ = step(expected, torch.arange(3.0))
+        state, _ = run(state, torch.arange(3.0))
+    assert_same(state, {"w": expected["w"].detach()})
+
+
+# Which engine differentiates.
+
+
+def penalty(params: Any, scaler: Any, batch: Tensor) -> Any:
+    """A loss with the norm of a gradient with respect to its input in it."""
+    inner = scaled_grad_and_value(lambda x: (params["w"] * x).tanh().sum())
+    (grads, _), value = inner(scaler, batch)
+    return value + grads.square().sum()
+
+
+@WRAPS
+def test_a_gradient_inside_of_a_loss_is_differentiated(wrap: Wrap) -> None:
+    ends = []
+    for engine, how in (("func", eager), (None, wrap)):
+        step = make_train_step(penalty, SGD, ScalerConfig(8.0), engine=engine, has_scaler=True)  # type: ignore[arg-type]
+        state, call = step.init({"w": torch.tensor([0.5, -1.0])}), how(step)
+        for _ in range(3):
+            state, _ = call(state, torch.tensor([1.0, 2.0]))
+        ends.append(state.params.tree()["w"])
+    torch.testing.assert_close(*ends)
+
+
+def test_arguments_that_require_gradients_have_them() -> None:
+    grads = scaled_grad_and_value(lambda p, x: (p * x).square().sum())
+    w = torch.tensor(3.0, requires_grad=True)
+    (grad, _), _ = grads(init(ScalerConfig(4.0)), w, torch.tensor(2.0))
+    assert_same(torch.autograd.grad(grad, w)[0], torch.tensor(8.0))
+
+
+def test_transforms_around_a_step_choose_torch_func() -> None:
+    def loss(params: Any, x: Tensor) -> Any:
+        return (params["w"] * x).square().sum()
+
+    step = make_train_step(loss, SGD, ScalerConfig(8.0))
+    named = make_train_step(loss, SGD, ScalerConfig(8.0), engine="func")
+    xs = torch.arange(6.0).view(3, 2)
+    many = torch.func.vmap(lambda w: step.init({"w": w}))(torch.ones(3, 2))
+    assert_same(torch.func.vmap(step)(many, xs), torch.func.vmap(named)(many, xs))
+    grads = scaled_grad_and_value(loss)
+    state, params = init(ScalerConfig(8.0)), {"w": torch.ones(2)}
+
+    def total(x: Tensor) -> Tensor:
+        return grads(state, params, x)[0][0]["w"].sum()  # type: ignore[no-any-return]
+
+    assert_same(torch.func.grad(total)(torch.ones(2)), torch.full((2,), 4.0))
+    assert_same(torch.func.jvp(total, (torch.ones(2),), (torch.ones(2),))[1], torch.tensor(8.0))
+    with forward_ad.dual_level():
+        out = total(forward_ad.make_dual(torch.ones(2), torch.ones(2)))
+        assert_same(forward_ad.unpack_dual(out).tangent, torch.tensor(8.0))
+
+
+@pytest.mark.parametrize("traces", [False, True])
+def test_a_torch_compile_of_ones_own(traces: bool) -> None:
+    step = make_train_step(lambda p, x: (p["w"] * x).square().sum(), SGD, ScalerConfig(8.0))
+    state, x = step.init({"w": torch.ones(2)}), torch.arange(2.0)
+    with torch._dynamo.config.patch(trace_autograd_ops=traces):
+        after, metrics = torch.compile(step, fullgraph=True, backend="aot_eager")(state, x)
+    assert_same((after, metrics.loss), (step(state, x)[0], step(state, x)[1].loss))
+
+
+def test_micro_batches_under_symbolic_tracing() -> None:
+    step = make_train_step(lambda p, x: (p["w"] * x).sum(), SGD, ScalerConfig(8.0), accumulate=2)
+    state = step.init({"w": torch.ones(2)})
+    symbolic = make_fx(lambda x: step(state, x)[1].loss, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+    traced = symbolic(torch.ones(2, 2))
+    assert_same(traced(torch.full((2, 2), 3.0)), torch.tensor(6.0))

@@ -1,0 +1,304 @@
+"""Use funcamp while one private name of torch is hidden: `-m tests.upstream.hiding FOLDER`, the names in stdin.
+
+For every name, and for none, a forked process imports funcamp anew and writes what it found to a file of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.compile_fx
+import torch._inductor.metrics
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+
+class Hiding:
+    """A module, or a part of one, without the name that is hidden."""
+
+    def __init__(self, real: Any, path: str, hidden: str) -> None:
+        self._real, self._path, self._hidden = real, path, hidden
+
+    def __getattr__(self, name: str) -> Any:
+        path = f"{self._path}.{name}"
+        if path == self._hidden:
+            raise AttributeError(name)
+        found = getattr(self._real, name)
+        return Hiding(found, path, self._hidden) if self._hidden.startswith(f"{path}.") else found
+
+
+def hide(hidden: str) -> None:
+    """Hide a name from `funcamp._upstream` alone: torch itself needs it."""
+    real = importlib.import_module
+
+    def import_module(name: str, package: str | None = None) -> Any:
+        if sys._getframe(1).f_globals["__name__"] != "funcamp._upstream":
+            return real(name, package)
+        if name == hidden:
+            raise ImportError(name)
+        found = real(name, package)
+        return Hiding(found, name, hidden) if hidden.startswith(f"{name}.") else found
+
+    importlib.import_module = import_module
+
+
+X = torch.linspace(-1.0, 1.0, 12).view(4, 3)
+CONFIG = {"init_scale": 2.0**127, "growth_interval": 2}
+
+
+def loss_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return 16 * ((x @ params["w"]).square().mean() + params["b"].sum())
+
+
+def params() -> dict[str, Tensor]:
+    return {"w": torch.ones(3, 2), "b": torch.zeros(2)}
+
+
+def trained(funcamp: Any, wrap: Callable[[Any], Any], **options: Any) -> Any:
+    """A few steps, the first of which overflow."""
+    adamw = funcamp.stateless(torch.optim.AdamW, lr=0.1)
+    step = funcamp.make_train_step(loss_fn, adamw, funcamp.ScalerConfig(**CONFIG), max_norm=1.0, **options)
+    state, run = step.init(params()), wrap(step)
+    for _ in range(6):
+        state, metrics = run(state, X)
+    assert 0 < state.skipped < 6
+    return state.params.tree(), metrics.scale, step.state_dict(state)
+
+
+def eager(step: Any) -> Any:
+    return step
+
+
+def scan(funcamp: Any) -> Any:
+    wrap = lambda step: funcamp.jit(lambda state, x: step(state, x.view(2, 2, 3)), backend="aot_eager")  # noqa: E731
+    return trained(funcamp, wrap, accumulate=2, scan=True, engine="func")
+
+
+def scaler(funcamp: Any, **options: Any) -> Any:
+    """GradScaler by selection."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    made = funcamp.GradScaler("cpu", init_scale=2.0**120, growth_interval=2, **options)
+    for number in range(6):
+        optimizer.zero_grad()
+        made.scale(model(X).square().mean() * (float("inf") if number == 2 else 1.0)).backward()
+        made.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        made.step(optimizer)
+        made.update()
+    return [param.detach() for param in model.parameters()], made.get_scale(), optimizer.state_dict()["state"]
+
+
+def report(funcamp: Any) -> Any:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    for value in model.parameters():
+        nn.init.constant_(value, 0.5)
+    found = funcamp.numerics.numerics_report(lambda: model(X).square().mean().backward(), module=model)
+    return found.annotate()
+
+
+def batched(funcamp: Any) -> Any:
+    """A stateless optimizer under vmap; under grad it must refuse."""
+    adamw = funcamp.stateless(torch.optim.AdamW, lr=0.1)
+    new, _ = torch.func.vmap(lambda w: adamw.update({"w": w}, {"w": w + 1}, adamw.init({"w": w})))(X)
+    try:
+        torch.func.grad(lambda w: adamw.update({"w": w}, {"w": w}, adamw.init({"w": w}))[0]["w"].sum())(X)
+    except ValueError as error:
+        return new, str(error)
+    raise AssertionError("a differentiated update must be refused")
+
+
+def function(funcamp: Any) -> Any:
+    """A custom_function whose forward takes ctx, differentiated by autograd and by torch.func."""
+
+    @funcamp.custom_function
+    class Seven(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return grad * 7
+
+    def fn(x: Tensor) -> Tensor:
+        return Seven.apply(x).square().sum()  # type: ignore[no-any-return]
+
+    leaf = X.clone().requires_grad_()
+    by_autograd = torch.autograd.grad(fn(leaf), leaf)
+    try:
+        return by_autograd, torch.func.grad(fn)(X)
+    except RuntimeError as error:
+        if "setup_context" not in str(error):
+            raise
+        return by_autograd, by_autograd[0]  # refused by torch
+
+
+def ties(funcamp: Any) -> Any:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    step = funcamp.make_train_step(
+        funcamp.module_loss(model, lambda out, _: out.sum()), funcamp.stateless(torch.optim.SGD, lr=0.1)
+    )
+    return sorted(step.init().params.tree())
+
+
+def consumed(funcamp: Any) -> Any:
+    model = nn.Linear(3, 2)
+    step = funcamp.make_train_step(
+        funcamp.module_loss(model, lambda out, _: out.sum()), funcamp.stateless(torch.optim.SGD), policy="bfloat16"
+    )
+    state = step.init(consume=True)
+    nn.init.ones_(model.weight)
+    return step.compute_params(state)["weight"]
+
+
+def ranks(funcamp: Any) -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    parallel = funcamp.distributed.DataParallel(shard=True)
+    step = funcamp.make_train_step(loss_fn, funcamp.stateless(torch.optim.SGD, lr=0.1), parallel=parallel)
+    state, _ = step(step.init(params()), X)
+    saved = funcamp.distributed.sharded_state_dict(state)
+    return sorted(saved), funcamp.distributed.gather_state(state).params.tree()
+
+
+def compiled(funcamp: Any) -> Any:
+    return trained(funcamp, lambda step: torch.compile(step, fullgraph=True, backend="aot_eager"))
+
+
+def compiled_scaler(funcamp: Any) -> Any:
+    """A compiled loop with GradScaler."""
+    model = nn.Linear(3, 2)
+    for value in model.parameters():
+        nn.init.constant_(value, 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = funcamp.GradScaler("cpu", init_scale=2.0**10, skip="select")
+    made.scale(torch.zeros(()))
+
+    def loop() -> Tensor:
+        model.zero_grad()
+        loss: Tensor = model(X).square().mean()
+        made.scale(loss).backward()
+        made.step(optimizer)
+        made.update()
+        return loss.detach()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        losses = [torch.compile(loop, fullgraph=True, backend="aot_eager")() for _ in range(2)]
+    return losses, [value.detach() for value in model.parameters()]
+
+
+def tracked(funcamp: Any) -> Any:
+    """A step of Inductor's, its samples counted."""
+    loss = funcamp.numerics.track_scales(funcamp.module_loss(nn.Linear(3, 2), lambda out, _: out.square().mean()))
+    step = funcamp.make_train_step(loss, funcamp.stateless(torch.optim.SGD, lr=0.1))
+    state = step.init({"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
+    _, metrics = funcamp.jit(step)(state, (X, None))
+    return {name: record.forward.count for name, record in metrics.records.items()}
+
+
+def large(funcamp: Any) -> Any:
+    state, metric = funcamp.jit(lambda state, x: (state + x, (state * x).sum()))(torch.zeros(1 << 23), torch.ones(()))
+    return state[:3], metric
+
+
+def launches(funcamp: Any) -> Any:
+    doctor = importlib.import_module("funcamp._doctor")
+    return doctor._launches("cpu")
+
+
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda funcamp: trained(funcamp, eager),
+    "select": lambda funcamp: scaler(funcamp, skip="select"),
+    "host": scaler,
+    "report": report,
+    "batched": batched,
+    "function": function,
+    "ties": ties,
+    "consumed": consumed,
+    "ranks": ranks,
+}
+_TRACED = ("torch._C._are", "torch._C._functorch", "torch._dynamo", "torch.utils")
+#: What takes seconds, and the names that it may need: no other is in a file whose code it runs.
+COMPILED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+    "jit": (
+        lambda funcamp: trained(funcamp, lambda step: funcamp.jit(step, backend="aot_eager")),
+        (*_TRACED, "torch._subclasses"),
+    ),
+    "compiled": (compiled, _TRACED),
+    "compiled scaler": (compiled_scaler, ("torch._dynamo", "torch.utils._python_dispatch")),
+    "scan": (scan, ("torch._higher_order_ops",)),
+    "tracked": (tracked, ("torch._inductor",)),
+    "large": (large, ("torch._C._dynamo", "torch._C._storage")),
+}
+#: What raises without the name; tests/test_doctor.py has it with every name.
+NEEDED = {"torch._inductor.metrics": {"launches": launches}}
+
+
+def digest(tree: Any) -> str:
+    """Every bit of a result."""
+    leaves = _pytree.tree_leaves(tree)
+    texts = [leaf.tolist() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
+
+
+def look(hidden: str) -> dict[str, Any]:
+    """Import funcamp, run every part, ask the doctor."""
+    hide(hidden)
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        funcamp = importlib.import_module("funcamp")
+        importlib.import_module("funcamp.distributed")
+        importlib.import_module("funcamp.numerics")
+        chosen = {name: part for name, (part, needs) in COMPILED.items() if not hidden or hidden.startswith(needs)}
+        for name, part in {**PARTS, **chosen, **NEEDED.get(hidden, {})}.items():
+            try:
+                found[name] = digest(part(funcamp))
+            except RuntimeError as error:
+                found[name] = f"RuntimeError: {error}"
+        found["doctor"] = importlib.import_module("funcamp._upstream").lost()
+    found["warnings"] = [str(one.message) for one in told if str(one.message).startswith("funcamp: torch")]
+    return found
+
+
+def warm() -> None:
+    """Have torch import what it needs to compile, once for all names."""
+    torch.compile(torch.func.grad(lambda x: x.sin().sum()), fullgraph=True, backend="aot_eager")(X)
+    torch._dynamo.reset()
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """One process a name, each with a file of its own."""
+    torch.set_num_threads(1)
+    warm()
+    for name in names:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                (folder / f"{name}.json").write_text(json.dumps(look(name)))
+                code = 0
+            except BaseException:
+                sys.stderr.write(f"{name}: {traceback.format_exc()}")
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.load(sys.stdin))

@@ -72,14 +72,15 @@ def compiled(fn: Any) -> Any:
 
 @case(2, 4)
 def unscaling_and_norms_are_those_of_the_whole() -> None:
-    for mesh in meshes():
+    found = meshes()
+    for mesh in found:
         leaves = mixed(mesh)
         grads = {name: leaf for name, (leaf, _) in leaves.items()}
         whole = {name: value for name, (_, value) in leaves.items()}
         state = funcamp.init(LOW)
         expected, _ = funcamp.unscale_and_check(state, whole)
         _, expected_norm = funcamp.clip_grad_norm(expected, 1.0)
-        for run in (identity, compiled):
+        for run in (identity, compiled) if mesh is found[-1] else (identity,):  # two ranks compile for one dimension
             got, after = run(checked)(state, grads)
             assert_same(full(got), expected)
             assert type(after.found_inf) is Tensor

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.helpers import bits
 
@@ -39,8 +40,8 @@ def assert_equal_on_all_ranks(tree: Any) -> None:
         assert torch.equal(first, own), f"rank {rank()}: {leaf}"
 
 
-def collectives(fn: Any, *args: Any) -> Counter[str]:
-    """The collectives in the one graph that torch.compile makes of a function."""
+def counted(fn: Any) -> tuple[Any, Counter[str]]:
+    """A function compiled to one graph, and the collectives in it after the first call."""
     found: Counter[str] = Counter()
 
     def count(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -51,5 +52,30 @@ def collectives(fn: Any, *args: Any) -> Counter[str]:
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    torch.compile(fn, fullgraph=True, backend=aot_autograd(fw_compiler=count))(*args)
+    return torch.compile(fn, fullgraph=True, backend=aot_autograd(fw_compiler=count)), found
+
+
+def collectives(fn: Any, *args: Any) -> Counter[str]:
+    """The collectives in the one graph that torch.compile makes of a function."""
+    run, found = counted(fn)
+    run(*args)
     return found
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and "wait_tensor" not in str(func):
+            self.found[str(func).split(".")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def called(fn: Any, *args: Any) -> Counter[str]:
+    """The collectives that a function calls, not compiled."""
+    calls = _Calls()
+    with calls:
+        fn(*args)
+    return calls.found

@@ -66,9 +66,9 @@ def test_record_is_what_plain_python_counts(transform: Transform, dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_halves_lie_anywhere_in_memory(transform: Transform, dtype: torch.dtype) -> None:
     base = torch.tensor(SPECIAL + WIDER[dtype]).to(dtype)
-    for x in (base[1:], base[1:8], base[2::3], base[1:2]):
+    views = (base[1:8], base[2::3], base[1:2])
+    for x, record in zip(views, transform(lambda *views: [stats(view) for view in views])(*views)):
         told, bins = by_hand(x.tolist())
-        record = transform(stats)(x)
         assert {name: getattr(record, name).item() for name in told} == pytest.approx(told, rel=1e-15)
         assert record.histogram.tolist() == bins
 

@@ -134,9 +134,8 @@ def test_scan_is_the_loop(make: Any) -> None:
     results = []
     for scan in (False, True):
         step = build(task, ADAMW, accumulate=4, scan=scan, policy="bf16", max_norm=1.0)
-        run = torch.compile(step, fullgraph=True, backend="aot_eager")
+        run = torch.compile(step, fullgraph=True, backend="aot_eager") if scan else step
         results.append(run(step.init(), batch))
-        torch._dynamo.reset()
     assert_close(results[1], results[0], 1e-6)
 
 
@@ -152,23 +151,23 @@ def test_one_bad_micro_batch_skips_the_window() -> None:
 
 
 @pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("size", [1e18, 1e19, 1e25, 3e38])
-def test_a_norm_beyond_float32_clips(size: float, flat: bool, transform: Callable[..., Any]) -> None:
+def test_a_norm_beyond_float32_clips(flat: bool, transform: Callable[..., Any]) -> None:
     """Finite gradients whose squares or whose norm overflow float32 clip to max_norm; torch multiplies them by 0."""
     config = presets.disabled()
     step = make_train_step(linear, stateless(torch.optim.SGD, lr=1.0), config, max_norm=1.0, flat=flat)
     state = step.init({"a": torch.zeros(4), "b": torch.zeros(2, 2)})
-    grads = torch.full((2, 4), size)
-    grads[0, 0] = -size
-    loss_batch = [grads[0], grads[1].reshape(2, 2)]
-    after, metrics = transform(lambda s, a, b: step(s, [a, b]))(state, *loss_batch)
-    assert metrics.found_inf == 0
-    params = after.params.tree() if flat else after.params
-    length = torch.cat([params["a"], params["b"].flatten()]).norm()
-    assert length.item() == pytest.approx(1.0, rel=1e-5)
-    assert params["a"][0] > 0 > params["a"][1]
-    if size < 1e19:
-        assert metrics.grad_norm.item() == pytest.approx(size * math.sqrt(8), rel=1e-6)
+    run = transform(lambda s, a, b: step(s, [a, b]))
+    for size in (1e18, 1e19, 1e25, 3e38):
+        grads = torch.full((2, 4), size)
+        grads[0, 0] = -size
+        after, metrics = run(state, grads[0], grads[1].reshape(2, 2))
+        assert metrics.found_inf == 0, size
+        params = after.params.tree() if flat else after.params
+        length = torch.cat([params["a"], params["b"].flatten()]).norm()
+        assert length.item() == pytest.approx(1.0, rel=1e-5), size
+        assert params["a"][0] > 0 > params["a"][1], size
+        if size < 1e19:
+            assert metrics.grad_norm.item() == pytest.approx(size * math.sqrt(8), rel=1e-6)
 
 
 @pytest.mark.parametrize("exponents", [(-30, -3, 0), (-5, 18, 19.2), (18.9, 25, 38), (0, 30, 38), (-44, 38, 38)])

@@ -23,7 +23,7 @@ demo: $(VENV)/installed
 # Types are checked against the stubs of the pinned torch.
 test: $(if $(filter $(PINNED),$(TORCH)),lint) $(VENV)/installed
 	@$(if $(CXX_FOUND),,echo "No C++ compiler: leaving out the tests marked inductor (install g++ to run them).")
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile -m "$(SELECT)" $(ARGS)
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "$(SELECT)" $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -14,6 +14,14 @@ from tests.support.helpers import assert_same, clone
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+#: The longest files, which run first: each is one worker's, and at the end the other workers would wait for it.
+LONG = ("distributed", "private_names", "elastic", "step_parity", "donation", "stats", "step", "joint_counts", "fusion")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:

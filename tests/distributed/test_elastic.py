@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 import funcamp
-from tests.elastic import TINY, read
+from tests.distributed.elastic import TINY, read
 from tests.support.helpers import assert_same
 from tests.support.launch import BOUND, ENVIRONMENT, ROOT, lines, torchrun
 
@@ -137,8 +137,8 @@ def test_the_others_raise_without_a_launcher_that_ends_them(
 def test_checkpoint_of_two_processes_is_the_same_state_on_one(
     tmp_path: Path, alone: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """tests/ranks/checkpoint.py has more."""
-    lines(torchrun(2, "-m", "tests.elastic", "write", tmp_path))
+    """ranks/checkpoint.py has more."""
+    lines(torchrun(2, "-m", "tests.distributed.elastic", "write", tmp_path))
     read(tmp_path)
     assert capsys.readouterr().out.count("processes 1, from step 12\n") == 2
 

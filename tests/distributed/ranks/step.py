@@ -14,10 +14,10 @@ from torch._inductor.utils import run_and_get_code
 
 import funcamp
 from funcamp import distributed
-from tests.support.helpers import assert_same, difference
-from tests.support.models import Task, cnn, mlp, tied
 from tests.distributed.ranks import case
 from tests.distributed.ranks.tools import assert_equal_on_all_ranks, called, counted, mine, rank, world
+from tests.support.helpers import assert_same, difference
+from tests.support.models import Task, cnn, mlp, tied
 
 #: A scale far too high for float16 again and again, and never nearly too high: there the order of a sum decides.
 HIGH = funcamp.ScalerConfig(init_scale=2.0**30, growth_factor=128.0, backoff_factor=1 / 128, growth_interval=3)

@@ -16,6 +16,7 @@ from _public import PUBLIC_SIZES, public_task
 from torch import Tensor, nn
 
 import funcamp
+from funcamp._autograd.loss import ModuleLoss
 from funcamp._types import name_of
 from funcamp.distributed import DataParallel
 
@@ -97,7 +98,7 @@ def funcamp_step(
     compiled: bool = True,
     config: funcamp.ScalerConfig = funcamp.ScalerConfig(growth_interval=NEVER),
     flat: bool = True,
-    change: Callable[[funcamp.ModuleLoss], funcamp.ModuleLoss] = lambda loss_fn: loss_fn,
+    change: Callable[[ModuleLoss], ModuleLoss] = lambda loss_fn: loss_fn,
     parallel: DataParallel | None = None,
     consume: bool | None = None,
     **options: Any,

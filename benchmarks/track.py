@@ -23,10 +23,10 @@ from _models import CPU_SIZES, GPU_SIZES, Size
 from _timing import Variant, about, arguments, interleaved, seconds, table, torch_variant, write
 from _variants import funcamp_step
 
-import funcamp
 from funcamp import numerics
+from funcamp._autograd.loss import ModuleLoss
 
-Change = Callable[[funcamp.ModuleLoss], funcamp.ModuleLoss]
+Change = Callable[[ModuleLoss], ModuleLoss]
 KINDS: dict[str, Change] = {
     "plain": lambda loss_fn: loss_fn,
     "tracked, every element": lambda loss_fn: numerics.track_scales(loss_fn, sample=None),

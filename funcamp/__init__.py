@@ -3,16 +3,15 @@
 from funcamp import presets as presets
 from funcamp._amp.grad_scaler import GradScaler
 from funcamp._autograd.custom_function import custom_function
-from funcamp._autograd.loss import ModuleLoss, module_loss
+from funcamp._autograd.loss import module_loss
 from funcamp._autograd.scaled_grad import scaled_grad_and_value
 from funcamp._io.checkpoint import load, save
 from funcamp._io.metric_reader import MetricReader
 from funcamp._jit.jit import jit
-from funcamp._jit.jit_step import JitStep
-from funcamp._optim.by_group import GroupedOptimizer, by_group
+from funcamp._optim.by_group import by_group
 from funcamp._optim.clip import clip_grad_norm, clip_grad_value
 from funcamp._optim.ema import ema_update
-from funcamp._optim.stateless import OptState, StatelessOptimizer, stateless
+from funcamp._optim.stateless import stateless
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.scale import all_finite, found_inf_by_leaf, leaf_names, scale, unscale, unscale_and_check
 from funcamp._scaler.state import ScalerState
@@ -30,16 +29,11 @@ __version__ = "0.1.0"
 __all__ = [
     "FlatParams",
     "GradScaler",
-    "GroupedOptimizer",
-    "JitStep",
     "MetricReader",
     "Metrics",
-    "ModuleLoss",
-    "OptState",
     "Policy",
     "ScalerConfig",
     "ScalerState",
-    "StatelessOptimizer",
     "TrainState",
     "TrainStep",
     "all_finite",

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from funcamp import (
-    OptState,
     Policy,
     ScalerConfig,
     ScalerState,
@@ -35,6 +34,7 @@ from funcamp import (
     unscale_and_check,
     update,
 )
+from funcamp._optim.stateless import OptState
 from tests.support.helpers import assert_same, clone
 
 STATE = init()

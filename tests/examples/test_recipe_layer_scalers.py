@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import funcamp
+from funcamp._optim.stateless import StatelessOptimizer
 from tests.recipes import example
 from tests.support.helpers import difference, one_thread
 
@@ -52,7 +53,7 @@ def compiled(step: Any) -> Any:
 def block_by_block(monkeypatch: pytest.MonkeyPatch, scales: list[float]) -> Trees:
     """The unscaled gradients of the recipe's first step: what it gives to its optimizer."""
     seen: list[Trees] = []
-    plain = funcamp.StatelessOptimizer.update
+    plain = StatelessOptimizer.update
 
     def watched(self: Any, params: Any, grads: Trees, opt_state: Any) -> Any:
         seen.append(funcamp.clone(grads))
@@ -60,7 +61,7 @@ def block_by_block(monkeypatch: pytest.MonkeyPatch, scales: list[float]) -> Tree
 
     with monkeypatch.context() as patch:
         patch.setattr(recipe, "CONFIGS", [funcamp.ScalerConfig(init_scale=scale) for scale in scales])
-        patch.setattr(funcamp.StatelessOptimizer, "update", watched)
+        patch.setattr(StatelessOptimizer, "update", watched)
         _, (row,) = recipe.train(1, eager)
     assert not row.found_inf.any()
     return seen[0]

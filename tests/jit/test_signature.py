@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.masked import masked_tensor
 
-from funcamp import JitStep, jit
+from funcamp import jit
+from funcamp._jit.jit_step import JitStep
 from tests.support.helpers import assert_same
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from funcamp import OptState, by_group, jit, make_train_step, skip_step, stateless
+from funcamp import by_group, jit, make_train_step, skip_step, stateless
+from funcamp._optim.stateless import OptState
 from tests.support.helpers import assert_close, assert_same, clone, together
 from tests.support.optimizers import CASES
 from tests.support.oracle import state_of

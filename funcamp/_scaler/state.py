@@ -61,10 +61,10 @@ def check_state(call: str, state: object) -> ScalerState:
                 f"{call}: state.{name} must have shape (); got {tuple(value.shape)} "
                 "(a batch of scalers goes through torch.func.vmap)"
             )
-    more: dict[str, Any] = dict(zip(known._fields[3:], known[3:]))
-    for name, value in zip(_tree.names(more), _tree.leaves(more)) if more else ():
-        if not isinstance(value, Tensor) or value.dtype != torch.int32 or value.dim() != 0:
-            raise TypeError(f"{call}: state.{name} must be an int32 tensor of shape (); got {value!r}")
+    for field, held in zip(known._fields[3:], known[3:]):
+        for name, value in (held if isinstance(held, dict) else {field: held}).items():
+            if not isinstance(value, Tensor) or value.dtype != torch.int32 or value.dim() != 0:
+                raise TypeError(f"{call}: state.{name} must be an int32 tensor of shape (); got {value!r}")
     return known
 
 

@@ -61,7 +61,7 @@ def check_state(call: str, state: object) -> ScalerState:
                 f"{call}: state.{name} must have shape (); got {tuple(value.shape)} "
                 "(a batch of scalers goes through torch.func.vmap)"
             )
-    for field in known._fields[3:]:
+    for field in list(known._fields)[3:]:
         held = getattr(known, field)
         for name, value in (held if isinstance(held, dict) else {field: held}).items():
             if not isinstance(value, Tensor) or value.dtype != torch.int32 or value.dim() != 0:

@@ -12,8 +12,9 @@ from funcamp import MetricReader, ScalerConfig, clone, jit, stateless
 from funcamp._io import metric_reader
 from funcamp._jit import cuda_graph
 from tests.support.helpers import assert_same
-from tests.support.models import build, mlp
+from tests.support.models import mlp
 from tests.support.stand_in import StandIn
+from tests.support.steps import build
 
 
 @pytest.fixture

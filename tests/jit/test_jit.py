@@ -18,7 +18,8 @@ from funcamp import FlatParams, ScalerConfig, TrainState, clone, jit, stateless
 from funcamp._jit import compile as compiler
 from funcamp._jit import jit_step
 from tests.support.helpers import assert_same
-from tests.support.models import build, cnn, mlp
+from tests.support.models import cnn, mlp
+from tests.support.steps import build
 
 Step = Callable[[Any, Any], Any]
 

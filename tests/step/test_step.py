@@ -26,7 +26,8 @@ from funcamp import (
     stateless,
 )
 from tests.support.helpers import assert_close, assert_same, clone, to
-from tests.support.models import SGD, build, cnn, mlp, tied
+from tests.support.models import cnn, mlp, tied
+from tests.support.steps import SGD, build
 
 ADAMW = stateless(torch.optim.AdamW, lr=1e-2)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from funcamp import Policy, ScalerConfig, jit, make_train_step, module_loss, stateless
+from funcamp._step import state as state_module
 from funcamp._step import step as step_module
 from funcamp._storage import compute_copies
 from funcamp._storage.compute_copies import for_loss, refresh
@@ -288,7 +289,7 @@ def test_steady_steps_make_no_copy_anew(monkeypatch: pytest.MonkeyPatch) -> None
         made.append(1)
         return refresh(*args)
 
-    for module in (compute_copies, step_module, state):
+    for module in (compute_copies, step_module, state_module):
         monkeypatch.setattr(module, "refresh", counted)
     for index in range(3):
         state, _ = step(state, task.batch(index))

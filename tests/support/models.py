@@ -9,10 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import make_train_step, module_loss, stateless
-
-SGD = stateless(torch.optim.SGD, lr=0.1)
-
 
 class Task(NamedTuple):
     """A model with its criterion and its batches."""
@@ -89,11 +85,6 @@ def _images(shape: tuple[int, ...]) -> Callable[[int], tuple[Tensor, Tensor]]:
         return torch.randn(shape, generator=generator), torch.randint(4, shape[:1], generator=generator)
 
     return batch
-
-
-def build(task: Task, optimizer: Any = SGD, **options: Any) -> Any:
-    """A step of a task."""
-    return make_train_step(module_loss(task.model, task.criterion), optimizer, **options)
 
 
 class TwoRoundings(nn.Linear):

@@ -213,7 +213,7 @@ def tracked(funcamp: Any) -> Any:
 def large(funcamp: Any) -> Any:
     run = funcamp.jit(lambda state, x: (state + x, torch.cat([state, state * x, state]).cumsum(0)[-3:]))
     state, metric = run(torch.zeros(1 << 23), torch.ones(()))
-    scratch = importlib.import_module("funcamp._scratch")
+    scratch = importlib.import_module("funcamp._jit.buffer_pool")
     assert (run._scratch is not None) == funcamp._upstream.usable(scratch._allocate, scratch._holders)
     return state[:3], metric
 

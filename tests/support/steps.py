@@ -1,0 +1,17 @@
+"""A step of a small model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from funcamp import make_train_step, module_loss, stateless
+from tests.support.models import Task
+
+SGD = stateless(torch.optim.SGD, lr=0.1)
+
+
+def build(task: Task, optimizer: Any = SGD, **options: Any) -> Any:
+    """A step of a task."""
+    return make_train_step(module_loss(task.model, task.criterion), optimizer, **options)

@@ -278,16 +278,9 @@ def look(hidden: str) -> dict[str, Any]:
     return found
 
 
-def warm() -> None:
-    """Have torch import what it needs to compile, once for all names."""
-    torch.compile(torch.func.grad(lambda x: x.sin().sum()), fullgraph=True, backend="aot_eager")(X)
-    torch._dynamo.reset()
-
-
 def main(folder: Path, names: list[str]) -> None:
     """One process a name, each with a file of its own."""
     torch.set_num_threads(1)
-    warm()
     for name in names:
         child = os.fork()
         if not child:

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState as Stage
 
 from funcamp._amp.undo_compiled import prepare
 from funcamp._scaler.config import ScalerConfig, check_config
-from funcamp._scaler.state import ScalerState
+from funcamp._scaler.state import ScalerState, tensors_of
 from funcamp._scaler.state_dict import saved_count, saved_counters, saved_scale
 from funcamp._scaler.update import first_counters
 
@@ -102,9 +102,7 @@ class HeldScaler(torch.amp.GradScaler):
             raise AssertionError("_growth_tracker initialized before _scale")
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
-        self._counters = {
-            name: torch.full((), value, dtype=torch.int32, device=dev) for name, value in self._init_counters.items()
-        }
+        self._counters = tensors_of(self._init_counters, dev)
 
     def metrics(self) -> ScalerState:
         """The scale, the growth tracker and the last update's found_inf, as copies: for a `MetricReader`. No sync."""

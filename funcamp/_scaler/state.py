@@ -80,3 +80,8 @@ def replace(state: ScalerState, **changes: Any) -> ScalerState:
 def with_counters(state: ScalerState, counters: dict[str, Tensor]) -> ScalerState:
     """The state of a rule that has these counters; as it is if there are none."""
     return cast(ScalerState, RuleState(*state, counters)) if counters else state
+
+
+def tensors_of(counts: dict[str, int], device: torch.device | str | None) -> dict[str, Tensor]:
+    """Counters as a state holds them."""
+    return {name: torch.full((), count, dtype=torch.int32, device=device) for name, count in counts.items()}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from funcamp._scaler.config import ScalerConfig, check_config
-from funcamp._scaler.state import ScalerState, check_state, replace, with_counters
-from funcamp._scaler.update import check_suits, first_counters, init
+from funcamp._scaler.state import ScalerState, tensors_of, with_counters
+from funcamp._scaler.update import checked, first_counters, init
 
 _CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
 
@@ -40,8 +40,7 @@ def to_state_dict(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> 
     References:
         `GradScaler.state_dict`, torch/amp/grad_scaler.py, PyTorch 2.13.
     """
-    state, config = check_state("to_state_dict", state), check_config("to_state_dict", config)
-    check_suits("to_state_dict", state, config)
+    state, config = checked("to_state_dict", state, config)
     saved: dict[str, Any] = {"scale": state.scale.item()}
     saved |= {name: getattr(config, name) for name in _CONSTANTS}
     saved["_growth_tracker"] = state.growth_tracker.item()
@@ -85,13 +84,12 @@ def from_state_dict(
     scale = saved_scale(call, saved["scale"])
     config = changed(config, **{name: saved[name] for name in _CONSTANTS})
     tracker = saved_count(call, "_growth_tracker", saved["_growth_tracker"])
-    counters = saved_counters(call, saved, config)
-    state = init(config, device=device)
-    state = replace(state, scale=torch.full_like(state.scale, scale), growth_tracker=state.growth_tracker + tracker)
-    more: dict[str, torch.Tensor] = getattr(state, "counters", {})
-    return with_counters(
-        ScalerState(*state[:3]), {name: torch.full_like(more[name], count) for name, count in counters.items()}
-    ), config
+    counters = tensors_of(saved_counters(call, saved, config), device)
+    first = init(config, device=device)
+    state = ScalerState(
+        torch.full_like(first.scale, scale), torch.full_like(first.growth_tracker, tracker), first.found_inf
+    )
+    return with_counters(state, counters), config
 
 
 def saved_scale(call: str, value: object) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.rule_table import RULES
-from funcamp._scaler.state import ScalerState, check_state, replace, with_counters
+from funcamp._scaler.state import ScalerState, check_state, replace, tensors_of, with_counters
 from funcamp._scaler.torch_rule import Outcome
 from funcamp._types import Tree
 
@@ -53,8 +53,7 @@ def init(config: ScalerConfig = ScalerConfig(), *, device: torch.device | str | 
         growth_tracker=torch.zeros((), dtype=torch.int32, device=device),
         found_inf=torch.zeros((), dtype=torch.float32, device=device),
     )
-    counters = first_counters(config).items()
-    return with_counters(state, {name: torch.full((), n, dtype=torch.int32, device=device) for name, n in counters})
+    return with_counters(state, tensors_of(first_counters(config), device))
 
 
 def update(
@@ -90,8 +89,7 @@ def update(
         `_amp_update_scale_`, aten/src/ATen/native/cuda/AmpKernels.cu, and `GradScaler.update`,
         torch/amp/grad_scaler.py, PyTorch 2.13.
     """
-    state, config = check_state("update", state), check_config("update", config)
-    check_suits("update", state, config)
+    state, config = checked("update", state, config)
     if new_scale is None:
         state = _bounded(_outcome(state, config).state, config)
     else:
@@ -193,9 +191,7 @@ def exhausted(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
     References:
         DeepSpeed and fairseq raise there: deepspeed/runtime/fp16/loss_scaler.py, fairseq/optim/dynamic_loss_scaler.py.
     """
-    state, config = _checked("exhausted", state, config)
-    after = _outcome(state, config)
-    scale = _bounded(after.state, config).scale
+    state, after, scale = _ahead("exhausted", state, config)
     return after.backs_off & (~(scale < state.scale) | (scale == 0))
 
 
@@ -223,15 +219,32 @@ def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
     References:
         `_amp_update_scale_` keeps a scale that would be infinite: native/cuda/AmpKernels.cu, PyTorch 2.13.
     """
-    state, config = _checked("saturated", state, config)
-    after = _outcome(state, config)
-    scale = _bounded(after.state, config).scale
+    state, after, scale = _ahead("saturated", state, config)
     return after.grows & (~(scale > state.scale) | torch.isinf(scale))
 
 
-def _checked(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, ScalerConfig]:
+def _ahead(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, Outcome, Tensor]:
+    """The state, what the rule makes of it, and the scale after the bounds."""
+    state, config = checked(call, state, config)
+    after = _outcome(state, config)
+    return state, after, _bounded(after.state, config).scale
+
+
+def checked(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, ScalerConfig]:
+    """Return a state and the configuration it was made with.
+
+    Raises:
+        TypeError: one is of another kind, or the state lacks what the configuration's rule counts.
+        ValueError: a field of the state has a shape other than ().
+    """
     state, config = check_state(call, state), check_config(call, config)
-    check_suits(call, state, config)
+    wanted, counted = sorted(first_counters(config)), sorted(getattr(state, "counters", ()))
+    if wanted != counted:
+        raise TypeError(
+            f"{call}: state must count {', '.join(wanted) or 'clean steps alone'}, as init makes it for the rule "
+            f"{config.rule!r}; got one that counts {', '.join(counted) or 'clean steps alone'} (config must be the one "
+            "that the state was made with)"
+        )
     return state, config
 
 
@@ -250,17 +263,6 @@ def _bounded(state: ScalerState, config: ScalerConfig) -> ScalerState:
     if config.min_scale is None and config.max_scale is None:
         return state
     return replace(state, scale=state.scale.clamp(config.min_scale, config.max_scale))
-
-
-def check_suits(call: str, state: ScalerState, config: ScalerConfig) -> None:
-    """Raise TypeError where the state lacks what the configuration's rule counts."""
-    wanted, counted = sorted(first_counters(config)), sorted(getattr(state, "counters", ()))
-    if wanted != counted:
-        raise TypeError(
-            f"{call}: state must count {', '.join(wanted) or 'clean steps alone'}, as init makes it for the rule "
-            f"{config.rule!r}; got one that counts {', '.join(counted) or 'clean steps alone'} (config must be the one "
-            "that the state was made with)"
-        )
 
 
 def _choose(tree: Tree, index: int, found: Tensor, new: object, old: object) -> object:

@@ -199,7 +199,7 @@ def follow(case: str, flags: Iterable[bool], step: Callable[[ScalerState, Scaler
         assert state.scale.item() == rule.scale or state.scale.isnan(), f"{seen}: {state} against {rule}"
         assert state.found_inf.item() == 0.0
         if oracle.__name__ in COUNTERS:
-            counter = tuple(_pytree.tree_leaves(state))[-1].item()
+            counter = _pytree.tree_leaves(state)[-1].item()
             assert counter == COUNTERS[oracle.__name__](rule), f"{seen}: {state} against {rule}"
         if oracle is peer_rules.Fairseq:
             assert bool(stuck) == (rule.raised or (flag and rule.scale == math.inf)), f"{seen}: {state} against {rule}"
@@ -279,6 +279,7 @@ def test_every_rule_has_a_state() -> None:
         config = ScalerConfig(rule=name, stop_scale=1.0 if name == "fairseq" else None)
         state = init(config)
         assert type(update(state, config)) is type(state)
+        assert set(getattr(state, "counters", ())) == set(RULES[name].counters(config))
 
 
 @pytest.mark.parametrize(

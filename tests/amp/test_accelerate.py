@@ -13,12 +13,12 @@ from typing import Any
 import accelerate  # type: ignore[import-untyped]
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]
 from accelerate.utils import GradScalerKwargs  # type: ignore[import-untyped]
 from torch.utils.data import DataLoader, TensorDataset
 
 import funcamp
-from tests.support.helpers import assert_same, clone, one_thread
+from tests.support.accelerated import alone, forget
+from tests.support.helpers import assert_same, clone
 from tests.support.host_reads import host_reads
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
@@ -37,11 +37,8 @@ FUNCAMP: dict[str, Maker] = {
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    """Accelerate keeps its state in class attributes: the precision of the first Accelerator would be everyone's."""
-    with one_thread():
+    with alone():
         yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -58,8 +55,7 @@ class Run:
         self, scaler: Scaler, optimizer: str = "sgd", accumulate: int = 1, cls: Any = accelerate.Accelerator
     ) -> None:
         torch.manual_seed(0)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget()
         self.accelerator = cls(mixed_precision="fp16", cpu=True, gradient_accumulation_steps=accumulate)
         self.accelerator.native_amp = True  # see test_on_a_cpu_accelerate_trains_in_float32
         self.accelerator.scaler = scaler

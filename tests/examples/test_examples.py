@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
 
 import funcamp
 from funcamp._io import metric_reader
-from tests.support.helpers import one_thread
+from tests.support.accelerated import alone
 from tests.support.host_reads import host_reads
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
@@ -38,11 +37,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    """Accelerate keeps its state in class attributes: the precision of the first Accelerator would be everyone's."""
-    with one_thread():
+    with alone():
         yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def read(file: Path) -> list[dict[str, float]]:

@@ -16,7 +16,7 @@ from _public import PUBLIC_SIZES, public_task
 from torch import Tensor, nn
 
 import funcamp
-from funcamp._autograd.loss import ModuleLoss
+from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._types import name_of
 from funcamp.distributed import DataParallel
 
@@ -111,9 +111,9 @@ def funcamp_step(
     loss_fn = change(funcamp.module_loss(model, criterion))
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
     policy = name_of(dtype)
-    step = funcamp.make_train_step(loss_fn, adamw, config, policy=policy, flat=flat, parallel=parallel)
+    step = funcamp.make_train_step(loss_fn, adamw, config, policy=policy, parallel=parallel)
     run: Callable[..., Any] = funcamp.jit(step, **options) if compiled else step
-    state = [step.init(consume=not (parallel and parallel.shard) if consume is None else consume)]
+    state = [step.init(flat=flat, consume=not (parallel and parallel.shard) if consume is None else consume)]
 
     def call() -> Any:
         state[0], metrics = run(state[0], batch)

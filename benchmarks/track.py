@@ -24,7 +24,7 @@ from _timing import Variant, about, arguments, interleaved, seconds, table, torc
 from _variants import funcamp_step
 
 from funcamp import numerics
-from funcamp._autograd.loss import ModuleLoss
+from funcamp._autograd.module_loss import ModuleLoss
 
 Change = Callable[[ModuleLoss], ModuleLoss]
 KINDS: dict[str, Change] = {

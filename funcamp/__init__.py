@@ -3,7 +3,8 @@
 from funcamp import presets as presets
 from funcamp._amp.grad_scaler import GradScaler
 from funcamp._autograd.custom_function import custom_function
-from funcamp._autograd.loss import module_loss
+from funcamp._autograd.loss import loss
+from funcamp._autograd.module_loss import module_loss
 from funcamp._autograd.scaled_grad import scaled_grad_and_value
 from funcamp._io.checkpoint import load, save
 from funcamp._io.metric_reader import MetricReader
@@ -21,7 +22,7 @@ from funcamp._step.make import make_train_step
 from funcamp._step.state import Metrics, TrainState
 from funcamp._step.step import TrainStep
 from funcamp._storage.compute_copies import clone
-from funcamp._storage.flat import FlatParams, matrix_or_vector, ravel
+from funcamp._storage.flat import FlatParams, ravel
 from funcamp._storage.policy import Policy
 
 __version__ = "0.1.0"
@@ -50,8 +51,8 @@ __all__ = [
     "jit",
     "leaf_names",
     "load",
+    "loss",
     "make_train_step",
-    "matrix_or_vector",
     "merge",
     "module_loss",
     "ravel",

@@ -5,7 +5,8 @@ presets.torch()   presets.warm_start()   presets.static(128.0)   presets.disable
 
 from __future__ import annotations
 
-from funcamp._scaler.config import ScalerConfig, real
+from funcamp._check import real
+from funcamp._scaler.config import ScalerConfig
 
 
 def torch(
@@ -394,7 +395,7 @@ def _inverse(name: str, factor: object) -> float:
         TypeError: factor is no number.
         ValueError: factor is not above 1.
     """
-    number = real(name, factor)
+    number = real("ScalerConfig", name, factor)
     if not number > 1.0:
         raise ValueError(f"ScalerConfig: {name} must be above 1; got {factor}")
     return 1.0 / number

@@ -21,6 +21,7 @@ from funcamp import (
     ema_update,
     init,
     jit,
+    loss,
     make_train_step,
     merge,
     module_loss,
@@ -59,7 +60,11 @@ WINDOW = make_train_step(LOSS, SGD, accumulate=2)
 BUFFERED = module_loss(torch.nn.BatchNorm1d(2), torch.nn.functional.mse_loss)
 SPARSE = make_train_step(module_loss(torch.nn.Embedding(3, 2, sparse=True), torch.nn.functional.mse_loss), SGD)
 CLAMPED = make_train_step(lambda p, b: (p["w"] * b).abs().sum(), SGD, max_value=1.0)
-MODULE = module_loss(torch.nn.Linear(2, 2), torch.nn.functional.mse_loss)
+LINEAR = torch.nn.Linear(2, 2)
+MODULE = module_loss(LINEAR, torch.nn.functional.mse_loss)
+NO_AUX = make_train_step(module_loss(LINEAR, torch.nn.functional.mse_loss, has_aux=True), SGD)
+NUMBERED = make_train_step(LOSS, SGD, observe={"f": lambda grads: {"t": grads["w"], "n": 2}})
+SILENT = make_train_step(LOSS, SGD, observe={"f": lambda grads: None})
 
 
 ADAMW = torch.optim.AdamW([torch.ones(1, requires_grad=True)], lr=3e-4, betas=(0.9, 0.95))
@@ -79,7 +84,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "init_scale nan": (lambda: ScalerConfig(math.nan), ValueError, "init_scale must be positive.*got nan"),
     "init_scale beyond float32": (lambda: ScalerConfig(1e39), ValueError, "init_scale .*finite in float32.*got 1e\\+39"),
     "init_scale text": (lambda: ScalerConfig("2"), TypeError, "init_scale must be a Python number; got '2'"),  # type: ignore[arg-type]
-    "init_scale tensor": (lambda: ScalerConfig(W[0]), TypeError, "init_scale must be a Python number; got tensor"),  # type: ignore[arg-type]
+    "init_scale tensor": (lambda: ScalerConfig(W[0]), TypeError, "init_scale must be a Python number; got a torch.float32 tensor"),  # type: ignore[arg-type]
     "init_scale bool": (lambda: ScalerConfig(True), TypeError, "init_scale must be a Python number; got True"),
     "growth_factor below one": (lambda: ScalerConfig(growth_factor=0.9), ValueError, r"growth_factor must be 1 or more.*got 0\.9"),
     "growth_factor beyond float32": (lambda: presets.megatron(growth_factor=1e39), ValueError, "finite in float32; got 1e\\+39"),
@@ -91,13 +96,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "apex nan": (lambda: presets.apex(init_scale=math.nan), ValueError, "init_scale must be positive and finite"),
     "init_scale huge": (lambda: ScalerConfig(10**400), ValueError, "init_scale must be positive and finite"),
     "backoff_factor zero": (lambda: ScalerConfig(backoff_factor=0.0), ValueError, "backoff_factor must be .*got 0.0"),
-    "growth_interval zero": (lambda: ScalerConfig(growth_interval=0), ValueError, "growth_interval must be from 1.*got 0"),
+    "growth_interval zero": (lambda: ScalerConfig(growth_interval=0), ValueError, "ScalerConfig: growth_interval must be 1 to 2147483647; got 0"),
     "growth_interval float": (lambda: ScalerConfig(growth_interval=2.0), TypeError, "growth_interval must be an integer; got 2.0"),  # type: ignore[arg-type]
     "growth_interval huge": (lambda: ScalerConfig(growth_interval=2**31), ValueError, "growth_interval must be .*got 2147483648"),
     "min above max": (lambda: ScalerConfig(min_scale=8.0, max_scale=4.0), ValueError, "min_scale must not be above max_scale"),
     "init below min": (lambda: ScalerConfig(2.0, min_scale=4.0), ValueError, "init_scale must be within .*got 2.0"),
     "init above max": (lambda: ScalerConfig(8.0, max_scale=4.0), ValueError, "init_scale must be within .*got 8.0"),
-    "hysteresis": (lambda: ScalerConfig(hysteresis=0), ValueError, r"hysteresis must be from 1 to 2\*\*31 - 1; got 0"),
+    "hysteresis": (lambda: ScalerConfig(hysteresis=0), ValueError, "hysteresis must be 1 to 2147483647; got 0"),
     "tolerance": (lambda: ScalerConfig(tolerance=1.5), ValueError, r"tolerance must be from 0 to 1; got 1\.5"),
     "stop_scale": (lambda: ScalerConfig(rule="fairseq"), ValueError, "stop_scale must be given for the rule 'fairseq'; got None"),
     "rule": (lambda: ScalerConfig(rule="fast"), ValueError, "rule must be one of dynamic, static, .*; got 'fast'"),
@@ -150,7 +155,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "params integer": (lambda: scaled_grad_and_value(loss_of(torch.sum))(STATE, {"n": W.int()}), TypeError, r"params\['n'\] must be floating"),
     # clipping
     "max_norm zero": (lambda: clip_grad_norm(W, 0.0), ValueError, "max_norm must be positive; got 0.0"),
-    "max_norm text": (lambda: clip_grad_norm(W, "1"), TypeError, "max_norm must be a number or a tensor; got '1'"),  # type: ignore[arg-type]
+    "max_norm text": (lambda: clip_grad_norm(W, "1"), TypeError, "max_norm must be a Python number; got '1'"),  # type: ignore[arg-type]
     "max_norm shape": (lambda: clip_grad_norm(W, W), ValueError, r"max_norm must have shape \(\); got \(2,\)"),
     "clip integer": (lambda: clip_grad_norm([W.int()], 1.0), TypeError, r"grads\[0\] must be a strided floating-point"),
     # optimizers
@@ -171,7 +176,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "state_dict names": (lambda: ravel({"a.b": W, "a": {"b": W + 1}}).state_dict(), ValueError, "dotted name of its own; got 'a.b' twice"),
     "policy dtype": (lambda: Policy(torch.int8), ValueError, "compute_dtype must be one of float16.*got torch.int8"),
     "policy no dtype": (lambda: Policy("float16"), TypeError, "compute_dtype must be a torch.dtype; got 'float16'"),  # type: ignore[arg-type]
-    "policy autocast": (lambda: Policy(autocast=1), TypeError, "autocast must be a bool; got 1"),  # type: ignore[arg-type]
+    "policy autocast": (lambda: Policy(autocast=1), TypeError, "Policy: autocast must be True or False; got 1"),  # type: ignore[arg-type]
     "policy glob": (lambda: Policy(keep=("a,b",)), ValueError, "keep must hold globs.*got 'a,b'"),
     "policy string": (lambda: Policy(keep="a"), TypeError, "keep must be a tuple of strings; got 'a'"),  # type: ignore[arg-type]
     "parse dtype": (lambda: Policy.parse("fp8"), ValueError, "text must begin with a dtype.*got 'fp8'"),
@@ -202,7 +207,34 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step accumulate": (lambda: make_train_step(LOSS, SGD, accumulate=0), ValueError, "accumulate must be 1 or more; got 0"),
     "step accumulate float": (lambda: make_train_step(LOSS, SGD, accumulate=2.0), TypeError, "accumulate must be an integer; got 2.0"),  # type: ignore[arg-type]
     "step ema": (lambda: make_train_step(LOSS, SGD, ema_decay=1.5), ValueError, "ema_decay must be from 0 to 1; got 1.5"),
-    "step reduce": (lambda: make_train_step(LOSS, SGD, reduce=1), TypeError, "reduce must be callable; got 1"),  # type: ignore[arg-type]
+    "step scan": (lambda: make_train_step(LOSS, SGD, scan=1), TypeError, "make_train_step: scan must be True or False; got 1"),  # type: ignore[arg-type]
+    "step parallel": (lambda: make_train_step(LOSS, SGD, parallel=1), TypeError, "parallel must be a distributed.DataParallel or a function of the flag; got 1"),  # type: ignore[arg-type]
+    "step observe": (lambda: make_train_step(LOSS, SGD, observe=all_finite), TypeError, "observe must be a dict of names to functions; got <function all_finite"),  # type: ignore[arg-type]
+    "step observe name": (lambda: make_train_step(LOSS, SGD, observe={1: all_finite}), TypeError, "observe must have names; got 1"),  # type: ignore[dict-item]
+    "step observe function": (lambda: make_train_step(LOSS, SGD, observe={"f": True}), TypeError, r"observe\['f'\] must be callable; got True"),  # type: ignore[dict-item]
+    "step observe number": (lambda: NUMBERED(START, W), TypeError, r"step: observe\['f'\]\['n'\] must return tensors; got 2"),
+    "step observe nothing": (lambda: SILENT(START, W), TypeError, r"step: observe\['f'\] must return tensors; got None"),
+    # the loss
+    "loss function": (lambda: loss(3), TypeError, "loss: function must be callable; got 3"),  # type: ignore[arg-type]
+    "loss of a module": (lambda: loss(torch.nn.Linear(1, 1)), TypeError, r"loss: function must be .* write module_loss\(model, criterion\).*got the module Linear itself"),
+    "loss of a loss": (lambda: loss(loss(LOSS)), TypeError, r"loss: function must not be a loss already: describe it where it is made; got loss\(<function LOSS"),
+    "loss of a module_loss": (lambda: loss(MODULE, has_aux=True), TypeError, r"loss: function must not be a loss already: .*; got module_loss\(Linear"),
+    "loss has_aux": (lambda: loss(LOSS, has_aux="yes"), TypeError, "loss: has_aux must be True or False; got 'yes'"),  # type: ignore[arg-type]
+    "loss has_buffers": (lambda: loss(LOSS, has_buffers=None), TypeError, "loss: has_buffers must be True or False; got None"),  # type: ignore[arg-type]
+    "loss keep_buffers": (lambda: loss(LOSS, keep_buffers=1), TypeError, "loss: keep_buffers must be True or False; got 1"),  # type: ignore[arg-type]
+    "loss has_scaler": (lambda: loss(LOSS, has_scaler=STATE), TypeError, "loss: has_scaler must be True or False; got a ScalerState"),  # type: ignore[arg-type]
+    "loss engine": (lambda: loss(LOSS, engine="tape"), ValueError, "loss: engine must be 'func', 'autograd' or None; got 'tape'"),  # type: ignore[arg-type]
+    "loss probe": (lambda: loss(LOSS, probes=[1]), TypeError, "loss: probes must be names; got 1"),  # type: ignore[list-item]
+    "loss probes": (lambda: loss(LOSS, probes=["a", "a"]), ValueError, r"loss: probes must differ; got \('a', 'a'\)"),
+    "module_loss has_aux": (lambda: module_loss(LINEAR, has_aux=True), ValueError, "module_loss: has_aux must be False without a criterion, which returns aux; got True"),
+    "module_loss has_aux text": (lambda: module_loss(LINEAR, LOSS, has_aux="yes"), TypeError, "module_loss: has_aux must be True or False; got 'yes'"),  # type: ignore[arg-type]
+    "module_loss keep_buffers": (lambda: module_loss(LINEAR, LOSS, keep_buffers=0), TypeError, "module_loss: keep_buffers must be True or False; got 0"),  # type: ignore[arg-type]
+    "module_loss engine": (lambda: module_loss(LINEAR, LOSS, engine="tape"), ValueError, "module_loss: engine must be 'func', 'autograd' or None; got 'tape'"),  # type: ignore[arg-type]
+    "module_loss no aux": (lambda: NO_AUX(NO_AUX.init(), (W, W)), TypeError, r"module_loss: criterion must return \(loss, aux\) with has_aux=True; got a torch.float32 tensor"),
+    "init flat": (lambda: STEP.init({"w": W}, flat=1), TypeError, "init: flat must be True or False; got 1"),  # type: ignore[arg-type]
+    "init group": (lambda: STEP.init({"w": W}, group="matrix"), TypeError, "init: group must be callable; got 'matrix'"),  # type: ignore[arg-type]
+    "init group of a tree": (lambda: STEP.init({"w": W}, flat=False, group=lambda name, leaf: name), ValueError, "init: flat must be True with a group; got False"),
+    "init FlatParams as a tree": (lambda: STEP.init(START.params, flat=False), ValueError, "init: flat must be True with FlatParams; got False"),
     "init nothing": (lambda: STEP.init(), TypeError, "params must be given.*got None"),
     "init empty": (lambda: STEP.init({}), ValueError, "params must hold a tensor; got {}"),
     "init integer": (lambda: STEP.init({"w": W.int()}), TypeError, r"init: params\['w'\] must be a strided floating"),
@@ -214,16 +246,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "compute_params state": (lambda: STEP.compute_params(W), TypeError, "compute_params: state must be a TrainState.*got a torch.float32 tensor"),  # type: ignore[arg-type]
     "loss training": (lambda: STEP.loss(START, W, training=1), TypeError, "training must be True or False; got 1"),  # type: ignore[arg-type]
     "loss number evaluated": (lambda: make_train_step(lambda p, b: 1.0, SGD).loss(START, W), TypeError, "loss: loss_fn must return a tensor as loss; got 1.0"),
-    "loss without aux": (lambda: make_train_step(LOSS, SGD, has_aux=True).loss(START, W), TypeError, r"loss: loss_fn must return \(loss, buffers or aux\); got a torch.float32 tensor"),
+    "loss without aux": (lambda: make_train_step(loss(LOSS, has_aux=True), SGD).loss(START, W), TypeError, r"loss: loss_fn must return \(loss, buffers or aux\); got a torch.float32 tensor"),
     "flat name": (lambda: START.params["v"], KeyError, "'v' must be in .tree\\(\\), a dict with 'w'"),
     "flat iteration": (lambda: list(START.params), TypeError, r"must not be iterated over: .tree\(\) is the pytree of its tensors"),
     "flat attribute": (lambda: START.params.items(), AttributeError, r"has no attribute 'items': .tree\(\) is the pytree"),
     "jit module": (lambda: jit(torch.nn.Linear(1, 1)), TypeError, r"step must be a function \(state, batch\).*got the module Linear: write jit\(make_train_step"),
     "jit loss": (lambda: jit(MODULE), TypeError, "got the loss ModuleLoss: write jit"),
+    "jit loss of a function": (lambda: jit(loss(LOSS)), TypeError, "got the loss Loss: write jit"),
     "jit class": (lambda: jit(torch.nn.Linear), TypeError, "got the class Linear: write jit"),  # type: ignore[arg-type]
-    "init ties": (lambda: make_train_step(LOSS, SGD, flat=False).init({"w": W, "v": W}), ValueError, "one tensor twice where flat=False.*'w' and 'v'"),
+    "init ties": (lambda: STEP.init({"w": W, "v": W}, flat=False), ValueError, "one tensor twice where flat=False.*'w' and 'v'"),
     "init one name twice": (lambda: STEP.init({"w.b": W, "w": {"b": W + 1}}), ValueError, "a dotted name of its own; got 'w.b' twice"),
-    "step buffers": (lambda: make_train_step(BUFFERED, SGD, has_buffers=False), ValueError, "has_buffers must be True.*got False"),
     "module_loss call": (lambda: BUFFERED({}, (W, W)), TypeError, "called with params, buffers and batch; got 2 arguments"),
     "module_loss max_norm": (lambda: module_loss(torch.nn.Embedding(3, 2, max_norm=1.0), torch.nn.functional.mse_loss), ValueError, "write its parameters in the forward pass; got max_norm=1.0"),
     "step sparse": (lambda: SPARSE(SPARSE.init(), (torch.arange(3), torch.ones(3, 2))), TypeError, "gradients must be dense.*sparse_coo"),

@@ -6,6 +6,8 @@ import ast
 import inspect
 import operator
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ ROOMS = [
     "_types",
     "_upstream",
     "_tree",
+    "_check",
     "_distributed",
     "_memory",
     "_trace",
@@ -102,6 +105,12 @@ def test_readme_names_every_public_name_and_its_files_exist() -> None:
     assert not missing
     for target in re.findall(r"\]\((?!https?://|#)([^)]+)\)", readme):
         assert (ROOT / target.split("#")[0]).exists(), target
+
+
+def test_importing_funcamp_does_not_import_the_compiler() -> None:
+    found = "import sys, funcamp; print([m for m in ('torch._dynamo', 'torch._inductor', 'sympy') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ran.stdout.strip() == "[]"
 
 
 def test_torch_is_a_supported_version() -> None:

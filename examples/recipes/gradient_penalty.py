@@ -50,7 +50,8 @@ def train(
         return loss + WEIGHT * norm, (loss, norm)
 
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
-    step = funcamp.make_train_step(penalized, sgd, CONFIG, policy="float16", has_scaler=True, has_aux=True)
+    loss_fn = funcamp.loss(penalized, has_scaler=True, has_aux=True)
+    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16")
     run, state, history = wrap(step), step.init(dict(model.named_parameters())), []
     for index in range(steps):
         state, metrics = run(state, batch(index, device))

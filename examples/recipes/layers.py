@@ -44,9 +44,9 @@ def train(
     steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu", keep_buffers: bool = True
 ) -> tuple[dict[str, dict[str, Tensor]], list[Any]]:
     """The parameters and buffers after some steps, tied ones once, and every step's metrics."""
-    loss_fn = funcamp.module_loss(make_model().to(device), criterion)
+    loss_fn = funcamp.module_loss(make_model().to(device), criterion, keep_buffers=keep_buffers)
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
-    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16", keep_buffers=keep_buffers)
+    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16")
     run, state, history = wrap(step), step.init(), []
     torch.manual_seed(1)  # for dropout
     for index in range(steps):

@@ -46,7 +46,7 @@ def train(
     def loss_of(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.mse_loss(functional_call(model, params, x).float(), y)
 
-    def loss_fn(params: dict[str, Tensor], scaler: funcamp.ScalerState, batch: tuple[Tensor, ...]) -> Any:
+    def tasks(params: dict[str, Tensor], scaler: funcamp.ScalerState, batch: tuple[Tensor, ...]) -> Any:
         def task(slow: dict[str, Tensor], support_x: Tensor, support_y: Tensor, *query: Tensor) -> Any:
             (grads, _), _ = funcamp.scaled_grad_and_value(loss_of)(scaler, slow, support_x, support_y)
             fast = {name: value - INNER_LR * grads[name] for name, value in slow.items()}
@@ -59,7 +59,8 @@ def train(
 
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
     # keep=*: the inner step moves the parameters themselves; autocast casts them where they are used.
-    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16,keep=*", has_scaler=True, has_aux=True)
+    loss_fn = funcamp.loss(tasks, has_scaler=True, has_aux=True)
+    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16,keep=*")
     run, state, history = wrap(step), step.init(dict(model.named_parameters())), []
     for index in range(steps):
         state, metrics = run(state, batch(index, device))

@@ -1,490 +1,138 @@
-"""A torch.nn.Module and a criterion as a loss function of parameters."""
+"""`loss`: a function with what a step has to know of it."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from funcamp import _tree
-from funcamp._memory import identity, overlaps, rebind
-
-_LAYER = frozenset({"weight", "bias"})
-
-#: Modules, and those of their own parameters that go into operations which torch.autocast casts, and nowhere else.
-_CAST: dict[type[nn.Module], frozenset[str]] = {
-    nn.Linear: _LAYER,
-    nn.Conv1d: _LAYER,
-    nn.Conv2d: _LAYER,
-    nn.Conv3d: _LAYER,
-    nn.ConvTranspose1d: _LAYER,
-    nn.ConvTranspose2d: _LAYER,
-    nn.ConvTranspose3d: _LAYER,
-    nn.MultiheadAttention: frozenset(
-        {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"}
-    ),
-}
+from funcamp._autograd.scaled_grad import Engine, check_engine, put_leaves_in_graphs
+from funcamp._check import boolean
 
 
-class ModuleLoss:
-    """A module and a criterion as a function of the module's parameters; made by `module_loss`.
+class Loss:
+    """A loss function with what a step has to know of it; made by `loss`. Called, it is that function."""
 
-    `(params, batch) -> loss`, or for a module with buffers `(params, buffers, batch) -> (loss, buffers)`. Nothing in
-    the module is written.
-    """
+    #: The names of a module's parameters, and which of them autocast would cast; None for other losses.
+    names: dict[str, str] | None = None
+    cast_names: frozenset[str] | None = None
 
-    def __init__(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor] | None = None) -> None:
-        self.model, self.criterion = model, criterion
-        self._made_of = model
-        self._holder = Holder(model, model)
-        self._looked = False
-        self._parts = _parts(model)
-        self.all_names = [name for name, part in self._parts.items() if part != "a buffer"]
-        """The names of all parameters, frozen ones too."""
-        self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
-        self.names: dict[str, str] = {}
-        """Every trainable parameter's name, to the name under which it is stored (another one where it is tied)."""
-        self.buffer_names: dict[str, str] = {}
-        """The same for buffers, and for frozen parameters in the memory of one."""
-        self.names, self.buffer_names = _ties(model)
-        self.cast_names: frozenset[str] = frozenset(
-            _join(prefix, name) for prefix, module in model.named_modules() for name in _cast_by_autocast(module)
-        )
-        """The names of those that torch.autocast would cast."""
-        self.has_buffers = bool(self.buffer_names)
+    def __init__(
+        self,
+        function: Callable[..., Any] | None,
+        *,
+        has_aux: bool = False,
+        has_buffers: bool = False,
+        keep_buffers: bool = False,
+        has_scaler: bool = False,
+        probes: tuple[str, ...] = (),
+        engine: Engine | None = None,
+    ) -> None:
+        self.function = function
+        self.has_aux, self.has_buffers, self.keep_buffers = has_aux, has_buffers, keep_buffers
+        self.has_scaler, self.probes, self.engine = has_scaler, probes, engine
+        put_leaves_in_graphs()
 
     def __repr__(self) -> str:
-        criterion = "" if self.criterion is None else f", {self.criterion!r}"
-        return f"module_loss({type(self.model).__name__}{criterion})"
+        return f"loss({self.function!r})"
 
-    def __call__(self, params: dict[str, Tensor], *buffers_and_batch: Any) -> Any:
-        """The loss; with buffers, the loss and the buffers after the forward pass.
-
-        Raises:
-            TypeError: the batch is of another form than `module_loss` says, or the model returns no loss.
-            ValueError: the module has other parameters or buffers than when the loss was made, or froze one since; its
-                forward pass assigned one of two buffers that were one tensor; the loss depends on one of its parameters
-            as a tensor kept from before the call.
-        """
-        *given, batch = buffers_and_batch
-        if len(given) != self.has_buffers:
-            wanted = "params, buffers and batch" if self.has_buffers else "params and batch"
-            raise TypeError(f"{self!r}: must be called with {wanted}; got {1 + len(buffers_and_batch)} arguments")
-        self._check_unchanged(called=True)
-        values = dict(params)
-        for name, stored in self.names.items():
-            if name not in params and stored in params:
-                values[name] = params[stored]
-        if self.has_buffers:
-            fresh = {name: value.clone() for name, value in given[0].items()}
-            values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
-        loss = self._loss(values, batch)
-        self._check_reads(loss, values, batch)
-        return (loss, self._after(values, given[0])) if self.has_buffers else loss
-
-    def _loss(self, values: dict[str, Tensor], batch: Any) -> Any:
-        """The loss of a batch; writes buffers that the module assigned into values."""
-        inputs, named, target = _arguments(batch, has_target=self.criterion is not None)
-
-        def run() -> Any:
-            try:
-                outputs = self.model(*inputs, **named)
-            except TypeError as error:
-                if _fits(self.model, inputs, named):
-                    raise
-                raise TypeError(
-                    f"module_loss: batch must be {_form(self.criterion is not None)}, as "
-                    f"{type(self.model).__name__}.forward{inspect.signature(self.model.forward)} takes them; "
-                    f"got {_tree.brief(batch)}: {error}"
-                ) from error
-            return _loss_in(outputs) if self.criterion is None else self.criterion(outputs, target)
-
-        return self._with(values, run)
-
-    def _with(self, values: dict[str, Tensor], run: Callable[[], Any]) -> Any:
-        """Call run while the module has these tensors; writes those that run assigned in it into values."""
-        held = {f"model.{name}": value for name, value in values.items()}
-        if self.model is not self._made_of:  # which a criterion reads
-            both = self.names.keys() | self.buffer_names.keys()
-            held |= {f"made_of.{name}": value for name, value in values.items() if name in both}
-        # Ties are made by the caller: torch's tying would undo two precisions of one tensor.
-        try:
-            out = functional_call(self._holder, held, (run,), tie_weights=False)
-        finally:
-            if not torch.compiler.is_dynamo_compiling():
-                for layer in self._recurrent:  # lists the tensors of its last call; this lists its own again
-                    layer.__getstate__()  # type: ignore[no-untyped-call]
-        values |= {name: held[f"model.{name}"] for name in values}
-        return out
-
-    def _check_reads(self, loss: Any, values: dict[str, Tensor], batch: Any) -> None:
-        """Raise ValueError if a loss depends on the module's own parameters: a look at the first graph there is."""
-        if torch.compiler.is_dynamo_compiling() or self._looked or getattr(loss, "grad_fn", None) is None:
-            return
-        given = [leaf for leaf in (*values.values(), *_tree.leaves(batch)) if isinstance(leaf, Tensor)]
-        known = {id(leaf) for leaf in given}
-        tensors = _tensors(self._made_of).items()
-        own = {id(part): name for name, part in tensors if part.requires_grad and id(part) not in known}
-        seen: set[Any] = {None, *[leaf.grad_fn for leaf in given]}
-        nodes: list[Any] = [loss.grad_fn]
-        while nodes:
-            node = nodes.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            nodes += [function for function, _ in node.next_functions]
-            if name := own.get(id(getattr(node, "variable", None))):
-                raise ValueError(
-                    "module_loss: model's parameters must be read of the model when the loss is called, as "
-                    f"model.parameters() in the criterion; got {name!r} as a tensor kept from before, whose values no "
-                    "step changes: read it in the call, or detach() it if it is a constant"
-                )
-        self._looked = True
-
-    def _after(self, values: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name, stored in self.buffer_names.items():
-            if values[name] is not values[stored]:
-                raise ValueError(
-                    f"module_loss: buffers that are one tensor must stay one; got {stored!r} and {name!r}, and the "
-                    "forward pass assigned another tensor to one of them: register a clone() for the other"
-                )
-        return {name: values[name] for name in before}
-
-    def _check_unchanged(self, *, called: bool = False) -> None:
-        """Raise ValueError if the module's parameters or buffers, or which of them are trained, are not as found."""
-        now = _parts(self._made_of)
-        if called:  # a buffer more may be a cache that the forward pass registered
-            now = {name: part for name, part in now.items() if name in self._parts or part != "a buffer"}
-        if now == self._parts:
-            return
-        name = next(name for name in {**self._parts, **now} if now.get(name) != self._parts.get(name))
-        was, found = (parts.get(name, "not in it") for parts in (self._parts, now))
-        raise ValueError(
-            f"module_loss: model must stay as it was when the loss was made; {name!r} was {was} and is {found}: make "
-            "the loss again, module_loss(model, ...), and the step of it"
-        )
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Context manager: every part of the module in eval mode; their flags are put back afterwards.
-
-        The flags are set, `train` and `eval` are not called: a class may do more in them, such as merging weights.
-        """
-        flags = [(part, part.training) for part in self._holder.modules()]
-        try:
-            for part, _ in flags:
-                part.training = False
-            yield
-        finally:
-            for part, flag in flags:
-                part.training = flag
-
-    def holding(self, params: dict[str, Tensor], after: Any, run: Callable[[], Any]) -> Any:
-        """Call run while the module holds these parameters, and copies of the buffers after its forward pass.
-
-        For a backward pass that calls the module again (`torch.utils.checkpoint`): it has to meet the values that
-        torch's own loop has then, and may write buffers that nobody keeps.
-        """
-        values = {name: params[name if name in params else stored] for name, stored in self.names.items()}
-        fresh = {name: buffer.detach().clone() for name, buffer in (after if self.has_buffers else {}).items()}
-        values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
-        values |= {name: value for name, value in params.items() if name not in self.names}  # what taps read
-        return self._with(values, run)
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns."""
+        assert self.function is not None
+        return self.function(*args)
 
     def params(self) -> dict[str, Tensor]:
-        """The module's trainable parameters under their names, tied ones once, detached.
-
-        Raises:
-            ValueError: the module has other parameters or buffers than when the loss was made, or froze or tied one.
-        """
-        self._check_unchanged()
-        if (self.names, self.buffer_names) != _ties(self._made_of):
-            raise ValueError(
-                "module_loss: model must have the ties it had when the loss was made; tensors were tied or parted "
-                "since (Module.to may part them): make the loss again, module_loss(model, ...), and the step of it"
-            )
-        return {name: value.detach() for name, value in self._trained().items()}
-
-    def _trained(self) -> dict[str, Tensor]:
-        return {stored: self.model.get_parameter(stored) for stored in dict.fromkeys(self.names.values())}
-
-    def own_params(self) -> dict[str, Tensor]:
-        """The module's trainable parameters themselves, for a state that takes their place.
-
-        Raises:
-            TypeError: a parameter or buffer is a tensor of several parts, which cannot be given other memory.
-            ValueError: as in `params`.
-        """
-        for name, value in (*self.params().items(), *self.buffers().items()):
-            if hasattr(type(value), "__tensor_flatten__"):
-                raise TypeError(
-                    "init: consume must be False where a parameter or buffer of the module is a DTensor or another "
-                    f"tensor subclass; got True, and {name!r} is a {type(value).__name__}"
-                )
-        torch.clear_autocast_cache()  # of casts of the memory that they have now
-        return self._trained()
-
-    def take_buffers(self) -> dict[str, Tensor]:
-        """Copies of the module's buffers under their names, in whose memory the module's are from now on."""
-        fresh = {name: value.clone() for name, value in self.buffers().items()}
-        held = {name: value.detach() for name, value in fresh.items()}
-        tensors = _tensors(self._made_of)
-        now = {id(tensors[name]): held[stored] for name, stored in self.buffer_names.items()}
-        # Other objects, as Module.to makes: a buffer that is a view would keep the memory of what it is a view of.
-        for part in (*self._made_of.modules(), *self.model.modules()):
-            part._buffers.update({name: now.get(id(value), value) for name, value in part._buffers.items()})
-            for value in part._parameters.values():
-                if value is not None and id(value) in now:
-                    rebind(value, now[id(value)])
-        return fresh
+        """The parameters to begin with, for a loss that knows them."""
+        raise TypeError("init: params must be given, for the loss was not made by module_loss; got None")
 
     def buffers(self) -> dict[str, Tensor]:
-        """The module's buffers under their names, shared ones once, detached."""
-        stored = dict.fromkeys(self.buffer_names.values())
-        return {name: self.model.get_buffer(name).detach() for name in stored}
+        """The buffers to begin with."""
+        return {}
 
-    def state_dict(self, params: Any, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """What the module's own `state_dict` is with these values in it: `model.load_state_dict` takes it, strictly.
+    def all_names(self, params: Any) -> list[str]:
+        """The names of all parameters, of those too that are not trained."""
+        return _tree.names(params)
 
-        Args:
-            params: the parameters, by stored name or as a `FlatParams` (`TrainState.params`, `TrainState.ema`).
-            buffers: the buffers by stored name; None for the module's own.
-
-        Raises:
-            KeyError: a parameter or buffer is missing.
-        """
-        tree = params.tree() if hasattr(params, "tree") else params
-        values = {name: tree[stored] for name, stored in self.names.items()}
-        if buffers is not None:
-            values |= {name: buffers[stored] for name, stored in self.buffer_names.items()}
-        held = {id(value): values[name] for name, value in _tensors(self.model).items() if name in values}
-        own = self.model.state_dict(keep_vars=True)
-        return {
-            name: held.get(id(value), value).detach().clone() if isinstance(value, Tensor) else value
-            for name, value in own.items()
-        }
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: dropout and the like are off, as far as the loss knows of them."""
+        return contextlib.nullcontext()
 
 
-class Holder(nn.Module):
-    """Calls a function, so that `functional_call` puts values into a module around that; no hook sees the call."""
+def loss(
+    function: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    has_buffers: bool = False,
+    keep_buffers: bool = False,
+    has_scaler: bool = False,
+    probes: Iterable[str] = (),
+    engine: Engine | None = None,
+) -> Loss:
+    """Say of a loss function what a step has to know: what it takes beside parameters and batch, and returns.
 
-    def __init__(self, model: nn.Module, made_of: nn.Module) -> None:
-        super().__init__()
-        self.model, self.made_of = model, made_of
-
-    def __call__(self, run: Callable[[], Any]) -> Any:
-        return run()
-
-
-def module_loss(model: nn.Module, criterion: Callable[[Any, Any], Tensor] | None = None) -> ModuleLoss:
-    """Turn a module and a criterion into a loss function for `make_train_step`.
-
-    loss = criterion(model(*inputs), target) for a batch `(*inputs, target)`, a tuple or a list.
-
-    Without a criterion the model returns its loss: a tensor of shape (), an object with `.loss`, or a dict with
-    "loss". A batch is then a mapping, passed as keyword arguments (the form of every Hugging Face model: `labels` in
-    it), or a tuple or list of positional ones, or a tensor, the only one.
-
-    The module gives the code, its training flags and its frozen parameters; values come from the parameters and
-    buffers passed. While model and criterion run the module has them: a penalty in the criterion may read
-    `model.parameters()` (compute copies where a policy makes them; `keep` makes none). The module's gradients, hooks on
-    parameters and `requires_grad` afterwards play no part. No sync of its own.
+    `make_train_step` takes a function `(params, batch) -> loss` as it is; this describes any other. Its arguments are
+    `(params, probes, buffers, scaler, batch)`, those left out that were not asked for. No sync.
 
     Args:
-        model: the module. Modules that write buffers (BatchNorm in training) work: the new ones are returned. A
-            parameter or buffer under several names is one. Later it must keep its parameters, buffers and which of them
-            require a gradient: freeze, tie or add first.
-        criterion: `(output, target) -> loss`, a floating-point tensor of shape (): `torch.nn.functional.cross_entropy`.
+        function: any function of a pytree of parameters and a batch. Dropout draws from torch's default generator:
+            `torch.manual_seed` makes a run reproducible, saving `torch.get_rng_state` resumes it.
+        has_aux: it returns `(loss, aux)`, or `(loss, (buffers, aux))`; aux is a pytree of tensors, for the metrics.
+        has_buffers: it takes a dict of buffers, and returns `(loss, buffers)` with those after it.
+        keep_buffers: keep the buffers of a skipped step, as torch's loop does, where they may be non-finite; by default
+            they go back with the rest.
+        has_scaler: it takes the `ScalerState`, to scale gradients of its own: a gradient penalty's, an inner loop's.
+            Give it to `scaled_grad_and_value`, or to `scale` and `unscale`.
+        probes: names of tensors that it taps: it takes a dict of `numerics.Record` by these names, for `numerics.tap`,
+            and the metrics have what was counted.
+        engine: "autograd", "func" or None, as in `scaled_grad_and_value`: torch's autograd, unless the step runs inside
+            a transform of torch.func, or a tensor of the state requires a gradient. Tensors of the batch may require
+            one, for a penalty on it in the loss; "func" makes what comes out differentiable with respect to them.
 
     Returns:
-        A `ModuleLoss`.
+        A `Loss`: called, it is the function.
 
     Raises:
-        TypeError: model is no Module, or under fully_shard, DDP or FSDP; criterion is not callable.
-        ValueError: an embedding in it has max_norm, which writes its weight in the forward pass; a parameter is lazy;
-            two parameters or buffers share memory without being one tensor, so that a step of the one would change the
-            other, or a trainable parameter shares it with a plain attribute (`self.w = layer.weight.detach()`); the
-            criterion has trainable parameters.
+        TypeError: function is not callable, a module, or described already; a flag is no bool; a probe is no string.
+        ValueError: engine is another word; probes repeat a name.
 
     Example:
-        >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
-        >>> zeros = {name: torch.zeros_like(value) for name, value in loss_fn.params().items()}
-        >>> loss_fn(zeros, (torch.ones(3, 2), torch.ones(3, 1)))
-        tensor(1.)
-        >>> class Own(torch.nn.Linear):
-        ...     def forward(self, x, labels):
-        ...         return {"loss": torch.nn.functional.mse_loss(super().forward(x), labels)}
-        >>> module_loss(Own(2, 1))(zeros, {"x": torch.ones(3, 2), "labels": torch.ones(3, 1)})
-        tensor(1.)
+        >>> def with_error(params, x):
+        ...     error = params["w"] * x - 1
+        ...     return (error**2).sum(), {"error": error}
+        >>> step = make_train_step(loss(with_error, has_aux=True), stateless(torch.optim.SGD))
+        >>> state, metrics = step(step.init({"w": torch.ones(1)}), torch.tensor([3.0]))
+        >>> metrics.loss, metrics.aux
+        (tensor(4.), {'error': tensor([2.])})
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"module_loss: model must be a torch.nn.Module; got {_tree.brief(model)}")
-    if criterion is not None and not callable(criterion):
-        raise TypeError(f"module_loss: criterion must be callable; got {_tree.brief(criterion)}")
-    for name, module in model.named_modules():
-        if hasattr(module, "set_requires_gradient_sync") or hasattr(module, "no_sync"):
-            raise TypeError(
-                "module_loss: model must be the module itself, not under fully_shard, DDP or FSDP, whose hooks on own "
-                f"parameters a function of parameters passes by; got {name or 'the module'} so. "
-                "Use make_train_step(..., parallel=distributed.DataParallel(shard=True)), or their loop with GradScaler"
-            )
-        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise ValueError(
-                f"module_loss: model must not write its parameters in the forward pass; got max_norm={module.max_norm} "
-                f"in {name or 'the module'}, which renormalizes its weight in place"
-            )
-    for name, value in _tensors(model).items():
-        if nn.parameter.is_lazy(value):
-            raise ValueError(
-                f"module_loss: model must have its shapes; {name!r} is lazy: call the model on a batch once, before"
-            )
-    if isinstance(criterion, nn.Module):
-        own = {id(value) for value in model.parameters()}
-        for name, value in criterion.named_parameters():
-            if value.requires_grad and id(value) not in own:
-                raise ValueError(
-                    f"module_loss: criterion must have no trainable parameter, which no step would train; got {name!r} "
-                    f"in {type(criterion).__name__}: make it a part of the model, whose forward takes the target"
-                )
-    return ModuleLoss(model, criterion)
+    call = "loss"
+    check_function(call, function)
+    if isinstance(function, Loss):
+        raise TypeError(f"{call}: function must not be a loss already: describe it where it is made; got {function!r}")
+    flags = {"has_aux": has_aux, "has_buffers": has_buffers, "keep_buffers": keep_buffers, "has_scaler": has_scaler}
+    checked = {name: boolean(call, name, flag) for name, flag in flags.items()}
+    return Loss(function, **checked, probes=_names(call, probes), engine=check_engine(call, engine))
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by its name: one for each place, whatever stands in several."""
-    # functional_call goes wrong where one place is given under two names, hence named_modules without duplicates.
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None:
-                found[_join(prefix, name)] = value
-    return found
-
-
-def _attributes(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that modules have as plain attributes, those aside that hooks make anew of a parameter."""
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            # torch's prune and older spectral_norm leave `weight` beside `weight_orig` until the next forward pass. One
-            # that requires a gradient is seen in the graph.
-            if isinstance(value, Tensor) and not value.requires_grad and f"{name}_orig" not in module._parameters:
-                found[_join(prefix, name)] = value
-    return found
-
-
-def _parts(model: nn.Module) -> dict[str, str]:
-    """What the module is made of: every parameter and buffer, and whether it is trained."""
-    parts = {}
-    for prefix, module in model.named_modules():
-        for name, value in module._parameters.items():
-            if value is not None:
-                parts[_join(prefix, name)] = "a trainable parameter" if value.requires_grad else "a frozen parameter"
-        parts |= {_join(prefix, name): "a buffer" for name, value in module._buffers.items() if value is not None}
-    return parts
-
-
-def _ties(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """From the names of trainable parameters, and of what is kept with the buffers, to those they are stored under.
-
-    Raises:
-        ValueError: two of them share memory and are not one.
-    """
-    parts, tensors = _parts(model), _tensors(model)
-    # Two Parameters are two to an optimizer, though one memory; of the others memory alone counts.
-    keys = {name: id(t) if parts[name] == "a trainable parameter" else identity(t) for name, t in tensors.items()}
-    buffers = [name for name, part in parts.items() if part == "a buffer"]
-    trained = [name for name, part in parts.items() if part == "a trainable parameter"]
-    distinct = set({key: name for name, key in reversed(keys.items())}.values())
-    attributes = {name: value for name, value in _attributes(model).items() if name not in tensors}
-    parts |= dict.fromkeys(attributes, "a plain attribute")
-    held = {name: tensor for name, tensor in tensors.items() if name in distinct} | attributes
-    for one, other in overlaps(held):
-        kinds = {parts[one], parts[other]}
-        # A constant may have two names, as a buffer that an attribute keeps; a step changes what is trained.
-        if kinds != {"a frozen parameter"} and ("a plain attribute" not in kinds or "a trainable parameter" in kinds):
-            raise ValueError(
-                f"module_loss: parameters and buffers must be one tensor or share no memory; got {parts[one]} {one!r} "
-                f"and {parts[other]} {other!r}: assign the one to the other (layer.weight = other.weight), compute it "
-                "in forward, or clone() it"
-            )
-    first_trained = {keys[name]: name for name in reversed(trained)}
-    first_kept = {keys[name]: name for name in reversed(buffers)}
-    frozen = [name for name, part in parts.items() if part == "a frozen parameter" and keys[name] in first_kept]
-    return (
-        {name: first_trained[keys[name]] for name in trained},
-        {name: first_kept[keys[name]] for name in (*buffers, *frozen)},
-    )
-
-
-def _form(has_target: bool) -> str:
-    if has_target:
-        return "a tuple or list (*inputs, target) with a criterion"
-    return "a mapping of keyword arguments, a tuple or list of arguments, or a tensor"
-
-
-def _arguments(batch: Any, *, has_target: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """What of a batch the model is called with, by position and by name, and the target."""
-    if isinstance(batch, (tuple, list)) and (batch or not has_target):
-        return (tuple(batch[:-1]), {}, batch[-1]) if has_target else (tuple(batch), {}, None)
-    if not has_target and isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
-        return (), dict(batch), None
-    if not has_target and isinstance(batch, Tensor):
-        return (batch,), {}, None
-    also = ""
-    if has_target and isinstance(batch, Mapping):
-        also = "; module_loss(model) without a criterion passes a mapping on, for a model that returns its loss"
-    raise TypeError(f"module_loss: batch must be {_form(has_target)}; got {_tree.brief(batch)}{also}")
-
-
-def _fits(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    try:
-        inspect.signature(model.forward).bind(*inputs, **named)
-    except TypeError:
-        return False
-    return True
-
-
-def _loss_in(outputs: Any) -> Tensor:
-    """The loss in what a model returned.
-
-    Raises:
-        TypeError: there is none.
-    """
-    if isinstance(outputs, Tensor):
-        loss: Any = outputs
-    elif isinstance(outputs, Mapping):
-        loss = outputs.get("loss")
-    else:
-        loss = getattr(outputs, "loss", None)
-    if not isinstance(loss, Tensor) or loss.dim():
+def check_function(call: str, function: object) -> None:
+    """Raise TypeError where this is no function of parameters and batch."""
+    name = "function" if call == "loss" else "loss_fn"
+    if not callable(function):
+        raise TypeError(f"{call}: {name} must be callable; got {_tree.brief(function)}")
+    if isinstance(function, nn.Module):
         raise TypeError(
-            "module_loss: model must return its loss where there is no criterion: a tensor of shape (), an object with "
-            f".loss or a dict with 'loss'; got {_tree.brief(outputs)}{_loss_of(outputs, loss)}. Pass labels in the "
-            "batch if the model wants them for it, or module_loss a criterion"
+            f"{call}: {name} must be a function of parameters and batch: write module_loss(model, criterion), or "
+            f"module_loss(model) if the model returns its loss; got the module {type(function).__name__} itself"
         )
-    return loss
 
 
-def _loss_of(outputs: Any, loss: Any) -> str:
-    return "" if loss is outputs else f", its loss {_tree.brief(loss)}"
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
-def _cast_by_autocast(module: nn.Module) -> frozenset[str]:
-    """The names of a module's own parameters that its forward gives to operations autocast casts, and to no other."""
-    for kind, names in _CAST.items():
-        if isinstance(module, kind):
-            own = all(
-                name not in vars(module) and getattr(type(module), name, None) is getattr(kind, name, None)
-                for name in ("forward", "_conv_forward")
-            )
-            return frozenset(n for n in names if module._parameters.get(n) is not None) if own else frozenset()
-    return frozenset()
+def _names(call: str, probes: Iterable[str]) -> tuple[str, ...]:
+    names = (probes,) if isinstance(probes, str) else tuple(probes)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{call}: probes must be names; got {name!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{call}: probes must differ; got {names}")
+    return names

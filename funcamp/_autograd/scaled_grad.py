@@ -64,6 +64,7 @@ def scaled_grad_and_value(
     if not callable(loss_fn):
         raise TypeError(f"{call}: loss_fn must be callable; got {loss_fn!r}")
     check_engine(call, engine)
+    put_leaves_in_graphs()
 
     def grad_and_value(state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         state = check_state(call, state)
@@ -126,16 +127,11 @@ def choose(engine: Engine | None, arguments: Any) -> Engine:
     if engine is not None:
         return engine
     if torch.compiler.is_dynamo_compiling():
-        return "autograd" if _traces_autograd() else "func"
+        return "autograd" if torch._dynamo.config.trace_autograd_ops else "func"
     if _upstream.transforms_active() or forward_ad._current_level >= 0 or _losses.depth:
         return "func"
     requires = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _tree.leaves(arguments))
     return "func" if requires and torch.is_grad_enabled() else "autograd"
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _traces_autograd() -> bool:
-    return bool(torch._dynamo.config.trace_autograd_ops)
 
 
 class _Losses(threading.local):
@@ -191,7 +187,7 @@ def _by_autograd(
 
 def put_leaves_in_graphs() -> None:
     """Let Dynamo put `_leaf` into a graph if it does not trace it."""
-    if _upstream.NO_LEAVES.present:
+    if _upstream.NO_LEAVES.present and not torch.compiler.is_dynamo_compiling():
         torch.compiler.allow_in_graph(_leaf)  # type: ignore[no-untyped-call]
 
 
@@ -203,8 +199,6 @@ def check_engine(call: str, engine: object) -> Engine | None:
     """Return the engine; raise ValueError where it is another word."""
     if engine is not None and engine not in get_args(Engine):
         raise ValueError(f"{call}: engine must be 'func', 'autograd' or None; got {engine!r}")
-    if engine != "func" and not torch.compiler.is_dynamo_compiling():
-        put_leaves_in_graphs()
     return engine  # type: ignore[return-value]  # checked in the line above
 
 

@@ -83,7 +83,7 @@ def max_over(*groups: Any) -> Reduce:
             Every rank must call with the groups in one order.
 
     Returns:
-        A function of the flag, for the `reduce` of `unscale_and_check` or `make_train_step`.
+        A function of the flag, for `reduce` of `unscale_and_check` or `parallel` of `make_train_step`.
 
     Raises:
         TypeError: a group is neither a ProcessGroup nor a DeviceMesh.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._check import integer
 from funcamp._types import Tree
 
 
@@ -39,11 +40,7 @@ class MetricReader:
     """
 
     def __init__(self, limit: int = 256) -> None:
-        if isinstance(limit, bool) or not isinstance(limit, int):
-            raise TypeError(f"MetricReader: limit must be an integer; got {limit!r}")
-        if limit < 1:
-            raise ValueError(f"MetricReader: limit must be 1 or more; got {limit}")
-        self._limit = limit
+        self._limit = integer("MetricReader", "limit", limit, 1)
         self._pending: deque[tuple[list[Any], Any, _Arrival | None]] = deque()
         self._arrived: list[Any] = []
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from funcamp import _tree
-from funcamp._autograd.loss import ModuleLoss
-from funcamp._jit.jit_step import JitStep, Options
+from funcamp._autograd.loss import Loss
+from funcamp._check import boolean, integer
+
+if TYPE_CHECKING:
+    from funcamp._jit.jit_step import JitStep
 
 
 def jit(
@@ -70,10 +73,12 @@ def jit(
         >>> state["total"], metrics["mean"]
         (tensor(4.), tensor(1.))
     """
+    from funcamp._jit.jit_step import JitStep, Options  # imports torch's compiler, which takes seconds
+
     if not callable(step):
         raise TypeError(f"jit: step must be callable; got {_tree.brief(step)}")
-    if isinstance(step, (nn.Module, ModuleLoss, type)):
-        kind = "class" if isinstance(step, type) else "loss" if isinstance(step, ModuleLoss) else "module"
+    if isinstance(step, (nn.Module, Loss, type)):
+        kind = "class" if isinstance(step, type) else "loss" if isinstance(step, Loss) else "module"
         name = step.__name__ if isinstance(step, type) else type(step).__name__
         raise TypeError(
             f"jit: step must be a function (state, batch) -> (state, metrics); got the {kind} {name}: write "
@@ -82,19 +87,11 @@ def jit(
     if isinstance(step, JitStep):
         raise TypeError(f"jit: step must not be compiled already; got {step!r}")
     for name, flag in (("donate", donate), ("capture", capture), ("exact", exact)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"jit: {name} must be a bool; got {flag!r}")
-    for name, number, least in (
-        ("unroll", unroll, 1),
-        ("compile_after", compile_after, 0),
-        ("max_signatures", max_signatures, 1),
-    ):
-        if name == "unroll" and number is None:
-            continue
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"jit: {name} must be an integer; got {number!r}")
-        if number < least:
-            raise ValueError(f"jit: {name} must be {least} or more; got {number}")
+        boolean("jit", name, flag)
+    if unroll is not None:
+        integer("jit", "unroll", unroll, 1)
+    integer("jit", "compile_after", compile_after, 0)
+    integer("jit", "max_signatures", max_signatures, 1)
     if not isinstance(backend, str):
         raise TypeError(f"jit: backend must be a string; got {backend!r}")
     return JitStep(step, Options(donate, capture, unroll, exact, backend, compile_after, max_signatures))

@@ -30,7 +30,7 @@ from funcamp._jit.signature import (
 )
 from funcamp._jit.unroll import first_of, unrolled
 from funcamp._memory import Memory
-from funcamp._numerics.counting_pass import JointCounts, can_count_jointly, counting_jointly
+from funcamp._trace.passes import registered
 from funcamp._trace.trace import Graph, HostError, Outline, trace
 from funcamp._types import Tree
 from funcamp._upstream.advice import advise
@@ -309,10 +309,9 @@ class JitStep:
                 old.copy_(leaf)
             return [], _tree.unflatten(kept, rest)
 
-        inductor = options.backend == "inductor"
-        jointly = counting_jointly() if inductor and can_count_jointly() else contextlib.nullcontext()
+        own = registered() if options.backend == "inductor" else None
         try:
-            with jointly:
+            with own.tracing() if own else contextlib.nullcontext():
                 return trace(body, [*owned.leaves, *given], {leaf.device.type for leaf in owned.leaves})
         except HostError as error:
             raise RuntimeError(f"jit: step must {error}") from None
@@ -328,8 +327,8 @@ class JitStep:
             "triton.cudagraphs": False,
             "post_grad_custom_pre_pass": SnapshotWriteBacks(options.exact),
         }
-        if can_count_jointly():
-            patches["joint_custom_pre_pass"] = JointCounts()
+        if own := registered():
+            patches["joint_custom_pre_pass"] = own.make()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Collectives as soon as their inputs are there, what needs them as late as it can.
             patches |= {

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from funcamp import _tree, _upstream
+from funcamp._check import integer
 from funcamp._upstream.autograd_function import keep_functions_whole
 
 #: Exponents that have a bin: those of float32, from its smallest subnormal, 2^-149, to its largest value, below 2^128,
@@ -115,11 +116,7 @@ def check_sample(call: str, sample: int | None) -> int | None:
     """Return a number of elements to count, or None for all; raise where it is neither."""
     if sample is None:
         return None
-    if isinstance(sample, bool) or not isinstance(sample, int):
-        raise TypeError(f"{call}: sample must be an integer or None; got {sample!r}")
-    if sample < 1:
-        raise ValueError(f"{call}: sample must be 1 or more; got {sample}")
-    return sample
+    return integer(call, "sample", sample, 1)
 
 
 def _single_bits(x: Tensor) -> Tensor:

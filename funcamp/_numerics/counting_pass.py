@@ -1,8 +1,9 @@
 """All samples of a compiled step counted by one kernel, instead of some small kernels for each.
 
-Where `counting_jointly` says so, `count_jointly` puts one operation into the graph, without its parts; before Inductor
-takes the graph apart, `JointCounts` counts those of equal length together. A record is the same bit for bit, except for
-the order of its two sums.
+Kernels for each make compilation several times as long, and the step of a GPT of 3.3 M take 1.19 instead of 1.07 of a
+step without taps. Where `counting_jointly` says so, `count_jointly` puts one operation into the graph, without its
+parts; before Inductor takes the graph apart, `JointCounts` counts those of equal length together. A record is the same
+bit for bit, except for the order of its two sums.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from funcamp import _upstream
 from funcamp._numerics import counting
 from funcamp._numerics.counting import WIDTH, counts
+from funcamp._trace.passes import Pass, register
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -124,3 +126,6 @@ def _count_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     for node, counted in zip(nodes, found):
         node.replace_all_uses_with(counted)
         graph.erase_node(node)
+
+
+register(Pass(can_count_jointly, counting_jointly, JointCounts))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from funcamp import _tree
-from funcamp._autograd.loss import Holder, ModuleLoss
+from funcamp._autograd.module_loss import Holder, ModuleLoss
 from funcamp._numerics.counting import WIDTH, check_sample, has_values
 from funcamp._numerics.record import Record, probe
 from funcamp._numerics.stats import Stats
@@ -51,28 +51,34 @@ class TrackedModule:
 class TrackedLoss(ModuleLoss):
     """A loss of `module_loss` with taps: `(params, probes, batch) -> loss`, and likewise with buffers.
 
-    `make_train_step` knows it by `probe_names`, and puts the records in its metrics.
+    A step puts the records in its metrics.
     """
 
     def __init__(self, loss_fn: ModuleLoss, chosen: Chosen, sample: int | None) -> None:
-        super().__init__(loss_fn.model, loss_fn.criterion)
-        self.model, self.probe_names = _with_taps(loss_fn.model, chosen, sample)
+        super().__init__(
+            loss_fn.model,
+            loss_fn.criterion,
+            has_aux=loss_fn.has_aux,
+            keep_buffers=loss_fn.keep_buffers,
+            engine=loss_fn.engine,
+        )
+        self.model, self.probes = _with_taps(loss_fn.model, chosen, sample)
         self._holder = Holder(self.model, loss_fn.model)
 
     def __repr__(self) -> str:
-        return f"track_scales({super().__repr__()}, {len(self.probe_names)} modules)"
+        return f"track_scales({super().__repr__()}, {len(self.probes)} modules)"
 
     def __call__(self, params: dict[str, Tensor], *probes_and_rest: Any) -> Any:
         """The loss; with buffers, the loss and the buffers after the forward pass."""
         if not probes_and_rest or not isinstance(probes_and_rest[0], Mapping):
             raise TypeError(f"{self!r}: must be called with params, probes and what module_loss takes beside")
         probes, *rest = probes_and_rest
-        return super().__call__({**params, **_rows(self.probe_names, probes)}, *rest)
+        return super().__call__({**params, **_rows(self.probes, probes)}, *rest)
 
     def holding(self, params: Any, after: Any, run: Callable[[], Any]) -> Any:
         """As `ModuleLoss.holding`, of the pair (params, probes)."""
         values, probes = params
-        return super().holding({**values, **_rows(self.probe_names, probes)}, after, run)
+        return super().holding({**values, **_rows(self.probes, probes)}, after, run)
 
 
 @overload

@@ -78,8 +78,8 @@ def by_group(
     """Use an optimizer of its own for each group of parameters: torch.optim's param_groups as values.
 
     No decay on vectors, Muon for matrices and AdamW for the rest, a smaller rate for the head. The result has the
-    `init` and `update` of an optimizer; a FlatParams is taken by the labels it was raveled with (pass `ravel` and
-    `make_train_step` the same group).
+    `init` and `update` of an optimizer; a FlatParams is taken by the labels it was raveled with (pass `ravel` the same
+    group; a step's `init` takes it from here).
 
     Args:
         optimizers: from a label to an optimizer: what `stateless` makes, or any object with such an init and update.

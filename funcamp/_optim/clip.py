@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numbers
-
 import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._check import real
 from funcamp._distributed.dtensor import Across, groups, local, settled_sum, total
 from funcamp._types import Tree
 
@@ -88,9 +87,7 @@ def check_limit(call: str, name: str, limit: object) -> None:
     if isinstance(limit, Tensor):
         if limit.dim() != 0:
             raise ValueError(f"{call}: {name} must have shape (); got {tuple(limit.shape)}")
-    elif isinstance(limit, bool) or not isinstance(limit, numbers.Real):
-        raise TypeError(f"{call}: {name} must be a number or a tensor; got {limit!r}")
-    elif not float(limit) > 0:
+    elif not real(call, name, limit) > 0:
         raise ValueError(f"{call}: {name} must be positive; got {limit}")
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numbers
-
 import torch
 
 from funcamp import _tree
+from funcamp._check import real
 from funcamp._types import Tree
 
 
@@ -47,7 +46,5 @@ def ema_update(average: Tree, params: Tree, decay: float) -> Tree:
 
 def check_decay(call: str, name: str, decay: object) -> None:
     """Raise TypeError or ValueError where a decay is no number in [0, 1]."""
-    if isinstance(decay, bool) or not isinstance(decay, numbers.Real):
-        raise TypeError(f"{call}: {name} must be a Python number; got {decay!r}")
-    if not 0 <= float(decay) <= 1:
+    if not 0 <= real(call, name, decay) <= 1:
         raise ValueError(f"{call}: {name} must be from 0 to 1; got {decay}")

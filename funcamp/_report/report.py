@@ -17,7 +17,7 @@ from funcamp._numerics.counting import WIDTH
 from funcamp._numerics.formats import format_of
 from funcamp._numerics.record import Record, text
 from funcamp._numerics.stats import Stats
-from funcamp._report import page, plot, render
+from funcamp._report import plot, render
 from funcamp._report.passes import Operation, Pass
 from funcamp._report.recorder import Recorder, leaves_behind
 from funcamp._report.render import power
@@ -236,7 +236,7 @@ class NumericsReport:
             except ImportError:
                 picture = None
         caption = render.caption(dtype, self.loss_scale)
-        return page.write(Path(path), title, sentences, self.annotate(), picture, caption, rows)
+        return render.write_page(Path(path), title, sentences, self.annotate(), picture, caption, rows)
 
     def summary(self, dtype: torch.dtype = torch.float16) -> list[str]:
         """What one would want to know first, a sentence each.

@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
+from funcamp._check import integer, real
 from funcamp._scaler.rule_table import RULES
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT32_LEAST = 2.0**-149
 _INT32_MAX = torch.iinfo(torch.int32).max
-
-
-def real(name: str, value: object) -> float:
-    """A Python or NumPy real number as a float; a tensor is refused, for it would be read on the host."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"ScalerConfig: {name} must be a Python number; got {value!r} of type {type(value).__name__}")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+_CALL = "ScalerConfig"
 
 
 def _scale_value(name: str, value: object) -> float:
     """A positive number that float32 holds."""
-    number = real(name, value)
+    number = real(_CALL, name, value)
     if not _FLOAT32_LEAST <= number <= _FLOAT32_MAX:
         raise ValueError(
             f"ScalerConfig: {name} must be positive and finite in float32, from 2**-149 to {_FLOAT32_MAX}; got {value}"
         )
-    return number
-
-
-def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"ScalerConfig: {name} must be an integer; got {value!r}")
-    number = int(value)
-    if not 1 <= number <= _INT32_MAX:
-        raise ValueError(f"ScalerConfig: {name} must be from 1 to 2**31 - 1; got {value}")
     return number
 
 
@@ -87,7 +69,8 @@ class ScalerConfig:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {"init_scale": _scale_value("init_scale", self.init_scale)}
-        growth, backoff = real("growth_factor", self.growth_factor), real("backoff_factor", self.backoff_factor)
+        growth = real(_CALL, "growth_factor", self.growth_factor)
+        backoff = real(_CALL, "backoff_factor", self.backoff_factor)
         if not 1.0 <= growth <= _FLOAT32_MAX:
             raise ValueError(
                 f"ScalerConfig: growth_factor must be 1 or more and finite in float32; got {self.growth_factor}"
@@ -101,13 +84,13 @@ class ScalerConfig:
             )
         checked |= {"growth_factor": growth, "backoff_factor": backoff}
         for name in ("growth_interval", "hysteresis"):
-            checked[name] = _count(name, getattr(self, name))
+            checked[name] = integer(_CALL, name, getattr(self, name), 1, _INT32_MAX)
         for name in ("min_scale", "max_scale", "stop_scale"):
             value = getattr(self, name)
             checked[name] = None if value is None else _scale_value(name, value)
         if checked["stop_scale"] is None and self.rule == "fairseq":
             raise ValueError("ScalerConfig: stop_scale must be given for the rule 'fairseq'; got None")
-        tolerance = real("tolerance", self.tolerance)
+        tolerance = real(_CALL, "tolerance", self.tolerance)
         if not 0.0 <= tolerance <= 1.0:
             raise ValueError(f"ScalerConfig: tolerance must be from 0 to 1; got {self.tolerance}")
         checked["tolerance"] = tolerance

@@ -130,7 +130,7 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
         found = found | ~torch.stack(finite).all()
     flag = agreed(found, values).float()
     if reduce is not None:
-        flag = reduced("unscale_and_check", reduce, flag)
+        flag = reduced("unscale_and_check", "reduce", reduce, flag)
     return _tree.unflatten(values, spec), replace(state, found_inf=flag)
 
 
@@ -241,11 +241,11 @@ def _finite(leaf: Tensor) -> Tensor:
     return torch.isfinite(local(leaf)).all()
 
 
-def reduced(call: str, reduce: Reduce, flag: Tensor) -> Tensor:
+def reduced(call: str, name: str, reduce: Reduce, flag: Tensor) -> Tensor:
     """The flag after reduce, checked, 0 or 1."""
     verdict = reduce(flag)
     if not isinstance(verdict, Tensor):
-        raise TypeError(f"{call}: reduce must return a tensor of shape (); got {verdict!r}")
+        raise TypeError(f"{call}: {name} must return a tensor of shape (); got {verdict!r}")
     if verdict.dim() != 0:
-        raise ValueError(f"{call}: reduce must return a tensor of shape (); got {tuple(verdict.shape)}")
+        raise ValueError(f"{call}: {name} must return a tensor of shape (); got {tuple(verdict.shape)}")
     return (verdict != 0).float()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import replace as changed
 from typing import Any
 
 import torch
 
+from funcamp._check import integer, real
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.state import ScalerState, tensors_of, with_counters
 from funcamp._scaler.update import checked, first_counters, init
@@ -94,25 +94,15 @@ def from_state_dict(
 
 def saved_scale(call: str, value: object) -> float:
     """A saved scale: 0 or more, a float32; infinite too, for torch saves what it came to."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{call}: saved['scale'] must be a number; got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.nan
-    if not (0.0 <= number <= torch.finfo(torch.float32).max or number == math.inf):
+    number = real(call, "saved['scale']", value)
+    if not (0.0 <= number <= torch.finfo(torch.float32).max or (number == math.inf and isinstance(value, float))):
         raise ValueError(f"{call}: saved['scale'] must be 0 or more, within float32's range; got {value!r}")
     return number
 
 
 def saved_count(call: str, name: str, value: object) -> int:
     """A saved counter: an int32."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{call}: saved[{name!r}] must be an integer; got {value!r}")
-    limits, number = torch.iinfo(torch.int32), int(value)
-    if not limits.min <= number <= limits.max:
-        raise ValueError(f"{call}: saved[{name!r}] must fit int32; got {value}")
-    return number
+    return integer(call, f"saved[{name!r}]", value, -(2**31), 2**31 - 1)
 
 
 def saved_counters(call: str, saved: dict[str, Any], config: ScalerConfig) -> dict[str, int]:

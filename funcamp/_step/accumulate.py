@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
-from funcamp._trace.trace import subgraph
 from funcamp._types import Tree
 
 #: From buffers, one micro-batch and their number to scaled gradients of loss / number, the loss, the buffers, aux.
@@ -104,6 +103,8 @@ def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tre
         leaves, found = _tree.flatten(out)
         specs.append(found)
         return [*_tree.leaves(after), *leaves]
+
+    from funcamp._trace.trace import subgraph  # imports torch's tracer, which takes a second
 
     module, captured = subgraph(flat, [*carry, *(leaf[0] for leaf in xs)])
     with torch.no_grad():

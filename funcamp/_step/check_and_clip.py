@@ -58,7 +58,7 @@ def judge(
     squares, finite = joined(squares, finite)
     flag = ((state.found_inf != 0) | ~finite).float()
     if reduce is not None:
-        flag = reduced("make_train_step", reduce, flag)
+        flag = reduced("step", "parallel", reduce, flag)
     return replace(state, found_inf=flag), squares.sqrt()
 
 

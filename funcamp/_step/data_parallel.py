@@ -17,21 +17,25 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._check import boolean, integer
 from funcamp._distributed.collectives import Ranks, all_reduce, all_reduce_each, broadcast, check_alike, ranks_of
 from funcamp._distributed.dtensor import as_part_of, local, settled_sum
 from funcamp._storage.flat import FlatParams
 from funcamp._storage.shards import Shards, cut, summed_slices
-from funcamp._types import Tree
+from funcamp._types import Reduce, Tree
 
 #: What a rank's loss is multiplied by: a number, or a tensor of shape ().
 Share: TypeAlias = "float | Tensor"
 
 
 class Alone:
-    """One process."""
+    """One process, or several that tell each other the flag by a function of its own."""
 
     shard = False
     buckets = 1
+
+    def __init__(self, reduce: Reduce | None = None) -> None:
+        self.reduce = reduce
 
     def share(self, batch: Any, device: torch.device) -> Share:  # noqa: ARG002
         """What this process's loss is multiplied by."""
@@ -136,13 +140,10 @@ class DataParallel(Alone):
             raise ValueError(f"{call}: dtype must be a floating-point type; got {dtype}")
         if weight is not None and not callable(weight):
             raise TypeError(f"{call}: weight must be a function of the batch; got {weight!r}")
-        if isinstance(buckets, bool) or not isinstance(buckets, int) or buckets < 1:
-            raise ValueError(f"{call}: buckets must be an integer, 1 or more; got {buckets!r}")
-        for name, value in (("shard", shard), ("mean_buffers", mean_buffers)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{call}: {name} must be True or False; got {value!r}")
-        self.shard, self.buckets = shard, buckets
-        self._dtype, self._weight, self._mean_buffers = dtype, weight, mean_buffers
+        super().__init__()
+        self.shard, self.buckets = boolean(call, "shard", shard), integer(call, "buckets", buckets, 1)
+        self._dtype, self._weight = dtype, weight
+        self._mean_buffers = boolean(call, "mean_buffers", mean_buffers)
 
     def __repr__(self) -> str:
         return f"DataParallel(rank {self.ranks.rank} of {self.ranks.size}{', shard=True' if self.shard else ''})"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcamp._autograd.scaled_grad import Engine
+from funcamp._autograd.loss import Loss
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.data_parallel import Alone
 from funcamp._storage.policy import Policy
-from funcamp._types import Reduce
 
 
 class Options(NamedTuple):
@@ -24,26 +23,16 @@ class Options(NamedTuple):
     max_value: float | Tensor | None
     accumulate: int
     scan: bool
-    reduce: Reduce | None
     ema_decay: float | None
-    has_aux: bool
-    has_buffers: bool
-    keep_buffers: bool
-    has_scaler: bool
-    engine: Engine | None
-    found_inf_by_leaf: bool
-    probes: tuple[str, ...]
-    flat: bool
-    group: Callable[[str, Tensor], str]
     parallel: Alone
+    observe: Mapping[str, Callable[[Any], Any]]
 
 
-def described(optimizer: Any, config: ScalerConfig, options: Options) -> list[str]:
+def described(loss_fn: Loss, optimizer: Any, config: ScalerConfig, options: Options, flat: bool) -> list[str]:
     """What decides how the state changes, a line each, the same in every process that was given the same."""
     known = {f"{field.name} of ScalerConfig": getattr(config, field.name) for field in fields(config)}
-    known["optimizer"] = optimizer
-    for name in ("policy", "max_norm", "max_value", "accumulate", "ema_decay", "keep_buffers", "flat"):
-        known[name] = getattr(options, name)
+    known |= {"optimizer": optimizer, "keep_buffers": loss_fn.keep_buffers, "flat": flat}
+    known |= {name: getattr(options, name) for name in ("policy", "max_norm", "max_value", "accumulate", "ema_decay")}
     return [f"{name} is {_PLACE.sub('', repr(value))}" for name, value in known.items()]
 
 

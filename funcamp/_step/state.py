@@ -66,9 +66,8 @@ class Metrics(NamedTuple):
     """Steps skipped so far, this one included."""
     consecutive_skips: Tensor
     """Steps skipped since the last one that was applied, this one included."""
-    found_inf_by_leaf: Any
-    """Bool, shape (leaves,): which parameters' gradients are not finite, in the order of `leaf_names`; `()` without
-    that option."""
+    observed: dict[str, Any]
+    """What the functions of `observe` returned, by name."""
     records: Mapping[str, Record]
     """What taps counted, as `numerics.Records`: a `Record` by name, its backward pass scaled
     (`Record.unscale(metrics.scale)`); `{}` without probes."""
@@ -78,7 +77,7 @@ class Metrics(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Make a dict for a logger: every metric by its name, a dict's entries one by one as `lr/matrix`, `aux/hits`.
 
-        Left out are those that an option left empty, and records. Tensors; numbers in a row of `MetricReader`. No sync.
+        Left out are what no option asked for, and records. Tensors; numbers in a row of `MetricReader`. No sync.
 
         Raises:
             ValueError: two entries of nested dicts have one name: `{"a/b": ..., "a": {"b": ...}}`.
@@ -97,8 +96,8 @@ class Metrics(NamedTuple):
                 for key, item in _entries(name, value):
                     if key in found:
                         raise ValueError(
-                            f"to_dict: metrics must have one entry by each name; got two by {key!r}: rename a key of "
-                            f"what the loss returns as {name}"
+                            f"to_dict: metrics must have one entry by each name; got two by {key!r}: rename one "
+                            f"in {name}"
                         )
                     found[key] = item
         return found
@@ -163,7 +162,7 @@ def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> 
             raise ValueError(
                 "load_state_dict: saved must hold one count for all parameters that lie in one group of flat storage; "
                 f"got {given.item():g} for {name!r} and {kept.item():g} for another. Give parameters that were added "
-                "later a label of their own (group=), or use flat=False"
+                "later a label of their own, init(group=...), or use init(flat=False)"
             )
     state: TrainState = _tree.map_nodes(Shards, lambda node, part: cut(part, node.ranks), stored, full)
     return state._replace(copies=refresh(state.params, like.copies.plan))

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.loss import ModuleLoss
+from funcamp._autograd.loss import Loss
+from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.scaled_grad import around_backward, choose, differentiate
+from funcamp._check import boolean
 from funcamp._numerics.record import Record, Records, probe
+from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.ema import ema_update
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.scale import found_inf_by_leaf, unscale
+from funcamp._scaler.scale import unscale
 from funcamp._scaler.state import ScalerState
 from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
 from funcamp._step.accumulate import accumulate as accumulate_window
@@ -39,7 +42,7 @@ from funcamp._storage.compute_copies import (
     rule_of,
     store,
 )
-from funcamp._storage.flat import FlatParams
+from funcamp._storage.flat import FlatParams, matrix_or_vector
 from funcamp._types import Tree
 
 
@@ -50,7 +53,7 @@ def _count(device: torch.device) -> Tensor:
 class TrainStep:
     """A pure step `(state, batch) -> (state, metrics)`; made by `make_train_step`."""
 
-    def __init__(self, loss_fn: Callable[..., Any], optimizer: Any, config: ScalerConfig, options: Options) -> None:
+    def __init__(self, loss_fn: Loss, optimizer: Any, config: ScalerConfig, options: Options) -> None:
         self.loss_fn, self.optimizer, self.config, self._options = loss_fn, optimizer, config, options
         self._rule = rule_of(options.policy, loss_fn)
         self._planned: Plan | None = None
@@ -60,7 +63,13 @@ class TrainStep:
 
     @torch.inference_mode(False)  # whose tensors no step outside it could differentiate
     def init(
-        self, params: Tree = None, buffers: dict[str, Tensor] | None = None, *, consume: bool = False
+        self,
+        params: Tree = None,
+        buffers: dict[str, Tensor] | None = None,
+        *,
+        flat: bool = True,
+        group: Callable[[str, Tensor], str] | None = None,
+        consume: bool = False,
     ) -> TrainState:
         """Make the state before the first step.
 
@@ -71,6 +80,10 @@ class TrainStep:
             params: a pytree of floating-point or complex tensors, or a `FlatParams`; by default the module's, for a
                 loss of `module_loss`.
             buffers: tensors by name; by default the module's.
+            flat: hold the parameters in a `FlatParams`, so that launches do not grow with the number of tensors; False
+                for the tree as it is.
+            group: the groups of flat storage, as in `ravel`; by default those of the optimizer, or matrices and
+                vectors.
             consume: let the state take the module's place, so that its values are in memory once. The module's
                 trainable parameters and its buffers become views of the state's tensors, one after the other; their own
                 memory is freed and their gradients are dropped. Frozen parameters stay the module's, and are not in
@@ -89,10 +102,11 @@ class TrainStep:
 
         Raises:
             TypeError: params is missing, or a leaf is an integer or sparse tensor or no tensor; buffers is no dict of
-                tensors; consume is no bool, or set for a loss that is not of `module_loss`, or for a module with
-                DTensors or other tensor subclasses.
+                tensors; flat or consume is no bool; group is not callable; consume is set for a loss that is not of
+                `module_loss`, or for a module with DTensors or other tensor subclasses.
             ValueError: params has no tensor, or not the names of the module; a glob of the policy's keep or copy
-                matches no parameter; consume is set with params or buffers, or for a state cut over ranks.
+                matches no parameter; flat is False with a `FlatParams`, a group, or a state cut over ranks; consume is
+                set with params or buffers, or for a state cut over ranks.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -106,24 +120,20 @@ class TrainStep:
             True
         """
         options, call = self._options, "init"
+        groups = self._groups(call, params, flat, group)
         consumed = self._consumed(call, params, buffers, consume)
         if consumed is not None:
             params, buffers = consumed.own_params(), {}
-        if params is None:
-            if not hasattr(self.loss_fn, "params"):
-                raise TypeError("init: params must be given, for the loss was not made by module_loss; got None")
-            params = self.loss_fn.params()
-        if buffers is None:
-            buffers = self.loss_fn.buffers() if hasattr(self.loss_fn, "buffers") else {}
+        params = self.loss_fn.params() if params is None else params
+        buffers = self.loss_fn.buffers() if buffers is None else buffers
         if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
             raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
         tree = params.tree() if isinstance(params, FlatParams) else params
-        options.policy.check_names(call, getattr(self.loss_fn, "all_names", None) or _tree.names(tree))
-        options.parallel.agree(described(self.optimizer, self.config, options))
+        options.policy.check_names(call, self.loss_fn.all_names(tree))
+        options.parallel.agree(described(self.loss_fn, self.optimizer, self.config, options, flat))
         with torch.no_grad():  # parameters given may require it
-            group = options.group if options.flat else None
             parallel = options.parallel
-            stored, plan = store(call, params, options.policy, self.loss_fn, group, parallel.buckets, consume=consume)
+            stored, plan = store(call, params, options.policy, self.loss_fn, groups, parallel.buckets, consume=consume)
             buffers = clone(buffers) if consumed is None else consumed.take_buffers()
             parallel.same(stored)
             parallel.same(buffers)
@@ -143,10 +153,23 @@ class TrainStep:
             ema=() if options.ema_decay is None else clone(stored),
         )
 
+    def _groups(
+        self, call: str, params: Tree, flat: bool, group: Callable[[str, Tensor], str] | None
+    ) -> Callable[[str, Tensor], str] | None:
+        """The groups of flat storage; None for a plain tree."""
+        if group is not None and not callable(group):
+            raise TypeError(f"{call}: group must be callable; got {_tree.brief(group)}")
+        if boolean(call, "flat", flat):
+            own = self.optimizer.group if isinstance(self.optimizer, GroupedOptimizer) else matrix_or_vector
+            return group or own
+        parallel = self._options.parallel
+        against = "a group" if group else "FlatParams" if isinstance(params, FlatParams) else ""
+        if against or parallel.shard:
+            raise ValueError(f"{call}: flat must be True with {against or repr(parallel)}; got False")
+        return None
+
     def _consumed(self, call: str, params: Tree, buffers: Any, consume: bool) -> ModuleLoss | None:
-        if not isinstance(consume, bool):
-            raise TypeError(f"{call}: consume must be True or False; got {_tree.brief(consume)}")
-        if not consume:
+        if not boolean(call, "consume", consume):
             return None
         if not isinstance(self.loss_fn, ModuleLoss):
             raise TypeError(
@@ -194,17 +217,14 @@ class TrainStep:
             tensor(3.)
         """
         self._check_state("loss", state, batch)
-        if not isinstance(training, bool):
-            raise TypeError(f"loss: training must be True or False; got {_tree.brief(training)}")
-        evaluating = getattr(self.loss_fn, "evaluating", None)
-        mode = contextlib.nullcontext() if training or evaluating is None else evaluating()
+        mode = contextlib.nullcontext() if boolean("loss", "training", training) else self.loss_fn.evaluating()
         with torch.no_grad(), mode:
             inputs, build = for_loss(*for_step(state.params, self._copies("loss", state)))
             returned = self._call(build(inputs), self._probes(state), state.buffers, state.scaler, _tree.plain(batch))
-        options = self._options
-        if options.has_buffers or options.has_aux:
+        loss_fn = self.loss_fn
+        if loss_fn.has_buffers or loss_fn.has_aux:
             if not isinstance(returned, tuple) or len(returned) != 2:
-                beside = "(buffers, aux)" if options.has_buffers and options.has_aux else "buffers or aux"
+                beside = "(buffers, aux)" if loss_fn.has_buffers and loss_fn.has_aux else "buffers or aux"
                 raise TypeError(f"loss: loss_fn must return (loss, {beside}); got {_tree.brief(returned)}")
             returned, _ = returned
         if not isinstance(returned, Tensor):
@@ -395,15 +415,15 @@ class TrainStep:
                 one, (full_size(state.params), probes), state.buffers, batch, options.accumulate, scan=options.scan
             )
         grads, loss, buffers = parallel.exchanged(share, grads, loss, state.buffers, buffers)
-        scaler, norm = judge(state.scaler, grads, options.reduce, parallel.joined)
-        by_leaf = found_inf_by_leaf(unscale(state.scaler, grads)) if options.found_inf_by_leaf else ()
+        scaler, norm = judge(state.scaler, grads, parallel.reduce, parallel.joined)
+        observed = self._observed(state.scaler, grads)
         grads = unscale_and_clip(state.scaler, grads, norm, options.max_norm, options.max_value)
         new = self.optimizer.update(state.params, grads, state.opt_state)
         params, opt_state = skip_step(scaler, new=new, old=(state.params, state.opt_state))
         ema = state.ema
         if options.ema_decay is not None:
             ema = skip_step(scaler, new=ema_update(ema, params, options.ema_decay), old=ema)
-        if not options.keep_buffers:
+        if not self.loss_fn.keep_buffers:
             buffers = skip_step(scaler, new=buffers, old=state.buffers)
         found = scaler.found_inf.long()
         step, skipped = state.step + 1, state.skipped + found
@@ -429,18 +449,32 @@ class TrainStep:
             applied=step - skipped,
             skipped=skipped.clone(),
             consecutive_skips=after.consecutive_skips.clone(),
-            found_inf_by_leaf=by_leaf,
+            observed=observed,
             records=Records.of(records) if records else {},
             aux=aux,
         )
         return after, metrics
+
+    def _observed(self, scaler: ScalerState, grads: Tree) -> dict[str, Any]:
+        """What the functions of observe say of the gradients, unscaled, in the parameters' own tree."""
+        if not self._options.observe:
+            return {}
+        unscaled = _tree.expand(unscale(scaler, grads))
+        found = {name: function(unscaled) for name, function in self._options.observe.items()}
+        for index, leaf in enumerate(_tree.leaves(found)):
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"step: observe{_tree.path_of(found, index)} must return tensors; got {_tree.describe(leaf)}"
+                )
+        own: dict[str, Any] = clone(found)
+        return own
 
     def _learning_rate(self, state: TrainState) -> Any:
         rate = getattr(self.optimizer, "learning_rate", None)
         return () if rate is None else rate(state.opt_state)
 
     def _probes(self, state: TrainState) -> dict[str, Record]:
-        return {name: probe(state.scaler.scale.device) for name in self._options.probes}
+        return {name: probe(state.scaler.scale.device) for name in self.loss_fn.probes}
 
     def _call(
         self, tree: Tree, probes: dict[str, Record], buffers: dict[str, Tensor], scaler: ScalerState, batch: Any
@@ -453,9 +487,9 @@ class TrainStep:
                 region = torch.autocast(device, policy.compute_dtype)
         with region:
             given = (
-                (probes, self._options.probes),
-                (buffers, self._options.has_buffers),
-                (scaler, self._options.has_scaler),
+                (probes, self.loss_fn.probes),
+                (buffers, self.loss_fn.has_buffers),
+                (scaler, self.loss_fn.has_scaler),
             )
             return self.loss_fn(tree, *(value for value, wanted in given if wanted), batch)
 
@@ -470,7 +504,7 @@ class TrainStep:
         """Scaled gradients as a tree like the stored parameters and the probes, the loss, the buffers after it, aux."""
         inputs, build_params = for_loss(state.params, state.copies)
         rows, spec = _tree.flatten(probes)
-        beside = self._options.has_buffers or self._options.has_aux
+        beside = self.loss_fn.has_buffers or self.loss_fn.has_aux
 
         def build(values: list[Tensor]) -> tuple[Tree, dict[str, Record]]:
             return build_params(values[: len(inputs)]), _tree.unflatten(values[len(inputs) :], spec)
@@ -479,13 +513,13 @@ class TrainStep:
             return self._call(*build(values), buffers, state.scaler, batch)
 
         holding = around_backward(self.loss_fn, build if rows else build_params)
-        engine = choose(self._options.engine, state)
+        engine = choose(self.loss_fn.engine, state)
         low = (self._options.policy.compute_dtype,)
         grads, loss, aux = differentiate(
             "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding, low=low
         )
         records = _tree.unflatten(grads[len(inputs) :], spec)
         after = buffers
-        if self._options.has_buffers:
-            after, aux = aux if self._options.has_aux else (aux, ())
+        if self.loss_fn.has_buffers:
+            after, aux = aux if self.loss_fn.has_aux else (aux, ())
         return (gather(state.params, state.copies, grads[: len(inputs)]), records), loss, after, clone(aux)

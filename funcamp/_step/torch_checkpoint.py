@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.stateless import APPLIED, StatelessOptimizer
 from funcamp._scaler.state_dict import from_state_dict, to_state_dict
@@ -54,7 +55,7 @@ def to_torch(step: Any, state: TrainState, names: Iterable[str] | None) -> dict[
             if entries and entries.pop(APPLIED, 1) != 0:  # torch keeps the step on the host
                 one["state"][number] = {entry: v.cpu() if entry == "step" else v for entry, v in entries.items()}
     params, scaler = gather_state(state).params, to_state_dict(state.scaler, step.config)
-    if hasattr(step.loss_fn, "state_dict"):
+    if isinstance(step.loss_fn, ModuleLoss):
         model = step.loss_fn.state_dict(params, state.buffers)
     else:
         model = {name.partition(".")[2]: saved[name] for name in saved if name.startswith(("params.", "buffers."))}
@@ -156,9 +157,10 @@ def _take(
 
 
 def _parts(call: str, step: Any, state: TrainState, names: Iterable[str] | None) -> list[_Part]:
-    module = getattr(step.loss_fn, "model", None)
     leaves = _labelled(step.optimizer, state.params)
-    frozen: dict[str, Any] = dict(module.named_parameters()) if isinstance(module, torch.nn.Module) else {}
+    frozen: dict[str, Any] = {}
+    if isinstance(step.loss_fn, ModuleLoss):
+        frozen = dict(step.loss_fn.model.named_parameters())
     order = list(names) if names is not None else list(frozen) if frozen else list(leaves)
     if len(set(order)) < len(order) or not set(leaves) <= set(order) <= {*leaves, *frozen}:
         odd = sorted(set(leaves) ^ set(order))

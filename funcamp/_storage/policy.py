@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcamp._check import boolean
 from funcamp._types import name_of
 
 _DTYPES = {
@@ -68,8 +69,7 @@ class Policy:
             raise TypeError(f"Policy: compute_dtype must be a torch.dtype; got {self.compute_dtype!r}{fix}")
         if self.compute_dtype not in _DTYPES.values():
             raise ValueError(f"Policy: compute_dtype must be one of {', '.join(_DTYPES)}; got {self.compute_dtype}")
-        if not isinstance(self.autocast, bool):
-            raise TypeError(f"Policy: autocast must be a bool; got {self.autocast!r}")
+        boolean("Policy", "autocast", self.autocast)
         for name in ("keep", "copy"):
             globs = getattr(self, name)
             if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):

@@ -301,6 +301,8 @@ class _Watch(TorchDispatchMode):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls
+            return args[0].fake_device
         args, kwargs = self._without_values(func, args, kwargs or {})
         tags = getattr(func, "tags", ())
         # torch.tensor(2.0).item() is a constant.
@@ -343,12 +345,13 @@ class _Watch(TorchDispatchMode):
         found: Any = get_proxy_slot(value, self._tracer, None)
         return None if found is None else found.proxy.node
 
-    def _look(self, func: Any, out: Tensor, args: Any, kwargs: Any) -> None:
+    def _look(self, func: Any, out: FakeTensor, args: Any, kwargs: Any) -> None:
+        device = out.fake_device
         # torch.func looks at shapes on meta by itself, but moves nothing there.
-        if out.device.type not in self._home and (out.device.type != "meta" or func in _MOVES):
+        if device.type not in self._home and (device.type != "meta" or func in _MOVES):
             given = [leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if any(leaf.device.type in self._home for leaf in given):
-                raise HostError(f"stay on one type of device; {in_stack()} moves a tensor to {out.device.type}")
+                raise HostError(f"stay on one type of device; {in_stack()} moves a tensor to {device.type}")
         if not any(out is arg for arg in args) or id(out) in self._made:
             node = self._node_of(out)
             if node is not None:
@@ -374,6 +377,7 @@ class _Watch(TorchDispatchMode):
         settle(kept, root, values, failed=failed)
 
 
+_DEVICE = torch.ops.prim.device.default
 _MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
 _PLAIN = {Tensor, torch.nn.Parameter}
 _CONSTANTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}

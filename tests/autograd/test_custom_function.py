@@ -530,8 +530,8 @@ def test_apply_held_by_a_module_and_in_a_checkpoint(engine: Any) -> None:
                 return self.fn(x, self.w)
             return checkpoint(self.fn, x, self.w, use_reentrant=False)
 
-    loss = module_loss(Holds(), lambda out, _: out.sum())
-    step = make_train_step(loss, stateless(torch.optim.SGD, lr=0.1), ScalerConfig(8.0), engine=engine)
+    loss = module_loss(Holds(), lambda out, _: out.sum(), engine=engine)
+    step = make_train_step(loss, stateless(torch.optim.SGD, lr=0.1), ScalerConfig(8.0))
     eager = step(step.init(), (X, None))[0].params.tree()["w"]
     assert_close(eager, W - 0.1 * torch_grad(loss_of(Plain), W, X), 1e-6)
     found = jit(step, backend="eager")(step.init(), (X, None))[0].params.tree()["w"]

@@ -129,10 +129,9 @@ def test_penalty_on_the_gradient_of_the_batch(options: Any, engine: Any, wrapped
     """`x.requires_grad_()` and torch.autograd.grad in the forward pass, as gradient penalties are written."""
     model = Penalty()
     step = make_train_step(
-        module_loss(model, mse_loss),
+        module_loss(model, mse_loss, engine=engine),
         stateless(torch.optim.SGD, lr=0.1),
         ScalerConfig(1.0),
-        engine=engine,
         **options,
     )
     run: Any = jit(step, backend="eager") if wrapped else step
@@ -180,7 +179,7 @@ def test_state_that_requires_a_gradient_is_differentiated_by_torch_func() -> Non
 
 
 def test_penalty_under_torch_func_says_what_to_do() -> None:
-    step = make_train_step(module_loss(Penalty(), mse_loss), stateless(torch.optim.SGD), engine="func")
+    step = make_train_step(module_loss(Penalty(), mse_loss, engine="func"), stateless(torch.optim.SGD))
     with pytest.raises(RuntimeError, match=r"take torch\.func\.grad there, or pass engine='autograd'"):
         step(step.init(), (torch.ones(5, 3, requires_grad=True), torch.ones(5, 1)))
 
@@ -207,8 +206,8 @@ def test_loss_without_a_graph_is_refused(kind: str, engine: Any, how: str) -> No
     with pytest.raises(RuntimeError, match="does not require grad"):
         criterion(nn.Linear(3, 2)(torch.randn(4, 3)), torch.randn(4, 2)).backward()
     window = {"accumulate": 2, "scan": True} if how == "scan" else {}
-    loss_fn = module_loss(nn.Linear(3, 2), criterion)
-    step = make_train_step(loss_fn, stateless(torch.optim.AdamW), engine=engine, **window)  # type: ignore[arg-type]
+    loss_fn = module_loss(nn.Linear(3, 2), criterion, engine=engine)
+    step = make_train_step(loss_fn, stateless(torch.optim.AdamW), **window)  # type: ignore[arg-type]
     state = step.init()
     runs: dict[str, Any] = {"eager": step, "compile": torch.compile(step, backend="eager", fullgraph=True)}
     run: Any = runs.get(how) or jit(step, backend="eager")

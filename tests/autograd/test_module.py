@@ -15,7 +15,7 @@ from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
 from funcamp._types import name_of
 from funcamp.numerics import track_scales
 from tests.support.helpers import assert_same, clone
-from tests.support.models import cnn
+from tests.support.models import cnn, mlp
 
 SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -140,7 +140,7 @@ def test_a_buffer_of_two_modules_stays_one() -> None:
 
 def test_which_parameters_are_cast() -> None:
     def cast(model: nn.Module) -> set[str]:
-        return set(module_loss(model, F.mse_loss).cast_names)
+        return set(module_loss(model, F.mse_loss).cast_names or ())
 
     class Same(nn.Linear):
         """torch's forward."""
@@ -197,13 +197,12 @@ def test_a_criterion_that_reads_the_model_sees_what_is_trained(name: str, how: s
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
     expected, x, y = copy.deepcopy(model), torch.randn(8, 4), torch.randn(8, 4)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
-    loss_fn = module_loss(model, CRITERIA[name](model))
+    loss_fn = module_loss(model, CRITERIA[name](model), engine="func" if how == "func" else None)
     step = make_train_step(
         track_scales(loss_fn) if how == "tracked" else loss_fn,
         SGD,
         ScalerConfig(1.0),
         policy="bfloat16,keep=*" if how == "keep" else None,
-        engine="func" if how == "func" else None,
     )
     run: Any = jit(step, backend="eager") if how == "jit" else step
     state, criterion, before = step.init(), CRITERIA[name](expected), clone(dict(model.state_dict()))
@@ -249,3 +248,67 @@ def test_a_loss_may_be_given_the_models_own_parameters() -> None:
     own: dict[str, Tensor] = dict(model.named_parameters())
     for params in (own, {name: part * 2 for name, part in own.items()}):
         loss_fn(params, (x, torch.ones(1, 2))).backward(retain_graph=True)
+
+
+def hits(criterion: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Any]:
+    """The criterion's loss with what a loop would log."""
+
+    def with_hits(output: Tensor, target: Tensor) -> Any:
+        return criterion(output, target), {"hits": (output.argmax(-1) == target).sum(), "output": output}
+
+    return with_hits
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("engine", ["func", "autograd", None])
+@pytest.mark.parametrize("tracked", [False, True], ids=["plain", "tracked"])
+@pytest.mark.parametrize("make", [cnn, mlp])
+def test_aux_of_a_criterion_is_in_the_metrics(make: Any, tracked: bool, engine: Any, wrapped: bool) -> None:
+    """With buffers and without: numbers are those of the step without aux, and aux is the model's own output."""
+    task = make()
+    alone = make_train_step(module_loss(task.model, task.criterion, engine=engine), SGD, policy="bfloat16")
+    loss_fn = module_loss(task.model, hits(task.criterion), has_aux=True, engine=engine)
+    step = make_train_step(track_scales(loss_fn) if tracked else loss_fn, SGD, policy="bfloat16")
+    run: Any = jit(step, backend="aot_eager") if wrapped else step
+    state, expected = step.init(), alone.init()
+    for number in range(3):
+        x, y = task.batch(number)
+        model = copy.deepcopy(task.model)
+        model.load_state_dict(loss_fn.state_dict(expected.params, expected.buffers))
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x).detach()
+        state, metrics = run(state, (x, y))
+        expected, wanted = alone(expected, (x, y))
+        assert_same(metrics.aux, {"hits": (output.argmax(-1) == y).sum(), "output": output})
+        assert_same(state, expected)
+        assert_same(metrics._replace(aux=(), records={}), wanted)
+        assert bool(metrics.records) == tracked
+    assert_same(step.loss(state, (x, y)), alone.loss(expected, (x, y)))
+    assert bool(state.buffers) == (make is cnn)
+
+
+@pytest.mark.parametrize("make", [cnn, mlp])
+def test_aux_of_a_window_is_stacked(make: Any) -> None:
+    task = make()
+    loss_fn = module_loss(task.model, hits(task.criterion), has_aux=True)
+    step = make_train_step(loss_fn, SGD, accumulate=2)
+    pieces = [task.batch(number) for number in range(2)]
+    window = tuple(torch.stack(column) for column in zip(*pieces))
+    results = [run(step.init(), window) for run in (step, jit(step, backend="aot_eager"))]
+    assert_same(results[1], results[0])
+    assert_same(results[0][1].aux["output"][0], task.model(pieces[0][0]).detach())
+    assert results[0][1].aux["hits"].shape == (2,)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_keep_buffers_of_a_module_keeps_those_of_a_skipped_step(has_aux: bool) -> None:
+    """torch's loop does; by default they go back."""
+    task = cnn()
+    criterion = hits(task.criterion) if has_aux else task.criterion
+    for keep in (False, True):
+        loss_fn = module_loss(task.model, criterion, has_aux=has_aux, keep_buffers=keep)
+        for made in (loss_fn, track_scales(loss_fn)):
+            step = make_train_step(made, SGD, parallel=torch.ones_like)
+            state, metrics = step(step.init(), task.batch(0))
+            assert metrics.found_inf == 1
+            assert state.buffers["1.num_batches_tracked"] == int(keep)

@@ -16,7 +16,17 @@ from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from funcamp import ScalerConfig, TrainStep, init, jit, make_train_step, module_loss, scaled_grad_and_value, stateless
+from funcamp import (
+    ScalerConfig,
+    TrainStep,
+    init,
+    jit,
+    loss,
+    make_train_step,
+    module_loss,
+    scaled_grad_and_value,
+    stateless,
+)
 from tests.support.helpers import assert_close, assert_same, clone
 
 SGD = stateless(torch.optim.SGD, lr=0.5)
@@ -63,8 +73,8 @@ def branches(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return p["w"].sum() * (2 if x.sum() > 0 else 1)
 
 
-def step_of(loss: Loss, **options: Any) -> TrainStep:
-    return make_train_step(loss, stateless(torch.optim.SGD, lr=0.5), ScalerConfig(8.0), **options)
+def step_of(function: Loss, **options: Any) -> TrainStep:
+    return make_train_step(loss(function, **options), stateless(torch.optim.SGD, lr=0.5), ScalerConfig(8.0))
 
 
 def call(step: Any, loss_step: TrainStep) -> Any:
@@ -75,9 +85,9 @@ CHECKPOINT = "torch.func does not take torch.utils.checkpoint .*; pass engine='a
 CTX = "torch.func does not take an autograd.Function whose forward takes ctx .*; decorate it with funcamp.custom"
 
 
-@pytest.mark.parametrize(("loss", "text"), [(checkpointed, CHECKPOINT), (takes_ctx, CTX)])
-def test_torch_func_does_not_take_it(loss: Loss, text: str) -> None:
-    step = step_of(loss, engine="func")
+@pytest.mark.parametrize(("function", "text"), [(checkpointed, CHECKPOINT), (takes_ctx, CTX)])
+def test_torch_func_does_not_take_it(function: Loss, text: str) -> None:
+    step = step_of(function, engine="func")
     for run in (step, jit(step, backend="eager")):
         with pytest.raises(RuntimeError, match=f"(step|jit): {text}"):
             call(run, step)
@@ -85,17 +95,17 @@ def test_torch_func_does_not_take_it(loss: Loss, text: str) -> None:
 
 
 @pytest.mark.parametrize("engine", [None, "autograd"])
-@pytest.mark.parametrize("loss", [checkpointed, takes_ctx])
-def test_that_way_out_works(loss: Loss, engine: Any) -> None:
-    step = step_of(loss, engine=engine)
-    expected = torch.ones(4) - 0.5 * (torch.ones(4).cos() if loss is checkpointed else 2.0)
+@pytest.mark.parametrize("function", [checkpointed, takes_ctx])
+def test_that_way_out_works(function: Loss, engine: Any) -> None:
+    step = step_of(function, engine=engine)
+    expected = torch.ones(4) - 0.5 * (torch.ones(4).cos() if function is checkpointed else 2.0)
     for run in (step, jit(step, backend="eager")):
         assert torch.equal(call(run, step)[0].params.tree()["w"], expected)
 
 
-@pytest.mark.parametrize("loss", [selects, masks, unique, slices, branches])
-def test_shape_or_branch_that_follows_from_values(loss: Loss) -> None:
-    step = step_of(loss)
+@pytest.mark.parametrize("function", [selects, masks, unique, slices, branches])
+def test_shape_or_branch_that_follows_from_values(function: Loss) -> None:
+    step = step_of(function)
     call(step, step)
     text = r"step must not read a tensor's value on the host .* does: take torch.where or a mask of fixed shape instead"
     with pytest.raises(RuntimeError, match=text):
@@ -109,7 +119,7 @@ def test_vmap_over_the_autograd_engine() -> None:
 
 
 def test_engine_is_one_of_two_words() -> None:
-    with pytest.raises(ValueError, match="make_train_step: engine must be 'func', 'autograd' or None; got 'tape'"):
+    with pytest.raises(ValueError, match="loss: engine must be 'func', 'autograd' or None; got 'tape'"):
         step_of(masks, engine="tape")
 
 
@@ -132,12 +142,12 @@ def test_module_that_is_computed_again_with_other_parameters(right: bool) -> Non
     model = Checkpointed(right)
     params = {name: value.detach() + 1 for name, value in model.named_parameters()}
 
-    def loss(p: Any, x: Tensor) -> Any:
+    def function(p: Any, x: Tensor) -> Any:
         return functional_call(model, p, x).tanh().sum()
 
-    of_a_module = make_train_step(module_loss(model, lambda out, _: out.tanh().sum()), SGD, engine="autograd")
+    of_a_module = make_train_step(module_loss(model, lambda out, _: out.tanh().sum(), engine="autograd"), SGD)
     expected = of_a_module(of_a_module.init(params), (torch.ones(2, 4), None))[0].params.tree()
-    step = make_train_step(loss, SGD, engine="autograd")
+    step = make_train_step(loss(function, engine="autograd"), SGD)
     x = torch.ones(2, 4)
     refused = pytest.raises(RuntimeError, match="Linear must be computed again with")
     for run in (step, jit(step, backend="eager")):
@@ -149,12 +159,12 @@ def test_module_that_is_computed_again_with_other_parameters(right: bool) -> Non
 def test_module_that_was_called_with_two_sets_of_parameters_before() -> None:
     model = Checkpointed(right=False)
 
-    def loss(p: Any, x: Tensor) -> Any:
+    def function(p: Any, x: Tensor) -> Any:
         with torch.no_grad():
             teacher = model(x)
         return (functional_call(model, p, x).tanh() - teacher).square().sum()
 
-    step = make_train_step(loss, SGD, engine="autograd")
+    step = make_train_step(loss(function, engine="autograd"), SGD)
     params = {name: value.detach() + 1 for name, value in model.named_parameters()}
     with pytest.raises(RuntimeError, match="Linear must be computed again with"):
         step(step.init(params), torch.ones(2, 4))
@@ -225,14 +235,14 @@ def test_block_that_is_computed_again_reads_the_buffers_of_the_state(compiled: b
     x, found = torch.randn(16, 4), []
     for keeps, engine in ((False, "func"), (True, "autograd")):
         torch.manual_seed(1)
-        loss = module_loss(Frozen(keeps), lambda out, _: out.square().mean())
-        buffers = {name: value + 1 if value.is_floating_point() else value for name, value in loss.buffers().items()}
-        step = make_train_step(loss, SGD, engine=engine)  # type: ignore[arg-type]
+        loss_fn = module_loss(Frozen(keeps), lambda out, _: out.square().mean(), engine=engine)  # type: ignore[arg-type]
+        buffers = {name: value + 1 if value.is_floating_point() else value for name, value in loss_fn.buffers().items()}
+        step = make_train_step(loss_fn, SGD)
         run, state = jit(step, backend="eager") if compiled else step, step.init(None, buffers)
         for _ in range(2):
             state, _ = run(state, (x, None))
         found.append((state.params.tree(), state.buffers))
-        assert torch.equal(loss.model.get_buffer("reads.running_mean"), torch.zeros(4))
+        assert torch.equal(loss_fn.model.get_buffer("reads.running_mean"), torch.zeros(4))
     assert_close(found[1], found[0], 1e-6)
 
 
@@ -268,8 +278,8 @@ def test_modules_of_another_thread_are_its_own_affair(own: bool) -> None:
         moved: Tensor = Beside.apply(out, beside)
         return moved.sum()
 
-    loss = (lambda p, x: criterion(functional_call(model, p, x[0]), None)) if own else module_loss(model, criterion)
-    step = make_train_step(loss, SGD)
+    loss_fn = (lambda p, x: criterion(functional_call(model, p, x[0]), None)) if own else module_loss(model, criterion)
+    step = make_train_step(loss_fn, SGD)
     _, metrics = step(step.init(params), (torch.ones(2, 4), None))
     assert metrics.grad_norm > 0
 
@@ -433,7 +443,7 @@ def test_dtype_of_a_target_is_an_error_of_torch() -> None:
 @pytest.mark.parametrize("engine", ["autograd", "func"])
 def test_empty_batch_under_jit(engine: Any) -> None:
     """torch's decomposition of mse_loss's backward divides by the number of elements when it is traced."""
-    step = make_train_step(module_loss(torch.nn.Linear(4, 1), mse_loss), SGD, engine=engine)
+    step = make_train_step(module_loss(torch.nn.Linear(4, 1), mse_loss, engine=engine), SGD)
     empty = (torch.ones(0, 4), torch.ones(0, 1))
     assert step(step.init(), empty)[1].loss.isnan()
     with pytest.raises(RuntimeError, match=r"step: the batch must not be empty: .* leave a batch of 0 rows out"):

@@ -53,14 +53,16 @@ def torch_loop(task: Task, name: str, clip: float | None) -> tuple[list[tuple[fl
     return trace, dict(model.named_parameters())
 
 
-def build(task: Task, name: str, **options: Any) -> Any:
+def build(task: Task, name: str, *, keep_buffers: bool = False, **options: Any) -> Any:
     cls, arguments = OPTIMIZERS[name]
-    loss_fn = module_loss(task.model.cuda(), task.criterion)
+    loss_fn = module_loss(task.model.cuda(), task.criterion, keep_buffers=keep_buffers)
     return make_train_step(loss_fn, stateless(cls, **arguments), CONFIG, policy="float16", **options)
 
 
-def run(task: Task, step: Any, call: Callable[..., Any]) -> tuple[list[tuple[float, bool]], TrainState]:
-    state, trace = step.init(), []
+def run(
+    task: Task, step: Any, call: Callable[..., Any], flat: bool = True
+) -> tuple[list[tuple[float, bool]], TrainState]:
+    state, trace = step.init(flat=flat), []
     for index in range(STEPS):
         state, metrics = call(state, batch_of(task, index))
         trace.append((metrics.scale.item(), bool(metrics.found_inf)))
@@ -77,8 +79,8 @@ def tree_of(state: TrainState) -> dict[str, Tensor]:
 def test_eager_step_is_torchs_loop_bit_for_bit(make: Callable[[], Task], flat: bool) -> None:
     expected, params = torch_loop(make(), "SGD", None)
     task = make()
-    step = build(task, "SGD", flat=flat, keep_buffers=True)
-    trace, state = run(task, step, step)
+    step = build(task, "SGD", keep_buffers=True)
+    trace, state = run(task, step, step, flat=flat)
     assert trace == expected
     assert True in [skipped for _, skipped in trace]
     assert_same(tree_of(state), {name: value.detach() for name, value in params.items()})

@@ -65,8 +65,8 @@ def test_engines_give_the_same_bits(make: Any, wrap: Wrap) -> None:
     results = []
     for engine, how in (("func", eager), ("autograd", wrap)):
         task = make()
-        loss_fn = funcamp.module_loss(task.model, task.criterion)
-        step = funcamp.make_train_step(loss_fn, sgd(), CONFIG, policy="float16", engine=engine, max_norm=1.0)  # type: ignore[arg-type]
+        loss_fn = funcamp.module_loss(task.model, task.criterion, engine=engine)  # type: ignore[arg-type]
+        step = funcamp.make_train_step(loss_fn, sgd(), CONFIG, policy="float16", max_norm=1.0)
         results.append(run(step, how, task.batch))
     (state, history), (expected, expected_history) = results
     assert 4 <= history[-1].skipped < 20
@@ -79,8 +79,8 @@ def test_accumulation_gives_the_same_bits(wrap: Wrap) -> None:
     task = cnn()
     results = []
     for engine, how in (("func", eager), ("autograd", wrap)):
-        loss_fn = funcamp.module_loss(task.model, task.criterion)
-        step = funcamp.make_train_step(loss_fn, sgd(), CONFIG, policy="float16", engine=engine, accumulate=3)  # type: ignore[arg-type]
+        loss_fn = funcamp.module_loss(task.model, task.criterion, engine=engine)  # type: ignore[arg-type]
+        step = funcamp.make_train_step(loss_fn, sgd(), CONFIG, policy="float16", accumulate=3)
 
         def batch(index: int) -> Any:
             return tuple(torch.stack(column) for column in zip(*(task.batch(3 * index + part) for part in range(3))))
@@ -92,7 +92,7 @@ def test_accumulation_gives_the_same_bits(wrap: Wrap) -> None:
 @WRAPS
 def test_parameter_that_the_loss_does_not_use_has_a_zero_gradient(wrap: Wrap) -> None:
     decay = funcamp.stateless(torch.optim.SGD, lr=0.5, weight_decay=0.5)
-    step = funcamp.make_train_step(lambda p, x: (p["used"] * x).sum(), decay, engine="autograd")
+    step = funcamp.make_train_step(funcamp.loss(lambda p, x: (p["used"] * x).sum(), engine="autograd"), decay)
     state, metrics = wrap(step)(step.init({"used": torch.ones(2), "unused": torch.ones(2)}), torch.ones(2))
     assert metrics.found_inf == 0
     assert state.params.tree()["unused"].tolist() == [0.75, 0.75]
@@ -105,9 +105,8 @@ def test_nothing_that_comes_out_requires_grad(wrap: Wrap, ambient: Any) -> None:
         hidden = params["w"] * batch
         return hidden.square().sum(), ({"mean": hidden.mean(), "last": hidden}, {"hidden": hidden, "given": batch})
 
-    step = funcamp.make_train_step(
-        loss_fn, sgd(), CONFIG, engine="autograd", has_aux=True, has_buffers=True, accumulate=2, ema_decay=0.9
-    )
+    loss = funcamp.loss(loss_fn, engine="autograd", has_aux=True, has_buffers=True)
+    step = funcamp.make_train_step(loss, sgd(), CONFIG, accumulate=2, ema_decay=0.9)
     state = step.init({"w": torch.ones(3)}, {"mean": torch.zeros(()), "last": torch.zeros(3)})
     call = wrap(step)
     with ambient():
@@ -122,7 +121,7 @@ def test_nothing_that_comes_out_requires_grad(wrap: Wrap, ambient: Any) -> None:
 def test_module_and_batch_are_left_alone() -> None:
     task = cnn()
     before = clone(dict(task.model.state_dict()))
-    step = funcamp.make_train_step(funcamp.module_loss(task.model, task.criterion), sgd(), CONFIG, engine="autograd")
+    step = funcamp.make_train_step(funcamp.module_loss(task.model, task.criterion, engine="autograd"), sgd(), CONFIG)
     run(step, eager, task.batch, 3)
     assert_same(dict(task.model.state_dict()), before)
     assert all(p.grad is None for p in task.model.parameters())
@@ -149,8 +148,8 @@ def body(middle: nn.Module, on: bool = True) -> nn.Module:
 
 
 def step_for(model: nn.Module, **options: Any) -> funcamp.TrainStep:
-    loss_fn = funcamp.module_loss(model, nn.functional.mse_loss)
-    options = {"policy": "float16", "engine": "autograd", **options}
+    loss_fn = funcamp.module_loss(model, nn.functional.mse_loss, engine="autograd")
+    options = {"policy": "float16", **options}
     return funcamp.make_train_step(loss_fn, sgd(0.02), CONFIG, **options)
 
 
@@ -206,7 +205,7 @@ def test_loss_of_ones_own_gives_a_block_its_parameters(wrap: Wrap) -> None:
 
     ends = []
     for loss_fn, how in ((plain, eager), (checkpointed, wrap)):
-        step = funcamp.make_train_step(loss_fn, sgd(0.02), engine="autograd")
+        step = funcamp.make_train_step(funcamp.loss(loss_fn, engine="autograd"), sgd(0.02))
         state, call = step.init(params), how(step)
         for index in range(10):
             state, _ = call(state, batch_of(index))

@@ -65,10 +65,10 @@ def by_torch(order: str, *, cache: bool, dtype: torch.dtype = torch.float16) -> 
 
 def by_policy(order: str, engine: Engine, wrap: Wrap) -> dict[str, Tensor]:
     """The gradients of a step with compute copies: SGD's momentum after one step is the gradient."""
-    loss_fn = funcamp.module_loss(Both(order), criterion)
+    loss_fn = funcamp.module_loss(Both(order), criterion, engine=engine)
     sgd = funcamp.stateless(torch.optim.SGD, lr=1e-2, momentum=0.9)
-    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16", engine=engine, flat=False)
-    state, metrics = wrap(step)(step.init(), batch())
+    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16")
+    state, metrics = wrap(step)(step.init(flat=False), batch())
     assert metrics.found_inf == 0
     gradients: dict[str, Tensor] = state.opt_state.state["momentum_buffer"]
     return gradients

@@ -36,7 +36,7 @@ FORMATS = ["checkpoint.pt", "checkpoint.safetensors"]
 ROOT = Path(__file__).parent.parent.parent
 
 
-def make(task: Task, *, flat: bool = True) -> funcamp.TrainStep:
+def make(task: Task) -> funcamp.TrainStep:
     """Float16, moments, buffers, an average, and a scale that overflows at first."""
     return funcamp.make_train_step(
         funcamp.module_loss(task.model, task.criterion),
@@ -44,7 +44,6 @@ def make(task: Task, *, flat: bool = True) -> funcamp.TrainStep:
         funcamp.ScalerConfig(init_scale=2.0**20, growth_interval=2),
         policy="float16",
         ema_decay=0.9,
-        flat=flat,
     )
 
 
@@ -93,13 +92,13 @@ TRIPS = {name: through_file(name) for name in FORMATS} | {"dcp": through_dcp, "a
 @pytest.mark.parametrize("trip", TRIPS.values(), ids=TRIPS)
 def test_run_goes_on_from_a_checkpoint_bit_for_bit(trip: Any, before: bool, after: bool, tmp_path: Path) -> None:
     task = cnn()
-    first, second = make(task, flat=before), make(task, flat=after)
-    half = train(first, first.init(), task, range(5))
+    first, second = make(task), make(task)
+    half = train(first, first.init(flat=before), task, range(5))
     assert 0 < half.opt_state.applied < 5
-    saved, like = first.state_dict(half), second.state_dict(second.init())
-    resumed = second.load_state_dict(trip(saved, like, tmp_path), like=second.init())
+    saved, like = first.state_dict(half), second.state_dict(second.init(flat=after))
+    resumed = second.load_state_dict(trip(saved, like, tmp_path), like=second.init(flat=after))
     assert_same(second.state_dict(resumed), saved)
-    whole = train(second, second.init(), task, range(10))
+    whole = train(second, second.init(flat=after), task, range(10))
     assert_same(train(second, resumed, task, range(5, 10)), whole)
 
 
@@ -420,8 +419,8 @@ def test_what_holds_itself_is_refused_and_what_is_held_twice_is_not(tmp_path: Pa
 )
 @pytest.mark.parametrize("flat", [True, False])
 def test_numbers_that_no_run_has_are_refused(entry: str, value: float, message: str, flat: bool) -> None:
-    step = make(mlp(), flat=flat)
-    like = step.init()
+    step = make(mlp())
+    like = step.init(flat=flat)
     saved = step.state_dict(like)
     for name in saved:
         if name == entry or (entry.endswith(".") and name.startswith(entry)):

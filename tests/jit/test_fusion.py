@@ -65,9 +65,9 @@ def large() -> tuple[str, TrainState]:
 @pytest.fixture(scope="module")
 def by_tensor() -> str:
     width = 48
-    step = step_of(9, width, flat=False)  # 18 tensors of 1,176 elements on average
+    step = step_of(9, width)  # 18 tensors of 1,176 elements on average
     batch = (torch.randn(8, width), torch.randn(8, width))
-    return written(torch.compile(step, fullgraph=True), step.init(), batch)
+    return written(torch.compile(step, fullgraph=True), step.init(flat=False), batch)
 
 
 def test_powers_of_the_step_count_are_taken_outside_the_loops(small: tuple[str, TrainState]) -> None:

@@ -53,10 +53,10 @@ CONFIG = ScalerConfig(2.0**24, growth_interval=5)
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_training_step_is_the_eager_one(make: Any, flat: bool) -> None:
     task = make()
-    step = build(task, stateless(torch.optim.SGD, lr=0.05, momentum=0.9), config=CONFIG, policy="float16", flat=flat)
-    expected, rows = trained(20, step, step.init(), task)
+    step = build(task, stateless(torch.optim.SGD, lr=0.05, momentum=0.9), config=CONFIG, policy="float16")
+    expected, rows = trained(20, step, step.init(flat=flat), task)
     run = eager_backend(step)
-    state, found = trained(20, run, step.init(), task)
+    state, found = trained(20, run, step.init(flat=flat), task)
     assert_same(state, expected)
     assert_same(found, rows)
     assert {0.0, 1.0} == {row.found_inf.item() for row in found}
@@ -367,7 +367,7 @@ def loses(state: Any, batch: Any) -> Any:
 X = {"x": torch.ones(2)}
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step": (lambda: jit(3), TypeError, "jit: step must be callable; got 3"),  # type: ignore[arg-type]
-    "donate": (lambda: jit(add, donate=1), TypeError, "donate must be a bool; got 1"),  # type: ignore[arg-type]
+    "donate": (lambda: jit(add, donate=1), TypeError, "jit: donate must be True or False; got 1"),  # type: ignore[arg-type]
     "unroll": (lambda: jit(add, unroll=0), ValueError, "unroll must be 1 or more; got 0"),
     "unroll kind": (lambda: jit(add, unroll=1.5), TypeError, "unroll must be an integer; got 1.5"),  # type: ignore[arg-type]
     "backend": (lambda: jit(add, backend=None), TypeError, "backend must be a string; got None"),  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from funcamp import ScalerConfig, _tree, jit, make_train_step, module_loss, stateless
+from funcamp import ScalerConfig, _tree, jit, loss, make_train_step, module_loss, stateless
 from funcamp.numerics import Record, Records, probe, stats, tap, track_scales
 from tests.support.helpers import assert_close, assert_same
 from tests.support.models import Task, cnn, mlp, tied
@@ -87,9 +87,11 @@ def test_layers_are_chosen_by_path_or_predicate() -> None:
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 def test_layers_behind_a_tap_may_write_in_place(engine: Any) -> None:
-    loss_fn = module_loss(nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)), F.mse_loss)
+    loss_fn = module_loss(
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)), F.mse_loss, engine=engine
+    )
     batch = (torch.randn(3, 4), torch.randn(3, 2))
-    step, look = (make_train_step(loss, SGD, CONFIG, engine=engine) for loss in (loss_fn, track_scales(loss_fn)))
+    step, look = (make_train_step(each, SGD, CONFIG) for each in (loss_fn, track_scales(loss_fn)))
     after, metrics = look(look.init(), batch)
     assert_same(after, step(step.init(), batch)[0])
     assert {record.forward.count.item() for record in metrics.records.values()} == {24.0, 6.0}
@@ -167,6 +169,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 2},
     "scan": {"accumulate": 2, "scan": True},
     "autograd": {"engine": "autograd"},
+    "func": {"engine": "func"},
 }
 
 
@@ -174,15 +177,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_step_with_taps_is_the_step_without(name: str, compiled: bool) -> None:
-    options = OPTIONS[name]
-    task = cnn()
+    options = dict(OPTIONS[name])
+    engine, task = options.pop("engine", None), cnn()
     if name == "scan":  # takes no buffers that change in place
         task = mlp()
-    loss_fn = module_loss(task.model, task.criterion)
+    loss_fn = module_loss(task.model, task.criterion, engine=engine)
     batch = task.batch(0)
     if "accumulate" in options:
         batch = tuple(torch.stack([leaf, leaf + 0]) for leaf in batch)  # type: ignore[assignment]
-    step, look = (make_train_step(loss, SGD, CONFIG, **options) for loss in (loss_fn, track_scales(loss_fn)))
+    step, look = (make_train_step(each, SGD, CONFIG, **options) for each in (loss_fn, track_scales(loss_fn)))
     state = step.init()
     after, metrics = (jit(step, donate=False, backend="eager") if compiled else step)(state, batch)
     after_look, seen = (jit(look, donate=False, backend="eager") if compiled else look)(state, batch)
@@ -230,12 +233,12 @@ class CheckpointedTwice(Checkpointed):
 
 
 def test_layers_that_are_computed_again_count_once() -> None:
-    loss_fn = module_loss(Checkpointed(), F.mse_loss)
-    step = make_train_step(track_scales(loss_fn), SGD, CONFIG, engine="autograd")
+    loss_fn = module_loss(Checkpointed(), F.mse_loss, engine="autograd")
+    step = make_train_step(track_scales(loss_fn), SGD, CONFIG)
     batch = (torch.randn(3, 4), torch.randn(3, 2))
     after, metrics = step(step.init(), batch)
     assert {name: record.forward.count.item() for name, record in metrics.records.items()} == {"first": 12, "second": 6}
-    plain = make_train_step(loss_fn, SGD, CONFIG, engine="autograd")
+    plain = make_train_step(loss_fn, SGD, CONFIG)
     assert_same(after, plain(plain.init(), batch)[0])
 
 
@@ -251,10 +254,10 @@ def test_taps_in_several_checkpoints(compiled: bool) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_a_loss_taps_what_it_wants(compiled: bool) -> None:
-    def loss(params: dict[str, Tensor], probes: dict[str, Record], x: Tensor) -> Tensor:
+    def tapped(params: dict[str, Tensor], probes: dict[str, Record], x: Tensor) -> Tensor:
         return tap(params["w"] * x, probes["product"]).square().sum()
 
-    step = make_train_step(loss, SGD, CONFIG, probes=["product"])
+    step = make_train_step(loss(tapped, probes=["product"]), SGD, CONFIG)
     state = step.init({"w": torch.tensor([1.0, 2.0])})
     assert step.loss(state, torch.ones(2)) == 5
     metrics = (jit(step, donate=False, backend="eager") if compiled else step)(state, torch.ones(2))[1]
@@ -270,7 +273,7 @@ def test_records_of_a_step_are_one_tensor() -> None:
     assert _tree.leaves(records) == [records.rows]
     leaves, spec = _tree.flatten(records)
     assert_same(_tree.unflatten(leaves, spec)["0"], records["0"])
-    assert list(records) == list(dict(records)) == list(step.loss_fn.probe_names)  # type: ignore[attr-defined]
+    assert list(records) == list(dict(records)) == list(step.loss_fn.probes)
     assert_same(Records.of(records).rows, records.rows)
     assert (records + records)["0"].forward.count == 2 * records["0"].forward.count
     both = Records(records.names, torch.stack([records.rows, records.rows]))
@@ -321,7 +324,7 @@ def test_bad_input_is_named() -> None:
         track_scales(model, ["no"])
     with pytest.raises(ValueError, match="track_scales: sample must be 1 or more; got 0"):
         track_scales(model, sample=0)
-    with pytest.raises(TypeError, match=r"tap: sample must be an integer or None; got 1.5"):
+    with pytest.raises(TypeError, match=r"tap: sample must be an integer; got 1.5"):
         tap(torch.ones(1), probe(), sample=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="modules must differ"):
         track_scales(tied().model, ["head", "head"])
@@ -336,9 +339,10 @@ def test_bad_input_is_named() -> None:
     loss_fn = module_loss(model, F.mse_loss)
     with pytest.raises(TypeError, match="must be called with params, probes"):
         track_scales(loss_fn)({}, (torch.ones(1, 2), torch.ones(1, 2)))
-    for probes, message in ((["a"], "track_scales makes such a loss"), ([1], "must be names"), (["a", "a"], "differ")):
+    for probes, message in (([1], "loss: probes must be names; got 1"), (["a", "a"], "loss: probes must differ")):
         with pytest.raises((TypeError, ValueError), match=message):
-            make_train_step(loss_fn if probes == ["a"] else values_of, SGD, probes=probes)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="probes must be those of track_scales"):
-        make_train_step(track_scales(loss_fn), SGD, probes=["a"])
+            loss(values_of, probes=probes)  # type: ignore[arg-type]
+    for described in (loss_fn, track_scales(loss_fn)):
+        with pytest.raises(TypeError, match="loss: function must not be a loss already"):
+            loss(described, probes=["a"])
     assert probe("meta").forward.row.device.type == "meta"

@@ -216,10 +216,10 @@ def test_forward_mode_is_seen() -> None:
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 def test_report_of_a_tracked_step_is_that_of_the_step(engine: Any) -> None:
     task = mlp()
-    loss_fn = module_loss(task.model, task.criterion)
+    loss_fn = module_loss(task.model, task.criterion, engine=engine)
     found = [
         numerics_report(step, step.init(), task.batch(0), module=task.model)
-        for step in (make_train_step(loss, SGD, engine=engine) for loss in (loss_fn, track_scales(loss_fn)))
+        for step in (make_train_step(loss, SGD) for loss in (loss_fn, track_scales(loss_fn)))
     ]
     plain, tracked = found
     assert tracked.recommend_scale()[:4] == plain.recommend_scale()[:4]

@@ -113,10 +113,10 @@ def report_of(how: str, model: Net, criterion: Any, scale: float) -> NumericsRep
     if how in ("torch", "GradScaler"):
         kind: Any = torch.amp.GradScaler if how == "torch" else funcamp.GradScaler
         return numerics_report(lambda: amp(kind("cpu", init_scale=scale), model, criterion), module=model)
-    loss_fn = module_loss(model, criterion)
-    step: Any = make_train_step(loss_fn, SGD, ScalerConfig(scale), policy="float16", engine="autograd")
+    loss_fn = module_loss(model, criterion, engine="func" if how == "jit" else "autograd")
+    step: Any = make_train_step(loss_fn, SGD, ScalerConfig(scale), policy="float16")
     if how == "jit":
-        step = jit(make_train_step(loss_fn, SGD, ScalerConfig(scale), policy="float16", engine="func"))
+        step = jit(step)
         return numerics_report(step, step._step.init(), batch(), module=model)
     return numerics_report(step, step.init(), batch(), module=model)
 

@@ -59,16 +59,17 @@ def test_step_names_the_parameter_that_overflowed(flat: bool, compiled: bool) ->
         return (p["quiet"] * x).sum() + (p["loud"] * x * torch.where(x.sum() > 8, 1e38, 1.0)).sum()
 
     config = ScalerConfig(2.0**10)
-    step = make_train_step(loss, stateless(torch.optim.SGD), config, flat=flat, max_norm=1.0, found_inf_by_leaf=True)
+    observe = {"found_inf_by_leaf": found_inf_by_leaf}
+    step = make_train_step(loss, stateless(torch.optim.SGD), config, max_norm=1.0, observe=observe)
     run: Any = jit(step, backend="eager") if compiled else step
-    state = step.init({"quiet": torch.ones(4, 4), "loud": torch.ones(4)})
+    state = step.init({"quiet": torch.ones(4, 4), "loud": torch.ones(4)}, flat=flat)
     reader, found = MetricReader(), []
     for value in (1.0, 3.0, 1.0):
         state, metrics = run(state, torch.full((4,), value))
         reader.put(metrics)
         names = leaf_names(state.params)
         for row in reader.ready():
-            found.append([name for name, flag in zip(names, row.found_inf_by_leaf.tolist()) if flag])
+            found.append([name for name, flag in zip(names, row.observed["found_inf_by_leaf"].tolist()) if flag])
             assert bool(found[-1]) == bool(row.found_inf)
     assert found == [[], ["loud"], []]
 
@@ -78,7 +79,7 @@ def test_names_are_the_modules_own() -> None:
     step = make_train_step(module_loss(task.model, task.criterion), stateless(torch.optim.SGD))
     state = step.init()
     assert set(leaf_names(state.params)) == {name for name, _ in task.model.named_parameters()}
-    assert step(state, task.batch(0))[1].found_inf_by_leaf == ()
+    assert step(state, task.batch(0))[1].observed == {}
 
 
 def test_names_of_a_batch_of_states() -> None:

@@ -82,11 +82,15 @@ def test_bounds_and_rule_stay_the_configurations() -> None:
         ([1], TypeError, "saved must be a dict; got [1]"),
         ({}, ValueError, "saved must have 'scale'; it is empty, as a disabled scaler saves it"),
         ({"scale": 1.0}, ValueError, "saved must have 'growth_factor'; it has scale"),
-        (FIVE | {"scale": "8"}, TypeError, "saved['scale'] must be a number; got '8'"),
+        (FIVE | {"scale": "8"}, TypeError, "saved['scale'] must be a Python number; got '8'"),
         (FIVE | {"scale": -1.0}, ValueError, "saved['scale'] must be 0 or more, within float32's range; got -1.0"),
         (FIVE | {"scale": math.nan}, ValueError, "must be 0 or more, within float32's range; got nan"),
         (FIVE | {"_growth_tracker": 1.5}, TypeError, "saved['_growth_tracker'] must be an integer; got 1.5"),
-        (FIVE | {"_growth_tracker": 2**40}, ValueError, "saved['_growth_tracker'] must fit int32"),
+        (
+            FIVE | {"_growth_tracker": 2**40},
+            ValueError,
+            "saved['_growth_tracker'] must be -2147483648 to 2147483647",
+        ),
         (FIVE | {"backoff_factor": 2.0}, ValueError, "backoff_factor must be above 0 and at most 1; got 2.0"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import jit, make_train_step, module_loss, numerics, presets, stateless
+from funcamp import jit, loss, make_train_step, module_loss, numerics, presets, stateless
 from tests.support.helpers import assert_same, clone
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
@@ -103,12 +103,12 @@ def test_a_tracked_loss_is_evaluated_too() -> None:
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_one_return_type(has_buffers: bool, has_aux: bool) -> None:
     def loss_fn(params: Any, *rest: Any) -> Any:
-        loss = (params["w"] * rest[-1]).sum()
+        value = (params["w"] * rest[-1]).sum()
         if not has_buffers and not has_aux:
-            return loss
-        beside = ({"b": torch.ones(1)}, {"hits": loss}) if has_buffers and has_aux else {"b": torch.ones(1)}
-        return loss, beside
+            return value
+        beside = ({"b": torch.ones(1)}, {"hits": value}) if has_buffers and has_aux else {"b": torch.ones(1)}
+        return value, beside
 
-    step = make_train_step(loss_fn, SGD, has_aux=has_aux, has_buffers=has_buffers)
+    step = make_train_step(loss(loss_fn, has_aux=has_aux, has_buffers=has_buffers), SGD)
     state = step.init({"w": torch.ones(2)}, {"b": torch.zeros(1)} if has_buffers else None)
     assert_same(step.loss(state, torch.ones(2)), torch.tensor(2.0))

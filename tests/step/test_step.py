@@ -20,6 +20,7 @@ from funcamp import (
     TrainState,
     by_group,
     jit,
+    loss,
     make_train_step,
     module_loss,
     presets,
@@ -54,11 +55,10 @@ def test_skipped_step_changes_nothing_but_the_scale(flat: bool, transform: Calla
         policy="float16",
         max_norm=1.0,
         ema_decay=0.9,
-        flat=flat,
     )
     run = transform(lambda state, batch: step(state, batch))
     params = {"w": torch.randn(4, 8), "b": torch.zeros(8), "v": torch.randn(8, 2)}
-    state, metrics = run(step.init(params), torch.randn(3, 4))
+    state, metrics = run(step.init(params, flat=flat), torch.randn(3, 4))
     assert metrics.found_inf == 0
     after, metrics = run(state, torch.full((3, 4), torch.inf))
     assert metrics.found_inf == 1
@@ -100,8 +100,8 @@ def test_running_statistics_follow_the_eager_module() -> None:
 @pytest.mark.parametrize("flat", [True, False])
 def test_average_is_torchs(flat: bool) -> None:
     task = mlp()
-    step = build(task, ADAMW, ema_decay=0.75, flat=flat)
-    state = step.init()
+    step = build(task, ADAMW, ema_decay=0.75)
+    state = step.init(flat=flat)
     model = mlp().model
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75))
     average.update_parameters(model)  # the first call copies
@@ -116,13 +116,13 @@ def test_average_is_torchs(flat: bool) -> None:
 @pytest.mark.parametrize("flat", [True, False])
 def test_partial_window_is_the_mean_over_what_is_there(flat: bool) -> None:
     task = mlp()
-    whole, single = (build(task, SGD, accumulate=k, flat=flat) for k in (4, 1))
+    whole, single = (build(task, SGD, accumulate=k) for k in (4, 1))
     for parts in (1, 2, 3, 4):
         pieces = [task.batch(index) for index in range(parts)]
         stacked = torch.stack([x for x, _ in pieces]), torch.stack([y for _, y in pieces])
         joined = torch.cat([x for x, _ in pieces]), torch.cat([y for _, y in pieces])
-        state, metrics = whole(whole.init(), stacked)
-        expected, expected_metrics = single(single.init(), joined)
+        state, metrics = whole(whole.init(flat=flat), stacked)
+        expected, expected_metrics = single(single.init(flat=flat), joined)
         assert_close(state.params, expected.params, 1e-6)
         assert_close(metrics[:2], expected_metrics[:2], 1e-6)
 
@@ -155,8 +155,8 @@ def test_one_bad_micro_batch_skips_the_window() -> None:
 def test_a_norm_beyond_float32_clips(flat: bool, transform: Callable[..., Any]) -> None:
     """Finite gradients whose squares or whose norm overflow float32 clip to max_norm; torch multiplies them by 0."""
     config = presets.disabled()
-    step = make_train_step(linear, stateless(torch.optim.SGD, lr=1.0), config, max_norm=1.0, flat=flat)
-    state = step.init({"a": torch.zeros(4), "b": torch.zeros(2, 2)})
+    step = make_train_step(linear, stateless(torch.optim.SGD, lr=1.0), config, max_norm=1.0)
+    state = step.init({"a": torch.zeros(4), "b": torch.zeros(2, 2)}, flat=flat)
     run = transform(lambda s, a, b: step(s, [a, b]))
     for size in (1e18, 1e19, 1e25, 3e38):
         grads = torch.full((2, 4), size)
@@ -174,7 +174,7 @@ def test_a_norm_beyond_float32_clips(flat: bool, transform: Callable[..., Any]) 
 @pytest.mark.parametrize("exponents", [(-30, -3, 0), (-5, 18, 19.2), (18.9, 25, 38), (0, 30, 38), (-44, 38, 38)])
 @pytest.mark.parametrize("count", [40, 3001])
 def test_a_mixture_of_magnitudes_clips_as_in_float64(exponents: tuple[float, ...], count: int) -> None:
-    step = make_train_step(linear, stateless(torch.optim.SGD, lr=1.0), presets.disabled(), max_norm=1.0, flat=True)
+    step = make_train_step(linear, stateless(torch.optim.SGD, lr=1.0), presets.disabled(), max_norm=1.0)
     grads = (torch.rand(3, count, dtype=torch.float64) + 1) * torch.tensor([10.0**e for e in exponents])[:, None]
     grads = grads.flatten().float()
     after, metrics = step(step.init({"a": torch.zeros(3 * count)}), grads[None])
@@ -211,7 +211,7 @@ def test_a_finite_float64_gradient_steps(size: float) -> None:
 
 
 def test_a_gradient_that_overflows_by_unscaling_is_found() -> None:
-    step = make_train_step(linear, SGD, presets.static(2.0**-10), flat=True)
+    step = make_train_step(linear, SGD, presets.static(2.0**-10))
     _, metrics = step(step.init({"a": torch.zeros(2)}), torch.full((1, 2), 3e38))
     assert metrics.found_inf == 0
     state = step.init({"a": torch.zeros(2)})
@@ -234,7 +234,7 @@ def test_clip_by_value_is_torchs() -> None:
 
 
 def test_aux_is_no_part_of_the_state() -> None:
-    step = make_train_step(lambda p, x: ((p["w"] * x).sum(), p["w"]), SGD, has_aux=True)
+    step = make_train_step(loss(lambda p, x: ((p["w"] * x).sum(), p["w"]), has_aux=True), SGD)
     state = step.init({"w": torch.ones(3)})
     _, metrics = step(state, torch.ones(3))
     metrics.aux.zero_()
@@ -246,7 +246,7 @@ def test_aux_comes_back_and_is_stacked() -> None:
         return (params["w"] * batch).sum(), {"seen": batch.mean(), "row": batch}
 
     for accumulate, batch in ((1, torch.ones(3)), (2, torch.ones(2, 3))):
-        step = make_train_step(loss_fn, SGD, has_aux=True, accumulate=accumulate)
+        step = make_train_step(loss(loss_fn, has_aux=True), SGD, accumulate=accumulate)
         _, metrics = step(step.init({"w": torch.ones(3)}), batch)
         assert_same(metrics.aux["row"], batch)
 
@@ -256,26 +256,65 @@ def test_buffers_and_aux_together() -> None:
         count = {"count": buffers["count"] + 1}
         return (params["w"] * batch).sum(), (count, {"seen": batch.sum()})
 
-    step = make_train_step(loss_fn, SGD, has_aux=True, has_buffers=True, accumulate=2)
+    step = make_train_step(loss(loss_fn, has_aux=True, has_buffers=True), SGD, accumulate=2)
     state, metrics = step(step.init({"w": torch.ones(3)}, {"count": torch.zeros(())}), torch.ones(2, 3))
     assert state.buffers["count"] == 2
     assert_same(metrics.aux["seen"], torch.tensor([3.0, 3.0]))
 
 
-def test_reduce_decides_for_all_ranks() -> None:
-    step = make_train_step(linear, SGD, reduce=lambda flag: torch.ones_like(flag))
-    state = step.init({"a": torch.ones(2)})
-    after, metrics = step(state, torch.ones(1, 2))
-    assert metrics.found_inf == 1
-    assert_same(after.params, state.params)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"max_norm": 1.0}], ids=str)
+def test_a_function_of_the_flag_decides_for_all_ranks(options: Any, flat: bool, wrapped: bool) -> None:
+    elsewhere, flags = torch.tensor(0.0), []
+
+    def of_all(flag: Tensor) -> Tensor:
+        flags.append(flag)
+        return torch.maximum(flag, elsewhere)
+
+    step = make_train_step(linear, SGD, ScalerConfig(8.0), parallel=of_all, **options)
+    run: Any = jit(step, backend="eager", donate=False) if wrapped else step
+    state, parts = step.init({"a": torch.ones(2)}, flat=flat), options.get("accumulate", 1)
+    for other, here, expected in ((0, 1, 0), (1, 1, 1), (0, math.inf, 1), (1, math.inf, 1), (0, 1, 0)):
+        elsewhere.fill_(other)
+        flags.clear()
+        batch = torch.tensor([[1.0, here]])
+        after, metrics = run(state, torch.stack([batch] * parts) if parts > 1 else batch)
+        assert metrics.found_inf == expected
+        assert torch.equal(after.params["a"], state.params["a"]) == bool(expected)
+        assert after.scaler.scale == state.scaler.scale * (0.5 if expected else 1.0)
+        if not wrapped:
+            assert_same(flags, [torch.tensor(float(here == math.inf))])
+        state = after
+    assert state.skipped == 3
+
+
+def test_a_function_of_the_flag_may_take_a_step_that_overflowed() -> None:
+    step = make_train_step(linear, SGD, parallel=torch.zeros_like)
+    after, metrics = step(step.init({"a": torch.ones(2)}), torch.tensor([[1.0, math.inf]]))
+    assert metrics.found_inf == metrics.skipped == 0
+    assert_same(after.params["a"], torch.tensor([0.9, -math.inf]))
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "message"),
+    [
+        (lambda flag: 1.0, TypeError, r"step: parallel must return a tensor of shape \(\); got 1.0"),
+        (lambda flag: flag[None], ValueError, r"step: parallel must return a tensor of shape \(\); got \(1,\)"),
+    ],
+)
+def test_a_function_of_the_flag_returns_a_flag(told: Any, error: type[Exception], message: str) -> None:
+    step = make_train_step(linear, SGD, parallel=told)
+    with pytest.raises(error, match=message):
+        step(step.init({"a": torch.ones(2)}), torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_muon_for_matrices_adamw_for_vectors(flat: bool) -> None:
     task = mlp()
     optimizer = by_group({"matrix": stateless(torch.optim.Muon, lr=0.01), "vector": ADAMW})
-    step = build(task, optimizer, flat=flat)
-    state, _ = step(step.init(), task.batch(0))
+    step = build(task, optimizer)
+    state, _ = step(step.init(flat=flat), task.batch(0))
     model = mlp().model
     task.criterion(model(task.batch(0)[0]), task.batch(0)[1]).backward()
     torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.01).step()
@@ -309,8 +348,8 @@ def test_other_trees_of_parameters() -> None:
     params = ((torch.randn(4, 3), None), {"s": torch.tensor(2.0)})
     results = []
     for flat in (True, False):
-        step = make_train_step(loss_fn, ADAMW, policy="bf16", flat=flat)
-        state, _ = step(step.init(params), torch.ones(2, 4))
+        step = make_train_step(loss_fn, ADAMW, policy="bf16")
+        state, _ = step(step.init(params, flat=flat), torch.ones(2, 4))
         results.append(state.params.tree() if flat else state.params)
     assert_same(results[0], results[1])
 
@@ -329,8 +368,8 @@ def test_the_state_shares_nothing() -> None:
     task = cnn()
     before = clone(dict(task.model.state_dict()))
     for flat in (True, False):
-        step = build(task, ADAMW, policy="float16", flat=flat, ema_decay=0.9)
-        state = step.init()
+        step = build(task, ADAMW, policy="float16", ema_decay=0.9)
+        state = step.init(flat=flat)
         pointers = [leaf.untyped_storage().data_ptr() for leaf in torch.utils._pytree.tree_leaves(state)]
         assert len(pointers) == len(set(pointers)), "two leaves of a state must not share storage: it may be donated"
         for leaf in torch.utils._pytree.tree_leaves(state):
@@ -356,9 +395,9 @@ def test_steady_loop_compiles_once() -> None:
 @pytest.mark.parametrize("flat", [True, False])
 def test_nothing_is_read_on_the_host(flat: bool) -> None:
     task = mlp()
-    step = build(task, ADAMW, policy=None, max_norm=1.0, ema_decay=0.9, flat=flat, accumulate=2)
+    step = build(task, ADAMW, policy=None, max_norm=1.0, ema_decay=0.9, accumulate=2)
     batch = torch.stack([task.batch(0)[0]] * 2), torch.stack([task.batch(0)[1]] * 2)
-    graph = make_fx(lambda state, batch: step(state, batch))(to(step.init(), "meta"), to(batch, "meta"))
+    graph = make_fx(lambda state, batch: step(state, batch))(to(step.init(flat=flat), "meta"), to(batch, "meta"))
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor):
@@ -371,7 +410,7 @@ def test_metrics_say_what_happened() -> None:
     _, metrics = step(state, torch.tensor([[3.0, 4.0]]))
     zero, count, rate = torch.tensor(0.0), torch.tensor(0), torch.tensor(0.1)
     scalars = (zero, torch.tensor(5.0), torch.tensor(8.0), rate, zero, zero, zero, count + 1, count, count)
-    expected: Any = (*scalars, (), {}, ())
+    expected: Any = (*scalars, {}, {}, ())
     assert_same(tuple(metrics), expected)
 
 

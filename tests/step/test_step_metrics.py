@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcamp import FlatParams, MetricReader, ScalerConfig, by_group, jit, make_train_step, matrix_or_vector, stateless
+from funcamp import (
+    FlatParams,
+    MetricReader,
+    ScalerConfig,
+    by_group,
+    found_inf_by_leaf,
+    jit,
+    loss,
+    make_train_step,
+    stateless,
+)
 from tests.support.helpers import assert_same, to
 
 PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}
@@ -73,8 +83,8 @@ def rates(expected: Any) -> Any:
 @pytest.mark.parametrize("flat", [True, False])
 def test_the_rate_of_a_step(name: str, flat: bool) -> None:
     optimizer, expected = OPTIMIZERS[name]
-    step = make_train_step(loss_fn, optimizer, ScalerConfig(8.0), flat=flat)
-    state = step.init(PARAMS)
+    step = make_train_step(loss_fn, optimizer, ScalerConfig(8.0))
+    state = step.init(PARAMS, flat=flat)
     _, metrics = step(state, torch.ones(2, 2))
     assert_same(metrics.lr, rates(expected))
     graph = make_fx(lambda state, batch: step(state, batch))(state, torch.ones(2, 2))
@@ -114,16 +124,19 @@ def test_the_rate_on_another_device_and_under_vmap() -> None:
 
 def test_metrics_as_a_dict() -> None:
     def with_aux(params: Any, batch: Tensor) -> Any:
-        loss = loss_fn(params, batch)
-        return loss, {"hits": loss + 1, "deep": {"er": loss + 2}}
+        value = loss_fn(params, batch)
+        return value, {"hits": value + 1, "deep": {"er": value + 2}}
 
     usual = ["loss", "grad_norm", "scale", "found_inf", "exhausted", "saturated", "applied", "skipped"]
     optimizer = OPTIMIZERS["groups"][0]
-    step = make_train_step(with_aux, optimizer, has_aux=True, found_inf_by_leaf=True)
+    step = make_train_step(
+        loss(with_aux, has_aux=True), optimizer, observe={"found_inf_by_leaf": found_inf_by_leaf, "own": lambda g: g}
+    )
     _, metrics = step(step.init(PARAMS), torch.ones(2, 2))
     row = metrics.to_dict()
-    more = ["lr/matrix", "lr/vector", "consecutive_skips", "found_inf_by_leaf", "aux/hits", "aux/deep/er"]
-    assert set(row) == {*usual, *more}
+    more = ["lr/matrix", "lr/vector", "consecutive_skips", "aux/hits", "aux/deep/er"]
+    observed = ["observed/found_inf_by_leaf", "observed/own/w", "observed/own/b"]
+    assert set(row) == {*usual, *more, *observed}
     assert row["aux/hits"] == 7
     reader = MetricReader()
     reader.put(metrics)
@@ -144,7 +157,6 @@ def test_a_parameter_by_its_name() -> None:
     assert_same(listed[1]["b"], PARAMS["b"])
     with pytest.raises(IndexError, match=r"2 must be in .tree\(\), a list of a torch.float32 tensor"):
         listed[2]
-    assert matrix_or_vector("w", state.params["w"]) == "matrix"
 
 
 def test_two_aux_entries_of_one_name_are_refused() -> None:
@@ -153,7 +165,15 @@ def test_two_aux_entries_of_one_name_are_refused() -> None:
     def loss_fn(p: Any, x: Tensor) -> Any:
         return (p["w"] * x).sum(), {"a/b": x.sum(), "a": {"b": x.sum() * 3}}
 
-    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1), has_aux=True)
+    step = make_train_step(loss(loss_fn, has_aux=True), stateless(torch.optim.SGD, lr=0.1))
     _, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
     with pytest.raises(ValueError, match=r"to_dict: metrics must have one entry by each name; got two by 'aux/a/b'"):
+        metrics.to_dict()
+
+
+def test_two_observed_entries_of_one_name_are_refused() -> None:
+    observe: Any = {"a/b": lambda grads: grads["w"], "a": lambda grads: {"b": grads["w"]}}
+    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1), observe=observe)
+    _, metrics = step(step.init(PARAMS), torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"to_dict: .* got two by 'observed/a/b': rename one in observed"):
         metrics.to_dict()

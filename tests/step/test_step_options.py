@@ -14,6 +14,7 @@ from funcamp import (
     ScalerState,
     init,
     jit,
+    loss,
     make_train_step,
     module_loss,
     scale,
@@ -43,8 +44,8 @@ def test_has_scaler_passes_the_state_that_scales(accumulate: int, compiled: bool
     params = {"w": torch.tensor([1.0, 2.0, 3.0])}
     x = torch.ones(2, 3) if accumulate > 1 else torch.ones(3)
     results = []
-    for loss, has_scaler in ((plain, False), (with_scaler, True)):
-        step: Any = make_train_step(loss, SGD, CONFIG, has_scaler=has_scaler, accumulate=accumulate)
+    for function, has_scaler in ((plain, False), (with_scaler, True)):
+        step: Any = make_train_step(loss(function, has_scaler=has_scaler), SGD, CONFIG, accumulate=accumulate)
         state = step.init(params)
         assert step.loss(state, x if accumulate == 1 else x[0]) == 14.0
         results.append((jit(step, backend="eager") if compiled else step)(state, x))
@@ -54,11 +55,11 @@ def test_has_scaler_passes_the_state_that_scales(accumulate: int, compiled: bool
 def test_has_scaler_comes_after_buffers() -> None:
     seen = []
 
-    def loss(params: Any, buffers: Any, scaler: Any, batch: Any) -> Any:
+    def function(params: Any, buffers: Any, scaler: Any, batch: Any) -> Any:
         seen.append((set(params), set(buffers), type(scaler), batch.shape))
         return plain(params, batch) * buffers["b"], buffers
 
-    step = make_train_step(loss, SGD, CONFIG, has_scaler=True, has_buffers=True)
+    step = make_train_step(loss(function, has_scaler=True, has_buffers=True), SGD, CONFIG)
     step(step.init({"w": torch.ones(3)}, {"b": torch.ones(())}), torch.ones(3))
     assert seen == [({"w"}, {"b"}, ScalerState, (3,))]
 
@@ -76,8 +77,8 @@ def test_compute_params_are_what_the_loss_sees(make: Any, policy: Any, flat: boo
             seen.append(params)
             return super().__call__(params, *rest)
 
-    step = make_train_step(See(task.model, task.criterion), SGD, CONFIG, policy=policy, flat=flat)
-    state = step.init()
+    step = make_train_step(See(task.model, task.criterion), SGD, CONFIG, policy=policy)
+    state = step.init(flat=flat)
     found = step.compute_params(state)
     step.loss(state, task.batch(0))
     assert_same(clone(found), clone(seen[0]))
@@ -88,10 +89,10 @@ def test_compute_params_are_what_the_loss_sees(make: Any, policy: Any, flat: boo
 @pytest.mark.parametrize("flat", [True, False])
 def test_nothing_of_the_first_state_requires_grad(flat: bool) -> None:
     task = mlp()
-    step = make_train_step(module_loss(task.model, task.criterion), SGD, CONFIG, policy="float16", flat=flat)
+    step = make_train_step(module_loss(task.model, task.criterion), SGD, CONFIG, policy="float16")
     params = dict(task.model.named_parameters())
     stacked = {name: torch.stack([value, value]) for name, value in params.items()}
-    state, members = step.init(params), torch.func.vmap(step.init)(stacked)
+    state, members = step.init(params, flat=flat), torch.func.vmap(lambda p: step.init(p, flat=flat))(stacked)
     _, metrics = step(state, task.batch(0))
     assert not any(leaf.requires_grad for leaf in _pytree.tree_leaves((state, members, metrics)))
 
@@ -122,6 +123,7 @@ def test_compute_params_stay_what_they_were() -> None:
         assert_same(step.compute_params(state)["w"].float(), torch.full((2, 2), 0.5))
 
 
-def test_has_scaler_is_not_for_a_module_loss() -> None:
-    with pytest.raises(TypeError, match="loss_fn must take the scaler's state with has_scaler=True; got module_loss"):
-        make_train_step(module_loss(mlp().model, mlp().criterion), SGD, has_scaler=True)
+def test_a_loss_that_is_described_already_is_not_described_again() -> None:
+    for made in (module_loss(mlp().model, mlp().criterion), loss(with_scaler, has_scaler=True)):
+        with pytest.raises(TypeError, match=r"loss: function must not be a loss already: .* got (module_)?loss\("):
+            loss(made, has_scaler=True)

@@ -95,8 +95,10 @@ def tree_of(state: TrainState) -> dict[str, Tensor]:
     return params
 
 
-def run(task: Task, step: Any, transform: Callable[[Any], Any], parts: int = 1) -> tuple[Trace, TrainState]:
-    state, call = step.init(), transform(step)
+def run(
+    task: Task, step: Any, transform: Callable[[Any], Any], parts: int = 1, flat: bool = True
+) -> tuple[Trace, TrainState]:
+    state, call = step.init(flat=flat), transform(step)
     trace = []
     for index in range(STEPS):
         before = state
@@ -134,7 +136,7 @@ def test_compiled_step_is_the_eager_loop_bit_for_bit(make: Any, name: str, dtype
 def follow_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool, transform: Any) -> None:
     task = make()
     start = clone(task.model.state_dict())
-    trace, state = run(task, build(task, name, dtype, flat=flat), transform)
+    trace, state = run(task, build(task, name, dtype), transform, flat=flat)
     assert_same(dict(task.model.state_dict()), dict(start))
     expected_trace, model = torch_loop(task, name, dtype)
     assert trace == expected_trace
@@ -160,7 +162,7 @@ def test_compiled_adamw_with_clipping_follows(make: Any, dtype: torch.dtype, tol
 
 def follow_with_adamw(make: Any, dtype: torch.dtype, tolerance: float, flat: bool, transform: Any) -> None:
     task = make()
-    trace, state = run(task, build(task, "AdamW", dtype, flat=flat, max_norm=0.5), transform)
+    trace, state = run(task, build(task, "AdamW", dtype, max_norm=0.5), transform, flat=flat)
     expected_trace, model = torch_loop(task, "AdamW", dtype, clip=0.5)
     assert trace == expected_trace
     assert_close(tree_of(state), {key: value.detach() for key, value in model.named_parameters()}, tolerance)
@@ -181,7 +183,7 @@ def test_generated_code_follows(make: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
 def test_accumulation_is_the_eager_loop_bit_for_bit(make: Any, flat: bool) -> None:
     task = make()
-    trace, state = run(task, build(task, "SGD", torch.float16, flat=flat, accumulate=3), eager, parts=3)
+    trace, state = run(task, build(task, "SGD", torch.float16, accumulate=3), eager, parts=3, flat=flat)
     expected_trace, model = torch_loop(task, "SGD", torch.float16, parts=3)
     assert trace == expected_trace
     assert_same(tree_of(state), {key: value.detach() for key, value in model.named_parameters()})
@@ -189,7 +191,7 @@ def test_accumulation_is_the_eager_loop_bit_for_bit(make: Any, flat: bool) -> No
 
 def test_dict_compiled() -> None:
     task = mlp()
-    trace, state = run(task, build(task, "SGD", torch.float16, flat=False), compiled)
+    trace, state = run(task, build(task, "SGD", torch.float16), compiled, flat=False)
     expected_trace, model = torch_loop(task, "SGD", torch.float16)
     assert trace == expected_trace
     assert_same(tree_of(state), {key: value.detach() for key, value in model.named_parameters()})
@@ -203,8 +205,8 @@ def test_groups_are_torchs_parameter_groups(flat: bool) -> None:
         {"matrix": stateless(cls, weight_decay=0.1, **arguments), "vector": stateless(cls, **arguments)}
     )
     loss_fn = module_loss(task.model, task.criterion)
-    step = make_train_step(loss_fn, optimizer, CONFIG, policy="float16", flat=flat)
-    trace, state = run(task, step, eager)
+    step = make_train_step(loss_fn, optimizer, CONFIG, policy="float16")
+    trace, state = run(task, step, eager, flat=flat)
     expected_trace, model = torch_loop(task, "SGD", torch.float16, by_shape=True)
     assert trace == expected_trace
     # The positions are a matrix to both: three dimensions.

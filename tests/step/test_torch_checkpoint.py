@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import funcamp
-from funcamp import by_group, make_train_step, matrix_or_vector, module_loss, stateless
+from funcamp import by_group, make_train_step, module_loss, stateless
+from funcamp._storage.flat import matrix_or_vector
 from tests.support.helpers import assert_same, clone
 from tests.support.models import Task, cnn, mlp, tied
 
@@ -72,7 +73,7 @@ def by_shape(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": groups["matrix"], "weight_decay": 0.1}, {"params": groups["vector"], "weight_decay": 0.0}]
 
 
-def build(name: str, task: Task, *, grouped: bool = False, flat: bool = True) -> tuple[Loop, funcamp.TrainStep]:
+def build(name: str, task: Task, *, grouped: bool = False) -> tuple[Loop, funcamp.TrainStep]:
     """A torch loop and a step on copies of one model."""
     cls, arguments = CASES[name]
     model = copy.deepcopy(task.model)
@@ -81,8 +82,8 @@ def build(name: str, task: Task, *, grouped: bool = False, flat: bool = True) ->
     if grouped:
         decays = {"matrix": 0.1, "vector": 0.0}
         optimizer = by_group({n: stateless(cls, **{**arguments, "weight_decay": d}) for n, d in decays.items()})
-    loss_fn = module_loss(task.model, task.criterion)
-    return loop, make_train_step(loss_fn, optimizer, CONFIG, policy="float16", keep_buffers=True, flat=flat)
+    loss_fn = module_loss(task.model, task.criterion, keep_buffers=True)
+    return loop, make_train_step(loss_fn, optimizer, CONFIG, policy="float16")
 
 
 def step_through(step: Any, state: Any, task: Task, numbers: range) -> Any:
@@ -111,11 +112,11 @@ def same_saved(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 )
 def test_a_run_changes_hands_and_back_bit_for_bit(name: str, grouped: bool, flat: bool) -> None:
     task = mlp()
-    (alone, step), (again, _) = (build(name, task, grouped=grouped, flat=flat) for _ in range(2))
+    (alone, step), (again, _) = (build(name, task, grouped=grouped) for _ in range(2))
     alone.run(task, range(5))
     saved = alone.saved()
     task.model.load_state_dict(saved["model"])
-    state = step.from_torch(step.init(), optimizer=saved["optimizer"], scaler=saved["scaler"])
+    state = step.from_torch(step.init(flat=flat), optimizer=saved["optimizer"], scaler=saved["scaler"])
     same_saved(step.to_torch(state), saved)
     state = step_through(step, state, task, range(5, 9))
     alone.run(task, range(5, 9))
@@ -284,7 +285,7 @@ def test_another_optimizer_with_another_rate_goes_on_from_the_same_state() -> No
     task = mlp()
     loop, first = build("AdamW", task)
     second = make_train_step(
-        first.loss_fn, stateless(optim.AdamW, lr=0.003, weight_decay=0.1), CONFIG, policy="float16", keep_buffers=True
+        first.loss_fn, stateless(optim.AdamW, lr=0.003, weight_decay=0.1), CONFIG, policy="float16"
     )
     state = step_through(second, step_through(first, first.init(), task, range(5)), task, range(5, 9))
     loop.run(task, range(5))
@@ -297,8 +298,8 @@ def test_another_optimizer_with_another_rate_goes_on_from_the_same_state() -> No
 def test_layers_are_frozen_and_unfrozen_in_mid_run(flat: bool) -> None:
     """As torch's loop, whose optimizer leaves alone what has no gradient; momenta stay for later."""
     task = mlp()
-    loop, step = build("SGD-momentum", task, flat=flat)
-    state = step_through(step, step.init(), task, range(4))
+    loop, step = build("SGD-momentum", task)
+    state = step_through(step, step.init(flat=flat), task, range(4))
     loop.run(task, range(4))
     first: Any = (task.model[0], loop.model[0])  # type: ignore[index]
 
@@ -306,8 +307,8 @@ def test_layers_are_frozen_and_unfrozen_in_mid_run(flat: bool) -> None:
     task.model.load_state_dict(step.to_torch(state)["model"])
     for layer in first:
         layer.requires_grad_(False)
-    _, step = build("SGD-momentum", task, flat=flat)
-    state = step.load_state_dict(saved, like=step.init(), strict=False)
+    _, step = build("SGD-momentum", task)
+    state = step.load_state_dict(saved, like=step.init(flat=flat), strict=False)
     assert "0.weight" not in state.params.tree() if flat else state.params
     loop.run(task, range(4, 7))
     state = step_through(step, state, task, range(4, 7))
@@ -315,8 +316,8 @@ def test_layers_are_frozen_and_unfrozen_in_mid_run(flat: bool) -> None:
     saved |= step.state_dict(state)
     for layer in first:
         layer.requires_grad_(True)
-    _, step = build("SGD-momentum", task, flat=flat)
-    state = step.load_state_dict(saved, like=step.init())
+    _, step = build("SGD-momentum", task)
+    state = step.load_state_dict(saved, like=step.init(flat=flat))
     loop.run(task, range(7, 10))
     state = step_through(step, state, task, range(7, 10))
     same_saved(step.to_torch(state), loop.saved())
@@ -328,8 +329,8 @@ def test_parameters_are_added_in_mid_run(name: str, flat: bool) -> None:
     """As `Optimizer.add_param_group` does it: the old ones keep their state, the new ones begin."""
     cls, arguments = CASES[name]
     task = mlp()
-    loop, step = build(name, task, flat=flat)
-    state = step_through(step, step.init(), task, range(4))
+    loop, step = build(name, task)
+    state = step_through(step, step.init(flat=flat), task, range(4))
     loop.run(task, range(4))
 
     task.model.load_state_dict(step.to_torch(state)["model"])
@@ -343,15 +344,14 @@ def test_parameters_are_added_in_mid_run(name: str, flat: bool) -> None:
     def added(leaf: str, value: torch.Tensor) -> str:
         return "added" if leaf.startswith("7.") else matrix_or_vector(leaf, value)
 
-    options: dict[str, Any] = {"policy": "float16", "flat": flat}
+    larger = make_train_step(loss_fn, stateless(cls, **arguments), CONFIG, policy="float16")
     if flat and name == "AdamW":  # which counts steps: one count a group
-        whole = make_train_step(loss_fn, stateless(cls, **arguments), CONFIG, **options)
         with pytest.raises(ValueError, match=r"one count for all parameters .* label of their own"):
-            whole.load_state_dict(step.state_dict(state), like=whole.init(), strict=False)
-    larger = make_train_step(loss_fn, stateless(cls, **arguments), CONFIG, group=added, **options)
+            larger.load_state_dict(step.state_dict(state), like=larger.init(), strict=False)
+    like = larger.init(flat=flat, group=added if flat else None)
     with pytest.raises(ValueError, match="it lacks"):
-        larger.load_state_dict(step.state_dict(state), like=larger.init())
-    state = larger.load_state_dict(step.state_dict(state), like=larger.init(), strict=False)
+        larger.load_state_dict(step.state_dict(state), like=like)
+    state = larger.load_state_dict(step.state_dict(state), like=like, strict=False)
     state = step_through(larger, state, task, range(4, 8))
     loop.run(task, range(4, 8))
     saved, expected = larger.to_torch(state), loop.saved()

@@ -127,10 +127,10 @@ RUNS: dict[str, Callable[[Any], Any]] = {
 )
 def test_every_number_is_as_without(name: str, flat: bool, run: str) -> None:
     (model, criterion, batches), (plain, _, _) = made(name), made(name)
-    step, other = step_of(model, criterion, flat=flat), step_of(plain, criterion, flat=flat)
+    step, other = step_of(model, criterion), step_of(plain, criterion)
     objects = [(name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)]
     before = dict(model.state_dict())
-    state, expected = step.init(consume=True), other.init()
+    state, expected = step.init(flat=flat, consume=True), other.init(flat=flat)
     first = clone(dict(plain.state_dict()))
     assert_same(state, expected)
     assert_same(dict(model.state_dict()), first)
@@ -170,7 +170,7 @@ def test_the_modules_memory_is_the_states(name: str, flat: bool) -> None:
         leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None
     grads = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None]
     former = [StorageWeakRef(leaf.untyped_storage()) for leaf in taken(model)]
-    state = step_of(model, criterion, flat=flat).init(consume=True)
+    state = step_of(model, criterion).init(flat=flat, consume=True)
     gc.collect()
     assert all(reference.expired() for reference in former + grads)
     assert storages(taken(model)) <= storages((state.params, state.buffers))
@@ -188,8 +188,8 @@ def donating(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("name", MODELS)
 def test_donation_takes_the_state_over_as_it_is(name: str, flat: bool, donating: Callable[[Any], Any]) -> None:
     model, criterion, batches = made(name)
-    step = step_of(model, criterion, flat=flat)
-    state = step.init(consume=True)
+    step = step_of(model, criterion)
+    state = step.init(flat=flat, consume=True)
     places = [leaf.data_ptr() for leaf in taken(model)]
     after, _ = donating(step)(state, batches(0))
     assert after is state
@@ -223,7 +223,7 @@ def test_init_takes_little_more_than_its_state(consume: bool, flat: bool) -> Non
         size = sum(leaf.nbytes for leaf in model.parameters())
         adamw = stateless(torch.optim.AdamW)
         assert len(storages(taken(model))) == 4
-        state = step_of(model, F.mse_loss, optimizer=adamw, flat=flat).init(consume=consume)
+        state = step_of(model, F.mse_loss, optimizer=adamw).init(flat=flat, consume=consume)
     assert len(tree_leaves(state.params)) == (1 if flat else 4)
     held = 3.5 if consume else 4.5
     assert held * size <= live.peak <= (held + 0.6) * size
@@ -305,11 +305,11 @@ def test_what_is_written_into_the_module_reaches_the_copies(
     write: Callable[[nn.Module], None], flat: bool, donating: Callable[[Any], Any]
 ) -> None:
     model = two_layers()
-    step = step_of(model, F.mse_loss, flat=flat)
-    state, call = step.init(consume=True), donating(step)
+    step = step_of(model, F.mse_loss)
+    state, call = step.init(flat=flat, consume=True), donating(step)
     for number in range(STEPS):
         write(model)
-        fresh = step.init()  # copies of what the module has now
+        fresh = step.init(flat=flat)  # copies of what the module has now
         assert_same((state.params, step.compute_params(state)), (fresh.params, step.compute_params(fresh)))
         assert_same(step.loss(state, batch(number)), step.loss(fresh, batch(number)))
         expected, wanted = step(clone(state)._replace(copies=fresh.copies), batch(number))
@@ -321,8 +321,8 @@ def test_what_is_written_into_the_module_reaches_the_copies(
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_steady_step_keeps_its_copies(flat: bool, donating: Callable[[Any], Any]) -> None:
     model = two_layers()
-    step = step_of(model, F.mse_loss, flat=flat)
-    state, call = step.init(consume=True), donating(step)
+    step = step_of(model, F.mse_loss)
+    state, call = step.init(flat=flat, consume=True), donating(step)
     state, _ = call(state, batch(0))
     kept = state.copies.values
     for number in range(STEPS):
@@ -344,8 +344,8 @@ def backward_after(call: Callable[[], Any], model: nn.Module) -> None:
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_graph_from_before_a_step_is_refused(flat: bool, donating: Callable[[Any], Any]) -> None:
     model = two_layers()
-    step = step_of(model, F.mse_loss, flat=flat)
-    state, call = step.init(consume=True), donating(step)
+    step = step_of(model, F.mse_loss)
+    state, call = step.init(flat=flat, consume=True), donating(step)
     for number in range(2):
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
             backward_after(lambda number=number: call(state, batch(number)), model)  # type: ignore[misc]
@@ -367,9 +367,9 @@ def test_a_graph_from_before_a_step_is_refused_under_inductor() -> None:
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_graph_from_before_init_is_refused(flat: bool) -> None:
     model = two_layers()
-    step = step_of(model, F.mse_loss, flat=flat)
+    step = step_of(model, F.mse_loss)
     with pytest.raises(RuntimeError, match=r"init: consume must be False if backward is called later"):
-        backward_after(lambda: step.init(consume=True), model)
+        backward_after(lambda: step.init(flat=flat, consume=True), model)
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -385,7 +385,7 @@ def test_the_modules_parameters_stay_what_they_are_to_others(flat: bool) -> None
     weight.register_hook(lambda grad: calls.append("gradient") or 2 * grad)  # type: ignore[func-returns-value]
     weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
     seen, optimizer = weakref.ref(weight), torch.optim.SGD(model.parameters(), lr=1.0)
-    state = step_of(model, F.mse_loss, flat=flat).init(consume=True)
+    state = step_of(model, F.mse_loss).init(flat=flat, consume=True)
     assert seen() is weight is next(model.parameters()) is optimizer.param_groups[0]["params"][0]
     assert (type(weight), vars(weight), weight.is_leaf, weight.grad) == (Own, {"note": "mine"}, True, None)
     before = weight.detach().clone()

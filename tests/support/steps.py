@@ -12,6 +12,6 @@ from tests.support.models import Task
 SGD = stateless(torch.optim.SGD, lr=0.1)
 
 
-def build(task: Task, optimizer: Any = SGD, **options: Any) -> Any:
+def build(task: Task, optimizer: Any = SGD, *, keep_buffers: bool = False, **options: Any) -> Any:
     """A step of a task."""
-    return make_train_step(module_loss(task.model, task.criterion), optimizer, **options)
+    return make_train_step(module_loss(task.model, task.criterion, keep_buffers=keep_buffers), optimizer, **options)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcamp import ScalerConfig, init, jit, make_train_step, module_loss, scaled_grad_and_value, stateless
+from funcamp import ScalerConfig, init, jit, loss, make_train_step, module_loss, scaled_grad_and_value, stateless
 from tests.recipes import advance, scaler_for, values
 from tests.support.helpers import assert_same
 
@@ -141,7 +141,7 @@ def test_model_as_it_comes_is_torchs_loop(make: Callable[[], nn.Module], dtype: 
     torch.manual_seed(0)
     model = make()
     step = make_train_step(
-        module_loss(model, nn.functional.mse_loss), SGD, CONFIG, policy=str(dtype)[6:], keep_buffers=True
+        module_loss(model, nn.functional.mse_loss, keep_buffers=True), SGD, CONFIG, policy=str(dtype)[6:]
     )
     state, call, trace = step.init(), wrap(step), []
     torch.manual_seed(1)
@@ -290,7 +290,8 @@ def penalty(params: Any, scaler: Any, batch: Tensor) -> Any:
 def test_a_gradient_inside_of_a_loss_is_differentiated(wrap: Wrap) -> None:
     ends = []
     for engine, how in (("func", eager), (None, wrap)):
-        step = make_train_step(penalty, SGD, ScalerConfig(8.0), engine=engine, has_scaler=True)  # type: ignore[arg-type]
+        loss_fn = loss(penalty, engine=engine, has_scaler=True)  # type: ignore[arg-type]
+        step = make_train_step(loss_fn, SGD, ScalerConfig(8.0))
         state, call = step.init({"w": torch.tensor([0.5, -1.0])}), how(step)
         for _ in range(3):
             state, _ = call(state, torch.tensor([1.0, 2.0]))
@@ -306,15 +307,15 @@ def test_arguments_that_require_gradients_have_them() -> None:
 
 
 def test_transforms_around_a_step_choose_torch_func() -> None:
-    def loss(params: Any, x: Tensor) -> Any:
+    def function(params: Any, x: Tensor) -> Any:
         return (params["w"] * x).square().sum()
 
-    step = make_train_step(loss, SGD, ScalerConfig(8.0))
-    named = make_train_step(loss, SGD, ScalerConfig(8.0), engine="func")
+    step = make_train_step(function, SGD, ScalerConfig(8.0))
+    named = make_train_step(loss(function, engine="func"), SGD, ScalerConfig(8.0))
     xs = torch.arange(6.0).view(3, 2)
     many = torch.func.vmap(lambda w: step.init({"w": w}))(torch.ones(3, 2))
     assert_same(torch.func.vmap(step)(many, xs), torch.func.vmap(named)(many, xs))
-    grads = scaled_grad_and_value(loss)
+    grads = scaled_grad_and_value(function)
     state, params = init(ScalerConfig(8.0)), {"w": torch.ones(2)}
 
     def total(x: Tensor) -> Tensor:

@@ -66,10 +66,11 @@ def params() -> dict[str, Tensor]:
     return {"w": torch.ones(3, 2), "b": torch.zeros(2)}
 
 
-def trained(funcamp: Any, wrap: Callable[[Any], Any], **options: Any) -> Any:
+def trained(funcamp: Any, wrap: Callable[[Any], Any], engine: str | None = None, **options: Any) -> Any:
     """A few steps, the first of which overflow."""
+    loss = funcamp.loss(loss_fn, engine=engine)
     adamw = funcamp.stateless(torch.optim.AdamW, lr=0.1)
-    step = funcamp.make_train_step(loss_fn, adamw, funcamp.ScalerConfig(**CONFIG), max_norm=1.0, **options)
+    step = funcamp.make_train_step(loss, adamw, funcamp.ScalerConfig(**CONFIG), max_norm=1.0, **options)
     state, run = step.init(params()), wrap(step)
     for _ in range(6):
         state, metrics = run(state, X)

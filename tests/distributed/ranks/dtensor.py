@@ -197,19 +197,17 @@ def sharded_state(run: Callable[[Any], Any]) -> None:
     config = funcamp.ScalerConfig(init_scale=2.0**30, growth_factor=128.0, backoff_factor=1 / 128, growth_interval=3)
     adamw = funcamp.stateless(torch.optim.AdamW, lr=1e-2)
     step = funcamp.make_train_step(
-        loss_fn,
+        funcamp.loss(loss_fn, engine="autograd"),
         adamw,
         config,
         policy="float16",
         max_norm=1.0,
-        flat=False,
-        engine="autograd",
     )
     whole = {name: param.detach() for name, param in Mlp().named_parameters()}
     for mesh in meshes():
         rows = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
         params = {name: distribute_tensor(value, mesh, rows) for name, value in whole.items()}
-        state, expected = step.init(params), step.init(whole)
+        state, expected = step.init(params, flat=False), step.init(whole, flat=False)
         made = run(step)
         with torch._dynamo.config.patch(trace_autograd_ops=True):
             for number in range(12):
@@ -231,8 +229,8 @@ def no_state_takes_the_place_of_a_module_of_dtensors() -> None:
     whole = model.weight.detach().clone()
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), meshes()[0], [Shard(0)]))
     loss_fn = funcamp.module_loss(model, nn.functional.mse_loss)
-    step = funcamp.make_train_step(loss_fn, funcamp.stateless(torch.optim.SGD), flat=False)
+    step = funcamp.make_train_step(loss_fn, funcamp.stateless(torch.optim.SGD))
     with pytest.raises(TypeError, match=r"init: consume must be False .*'weight' is a DTensor"):
-        step.init(consume=True)
+        step.init(flat=False, consume=True)
     assert isinstance(model.weight, DTensor)
     assert_same(model.weight.full_tensor().detach(), whole)

@@ -29,21 +29,23 @@ def made(task: Task, config: funcamp.ScalerConfig = HIGH, **options: Any) -> fun
     return funcamp.make_train_step(funcamp.module_loss(task.model, task.criterion), adamw, config, **options)
 
 
-def trained(step: Any, run: Any, batch: Callable[[int], Any], steps: int) -> tuple[Any, list[Any]]:
+def trained(step: Any, run: Any, batch: Callable[[int], Any], steps: int, flat: bool = True) -> tuple[Any, list[Any]]:
     """The last state, and of every step the loss, the norm, the scale and the flag."""
-    state, seen = step.init(), []
+    state, seen = step.init(flat=flat), []
     for number in range(steps):
         state, metrics = run(state, batch(number))
         seen.append((metrics.loss.clone(), metrics.grad_norm.clone(), metrics.scale.item(), metrics.found_inf.item()))
     return state, seen
 
 
-def compare(task: Task, steps: int, compiled: Callable[[Any], Any] = lambda step: step, **options: Any) -> Any:
+def compare(
+    task: Task, steps: int, compiled: Callable[[Any], Any] = lambda step: step, flat: bool = True, **options: Any
+) -> Any:
     """Train on all ranks and alone, and compare; the last state of the ranks."""
     parallel = distributed.DataParallel(**options.pop("parallel", {}))
     step, alone = made(task, parallel=parallel, **options), made(task, **options)
-    state, seen = trained(step, compiled(step), lambda number: mine(task.batch(number)), steps)
-    expected, expected_seen = trained(alone, alone, task.batch, steps)
+    state, seen = trained(step, compiled(step), lambda number: mine(task.batch(number)), steps, flat)
+    expected, expected_seen = trained(alone, alone, task.batch, steps, flat)
     assert [row[2:] for row in seen] == [row[2:] for row in expected_seen], (seen, expected_seen)
     assert {row[3] for row in seen} == {0.0, 1.0}, "no step was skipped, or every one"
     for (loss, norm, _, found), (other, other_norm, *_) in zip(seen, expected_seen):
@@ -71,6 +73,40 @@ def equals_one_process() -> None:
 @case(2)
 def equals_one_process_with_a_tensor_a_parameter() -> None:
     compare(mlp(), 24, flat=False)
+
+
+@case(2)
+def what_is_observed_is_that_of_one_process() -> None:
+    task = mlp()
+    observe = {
+        "found_inf_by_leaf": funcamp.found_inf_by_leaf,
+        "norm": lambda grads: {name: grad.norm() for name, grad in grads.items()},
+    }
+    low = funcamp.ScalerConfig(init_scale=8.0)
+    for flat in (True, False):
+        step = made(task, low, policy=None, parallel=distributed.DataParallel(), observe=observe)
+        alone = made(task, low, policy=None, observe=observe)
+        _, metrics = step(step.init(flat=flat), mine(task.batch(0)))
+        _, expected = alone(alone.init(flat=flat), task.batch(0))
+        assert_equal_on_all_ranks(metrics.observed)
+        assert difference(metrics.observed["norm"], expected.observed["norm"]) < 1e-5
+        x, y = mine(task.batch(0))
+        _, metrics = step(step.init(flat=flat), (x / rank(), y))
+        assert_equal_on_all_ranks(metrics.observed["found_inf_by_leaf"])
+        assert metrics.observed["found_inf_by_leaf"].all()  # rank 0 alone divided by zero
+
+
+@case(2)
+def a_function_of_the_flag_tells_all_ranks() -> None:
+    """Every rank has gradients of its own; where one overflows, all skip."""
+    sgd = funcamp.stateless(torch.optim.SGD, lr=0.1)
+    step = funcamp.make_train_step(lambda p, x: (p["w"] * x).sum(), sgd, parallel=distributed.max_over())
+    state = step.init({"w": torch.ones(2)})
+    for run in (step, funcamp.jit(step, backend="eager", donate=False)):
+        for value, skips in ((1.0, 0), (float("inf") if rank() else 1.0, 1)):
+            after, metrics = run(state, torch.tensor([1.0, value]))
+            assert metrics.found_inf == skips
+            assert torch.equal(after.params["w"], state.params["w"]) == bool(skips)
 
 
 @case(2, 4)
@@ -163,8 +199,8 @@ def collectives_are_one_a_dtype() -> None:
     assert called(step, step.init(), batch) == EXPECTED[False]
     step = made(task, parallel=distributed.DataParallel(), accumulate=3)
     assert called(step, step.init(), window) == {"all_reduce": 1}  # a window sums in float32
-    step = made(task, parallel=distributed.DataParallel(), flat=False, policy=None)
-    assert called(step, step.init(), batch) == {"all_reduce": 1}
+    step = made(task, parallel=distributed.DataParallel(), policy=None)
+    assert called(step, step.init(flat=False), batch) == {"all_reduce": 1}
     step = made(task, parallel=distributed.DataParallel(shard=True))
     assert called(step, step.init(), batch) == EXPECTED[True]
 
@@ -273,9 +309,8 @@ def buffers_that_were_infinite_or_large_come_to_their_mean() -> None:
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
         return (params["w"] * x).sum(), {name: torch.minimum(value, x.min()) for name, value in buffers.items()}
 
-    step = funcamp.make_train_step(
-        loss_fn, funcamp.stateless(torch.optim.SGD), has_buffers=True, parallel=distributed.DataParallel()
-    )
+    loss = funcamp.loss(loss_fn, has_buffers=True)
+    step = funcamp.make_train_step(loss, funcamp.stateless(torch.optim.SGD), parallel=distributed.DataParallel())
     buffers = {"infinite": torch.tensor(float("inf")), "large": torch.tensor(1e9), "kept": torch.tensor(-1 / 3)}
     state, _ = step(step.init({"w": torch.ones(3)}, buffers), torch.full((3,), 1.0 + 2 * rank()))
     assert_same(
@@ -293,12 +328,15 @@ def ranks_that_begin_with_other_parameters_are_told() -> None:
 
 @case(2)
 def ranks_with_other_constants_are_told() -> None:
-    def build(config: Any = funcamp.ScalerConfig(), lr: Any = 0.1, own: Any = None, **options: Any) -> Any:
+    def build(
+        config: Any = funcamp.ScalerConfig(), lr: Any = 0.1, own: Any = None, keep: bool = False, **options: Any
+    ) -> Any:
         parallel = distributed.DataParallel(**(own or {}))
         optimizer = funcamp.by_group(
             {label: funcamp.stateless(torch.optim.SGD, lr=lr) for label in ("matrix", "vector")}
         )
-        return funcamp.make_train_step(lambda p, x: (p["w"] * x).sum(), optimizer, config, parallel=parallel, **options)
+        loss = funcamp.loss(lambda p, b, x: ((p["w"] * x).sum(), b), has_buffers=True, keep_buffers=keep)
+        return funcamp.make_train_step(loss, optimizer, config, parallel=parallel, **options)
 
     other = rank() == 1
     for step, named in (
@@ -310,12 +348,15 @@ def ranks_with_other_constants_are_told() -> None:
         (build(ema_decay=0.5 if other else None), "ema_decay is 0.5"),
         (build(policy="bfloat16" if other else None), "policy is .*bfloat16"),
         (build(own={"buckets": 1 + rank()}), "buckets of DataParallel is 2"),
+        (build(keep=other), "keep_buffers is True"),
     ):
         with pytest.raises(
             ValueError, match="the optimizer and every constant must be the same on all ranks"
         ) as caught:
             step.init({"w": torch.ones(3)})
         assert re.search(named, str(caught.value)), str(caught.value)
+    with pytest.raises(ValueError, match="flat is False"):
+        build().init({"w": torch.ones(3)}, flat=not other)
     # what has another place in every process is the same
     build(lr=lambda applied: 0.1 / (1 + applied)).init({"w": torch.ones(3)})
     build(lr=torch.tensor(0.5), max_norm=torch.tensor(1.0)).init({"w": torch.ones(3)})
@@ -401,11 +442,13 @@ def what_cannot_be_cut_is_refused() -> None:
     loss_fn = funcamp.module_loss(task.model, task.criterion)
     parallel = distributed.DataParallel(shard=True)
     adamw = funcamp.stateless(torch.optim.AdamW)
-    options: Any
-    for options, name in (({"flat": False}, "flat"), ({"found_inf_by_leaf": True}, "found_inf_by_leaf")):
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            funcamp.make_train_step(loss_fn, adamw, parallel=parallel, **options)
-    with pytest.raises(TypeError, match=r"parallel must be a distributed\.DataParallel; got 'all'"):
+    step = funcamp.make_train_step(loss_fn, adamw, parallel=parallel)
+    with pytest.raises(ValueError, match=r"init: flat must be True with DataParallel\(.*shard=True\); got False"):
+        step.init(flat=False)
+    observe = {"found_inf_by_leaf": funcamp.found_inf_by_leaf}
+    with pytest.raises(ValueError, match=r"observe must not be given with DataParallel\(.*shard=True\); got a dict"):
+        funcamp.make_train_step(loss_fn, adamw, parallel=parallel, observe=observe)
+    with pytest.raises(TypeError, match=r"parallel must be a distributed\.DataParallel or a function .* got 'all'"):
         funcamp.make_train_step(loss_fn, adamw, parallel="all")  # type: ignore[arg-type]
     muon = funcamp.make_train_step(loss_fn, funcamp.stateless(torch.optim.Adafactor), parallel=parallel)
     with pytest.raises(TypeError, match="only an elementwise optimizer takes them"):

@@ -127,3 +127,11 @@ def test_a_loss_that_is_described_already_is_not_described_again() -> None:
     for made in (module_loss(mlp().model, mlp().criterion), loss(with_scaler, has_scaler=True)):
         with pytest.raises(TypeError, match=r"loss: function must not be a loss already: .* got (module_)?loss\("):
             loss(made, has_scaler=True)
+
+
+def test_a_loss_is_the_function_it_was_made_of() -> None:
+    assert make_train_step(plain, SGD).loss_fn.function is plain
+    described = loss(plain, engine="func")
+    assert make_train_step(described, SGD).loss_fn is described
+    params, x = {"w": torch.tensor([1.0, 2.0])}, torch.ones(2)
+    assert_same(described(params, x), plain(params, x))

@@ -19,7 +19,7 @@ def boolean(call: str, name: str, value: object) -> bool:
     return value
 
 
-def integer(call: str, name: str, value: object, least: int, most: int | None = None) -> int:
+def integer(call: str, name: str, value: object, least: int, most: int | None = None, kind: str = "an integer") -> int:
     """Return an integer from least to most.
 
     Raises:
@@ -27,21 +27,21 @@ def integer(call: str, name: str, value: object, least: int, most: int | None = 
         ValueError: it is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{call}: {name} must be an integer; got {_tree.brief(value)}")
+        raise TypeError(f"{call}: {name} must be {kind}; got {_tree.brief(value)}")
     number = int(value)
     if number < least or (most is not None and number > most):
         raise ValueError(f"{call}: {name} must be {least} {'or more' if most is None else f'to {most}'}; got {number}")
     return number
 
 
-def real(call: str, name: str, value: object) -> float:
+def real(call: str, name: str, value: object, kind: str = "a Python number") -> float:
     """Return a Python number as a float; infinity for an integer beyond float64.
 
     Raises:
         TypeError: it is none.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{call}: {name} must be a Python number; got {_tree.brief(value)}")
+        raise TypeError(f"{call}: {name} must be {kind}; got {_tree.brief(value)}")
     try:
         return float(value)
     except OverflowError:

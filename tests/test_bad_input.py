@@ -155,7 +155,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "params integer": (lambda: scaled_grad_and_value(loss_of(torch.sum))(STATE, {"n": W.int()}), TypeError, r"params\['n'\] must be floating"),
     # clipping
     "max_norm zero": (lambda: clip_grad_norm(W, 0.0), ValueError, "max_norm must be positive; got 0.0"),
-    "max_norm text": (lambda: clip_grad_norm(W, "1"), TypeError, "max_norm must be a Python number; got '1'"),  # type: ignore[arg-type]
+    "max_norm text": (lambda: clip_grad_norm(W, "1"), TypeError, "max_norm must be a number or a tensor; got '1'"),  # type: ignore[arg-type]
     "max_norm shape": (lambda: clip_grad_norm(W, W), ValueError, r"max_norm must have shape \(\); got \(2,\)"),
     "clip integer": (lambda: clip_grad_norm([W.int()], 1.0), TypeError, r"grads\[0\] must be a strided floating-point"),
     # optimizers

@@ -116,7 +116,7 @@ def check_sample(call: str, sample: int | None) -> int | None:
     """Return a number of elements to count, or None for all; raise where it is neither."""
     if sample is None:
         return None
-    return integer(call, "sample", sample, 1)
+    return integer(call, "sample", sample, 1, kind="an integer or None")
 
 
 def _single_bits(x: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def check_limit(call: str, name: str, limit: object) -> None:
     if isinstance(limit, Tensor):
         if limit.dim() != 0:
             raise ValueError(f"{call}: {name} must have shape (); got {tuple(limit.shape)}")
-    elif not real(call, name, limit) > 0:
+    elif not real(call, name, limit, "a number or a tensor") > 0:
         raise ValueError(f"{call}: {name} must be positive; got {limit}")
 
 

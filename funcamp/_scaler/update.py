@@ -12,12 +12,11 @@ The rule:
 
 from __future__ import annotations
 
-import numbers
-
 import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._check import real
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.rule_table import RULES
 from funcamp._scaler.state import ScalerState, check_state, replace, tensors_of, with_counters
@@ -296,9 +295,7 @@ def _new_scale(state: ScalerState, value: object) -> Tensor:
                 f"got {_tree.describe(value)}, requires_grad={value.requires_grad}"
             )
         return value.reshape(()).to(state.scale.device, non_blocking=True)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"update: new_scale must be a float32 tensor or a number; got {value!r}")
-    number = float(value)
+    number = real("update", "new_scale", value, "a float32 tensor or a number")
     if not 0.0 < number <= torch.finfo(torch.float32).max:
         raise ValueError(f"update: new_scale must be positive and finite in float32; got {value}")
     return torch.full_like(state.scale, number)

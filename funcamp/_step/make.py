@@ -63,7 +63,7 @@ def make_train_step(
         parallel: a `distributed.DataParallel`: every rank takes its batch, and the step is one of all; or a pure
             function on the flag alone, as `reduce` of `unscale_and_check`.
         observe: names to pure functions of the unscaled gradients, before clipping, a pytree like the parameters given
-            to `init`: what they return, pytrees of tensors, is in `Metrics.observed`.
+            to `init`: what they return, pytrees of tensors without None, is in `Metrics.observed`.
             `{"found_inf_by_leaf": funcamp.found_inf_by_leaf}` tells which gradients are not finite, in the order of
             `leaf_names(state.params)`. Reads the gradients once more.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._jit.compile import Flat
+from funcamp._upstream.failed_capture import clear
 
 #: Numbers of these types come out of the graph together: one copy for all.
 _PACKED = (torch.float32, torch.int64)
@@ -49,13 +50,22 @@ class CudaGraphs:
             torch.cuda.synchronize()
 
     def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-        """Into one graph; other threads (a loader that pins memory) may go on."""
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            outputs = run()
+        """Into one graph; other threads (a loader that pins memory) may go on.
+
+        Not with torch.cuda.graph: its stream is the same for all devices, and stays current if the capture fails.
+        """
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            try:
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                outputs = run()
+                graph.capture_end()
+            except BaseException:
+                failed, self._pool = self._pool, torch.cuda.graph_pool_handle()
+                clear(graph, self._device, failed)
+                raise
         return graph.replay, outputs
 
     @contextlib.contextmanager

@@ -75,6 +75,8 @@ SOURCE_ON_NONE = Defect((2, 13), (2, 15))
 #: Every private name of torch that `find` is asked for, and what its loss means.
 PRIVATE = {
     "torch._C._are_functorch_transforms_active": "a custom_function whose forward takes ctx is refused by torch.func",
+    "torch._C._cuda_endAllocateToPool": "after a capture that failed no other step can be captured in this process",
+    "torch._C._cuda_releasePool": "the memory of a capture that failed is not given back",
     "torch._C._current_autograd_node": "numerics_report does not work",
     "torch._C._dynamo.guards._empty_strided_cpu": "large steps on a CPU allocate their buffers anew",
     "torch._C._functorch.get_unwrapped": "stateless does not work under torch.func transforms",

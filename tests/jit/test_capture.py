@@ -13,7 +13,7 @@ from funcamp._io import metric_reader
 from funcamp._jit import cuda_graph
 from tests.support.helpers import assert_same
 from tests.support.models import mlp
-from tests.support.stand_in import StandIn
+from tests.support.stand_in import FakeCuda, StandIn
 from tests.support.steps import build
 
 
@@ -167,6 +167,34 @@ def test_a_capture_that_fails_leaves_the_state_as_it_was(monkeypatch: pytest.Mon
         with pytest.raises(RuntimeError, match=r"jit: the step could not be captured .*: operation not"):
             run(state, torch.ones(2))
     assert numbers(state["x"], state["n"]) == [0, 0]
+
+
+@pytest.mark.parametrize("fails", ["in an operation", "at the end", "in Python"])
+def test_a_capture_that_fails_leaves_stream_pool_and_generator_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    cuda, second = FakeCuda(monkeypatch), torch.device("meta", 1)
+    graphs, streams = cuda_graph.CudaGraphs(second), []
+
+    def run() -> list[Tensor]:
+        streams.append(cuda.stream)
+        if fails == "in an operation":
+            cuda.synchronize()
+        if fails == "in Python":
+            raise RuntimeError("a bug")
+        cuda.legal = fails != "at the end"
+        return []
+
+    cause = {"in an operation": "not permitted when", "at the end": "a previous error", "in Python": "a bug"}[fails]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=cause):
+            graphs.capture(run)
+        assert (cuda.stream, cuda.recording, cuda.drawing) == ("default", [], True)
+    fails = ""
+    replay, outputs = graphs.capture(run)
+    replay()
+    assert (outputs, cuda.recording, cuda.drawing) == ([], [], True)
+    assert set(streams) == {("stream", second)}  # of the state's device, not torch.cuda.graph's
 
 
 class Late:

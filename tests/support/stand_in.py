@@ -1,4 +1,4 @@
-"""A stand-in for a CUDA graph, so that the logic around one can be tested without a GPU."""
+"""Stand-ins for CUDA graphs, so that the logic around them can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from funcamp._upstream import failed_capture
 from tests.support.helpers import clone
 
 
@@ -50,3 +52,71 @@ class StandIn:
                     out.copy_(value)
 
         return replay, outputs
+
+
+class FakeCuda:
+    """torch.cuda's streams and graphs without a GPU: a capture with an illegal operation ends as torch's does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream: Any = "default"
+        self.recording: list[Any] = []
+        """The pools that the allocator allocates from."""
+        self.drawing = True
+        """Whether random numbers can be drawn outside of a capture."""
+        self.legal = True
+        self.pools = 0
+        cuda = self
+
+        class Graph:
+            def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+                assert cuda.stream != "default"
+                if pool in cuda.recording:
+                    raise RuntimeError("already recording to mempool_id")
+                self.pool = pool
+                cuda.recording.append(pool)
+                cuda.drawing, cuda.legal = False, True
+
+            def capture_end(self) -> None:
+                if not cuda.legal:
+                    cuda.legal = True
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                cuda.end(0, self.pool)
+                cuda.drawing = True
+
+            def replay(self) -> None: ...
+
+        for name, fake in {
+            "CUDAGraph": Graph,
+            "Stream": lambda device=None: ("stream", device),
+            "stream": self._on,
+            "device": lambda device: contextlib.nullcontext(),
+            "synchronize": lambda: None,
+            "empty_cache": lambda: None,
+            "graph_pool_handle": self._pool,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(failed_capture, "_end_pool", self.end)
+        monkeypatch.setattr(failed_capture, "_release_pool", lambda index, pool: None)
+
+    def synchronize(self) -> None:
+        """As torch.cuda.synchronize in a capture."""
+        self.legal = False
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def end(self, index: int, pool: Any) -> None:
+        """As the allocator's endAllocateToPool."""
+        if pool not in self.recording:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.recording.remove(pool)
+
+    @contextlib.contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def _pool(self) -> tuple[int, int]:
+        self.pools += 1
+        return 0, self.pools

@@ -219,7 +219,7 @@ def run_step(
                     name: _counter(name, value.clone()) if wide else value.clone() for name, value in given
                 }
         # Its error and its warning are about a user's own instance, on a device; this one lives for a step.
-        optimizer._cuda_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
+        optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
         step = cls.step
         if getattr(step, "hooked", False):  # torch's wrapper for hooks and the profiler: neither has a place here
             step = step.__wrapped__  # type: ignore[attr-defined]

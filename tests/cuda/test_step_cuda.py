@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from funcamp import ScalerConfig, TrainState, make_train_step, module_loss, stateless
+from funcamp import ScalerConfig, TrainState, jit, make_train_step, module_loss, stateless
 from tests.support.generated import generated, launches
-from tests.support.helpers import assert_close, assert_same, clone, to
+from tests.support.helpers import assert_close, assert_same, clone, no_sync, to
 from tests.support.models import Task, cnn, mlp, tied
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("deterministic")]
@@ -34,7 +34,7 @@ def batch_of(task: Task, step: int) -> tuple[Tensor, Tensor]:
 def torch_loop(task: Task, name: str, clip: float | None) -> tuple[list[tuple[float, bool]], dict[str, Tensor]]:
     model = task.model.cuda()
     cls, arguments = OPTIMIZERS[name]
-    optimizer = cls(model.parameters(), **arguments)
+    optimizer: Any = cls(model.parameters(), **{"foreach": False, **arguments})  # the arithmetic that `stateless` runs
     scaler = torch.amp.GradScaler("cuda", CONFIG.init_scale, growth_interval=CONFIG.growth_interval)
     trace = []
     for index in range(STEPS):
@@ -86,13 +86,14 @@ def test_eager_step_is_torchs_loop_bit_for_bit(make: Callable[[], Task], flat: b
     assert_same(tree_of(state), {name: value.detach() for name, value in params.items()})
 
 
-# Inductor keeps float32 where eager rounds to float16 between operations: the two runs drift apart.
+# Without exact rounding the gradients that overflow are others. With it products are still rounded before a bias is
+# added, which eager code does once: the two runs drift apart by last bits.
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
 def test_compiled_step_follows_torchs_loop(make: Callable[[], Task]) -> None:
     expected, params = torch_loop(make(), "AdamW", 1.0)
     task = make()
     step = build(task, "AdamW", max_norm=1.0)
-    trace, state = run(task, step, torch.compile(step, fullgraph=True))
+    trace, state = run(task, step, jit(step, exact=True, capture=False))
     assert trace == expected
     assert_close(tree_of(state), {name: value.detach() for name, value in params.items()}, 2.0**-5)
 
@@ -105,13 +106,11 @@ def test_compiled_step_does_not_sync(accumulate: int) -> None:
     batch = (x, y) if accumulate == 1 else (torch.stack([x] * accumulate), torch.stack([y] * accumulate))
     call, state = torch.compile(step, fullgraph=True), step.init()
     state, _ = call(state, batch)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    step(state, batch)  # the first calls load kernels and set up cuBLAS
+    with no_sync():
         for _ in range(3):
             state, _ = call(state, batch)
             step(state, batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -151,5 +150,5 @@ def test_launches_do_not_grow_with_the_number_of_tensors() -> None:
         step = build(task, "AdamW", max_norm=1.0)
         code = generated(step, step.init(), to(task.batch(0), "cuda"))
         counts.append(launches(code))
-    # A layer has its products (not launches here) and a kernel for its bias's gradient and its output's cast.
-    assert counts[1] - counts[0] <= 2 * 12, counts
+    # A layer has its products (not launches here), and kernels for its output and for its bias's gradient.
+    assert counts[1] - counts[0] <= 3 * 12, counts

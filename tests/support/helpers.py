@@ -88,6 +88,17 @@ def together(work: Callable[[int], None], threads: int) -> None:
 
 
 @contextlib.contextmanager
+def no_sync() -> Iterator[None]:
+    """Raise where the host waits for the GPU."""
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Two threads wait for each other at every small product: seven times as long on a busy machine."""
     threads = torch.get_num_threads()

@@ -2,7 +2,8 @@
 # make test    lint, types, tests; TORCH=2.11.0 runs the tests on the other end, in an environment of its own
 # make bench   measure on this machine's CPU: over an hour; results under benchmarks/results
 # make peers   the rules of jmp, flax, Keras and DeepSpeed against the packages themselves
-# make gpu     the CUDA tests and benchmarks, with the Python at hand: it installs nothing
+# make gpu     the CUDA tests and benchmarks, with the Python at hand: it installs nothing. In parts of at most 8 minutes:
+#              make gpu-tests gpu-step gpu-phase gpu-price gpu-rest
 
 PYTHON ?= python3
 PINNED := 2.13.0
@@ -11,11 +12,12 @@ VENV := .venv-$(TORCH)
 BIN := $(VENV)/bin
 CXX_FOUND := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
 RESULTS ?= benchmarks/results
+DEVICE ?= cuda
 SELECT := not cuda and not peers$(if $(CXX_FOUND),, and not inductor)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench peers gpu clean
+.PHONY: demo test lint bench peers gpu gpu-tests gpu-step gpu-phase gpu-price gpu-rest clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -52,15 +54,10 @@ peers:
 	PIP_CONSTRAINT=constraints.txt .venv-peers/bin/pip install --quiet --no-deps deepspeed==0.19.8
 	KERAS_BACKEND=torch .venv-peers/bin/python -m pytest -q -m peers tests/peers $(ARGS)
 
-gpu:
-	$(PYTHON) -m pytest -q -m cuda tests/cuda $(ARGS)
-	$(PYTHON) -m funcamp doctor --device cuda
-	$(PYTHON) benchmarks/step.py --device cuda $(if $(OUT),--out $(OUT),)
-	$(PYTHON) benchmarks/phase.py --device cuda $(if $(OUT),--out $(OUT),)
-	$(PYTHON) benchmarks/price.py --device cuda $(if $(OUT),--out $(OUT),)
-	$(PYTHON) benchmarks/track.py --device cuda --sizes "GPT 3.3 M" $(if $(OUT),--out $(OUT),)
-	$(PYTHON) benchmarks/overhead.py --device cuda $(if $(OUT),--out $(OUT),)
-	$(PYTHON) benchmarks/grad_scaler.py --device cuda $(if $(OUT),--out $(OUT),)
+# DEVICE=cpu SIZES="..." ROUNDS=2 rehearse a part where there is no GPU.
+gpu gpu-tests gpu-step gpu-phase gpu-price gpu-rest:
+	$(PYTHON) benchmarks/gpu.py $(patsubst gpu-%,%,$(filter gpu-%,$@)) --device $(DEVICE) --out $(RESULTS) \
+		$(if $(SIZES),--sizes '$(SIZES)') $(if $(ROUNDS),--rounds $(ROUNDS))
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

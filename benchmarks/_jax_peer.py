@@ -1,4 +1,4 @@
-"""The same training step in JAX: jitted with donation, optax's AdamW, jmp's dynamic loss scale.
+"""The same training step in JAX: jitted with donation, optax's AdamW, jmp's rule for the scale.
 
 The models are those of `_models`, with its weights, written as JAX users would: parameters in float32, products in the
 low precision, LayerNorm, BatchNorm and the loss in float32.
@@ -14,12 +14,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch wants m
 
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
 import torch
 from _models import Size, build
 
 Params = dict[str, Any]
+PERIOD = 10**6
 
 
 def as_array(tensor: torch.Tensor) -> Any:
@@ -86,6 +86,14 @@ def gpt(p: Params, tokens: Any, size: Size, low: Any) -> Any:
     return layer_norm(p, "norm", x, low) @ p["tokens.weight"].astype(low).T
 
 
+def adjusted(state: tuple[Any, Any], finite: Any) -> tuple[Any, Any]:
+    """jmp's DynamicLossScale: doubled after a period of clean steps, halved at an overflow, not below 1."""
+    scale, clean = state
+    last = clean == PERIOD - 1
+    grown = jnp.where(last & jnp.isfinite(2 * scale), 2 * scale, scale)
+    return jnp.where(finite, grown, jnp.maximum(scale / 2, 1)), jnp.where(finite & ~last, clean + 1, 0)
+
+
 def loss_of(p: Params, stats: Params, x: Any, y: Any, size: Size, low: Any) -> tuple[Any, Params]:
     """Cross entropy in float32, and the running statistics."""
     if size.kind == "cnn":
@@ -107,22 +115,22 @@ def step(size: Size, device: str, dtype: torch.dtype) -> tuple[Callable[[], Any]
         stats[name.replace("running_", "")] = jnp.zeros_like(as_array(model.get_buffer(name)))
         stats[name.replace("running_mean", "var")] = jnp.ones_like(as_array(model.get_buffer(name)))
     optimizer = optax.adamw(1e-4, weight_decay=1e-2)
-    scale = jmp.DynamicLossScale(jnp.asarray(2.0**16), period=10**6)
+    scale = (jnp.float32(2.0**16), jnp.int32(0))
     place = jax.devices("cuda" if device == "cuda" else "cpu")[0]
     data = jax.device_put((as_array(x), as_array(y)), place)
 
     def train(params: Params, stats: Params, opt_state: Any, scale: Any, x: Any, y: Any) -> Any:
         def scaled(p: Params) -> Any:
             loss, after = loss_of(p, stats, x, y, size, low)
-            return scale.scale(loss), (loss, after)
+            return loss * scale[0], (loss, after)
 
         grads, (loss, after) = jax.grad(scaled, has_aux=True)(params)
-        grads = scale.unscale(grads)
-        finite = jmp.all_finite(grads)
+        grads = jax.tree.map(lambda grad: grad / scale[0], grads)
+        finite = jnp.stack([jnp.isfinite(grad).all() for grad in jax.tree.leaves(grads)]).all()
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        new = (optax.apply_updates(params, updates), after, new_opt_state)
-        params, stats, opt_state = jmp.select_tree(finite, new, (params, stats, opt_state))
-        return params, stats, opt_state, scale.adjust(finite), loss
+        new, old = (optax.apply_updates(params, updates), after, new_opt_state), (params, stats, opt_state)
+        params, stats, opt_state = jax.tree.map(lambda a, b: jax.lax.select(finite, a, b), new, old)
+        return params, stats, opt_state, adjusted(scale, finite), loss
 
     run = jax.jit(train, donate_argnums=(0, 1, 2, 3))
     held = [jax.device_put((params, stats, optimizer.init(params), scale), place), None]

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import platform
 import random
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 import funcamp
+
+Size = TypeVar("Size")
 
 
 class Variant(NamedTuple):
@@ -28,16 +32,6 @@ class Variant(NamedTuple):
     call: Callable[[], Any]
     wait: Callable[[], None]
     """Returns when the device has done what was called."""
-
-
-class Timing(NamedTuple):
-    """Milliseconds a call."""
-
-    quartiles: tuple[float, float, float]
-    ratio: float
-    """The median over the rounds of this variant's time over the first variant's in the same round."""
-    host: float
-    """Until the call has returned, whatever the device still does."""
 
 
 def in_fresh_processes(script: str, arguments: list[str], times: int) -> list[Any]:
@@ -72,10 +66,15 @@ def seconds(variant: Variant, repeats: int) -> tuple[float, float]:
     return time.perf_counter() - start, host
 
 
-def interleaved(variants: dict[str, Variant], repeats: int, rounds: int) -> dict[str, Timing]:
+Row: TypeAlias = dict[str, Any]
+"""What was measured of a variant: "size", "variant", and numbers, or what it "failed" with."""
+
+
+def interleaved(variants: dict[str, Variant], repeats: int, rounds: int) -> dict[str, Row]:
     """Every round times each variant once, in a new order: what ran before leaves caches and memory behind.
 
-    A first round is thrown away.
+    A first round is thrown away. Milliseconds a call: the median over the rounds, the quartiles, the host's part (until
+    the call has returned, whatever the device still does); ratio: the median of the times over the first variant's.
     """
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     turns = random.Random(0)
@@ -83,14 +82,85 @@ def interleaved(variants: dict[str, Variant], repeats: int, rounds: int) -> dict
         for name in turns.sample(list(variants), len(variants)):
             taken[name].append(seconds(variants[name], repeats))
     base = [total for total, _ in next(iter(taken.values()))[1:]]
-    timings = {}
+    rows = {}
     for name, pairs in taken.items():
         totals = [total for total, _ in pairs[1:]]
-        low, middle, high = (value / repeats * 1e3 for value in statistics.quantiles(totals, n=4))
-        ratio = statistics.median(total / first for total, first in zip(totals, base))
-        host = statistics.median(host for _, host in pairs[1:]) / repeats * 1e3
-        timings[name] = Timing((low, middle, high), ratio, host)
-    return timings
+        low, middle, high = (round(value / repeats * 1e3, 4) for value in statistics.quantiles(totals, n=4))
+        rows[name] = {
+            "median_ms": middle,
+            "quartiles_ms": [low, high],
+            "ratio": round(statistics.median(total / first for total, first in zip(totals, base)), 3),
+            "host_ms": round(statistics.median(host for _, host in pairs[1:]) / repeats * 1e3, 4),
+        }
+    return rows
+
+
+def measured(
+    size: str,
+    makers: Mapping[str, Callable[[], Variant]],
+    repeats: int,
+    rounds: int,
+    device: str,
+    inspect: Callable[[Variant], Row] | None = None,
+) -> Iterator[Row]:
+    """Make, time and free variants; yield a row for each as soon as it is measured. One that fails is a row too.
+
+    On a CPU all run interleaved. On a GPU each does so with the first one alone, and is freed before the next: graphs
+    keep their memory.
+
+    Args:
+        size: what is measured, by name.
+        makers: what makes each variant; the first is what the others are compared with.
+        repeats: calls in one timing.
+        rounds: timings.
+        device: its type.
+        inspect: more numbers of a variant that was timed.
+    """
+    first, *others = makers
+    at_once = 1 if device == "cuda" else max(len(others), 1)
+    done: set[str] = set()
+    for start in range(0, max(len(others), 1), at_once):
+        labels = [first, *others[start : start + at_once]]
+        rows = _measured(size, {label: makers[label] for label in labels}, repeats, rounds, inspect)
+        torch._dynamo.reset()
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        yield from (row for row in rows if row["variant"] not in done)
+        done |= set(labels)
+
+
+def _measured(
+    size: str,
+    makers: Mapping[str, Callable[[], Variant]],
+    repeats: int,
+    rounds: int,
+    inspect: Callable[[Variant], Row] | None,
+) -> list[Row]:
+    running: dict[str, Variant] = {}
+    rows: dict[str, Row] = {label: {"size": size, "variant": label} for label in makers}
+    for label, make in makers.items():
+        try:
+            variant = make()
+            rows[label]["first_call_s"] = round(seconds(variant, 1)[0], 2)
+            seconds(variant, 2)
+            running[label] = variant
+        except Exception as error:  # a peer that fails is a result
+            rows[label]["failed"] = _said(size, label, error)
+    try:
+        for label, found in interleaved(running, repeats, rounds).items() if running else ():
+            rows[label] |= found | (inspect(running[label]) if inspect else {})
+            if next(iter(makers)) not in running:
+                del rows[label]["ratio"]
+    except Exception as error:  # out of memory beside another, say
+        for label in running:
+            rows[label].setdefault("failed", _said(size, label, error))
+    return list(rows.values())
+
+
+def _said(size: str, label: str, error: Exception) -> str:
+    print(f"{size}: {label}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+    return type(error).__name__
 
 
 def device_name(device: str) -> str:
@@ -115,17 +185,26 @@ def kilobytes(name: str) -> int:
 def arguments(doc: str | None, rounds: int = 9) -> argparse.ArgumentParser:
     """What every script takes."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--sizes", help="names, separated by semicolons")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--out", type=Path, help="folder for a dated .md and .json")
     return parser
 
 
+def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace, known: dict[str, Size]) -> dict[str, Size]:
+    """The sizes that --sizes names, in its order; all that are known without it."""
+    names = args.sizes.split(";") if args.sizes else list(known)
+    if strangers := [name for name in names if name not in known]:
+        parser.error(f"--sizes must name {'; '.join(known)}; got {'; '.join(strangers)}")
+    return {name: known[name] for name in names}
+
+
 def about(device: str, **more: Any) -> dict[str, str]:
     """Where and how a result came to be."""
     found = {
         "date": datetime.date.today().isoformat(),
-        "command": "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": "python benchmarks/" + shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "device": device_name(device),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -141,14 +220,59 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> list[str]:
     return lines + [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
 
 
+def head(title: str, facts: dict[str, str]) -> list[str]:
+    """The lines that a result begins with."""
+    return [f"# {title}", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+
+
 def write(out: Path | None, name: str, title: str, facts: dict[str, str], body: list[str], numbers: Any) -> Path | None:
-    """Print a result, and write it to dated files where a folder is given; the path without a suffix."""
-    text = "\n".join([f"# {title}", "", *(f"- {key}: {value}" for key, value in facts.items()), "", *body]) + "\n"
-    print(text)
+    """Print a result, and `save` it."""
+    print(*head(title, facts), *body, sep="\n")
+    return save(out, name, title, facts, body, numbers)
+
+
+def save(out: Path | None, name: str, title: str, facts: dict[str, str], body: list[str], numbers: Any) -> Path | None:
+    """Write a result to dated files where a folder is given; the path without a suffix."""
     if out is None:
         return None
     out.mkdir(parents=True, exist_ok=True)
     stem = out / f"{facts['date']}-{name}"
-    stem.with_suffix(".md").write_text(text)
+    stem.with_suffix(".md").write_text("\n".join([*head(title, facts), *body]) + "\n")
     stem.with_suffix(".json").write_text(json.dumps({"about": facts, "results": numbers}, indent=1) + "\n")
     return stem
+
+
+class Report:
+    """A table that is written anew with every row: of a process that is killed it holds all that was measured."""
+
+    def __init__(self, out: Path | None, name: str, title: str, facts: dict[str, str], columns: dict[str, str]) -> None:
+        """Begin an empty one.
+
+        Args:
+            out: a folder for dated files.
+            name: how their names end.
+            title: the heading.
+            facts: from `about`.
+            columns: the key of a row for each column.
+        """
+        self.rows: list[Row] = []
+        self.stem: Path | None = None
+        self._out, self._name, self._title, self._facts, self._columns = out, name, title, facts, columns
+        print(*head(title, facts), *table(columns, []), sep="\n", flush=True)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Print rows as they come, and write all."""
+        for row in rows:
+            self.rows.append(row)
+            print(table(self._columns, [self._cells(row)])[-1], flush=True)
+            lines = table(self._columns, map(self._cells, self.rows))
+            self.stem = save(self._out, self._name, self._title, self._facts, lines, self.rows)
+
+    def points(self, key: str) -> list[tuple[str, str, float]]:
+        """Size, variant and a number of every row that has it."""
+        return [(row["size"], row["variant"], row[key]) for row in self.rows if key in row]
+
+    def _cells(self, row: Row) -> list[str]:
+        values = [row.get(key, "") for key in self._columns.values()]
+        cells = [" to ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values]
+        return [*cells[:2], f"failed: {row['failed']}", *cells[3:]] if "failed" in row else cells

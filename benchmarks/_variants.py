@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import funcamp
 from funcamp._autograd.module_loss import ModuleLoss
+from funcamp._jit.cuda_graph import CudaGraphs
 from funcamp._types import name_of
 from funcamp.distributed import DataParallel
 
@@ -75,19 +76,16 @@ def partial_capture(size: Size, device: str, dtype: torch.dtype) -> Callable[[],
 
 
 def captured(run: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> Callable[[], None]:
-    """A call that replays what run did, after three calls to warm up."""
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            before()
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    before()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    """A call that replays what run did, after three calls to warm up; a failure spoils nothing for other variants."""
+    graphs = CudaGraphs(torch.device("cuda", torch.cuda.current_device()))
+
+    def body() -> list[Tensor]:
         run()
-    return graph.replay
+        return []
+
+    graphs.warm_up(lambda: (before(), run()), 3)
+    before()
+    return graphs.capture(body)[0]
 
 
 def funcamp_step(
@@ -128,7 +126,7 @@ def funcamp_loop(
     """The loop of `torch_loop` with funcamp.GradScaler: compiled whole, captured into one CUDA graph, or both."""
     model, x, y = build(size, device)
     scaler = funcamp.GradScaler(device, growth_interval=NEVER)
-    options: dict[str, Any] = {"capturable": device == "cuda"} if compiled else {"fused": True}
+    options: dict[str, Any] = {"capturable": device == "cuda"} | ({} if compiled else {"fused": True})
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, **options)
 
     def step() -> Tensor:

@@ -5,29 +5,29 @@ medians and quartiles of the rounds. On a GPU the clock stops when the device is
 the calls have returned, is beside it: a scaler that reads the host cannot return before the device. `captured` replays
 the same two calls from one CUDA graph.
 
-    python benchmarks/grad_scaler.py [--device cuda] [--rounds 9] [--out benchmarks/results]
+    python benchmarks/grad_scaler.py [--device cuda] [--rounds 9] [--sizes "10 M in 100;..."] [--out DIR]
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from _timing import about, arguments, interleaved, table, torch_variant, write
+from _timing import Report, Variant, about, arguments, chosen, measured, torch_variant
 from _variants import captured
 
 import funcamp
 
 SIZES = {"0.1 M in 20": (20, 5_000, 200), "10 M in 100": (100, 100_000, 20), "40 M in 300": (300, 133_333, 6)}
 
-Variant = tuple[Callable[[str], Any], dict[str, Any]]
-VARIANTS: dict[str, Variant] = {
-    "torch, AdamW": (lambda device: torch.amp.GradScaler(device), {"capturable": True}),
+VARIANTS: dict[str, tuple[Callable[[str], Any], dict[str, Any]]] = {
     "torch, fused AdamW": (lambda device: torch.amp.GradScaler(device), {"fused": True}),
+    "torch, AdamW": (lambda device: torch.amp.GradScaler(device), {"capturable": True}),
     'funcamp skip="host", AdamW': (lambda device: funcamp.GradScaler(device, skip="host"), {"capturable": True}),
     'funcamp skip="select", AdamW': (lambda device: funcamp.GradScaler(device, skip="select"), {"capturable": True}),
-    "funcamp, fused AdamW": (lambda device: funcamp.GradScaler(device), {"fused": True}),
+    "funcamp, fused AdamW": (lambda device: funcamp.GradScaler(device), {"fused": True, "capturable": True}),
 }
 CAPTURED = ('funcamp skip="select", AdamW', "funcamp, fused AdamW")
 
@@ -56,22 +56,22 @@ def iteration(variant: str, size: str, device: str) -> Callable[[], None]:
 
 def main() -> None:
     """Measure, print, and write the result files where asked."""
-    args = arguments(__doc__).parse_args()
-    rows, numbers = [], []
-    for size, (_, _, repeats) in SIZES.items():
-        runs = {name: iteration(name, size, args.device) for name in VARIANTS}
-        if args.device == "cuda":
-            runs |= {f"{name}, captured": captured(iteration(name, size, args.device)) for name in CAPTURED}
-        timings = interleaved({n: torch_variant(run, args.device) for n, run in runs.items()}, repeats, args.rounds)
-        base = timings["torch, fused AdamW"].quartiles[1]
-        for name, timing in timings.items():
-            low, middle, high = timing.quartiles
-            numbers.append({"size": size, "variant": name, "ms": timing.quartiles, "host_ms": timing.host})
-            over = f"{middle / base:.2f}"
-            rows.append((size, name, f"{middle:.3f}", f"{low:.3f} to {high:.3f}", f"{timing.host:.3f}", over))
-    columns = ("parameters in tensors", "variant", "median ms", "quartiles ms", "host ms", "over torch, fused")
+    parser = arguments(__doc__)
+    args = parser.parse_args()
+    columns = {"parameters in tensors": "size", "variant": "variant", "median ms": "median_ms"}
+    columns |= {"quartiles ms": "quartiles_ms", "host ms": "host_ms", "over torch, fused": "ratio"}
     facts = about(args.device, rounds=args.rounds)
-    write(args.out, f"grad-scaler-{args.device}", "The scaler's step and update", facts, table(columns, rows), numbers)
+    report = Report(args.out, f"grad-scaler-{args.device}", "The scaler's step and update", facts, columns)
+
+    def made(name: str, size: str, graph: bool = False) -> Variant:
+        run = iteration(name, size, args.device)
+        return torch_variant(captured(run) if graph else run, args.device)
+
+    for size, (_, _, repeats) in chosen(parser, args, SIZES).items():
+        makers = {name: functools.partial(made, name, size) for name in VARIANTS}
+        if args.device == "cuda":
+            makers |= {f"{name}, captured": functools.partial(made, name, size, graph=True) for name in CAPTURED}
+        report.add(measured(size, makers, repeats, args.rounds, args.device))
 
 
 if __name__ == "__main__":

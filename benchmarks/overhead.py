@@ -5,24 +5,26 @@ the state, copying the batch in, cloning the metrics out. States of 10 and of 1,
 four numbers as metrics. On a CPU the copies run at once; on a GPU they are launches. Beside it: a plain loop over
 the same static tensors, as one writes a capture by hand, which checks nothing.
 
-    python benchmarks/overhead.py [--device cuda] [--rounds 9] [--out benchmarks/results]
+    python benchmarks/overhead.py [--device cuda] [--rounds 9] [--sizes "10 leaves"] [--out DIR]
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
-from _timing import about, arguments, interleaved, table, torch_variant, write
+from _timing import Report, Variant, about, arguments, chosen, measured, torch_variant
 from torch import Tensor
 
 import funcamp
 from funcamp._jit import cuda_graph
 
 CALLS = 2000
+SIZES = {"10 leaves": 10, "1,000 leaves": 1000}
 
 
 class NoGraph:
@@ -46,7 +48,7 @@ def step(state: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[dict[s
     return {name: leaf + 1 for name, leaf in state.items()}, {name: total * index for index, name in enumerate("abcd")}
 
 
-def captured(leaves: int, device: str) -> Callable[[], Any]:
+def captured(leaves: int, device: str) -> Variant:
     """A call of a captured step."""
     batch = (torch.ones(8, device=device), torch.ones(8, device=device))
     with mock.patch.object(cuda_graph, "graphs_for", return_value=NoGraph()):
@@ -56,10 +58,10 @@ def captured(leaves: int, device: str) -> Callable[[], Any]:
     def call() -> None:
         held[0], _ = run(held[0], batch)
 
-    return call
+    return torch_variant(call, device)
 
 
-def by_hand(device: str) -> Callable[[], Any]:
+def by_hand(device: str) -> Variant:
     """What every loop around a captured graph does: copy the batch in, replay, clone what is read later."""
     static = [torch.ones(8, device=device) for _ in range(2)]
     batch = [torch.ones(8, device=device) for _ in range(2)]
@@ -70,21 +72,26 @@ def by_hand(device: str) -> Callable[[], Any]:
             target.copy_(value, non_blocking=True)
         return metrics.clone().unbind()
 
-    return call
+    return torch_variant(call, device)
 
 
 def main() -> None:
     """Measure, print, and write the result files where asked."""
-    args = arguments(__doc__).parse_args()
-    calls = {"by hand": by_hand(args.device)}
-    calls |= {f"funcamp.jit, {leaves} leaves": captured(leaves, args.device) for leaves in (10, 1000)}
-    variants = {name: torch_variant(call, args.device) for name, call in calls.items()}
-    timings = interleaved(variants, CALLS, args.rounds)
-    micro = {name: [round(value * 1e3, 1) for value in timing.quartiles] for name, timing in timings.items()}
-    rows = [(name, middle, f"{low} to {high}") for name, (low, middle, high) in micro.items()]
-    facts = about(args.device, rounds=args.rounds)
-    body = table(("call", "median µs", "quartiles µs"), rows)
-    write(args.out, f"overhead-{args.device}", "Host time of a captured step beyond the launch", facts, body, micro)
+    parser = arguments(__doc__)
+    args = parser.parse_args()
+    columns = {"state": "size", "call": "variant", "median µs": "median_us", "quartiles µs": "quartiles_us"}
+    facts, title = about(args.device, rounds=args.rounds), "Host time of a captured step beyond the launch"
+    report = Report(args.out, f"overhead-{args.device}", title, facts, columns)
+    for name, leaves in chosen(parser, args, SIZES).items():
+        makers = {
+            "by hand": functools.partial(by_hand, args.device),
+            "funcamp.jit": functools.partial(captured, leaves, args.device),
+        }
+        for row in measured(name, makers, CALLS, args.rounds, args.device):
+            if "median_ms" in row:
+                row["median_us"] = round(row["median_ms"] * 1e3, 1)
+                row["quartiles_us"] = [round(value * 1e3, 1) for value in row["quartiles_ms"]]
+            report.add([row])
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ The same model, precision and optimizer three times: without any scaling (the gr
 scale, no check, no selection), with funcamp's dynamic scaling, and with that and a flag that the host reads at every
 step, as a GradScaler's `step` does. Reported as in step.py, over the step without scaling.
 
-    python benchmarks/price.py [--device cuda] [--rounds 15] [--out benchmarks/results]
+    python benchmarks/price.py [--device cuda] [--rounds 15] [--sizes "GPT 3.3 M;..."] [--out DIR]
 """
 
 from __future__ import annotations
 
-import gc
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from _models import CPU_SIZES, GPU_SIZES, Size, build, cross_entropy
 from _plots import dots
-from _timing import about, arguments, interleaved, table, torch_variant, write
+from _timing import Report, Variant, about, arguments, chosen, measured, torch_variant
 from _variants import LR, funcamp_step
 from torch import Tensor
 
@@ -68,30 +68,24 @@ VARIANTS = {"without scaling": unscaled, "dynamic scaling": funcamp_step, "dynam
 
 def main() -> None:
     """Measure, print, and write the result files where asked."""
-    args = arguments(__doc__, rounds=15).parse_args()
+    parser = arguments(__doc__, rounds=15)
+    args = parser.parse_args()
     cold = tempfile.TemporaryDirectory()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
     dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
-    rows: list[Any] = []
-    numbers: list[dict[str, Any]] = []
-    for name, size in (GPU_SIZES if args.device == "cuda" else CPU_SIZES).items():
-        variants = {
-            label: torch_variant(make(size, args.device, dtype), args.device) for label, make in VARIANTS.items()
-        }
-        for variant in variants.values():
-            variant.call()
-        for label, timing in interleaved(variants, size.steps, args.rounds).items():
-            low, middle, high = timing.quartiles
-            spread = f"{low:.3f} to {high:.3f}"
-            rows.append((name, label, f"{middle:.3f}", spread, f"{timing.ratio:.3f}", f"{timing.host:.3f}"))
-            numbers.append({"size": name, "variant": label, "ms": timing.quartiles, "ratio": timing.ratio})
-        variants.clear()
-        torch._dynamo.reset()
-        gc.collect()
-    columns = ("model", "step", "median ms", "quartiles ms", "over without", "host ms")
-    facts = about(args.device, rounds=args.rounds)
-    stem = write(args.out, f"price-{args.device}", "The price of scaling", facts, table(columns, rows), numbers)
-    dots(stem, [(row["size"], row["variant"], row["ratio"]) for row in numbers], "time over no scaling", "dynamic")
+    columns = {"model": "size", "step": "variant", "median ms": "median_ms", "quartiles ms": "quartiles_ms"}
+    columns |= {"over without": "ratio", "host ms": "host_ms"}
+    report = Report(
+        args.out, f"price-{args.device}", "The price of scaling", about(args.device, rounds=args.rounds), columns
+    )
+
+    def made(make: Any, size: Size) -> Variant:
+        return torch_variant(make(size, args.device, dtype), args.device)
+
+    for name, size in chosen(parser, args, GPU_SIZES if args.device == "cuda" else CPU_SIZES).items():
+        makers = {label: functools.partial(made, make, size) for label, make in VARIANTS.items()}
+        report.add(measured(name, makers, size.steps, args.rounds, args.device))
+    dots(report.stem, report.points("ratio"), "time over no scaling", "dynamic")
 
 
 if __name__ == "__main__":

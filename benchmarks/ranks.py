@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _models import CPU_SIZES, Size, build, cross_entropy
-from _timing import about, arguments, interleaved, seconds, table, torch_variant, write
+from _timing import Report, Row, about, arguments, chosen, interleaved, seconds, torch_variant
 from _variants import LR, funcamp_step
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
@@ -99,9 +99,7 @@ def child(name: str, rounds: int, out: str) -> None:
             "size": name,
             "processes": dist.get_world_size(),
             "variant": label,
-            "median_ms": round(timing.quartiles[1], 3),
-            "quartiles_ms": [round(timing.quartiles[0], 3), round(timing.quartiles[2], 3)],
-            "ratio_to_ddp": round(timing.ratio, 3),
+            **timing,
         }
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(list(rows.values())))
@@ -114,37 +112,31 @@ def child(name: str, rounds: int, out: str) -> None:
 def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
-    parser.add_argument("--sizes", default=";".join(SIZES), help="names, separated by semicolons")
     parser.add_argument("--child", help="a file: one size, on this rank")
     args = parser.parse_args()
     if args.child:
         child(args.sizes, args.rounds, args.child)
         return
-    rows: list[dict[str, Any]] = []
-    for name in args.sizes.split(";"):
+    columns = {"model": "size", "processes": "processes", "variant": "variant", "median ms": "median_ms"}
+    columns |= {"quartiles ms": "quartiles_ms", "over one process": "over_one_process", "over DDP": "ratio"}
+    columns |= {"collectives a step": "calls", "MB into them": "megabytes"}
+    facts = about("cpu", cores=os.cpu_count(), backend="gloo", threads="1 a process", rounds=args.rounds)
+    report = Report(args.out, "ranks-cpu", "Data parallel steps", facts, columns)
+    for name in chosen(parser, args, {name: CPU_SIZES[name] for name in SIZES}):
+        one: dict[str, float] = {}
         for world in WORLDS:
             with tempfile.TemporaryDirectory() as folder:
                 torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
                 out = Path(folder, "rows.json")
                 command = [*torchrun, __file__, "--sizes", name, f"--rounds={args.rounds}", "--child", str(out)]
                 subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-                rows += json.loads(out.read_text())
-    one = {(row["size"], row["variant"]): row["median_ms"] for row in rows if row["processes"] == 1}
-    cells = []
-    for row in rows:
-        calls = ", ".join(f"{count} {kind}" for kind, count in row.get("collectives", {}).items())
-        row["over_one_process"] = round(row["median_ms"] / one[row["size"], row["variant"]], 2)
-        cells.append(
-            (
-                *(row["size"], row["processes"], row["variant"], row["median_ms"]),
-                *(" to ".join(map(str, row["quartiles_ms"])), row["over_one_process"], row["ratio_to_ddp"]),
-                *(calls, f"{row['bytes'] / 1e6:.2f}" if "bytes" in row else ""),
-            )
-        )
-    columns = ("model", "processes", "variant", "median ms", "quartiles", "over one process", "over DDP")
-    body = table((*columns, "collectives a step", "MB into them"), cells)
-    facts = about("cpu", cores=os.cpu_count(), backend="gloo", threads="1 a process", rounds=args.rounds)
-    write(args.out, "ranks-cpu", "Data parallel steps", facts, body, rows)
+                rows: list[Row] = json.loads(out.read_text())
+            for row in rows:
+                first = one.setdefault(row["variant"], row["median_ms"])
+                row["over_one_process"] = round(row["median_ms"] / first, 2)
+                row["calls"] = ", ".join(f"{count} {kind}" for kind, count in row.get("collectives", {}).items())
+                row["megabytes"] = f"{row['bytes'] / 1e6:.2f}" if "bytes" in row else ""
+            report.add(rows)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 A residual MLP, a CNN with BatchNorm and a GPT, three sizes each; AdamW; autocast to bfloat16 on a CPU and to float16 on
 a GPU. The variants run interleaved in one process: each round times each of them once, in a new order. Reported: the
 median over the rounds, the quartiles, the ratio to torch's eager loop within each round, the host's part, and the first
-call, with its compilation, apart. JAX (jitted with donation, optax, jmp) takes part where it is installed.
+call, with its compilation, apart. JAX (jitted with donation, optax, jmp's rule) has a failed row where it is absent.
 
     python benchmarks/step.py [--device cuda] [--rounds 9] [--sizes "MLP 3.2 M;..."] [--forms] [--alone]
-        [--only "funcamp.jit;..."] [--public] [--out DIR]
+        [--variants "funcamp.jit;..."] [--public] [--out DIR]
 
 --public takes models of transformers and timm instead, on a CPU, with torch's two loops and `funcamp.jit`; first calls
 are those of further processes, one with an empty compile cache and one with what it left, and so is the peak of memory.
@@ -19,7 +19,6 @@ and the next step faults its pages in again; with --keep-memory malloc keeps wha
 from __future__ import annotations
 
 import functools
-import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -29,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,24 +36,22 @@ from _models import CPU_SIZES, GPU_SIZES, Size
 from _plots import dots
 from _public import PACKAGES, PUBLIC_SIZES
 from _timing import (
+    Report,
+    Row,
     Variant,
     about,
     arguments,
+    chosen,
     in_fresh_processes,
-    interleaved,
     kilobytes,
+    measured,
     seconds,
-    table,
     torch_variant,
-    write,
 )
 from _variants import FORMS, OURS, OURS_ON_A_GPU, PEERS, PEERS_ON_A_GPU, Maker
 
 KEEP = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
 PROCESSES = 3
-TOGETHER = 3  # variants beside the eager one at a time on a GPU, where each holds its graph's memory
-
-
 KNOWN = CPU_SIZES | PUBLIC_SIZES
 
 
@@ -73,55 +71,22 @@ def variants(device: str, *, forms: bool) -> dict[str, Any]:
         return torch_variant(maker(size, device, dtype), device)
 
     found: dict[str, Any] = {name: functools.partial(make, maker) for name, maker in makers.items()}
-    if importlib.util.find_spec("jax") and importlib.util.find_spec("optax"):
-        found["JAX jit, optax, jmp"] = lambda size, dtype: jax_variant(size, device, dtype)
-        if device == "cpu":
-            found["JAX jit, optax, jmp, float32"] = lambda size, _: jax_variant(size, device, torch.float32)
+    found["JAX jit, optax, jmp's rule"] = lambda size, dtype: jax_variant(size, device, dtype)
+    if device == "cpu":
+        found["JAX jit, optax, jmp's rule, float32"] = lambda size, _: jax_variant(size, device, torch.float32)
     return found
 
 
-def measure(name: str, size: Size, device: str, rounds: int, makers: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(name: str, size: Size, device: str, rounds: int, makers: dict[str, Any]) -> Iterator[Row]:
     """One row a variant."""
     dtype = torch.float16 if device == "cuda" else torch.bfloat16
-    (first, base), *others = makers.items()
-    at_once = TOGETHER if device == "cuda" else len(others)
-    rows: dict[str, dict[str, Any]] = {}
-    for start in range(0, max(len(others), 1), max(at_once, 1)):
-        running: dict[str, Variant] = {}
-        compiling: dict[str, float] = {}
-        for label, make in [(first, base), *others[start : start + at_once]]:
-            try:
-                variant = make(size, dtype)
-                compiling[label] = seconds(variant, 1)[0]
-                seconds(variant, 2)
-                running[label] = variant
-            except Exception as error:  # a peer that fails is a result
-                print(f"{name}: {label}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
-                rows[label] = {"size": name, "variant": label, "failed": type(error).__name__}
-        for label, timing in interleaved(running, size.steps, rounds).items():
-            rows.setdefault(
-                label,
-                {
-                    "size": name,
-                    "variant": label,
-                    "median_ms": round(timing.quartiles[1], 3),
-                    "quartiles_ms": [round(timing.quartiles[0], 3), round(timing.quartiles[2], 3)],
-                    "ratio_to_eager": round(timing.ratio, 3),
-                    "host_ms": round(timing.host, 3),
-                    "first_call_s": round(compiling[label], 2),
-                },
-            )
-        running.clear()
-        torch._dynamo.reset()
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    return list(rows.values())
+    made = {label: functools.partial(make, size, dtype) for label, make in makers.items()}
+    return measured(name, made, size.steps, rounds, device)
 
 
-def alone(name: str, device: str, rounds: int, labels: list[str], flags: list[str]) -> list[dict[str, Any]]:
+def alone(name: str, device: str, rounds: int, labels: list[str], flags: list[str]) -> list[Row]:
     """As `measure`, each variant in processes of its own, in turns."""
-    found: dict[str, list[dict[str, Any]]] = {label: [] for label in labels}
+    found: dict[str, list[Row]] = {label: [] for label in labels}
     turns = random.Random(0)
     for _ in range(PROCESSES):
         for label in turns.sample(labels, len(labels)):
@@ -132,14 +97,14 @@ def alone(name: str, device: str, rounds: int, labels: list[str], flags: list[st
             else:
                 found[label].append(json.loads(run.stdout.splitlines()[-1]))
     base = statistics.median(row["median_ms"] for row in found[labels[0]])
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for label, several in found.items():
         if not several:
             rows.append({"size": name, "variant": label, "failed": "process"})
             continue
         middle = sorted(several, key=lambda row: row["median_ms"])[len(several) // 2]
         spread = [min(row["median_ms"] for row in several), max(row["median_ms"] for row in several)]
-        rows.append({**middle, "quartiles_ms": spread, "ratio_to_eager": round(middle["median_ms"] / base, 3)})
+        rows.append({**middle, "quartiles_ms": spread, "ratio": round(middle["median_ms"] / base, 3)})
     return rows
 
 
@@ -158,41 +123,26 @@ def start(name: str, label: str, makers: dict[str, Any]) -> None:
     print(json.dumps({"first_call_s": round(first, 2), "peak_mb": round(kilobytes("VmHWM") / 1024)}))
 
 
-def public(chosen: list[str], rounds: int, makers: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
-    """A table and its rows, of every model and variant."""
-    rows: list[dict[str, Any]] = []
-    for name in chosen:
-        for row in measure(name, KNOWN[name], "cpu", rounds, makers):
-            if "failed" not in row:
-                starts = in_fresh_processes(__file__, ["--public", "--sizes", name, "--start", row["variant"]], times=2)
-                for when, measured in zip(("cold", "warm"), starts):
-                    row |= {f"{what}_{when}": value for what, value in measured.items()}
-                del row["first_call_s"]
-            rows.append(row)
-    measures = [f"{what}_{when}" for what in ("first_call_s", "peak_mb") for when in ("cold", "warm")]
-    cells = [
-        (row["size"], row["variant"], f"failed: {row['failed']}", *[""] * 6)
-        if "failed" in row
-        else (
-            *(row["size"], row["variant"], row["median_ms"], " to ".join(map(str, row["quartiles_ms"]))),
-            *(row["ratio_to_eager"], *(row[measure] for measure in measures)),
-        )
-        for row in rows
-    ]
-    columns = ("model", "variant", "median ms", "quartiles ms", "time over eager")
-    first = ("first call s, cold", "s, compiled artifacts kept", "peak RSS MB, cold", "MB, compiled artifacts kept")
-    return table((*columns, *first), cells), rows
+def public(name: str, rounds: int, makers: dict[str, Any]) -> Iterator[Row]:
+    """As `measure`, with the first calls and the memory of further processes."""
+    for row in measure(name, KNOWN[name], "cpu", rounds, makers):
+        if "failed" not in row:
+            starts = in_fresh_processes(__file__, ["--public", "--sizes", name, "--start", row["variant"]], times=2)
+            for when, found in zip(("cold", "warm"), starts):
+                row |= {f"{what}_{when}": value for what, value in found.items()}
+            del row["first_call_s"]
+        yield row
 
 
 def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
     parser.add_argument("--alone", action="store_true", help="every variant in processes of its own")
-    parser.add_argument("--only", help="names of variants beside the eager one, separated by semicolons")
+    # Not --only: Inductor takes what follows that for a name, and writes it into its code.
+    parser.add_argument("--variants", help="names of variants beside the eager one, separated by semicolons")
     parser.add_argument("--child", help="one variant, for --alone")
     parser.add_argument("--public", action="store_true", help="models of transformers and timm")
     parser.add_argument("--start", help="one variant's first steps, for --public")
-    parser.add_argument("--sizes", help="names, separated by semicolons")
     parser.add_argument("--forms", action="store_true", help="funcamp's own options too")
     parser.add_argument("--keep-memory", action="store_true", help="let malloc keep freed blocks of any size")
     args = parser.parse_args()
@@ -206,51 +156,47 @@ def main() -> None:
     if args.public and not all(map(importlib.util.find_spec, PACKAGES)):
         parser.error(f"--public needs {', '.join(PACKAGES)}: pip install -c constraints.txt -e '.[models]'")
     known = PUBLIC_SIZES if args.public else GPU_SIZES if args.device == "cuda" else CPU_SIZES
-    chosen = args.sizes.split(";") if args.sizes else list(known)
+    sizes = chosen(parser, args, known)
     makers = variants(args.device, forms=args.forms)
     if args.public:
         makers = {name: makers[name] for name in (*PEERS, "funcamp.jit")}
-    if args.only:
-        makers = {name: make for name, make in makers.items() if name in (next(iter(makers)), *args.only.split(";"))}
+    if args.variants:
+        wanted, every = args.variants.split(";"), variants("cpu", forms=True) | variants("cuda", forms=True)
+        if strangers := [name for name in wanted if name not in every]:
+            parser.error(f"--variants must name {'; '.join(every)}; got {'; '.join(strangers)}")
+        makers = {name: make for name, make in makers.items() if name in (next(iter(makers)), *wanted)}
     if args.child:
-        child(chosen[0], args.child, args.device, args.rounds, makers)
+        child(next(iter(sizes)), args.child, args.device, args.rounds, makers)
         return
     if args.start:
-        start(chosen[0], args.start, makers)
+        start(next(iter(sizes)), args.start, makers)
         return
+    columns = {"model": "size", "variant": "variant", "median ms": "median_ms", "quartiles ms": "quartiles_ms"}
+    columns["time over eager"] = "ratio"
     if args.public:
-        body, rows = public(chosen, args.rounds, makers)
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
         facts = about(args.device, **versions, rounds=args.rounds)
-        stem = write(args.out, "step-public-cpu", "A whole training step of public models", facts, body, rows)
-        points = [(row["size"], row["variant"], row["ratio_to_eager"]) for row in rows if "failed" not in row]
-        dots(stem, points, "time of a step over torch's eager loop", "funcamp")
-        return
-    rows = []
-    for name in chosen:
+        columns |= {"first call s, cold": "first_call_s_cold", "s, compiled artifacts kept": "first_call_s_warm"}
+        columns |= {"peak RSS MB, cold": "peak_mb_cold", "MB, compiled artifacts kept": "peak_mb_warm"}
+        report = Report(args.out, "step-public-cpu", "A whole training step of public models", facts, columns)
+    else:
+        jax = importlib.util.find_spec("jax") and importlib.metadata.version("jax")
+        malloc = KEEP if args.keep_memory else "as the system has it"
+        facts = about(args.device, jax=jax or "not installed", rounds=args.rounds, malloc=malloc)
         if args.alone:
-            flags = ["--forms"] * args.forms
-            rows += alone(name, args.device, args.rounds, list(makers), flags)
+            columns = {name.replace("quartiles ms", "fastest to slowest process"): key for name, key in columns.items()}
+        columns |= {"host ms": "host_ms", "first call s": "first_call_s"}
+        flags = {"-alone": args.alone, "-forms": args.forms, "-kept": args.keep_memory}
+        suffix = "".join(name for name, given in flags.items() if given)
+        report = Report(args.out, f"step-{args.device}{suffix}", "A whole training step", facts, columns)
+    for name, size in sizes.items():
+        if args.public:
+            report.add(public(name, args.rounds, makers))
+        elif args.alone:
+            report.add(alone(name, args.device, args.rounds, list(makers), ["--forms"] * args.forms))
         else:
-            rows += measure(name, known[name], args.device, args.rounds, makers)
-    jax = importlib.util.find_spec("jax") and __import__("jax").__version__
-    malloc = KEEP if args.keep_memory else "as the system has it"
-    facts = about(args.device, jax=jax or "not installed", rounds=args.rounds, malloc=malloc)
-    cells = [
-        (row["size"], row["variant"], f"failed: {row['failed']}", "", "", "", "")
-        if "failed" in row
-        else (
-            *(row["size"], row["variant"], row["median_ms"], " to ".join(map(str, row["quartiles_ms"]))),
-            *(row["ratio_to_eager"], row["host_ms"], row["first_call_s"]),
-        )
-        for row in rows
-    ]
-    spread = "fastest to slowest process" if args.alone else "quartiles ms"
-    columns = ("model", "variant", "median ms", spread, "time over eager", "host ms", "first call s")
-    suffix = ("-alone" if args.alone else "") + ("-forms" if args.forms else "") + ("-kept" if args.keep_memory else "")
-    stem = write(args.out, f"step-{args.device}{suffix}", "A whole training step", facts, table(columns, cells), rows)
-    points = [(row["size"], row["variant"], row["ratio_to_eager"]) for row in rows if "failed" not in row]
-    dots(stem, points, "time of a step over torch's eager loop", "funcamp")
+            report.add(measure(name, size, args.device, args.rounds, makers))
+    dots(report.stem, report.points("ratio"), "time of a step over torch's eager loop", "funcamp")
 
 
 if __name__ == "__main__":

@@ -10,17 +10,15 @@ what the first call took, with nothing in Inductor's cache; and how many numbers
 
 from __future__ import annotations
 
-import gc
+import functools
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
 from _models import CPU_SIZES, GPU_SIZES, Size
-from _timing import Variant, about, arguments, interleaved, seconds, table, torch_variant, write
+from _timing import Report, Row, Variant, about, arguments, chosen, measured, torch_variant
 from _variants import funcamp_step
 
 from funcamp import numerics
@@ -35,66 +33,53 @@ KINDS: dict[str, Change] = {
 }
 
 
-def variant(size: Size, device: str, dtype: torch.dtype, change: Change) -> tuple[Variant, Any, float]:
-    """A step, the metrics of a first call, and how long that took."""
-    start = time.perf_counter()
-    call = funcamp_step(size, device, dtype, change=change)
-    metrics = call()
-    return torch_variant(call, device), metrics, time.perf_counter() - start
+def counted(one: Variant) -> Row:
+    """The numbers that a step counts."""
+    records = one.call().records.values()
+    return {"counted": int(sum((r.forward.count + r.backward.count).item() for r in records))}
 
 
-def measure(name: str, size: Size, device: str, rounds: int, copies: int) -> list[dict[str, Any]]:
-    """One row a kind."""
+def measure(name: str, size: Size, device: str, rounds: int, copies: int) -> Iterator[Row]:
+    """One row a kind, of the rows of its copies."""
     dtype = torch.float16 if device == "cuda" else torch.bfloat16
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", TORCHINDUCTOR_CACHE_DIR=folder):
-        made = {label: [variant(size, device, dtype, change) for _ in range(copies)] for label, change in KINDS.items()}
-    variants = {f"{label} {index}": one for label, all_of in made.items() for index, (one, *_) in enumerate(all_of)}
-    for one in variants.values():
-        seconds(one, 2)
-    timings = interleaved(variants, size.steps, rounds)
-    medians = {label: [timings[f"{label} {index}"].quartiles[1] for index in range(copies)] for label in KINDS}
-    base = statistics.mean(medians["plain"])
-    counted = {
-        label: int(sum((r.forward.count + r.backward.count).item() for r in all_of[0][1].records.values()))
-        for label, all_of in made.items()
+
+    def made(change: Change) -> Variant:
+        return torch_variant(funcamp_step(size, device, dtype, change=change), device)
+
+    makers = {
+        f"{label} {index}": functools.partial(made, change)
+        for label, change in KINDS.items()
+        for index in range(copies)
     }
-    torch._dynamo.reset()
-    gc.collect()
-    return [
-        {
-            "size": name,
-            "variant": label,
-            "median_ms": round(statistics.mean(medians[label]), 3),
-            "ratio_to_plain": round(statistics.mean(medians[label]) / base, 3),
-            "ratio_of_each": sorted(round(median / base, 3) for median in medians[label]),
-            "first_call_s": round(made[label][0][2], 1),
-            "counted": counted[label],
-        }
-        for label in KINDS
-    ]
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", TORCHINDUCTOR_CACHE_DIR=folder):
+        rows = {row["variant"]: row for row in measured(name, makers, size.steps, rounds, device, counted)}
+    base = 0.0
+    for label in KINDS:
+        several = [rows[f"{label} {index}"] for index in range(copies)]
+        row: Row = {"size": name, "variant": label}
+        if failed := [one["failed"] for one in several if "failed" in one]:
+            yield row | {"failed": failed[0]}
+            continue
+        medians = [one["median_ms"] for one in several]
+        row |= {"median_ms": round(statistics.mean(medians), 3), "counted": several[0]["counted"]}
+        base = base or row["median_ms"]
+        row["ratio_to_plain"] = round(row["median_ms"] / base, 3)
+        row["ratio_of_each"] = ", ".join(str(round(median / base, 3)) for median in sorted(medians))
+        yield row | {"first_call_s": several[0]["first_call_s"]}
 
 
 def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
     parser.add_argument("--copies", type=int, default=3)
-    parser.add_argument("--sizes", help="names, separated by semicolons")
     args = parser.parse_args()
     known = GPU_SIZES if args.device == "cuda" else CPU_SIZES
-    default = [name for name in known if "MLP" in name or "GPT" in name]
-    rows: list[dict[str, Any]] = []
-    for name in args.sizes.split(";") if args.sizes else default:
-        rows += measure(name, known[name], args.device, args.rounds, args.copies)
-    cells = [
-        (
-            *(row["size"], row["variant"], row["median_ms"], row["ratio_to_plain"]),
-            *(", ".join(map(str, row["ratio_of_each"])), row["first_call_s"], row["counted"]),
-        )
-        for row in rows
-    ]
-    columns = ("model", "variant", "median ms", "time over plain", "of each", "first call s", "numbers counted")
-    facts = about(args.device, rounds=args.rounds, copies=args.copies)
-    write(args.out, f"track-{args.device}", "Counting what every layer holds", facts, table(columns, cells), rows)
+    columns = {"model": "size", "variant": "variant", "median ms": "median_ms", "time over plain": "ratio_to_plain"}
+    columns |= {"of each": "ratio_of_each", "first call s": "first_call_s", "numbers counted": "counted"}
+    facts, title = about(args.device, rounds=args.rounds, copies=args.copies), "Counting what every layer holds"
+    report = Report(args.out, f"track-{args.device}", title, facts, columns)
+    for name, size in chosen(parser, args, {name: size for name, size in known.items() if "CNN" not in name}).items():
+        report.add(measure(name, size, args.device, args.rounds, args.copies))
 
 
 if __name__ == "__main__":

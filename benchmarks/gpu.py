@@ -1,0 +1,154 @@
+"""Tests and benchmarks on a GPU that is lent for half an hour: five parts of at most eight minutes, in order of value.
+
+    python benchmarks/gpu.py tests|step|phase|price|rest [--out DIR] [--device cpu] [--sizes "..."] [--rounds 9]
+
+It needs torch, numpy, pytest and what torch.compile needs, installs nothing, and takes JAX, optax and matplotlib if
+they are there. A part goes on past a line that fails or takes too long, says at the end which did, and fails then. What
+was measured is in the result files with every row. --device, --sizes and --rounds replace those of every line of a
+part: with `--device cpu` and a small size they rehearse it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PEERS = (
+    "torch.compile(model), GradScaler",
+    'torch.compile(model, mode="reduce-overhead"), GradScaler',
+    "funcamp.jit",
+    "JAX jit, optax, jmp's rule",
+)
+OTHERS = (
+    "forward and backward captured, GradScaler outside",
+    "funcamp.GradScaler, the loop captured",
+    "funcamp.GradScaler, the loop compiled and captured",
+    "funcamp.jit",
+    "funcamp.jit, a tensor a parameter",
+    "funcamp.jit, exact=True",
+)
+
+
+class Line(NamedTuple):
+    """A benchmark, the sizes that fit a GPU's memory and the time, its options, and its seconds at most."""
+
+    script: str
+    seconds: int
+    sizes: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+STEP = ("MLP 0.14 M", "GPT 124 M, 16,384 tokens", "GPT 3.3 M", "MLP 134 M", "CNN 2.7 M", "GPT 124 M, 1,024 tokens")
+PHASE = ("124 M in 148", "1 M in 10", "1,000 M in 300", "10 M in 100", "10 M in 10,000")
+PARTS: dict[str, list[Line]] = {
+    "tests": [],
+    "step": [Line("step", 460, STEP, ("--variants", ";".join(PEERS)))],
+    "phase": [Line("phase", 300, PHASE)],
+    "price": [Line("price", 240, ("MLP 0.14 M", "GPT 124 M, 1,024 tokens", "GPT 3.3 M", "MLP 134 M"))],
+    "rest": [
+        Line("grad_scaler", 70, ("10 M in 100", "0.1 M in 20")),
+        Line("overhead", 40, ("10 leaves", "1,000 leaves")),
+        Line("track", 120, ("GPT 3.3 M",), ("--copies=1",)),
+        Line("step", 120, ("MLP 3.2 M",), ("--forms", "--variants", ";".join(OTHERS))),
+    ],
+}
+TESTS = 400  # seconds
+WORKERS = 12  # test processes at most: each has a context on the GPU
+
+
+def run(command: list[str], seconds: float, log: Path | None = None, **variables: str) -> str:
+    """Run a command in a session of its own; return "" or what was wrong."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
+    with log.open("w") if log else contextlib.nullcontext() as to:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=to, stderr=to, start_new_session=True)
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"stopped after {seconds:.0f} s"
+    return f"exit status {status}" if status else ""
+
+
+def tests(device: str, out: Path | None) -> list[str]:
+    """Run the CUDA tests on all cores, and the doctor beside them; return what failed."""
+    pytest = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "cuda" if device == "cuda" else "not cuda",
+    ]
+    plain = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "300"}
+    with tempfile.TemporaryDirectory() as name:
+        folder, start = Path(name), time.monotonic()
+        if wrong := run([*pytest, "-q", "--collect-only", "tests/cuda"], 120, folder / "collected.log", **plain):
+            return [f"collecting the tests: {wrong}\n{(folder / 'collected.log').read_text()[-4000:]}"]
+        found = [line for line in (folder / "collected.log").read_text().splitlines() if "::" in line]
+        workers = min(WORKERS, os.cpu_count() or 1, len(found))
+        # Warnings of this machine's packages are shown, and fail no test; each process compiles for itself.
+        options = ["-v", "-rfE", "--tb=short", "-W", "default", "-o", "faulthandler_timeout=150"]
+        alone = {**plain, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        commands = {f"tests {index}": [*pytest, *options, *found[index::workers]] for index in range(workers)}
+        commands["doctor"] = [sys.executable, "-m", "funcamp", "doctor", "--device", device]
+        with ThreadPoolExecutor(len(commands)) as pool:
+            ends = list(pool.map(lambda one: run(one[1], TESTS, folder / f"{one[0]}.log", **alone), commands.items()))
+        logs = {label: (folder / f"{label}.log").read_text() for label in commands}
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "tests.log").write_text("\n".join(f"==== {label}\n{text}" for label, text in logs.items()))
+    failed = []
+    for (label, text), wrong in zip(logs.items(), ends):
+        lines = text.splitlines()
+        print(f"{label}: {wrong or 'well'}: {lines[-1] if lines else ''}")
+        if wrong:
+            named = [line for line in lines if line.startswith(("FAILED", "ERROR")) or " failed " in line]
+            failed += [f"{label}: {wrong}", *(line[:400] for line in named or lines[-20:])]
+    print(logs["doctor"])
+    print(f"{len(found)} tests in {workers} processes, {time.monotonic() - start:.0f} s")
+    return failed
+
+
+def main() -> None:
+    """Run the parts that are named, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all without one")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, help="folder for the result files, and for tests.log")
+    parser.add_argument("--sizes", help="names, separated by semicolons")
+    parser.add_argument("--rounds", type=int)
+    args = parser.parse_args()
+    if strangers := [part for part in args.parts if part not in PARTS]:
+        parser.error(f"PART must be one of {', '.join(PARTS)}; got {', '.join(strangers)}")
+    out = args.out and args.out.absolute()
+    given = [f"--device={args.device}", *([f"--out={out}"] if out else [])]
+    given += [f"--rounds={args.rounds}"] if args.rounds else []
+    failed: list[str] = []
+    for part in args.parts or PARTS:
+        start = time.monotonic()
+        failed += tests(args.device, out) if part == "tests" else []
+        for line in PARTS[part]:
+            sizes = args.sizes or ";".join(line.sizes)
+            command = [sys.executable, f"benchmarks/{line.script}.py", *given, *line.options, "--sizes", sizes]
+            if wrong := run(command, line.seconds):
+                failed.append(f"{part}: {line.script}.py: {wrong}")
+        print(f"==== {part}: {time.monotonic() - start:.0f} s", flush=True)
+    print(*(failed or ["nothing failed"]), sep="\n")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -52,14 +52,14 @@ STEP = ("MLP 0.14 M", "GPT 124 M, 16,384 tokens", "GPT 3.3 M", "MLP 134 M", "CNN
 PHASE = ("124 M in 148", "1 M in 10", "1,000 M in 300", "10 M in 100", "10 M in 10,000")
 PARTS: dict[str, list[Line]] = {
     "tests": [],
-    "step": [Line("step", 460, STEP, ("--variants", ";".join(PEERS)))],
-    "phase": [Line("phase", 300, PHASE)],
-    "price": [Line("price", 240, ("MLP 0.14 M", "GPT 124 M, 1,024 tokens", "GPT 3.3 M", "MLP 134 M"))],
+    "step": [Line("step", 440, STEP, ("--variants", ";".join(PEERS)))],
+    "phase": [Line("phase", 280, PHASE)],
+    "price": [Line("price", 220, ("MLP 0.14 M", "GPT 124 M, 1,024 tokens", "GPT 3.3 M", "MLP 134 M"))],
     "rest": [
-        Line("grad_scaler", 70, ("10 M in 100", "0.1 M in 20")),
+        Line("grad_scaler", 60, ("10 M in 100", "0.1 M in 20")),
         Line("overhead", 40, ("10 leaves", "1,000 leaves")),
-        Line("track", 120, ("GPT 3.3 M",), ("--copies=1",)),
-        Line("step", 120, ("MLP 3.2 M",), ("--forms", "--variants", ";".join(OTHERS))),
+        Line("track", 150, ("GPT 3.3 M",), ("--copies=1",)),
+        Line("step", 130, ("MLP 3.2 M",), ("--forms", "--variants", ";".join(OTHERS))),
     ],
 }
 TESTS = 400  # seconds
@@ -74,10 +74,12 @@ def run(command: list[str], seconds: float, log: Path | None = None, **variables
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=to, stderr=to, start_new_session=True)
         try:
             status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            return f"stopped after {seconds:.0f} s"
+            if isinstance(error, subprocess.TimeoutExpired):
+                return f"stopped after {seconds:.0f} s"
+            raise
     return f"exit status {status}" if status else ""
 
 

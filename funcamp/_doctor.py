@@ -158,7 +158,7 @@ def _capture(device: str) -> str:
 def _parity(device: str) -> str:
     model, batch = _task(device)
     eager = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(eager.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=1e-2, foreach=False)  # the arithmetic that `stateless` runs
     scaler = torch.amp.GradScaler(device, init_scale=_CONFIG.init_scale, growth_interval=_CONFIG.growth_interval)
     step = _step(model, torch.optim.SGD)
     state, skipped = step.init(), 0

@@ -63,6 +63,7 @@ PARTS: dict[str, list[Line]] = {
     ],
 }
 TESTS = 400  # seconds
+SHOWN = 50  # lines of what failed; tests.log has all
 WORKERS = 12  # test processes at most: each has a context on the GPU
 
 
@@ -115,10 +116,10 @@ def tests(device: str, out: Path | None) -> list[str]:
     failed = []
     for (label, text), wrong in zip(logs.items(), ends):
         lines = text.splitlines()
-        print(f"{label}: {wrong or 'well'}: {lines[-1] if lines else ''}")
+        print(f"{label}: {wrong or 'well'}: {lines[-1].strip('= ') if lines else ''}")
         if wrong:
             named = [line for line in lines if line.startswith(("FAILED", "ERROR")) or " failed " in line]
-            failed += [f"{label}: {wrong}", *(line[:400] for line in named or lines[-20:])]
+            failed += [f"{label}: {wrong}", *(line[:200] for line in named or lines[-20:])]
     print(logs["doctor"])
     print(f"{len(found)} tests in {workers} processes, {time.monotonic() - start:.0f} s")
     return failed
@@ -148,7 +149,9 @@ def main() -> None:
             if wrong := run(command, line.seconds):
                 failed.append(f"{part}: {line.script}.py: {wrong}")
         print(f"==== {part}: {time.monotonic() - start:.0f} s", flush=True)
-    print(*(failed or ["nothing failed"]), sep="\n")
+    print(*(failed[:SHOWN] or ["nothing failed"]), sep="\n")
+    if len(failed) > SHOWN:
+        print(f"and {len(failed) - SHOWN} lines more")
     sys.exit(bool(failed))
 
 

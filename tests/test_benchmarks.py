@@ -1,0 +1,83 @@
+"""What a benchmark leaves behind when a variant fails or its process is stopped, and what a GPU's run asks for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their folder is the first that a script looks in."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def test_a_variant_that_fails_is_a_row_and_every_row_is_in_the_file(tmp_path: Path) -> None:
+    timing: Any = import_module("_timing")
+
+    def failing() -> Any:
+        raise MemoryError("80 GB")
+
+    class Late:
+        calls = 0
+
+        def __call__(self) -> None:
+            self.calls += 1
+            if self.calls > 5:
+                raise ValueError("in a later call")
+
+    def made(call: Any) -> Any:
+        return lambda: timing.Variant(call, timing.nothing)
+
+    columns = {"size": "size", "variant": "variant", "ms": "median_ms", "ratio": "ratio"}
+    report = timing.Report(tmp_path, "x", "X", {"date": "2026-01-01"}, columns)
+    makers = {"first": made(int), "absent": failing, "second": made(int)}
+    report.add(timing.measured("small", makers, 2, 3, "cpu"))
+    assert [row.get("failed") for row in report.rows] == [None, "MemoryError", None]
+    assert all(row["ratio"] > 0 for row in report.rows[::2])
+
+    def stopped() -> Iterator[Any]:
+        yield from timing.measured("large", {"first": made(int), "late": made(Late())}, 2, 3, "cpu")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        report.add(stopped())
+    lines = (tmp_path / "2026-01-01-x.md").read_text().splitlines()
+    assert "| small | absent | failed: MemoryError |  |" in lines
+    assert "| large | late | failed: ValueError |  |" in lines
+    rows = json.loads((tmp_path / "2026-01-01-x.json").read_text())["results"]
+    assert [(row["size"], row["variant"]) for row in rows] == [
+        *(("small", name) for name in makers),
+        ("large", "first"),
+        ("large", "late"),
+    ]
+
+
+def test_the_gpus_run_names_sizes_and_variants_that_there_are() -> None:
+    gpu, step = import_module("gpu"), import_module("step")
+    for lines in gpu.PARTS.values():
+        for line in lines:
+            script = import_module(line.script)
+            known = getattr(script, "GPU_SIZES", None) or script.SIZES
+            assert not {*line.sizes} - {*known}, line
+    assert not {*gpu.PEERS, *gpu.OTHERS} - {*step.variants("cuda", forms=True)}
+    assert gpu.TESTS + sum(line.seconds for lines in gpu.PARTS.values() for line in lines) <= 30 * 60
+    assert max(sum(line.seconds for line in lines) for lines in gpu.PARTS.values()) <= 8 * 60
+
+
+def test_a_command_that_takes_too_long_is_ended_and_a_failure_is_told(tmp_path: Path) -> None:
+    gpu = import_module("gpu")
+    child = "import signal; signal.pause()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert gpu.run([sys.executable, "-c", parent], 1) == "stopped after 1 s"
+    assert gpu.run([sys.executable, "-c", "print(3); raise SystemExit(3)"], 60, tmp_path / "log") == "exit status 3"
+    assert (tmp_path / "log").read_text() == "3\n"
+    assert gpu.run([sys.executable, "-c", "import funcamp"], 60) == ""

@@ -21,7 +21,7 @@ def test_counts_are_those_of_the_host(dtype: torch.dtype, compiled: bool) -> Non
     run = torch.compile(stats, fullgraph=True) if compiled else stats
     found, wanted = run(x.cuda()).row.cpu(), stats(x).row
     assert_same(found[3:], wanted[3:])
-    assert_close(found[:3], wanted[:3], 1e-6)
+    assert_close(found[:3], wanted[:3], 1e-5)
 
 
 def test_captured_step_counts_what_the_eager_one_does() -> None:

@@ -6,7 +6,7 @@ them, counted tensor by tensor, and measured: the most that live at once while t
 during the third step, of all that torch's allocator has handed out since before; and the most that is resident during
 the sixth step, above what the process had after a step of a small model (malloc keeps some of what is freed).
 
-    python benchmarks/footprint.py [--blocks 4,12,48] [--out benchmarks/results]
+    python benchmarks/footprint.py [--sizes "4 blocks;12 blocks"] [--out DIR]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from _models import CPU_SIZES, Size, build, cross_entropy
 from _plots import dots
-from _timing import about, arguments, in_fresh_processes, kilobytes, table, write
+from _timing import about, arguments, chosen, in_fresh_processes, kilobytes, save, table, write
 from _variants import funcamp_step, torch_loop
 from torch.utils import _pytree
 
@@ -38,6 +38,7 @@ STEPS: dict[str, Callable[[Size], Callable[[], Any]]] = {
     "torch eager": lambda size: torch_loop(size, "cpu", LOW),
 }
 COMPILED = list(STEPS)[:2]
+SIZES = {"4 blocks": 4, "12 blocks": 12, "48 blocks": 48}
 
 
 def peaks_of(make: Callable[[], Callable[[], Any]]) -> tuple[int, int]:
@@ -129,7 +130,6 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
 def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
-    parser.add_argument("--blocks", default="4,12,48")
     parser.add_argument("--child", nargs=3, help="what, variant and blocks: one measurement")
     args = parser.parse_args()
     if args.child:
@@ -137,32 +137,41 @@ def main() -> None:
         return
     first: dict[str, dict[str, list[float]]] = {}
     rows: list[Any] = []
-    for blocks in args.blocks.split(","):
-        first[blocks] = {name: [round(s, 1) for s in spawn("compile", name, blocks, times=2)] for name in COMPILED}
-        base = first[blocks][COMPILED[0]][0]
-        rows += [(blocks, name, cold, round(cold / base, 2), warm) for name, (cold, warm) in first[blocks].items()]
+    held: dict[str, dict[str, float]] = {}
+    peaks: dict[str, list[float]] = {}
+
+    def done(keep: Callable[..., Path | None] = save) -> Path | None:
+        body = [
+            *table(
+                ("blocks", "first call", "s, cold", "over torch.compile(model)", "s, compiled artifacts kept"), rows
+            ),
+            "",
+            *table(
+                ("bytes a parameter, 38 M, AdamW", "parameters", "moments", "copies", "gradients", "all"),
+                [(name, *v.values(), f"{sum(v.values()):.2f}") for name, v in held.items()],
+            ),
+            "",
+            *table(
+                ("bytes a parameter at the peak, batch 64", "while it is made", "of a step", "of a step, resident"),
+                [(name, *values) for name, values in peaks.items()],
+            ),
+        ]
+        numbers = {"first_call_s": first, "bytes_a_parameter": held, "peak_bytes_a_parameter": peaks}
+        return keep(args.out, "footprint-cpu", "Compile time and memory of a training step", facts, body, numbers)
+
+    facts = about("cpu")
+    for size, blocks in chosen(parser, args, SIZES).items():
+        first[size] = {name: [round(s, 1) for s in spawn("compile", name, str(blocks), times=2)] for name in COMPILED}
+        base = first[size][COMPILED[0]][0]
+        rows += [(blocks, name, cold, round(cold / base, 2), warm) for name, (cold, warm) in first[size].items()]
+        done()
     held, count = counted()
-    peaks = {}
     for name in STEPS:
         found = [*spawn("memory", name, "0"), *spawn("resident", name, "0")]
         peaks[name] = [round(value / count, 2) for value in found]
-    body = [
-        *table(("blocks", "first call", "s, cold", "over torch.compile(model)", "s, compiled artifacts kept"), rows),
-        "",
-        *table(
-            ("bytes a parameter, 38 M, AdamW", "parameters", "moments", "copies", "gradients", "all"),
-            [(name, *v.values(), f"{sum(v.values()):.2f}") for name, v in held.items()],
-        ),
-        "",
-        *table(
-            ("bytes a parameter at the peak, batch 64", "while it is made", "of a step", "of a step, resident"),
-            [(name, *values) for name, values in peaks.items()],
-        ),
-    ]
-    numbers = {"first_call_s": first, "bytes_a_parameter": held, "peak_bytes_a_parameter": peaks}
-    stem = write(args.out, "footprint-cpu", "Compile time and memory of a training step", about("cpu"), body, numbers)
+        done()
     points = [(f"{blocks} blocks", name, over) for blocks, name, _, over, _ in rows]
-    dots(stem, points, "first call, over torch.compile(model)", "funcamp.jit")
+    dots(done(write), points, "first call, over torch.compile(model)", "funcamp.jit")
 
 
 if __name__ == "__main__":

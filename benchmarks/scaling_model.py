@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from _timing import about, arguments, table, write
+from _timing import about, arguments, chosen, table, write
 
 NVLINK = 450e9 * 0.8  # bytes a second and direction of an H100's NVLink, of which NCCL reaches about this share
 NETWORK = 50e9 * 0.8  # a 400 Gb/s rail a GPU
@@ -58,8 +58,9 @@ def row(name: str, parameters: float, gpus: int) -> dict[str, Any]:
 
 def main() -> None:
     """Print, and write the result files where asked."""
-    args = arguments(__doc__).parse_args()
-    rows = [row(name, parameters, gpus) for name, parameters in MODELS.items() for gpus in GPUS]
+    parser = arguments(__doc__)
+    args = parser.parse_args()
+    rows = [row(name, parameters, gpus) for name, parameters in chosen(parser, args, MODELS).items() for gpus in GPUS]
     columns = (
         *("parameters", "GPUs", "compute, ms", "float16 gradients, ms", "DDP's float32 gradients, ms"),
         *("an all-reduce of one number, us", "share of the step, nothing beside it", "with buckets"),

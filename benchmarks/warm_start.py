@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _timing import about, arguments, table, write
+from _timing import Report, about, arguments, chosen
 from torch import Tensor
 
 import funcamp
@@ -80,7 +80,8 @@ def run(kind: str, config: ScalerConfig, steps: int) -> dict[str, Any]:
     task = Task(kind)
     scaler = funcamp.GradScaler("cpu", config=config)
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-3)
-    lost, found, losses = 0, None, []
+    lost, found = 0, None
+    losses: list[float] = []
     for index in range(steps):
         largest = task.largest(index)
         task.model.zero_grad()
@@ -93,7 +94,8 @@ def run(kind: str, config: ScalerConfig, steps: int) -> dict[str, Any]:
         lost += int(scaler.metrics().found_inf.item())
         if found is None and scale > 0 and abs(math.log2(scale) - largest) <= 1:
             found = index
-    return {"lost": lost, "found": found, "largest": largest, "loss": statistics.mean(losses[-5:])}
+    where, mean = "not found" if found is None else found, round(statistics.mean(losses[-5:]), 3)
+    return {"lost": lost, "found": where, "largest": f"2^{largest}", "loss": mean}
 
 
 def main() -> None:
@@ -101,19 +103,15 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
-    rows, results = [], []
-    for kind in ("MLP", "GPT"):
+    facts, lost = about("cpu", precision="float16"), f"of {args.steps} steps lost"
+    columns = {"model": "size", "init_scale": "scale", "rule": "variant", lost: "lost", "found at step": "found"}
+    columns |= {"mean loss of the last 5": "loss", "largest clean scale at the last step": "largest"}
+    report = Report(args.out, "warm-start-cpu", "Finding the scale", facts, columns)
+    for kind in chosen(parser, args, dict.fromkeys(("MLP", "GPT"))):
         for exponent in EXPONENTS:
             for name, rule in RULES.items():
-                result = run(kind, rule(2.0**exponent), args.steps)
-                results.append({"model": kind, "init_scale": 2.0**exponent, "rule": name, **result})
-                found = "not found" if result["found"] is None else result["found"]
-                rows.append((kind, f"2^{exponent}", name, result["lost"], found, f"{result['loss']:.3f}"))
-    largest = f"2^{results[0]['largest']} (MLP), 2^{results[-1]['largest']} (GPT)"
-    facts = about("cpu", precision="float16", **{"largest clean scale at the last step": largest})
-    lost = f"of {args.steps} steps lost"
-    columns = ("model", "init_scale", "rule", lost, "found at step", "mean loss of the last 5")
-    write(args.out, "warm-start-cpu", "Finding the scale", facts, table(columns, rows), results)
+                row = run(kind, rule(2.0**exponent), args.steps)
+                report.add([{"size": kind, "variant": name, "scale": f"2^{exponent}", **row}])
 
 
 if __name__ == "__main__":

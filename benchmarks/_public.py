@@ -26,7 +26,7 @@ PUBLIC_SIZES = {
 
 def public_task(size: Size) -> tuple[nn.Module, Any, Callable[[Any, Tensor], Tensor] | None]:
     """A fresh model, one batch, and the criterion; None where the model returns its loss."""
-    with _without_operators():
+    with without_operators():
         import torchvision  # noqa: F401  what timm and transformers import
     torch.manual_seed(0)
     if size.kind == "gpt2":
@@ -52,7 +52,7 @@ def public_task(size: Size) -> tuple[nn.Module, Any, Callable[[Any, Tensor], Ten
 
 
 @contextlib.contextmanager
-def _without_operators() -> Iterator[None]:
+def without_operators() -> Iterator[None]:
     """Context manager: let torchvision be imported without its compiled operators.
 
     The torchvision of PyPI is built for CUDA: beside a torch for CPUs its library does not load, and its import fails

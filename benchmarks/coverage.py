@@ -1,0 +1,226 @@
+"""How many of forty models of public packages a step takes unchanged: parity with torch.amp's loop, and compiling.
+
+    python benchmarks/coverage.py [--sizes "GPT-2;Llama"] [--dtypes float16] [--parity] [--out benchmarks/results]
+
+Each model has its own form of batch and its dropout on: 20 steps of `torch.autocast`, `torch.amp.GradScaler` and SGD
+with momentum, and the same steps of funcamp, eager, traced (`jit` without a compiler) and compiled. float16 begins with
+a scale that overflows. Scales and skips must be equal. The difference of parameters is the largest in a tensor, over
+the largest change of that tensor in the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _public import PACKAGES
+from _timing import Report, Row, Variant, about, arguments, chosen, measured, torch_variant
+from _zoo import ZOO, Task, task
+from torch import Tensor
+
+import funcamp
+
+STEPS, LR, HIGH, INTERVAL = 20, 0.01, 2.0**20, 4
+DTYPES = ("float16", "bfloat16")
+ALSO = ("diffusers", "peft", "torch_geometric", "scipy")
+SECONDS = 900
+"""For one model in one dtype."""
+
+History = tuple[list[tuple[float, bool]], dict[str, Tensor], list[float]]
+
+
+def init_scale(dtype: str) -> float:
+    """A scale to begin with: too high for float16."""
+    return HIGH if dtype == "float16" else 1.0
+
+
+def torch_loop(given: Task, dtype: str) -> tuple[Callable[[Any], tuple[Tensor, bool]], Any]:
+    """The usual loop, from a batch to the loss and whether the step was skipped; and its scaler."""
+    optimizer = torch.optim.SGD(given.model.parameters(), lr=LR, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale(dtype), growth_interval=INTERVAL)
+    compute = getattr(torch, dtype)
+
+    def step(batch: Any) -> tuple[Tensor, bool]:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", compute):
+            loss = loss_of(given, batch)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach(), scaler.get_scale() < before
+
+    return step, scaler
+
+
+def loss_of(given: Task, batch: Any) -> Tensor:
+    """The loss as its owner computes it."""
+    if given.criterion is not None:
+        return given.criterion(given.model(*batch[:-1]), batch[-1])
+    out = given.model(**batch)
+    return out if isinstance(out, Tensor) else out.loss
+
+
+def batches(given: Task) -> list[Any]:
+    """The batches of a run."""
+    torch.manual_seed(1)
+    return [given.batch() for _ in range(STEPS)]
+
+
+def by_torch(name: str, dtype: str) -> History:
+    """Scales and skips, the parameters after the run, and the losses."""
+    given = task(name)
+    step, scaler = torch_loop(given, dtype)
+    trail, losses = [], []
+    rows = batches(given)
+    torch.manual_seed(2)
+    for batch in rows:
+        loss, skipped = step(batch)
+        trail.append((scaler.get_scale(), skipped))
+        losses.append(loss.item())
+    return trail, {key: value.detach() for key, value in given.model.named_parameters() if value.requires_grad}, losses
+
+
+def step_of(given: Task, dtype: str) -> tuple[Any, Any]:
+    """funcamp's step, and its first state."""
+    loss_fn = funcamp.module_loss(given.model, given.criterion, keep_buffers=True)
+    sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
+    config = funcamp.ScalerConfig(init_scale=init_scale(dtype), growth_interval=INTERVAL)
+    step = funcamp.make_train_step(loss_fn, sgd, config, policy=dtype)
+    return step, step.init(consume=True)
+
+
+def by_funcamp(name: str, dtype: str, wrap: Callable[[Any], Any]) -> History:
+    """The same of funcamp's step."""
+    given = task(name)
+    step, state = step_of(given, dtype)
+    run, trail, losses = wrap(step), [], []
+    rows = batches(given)
+    torch.manual_seed(2)
+    for batch in rows:
+        state, metrics = run(state, batch)
+        trail.append((state.scaler.scale.item(), bool(metrics.found_inf)))
+        losses.append(metrics.loss.item())
+    return trail, dict(state.params.tree()), losses
+
+
+def compared(found: History, wanted: History, first: dict[str, Tensor]) -> str:
+    """How two runs compare: bit for bit; by how much of its change a parameter is apart; or what is not equal."""
+    names = ("scales and skips", "losses")
+    odd = [name for name, ours, theirs in zip(names, (found[0], found[2]), (wanted[0], wanted[2])) if ours != theirs]
+    worst = 0.0
+    for key, value in found[1].items():
+        moved = (wanted[1][key] - first[key]).abs().max().item()
+        apart = (value - wanted[1][key]).abs().max().item()
+        worst = max(worst, apart / moved if moved else math.inf if apart else 0.0)
+    if names[0] in odd:
+        return "other scales or skips"
+    if not odd and not worst:
+        return "bit for bit"
+    return f"equal scales and skips, parameters to {worst:.0e}"
+
+
+def attempt(run: Callable[[], History], wanted: History, first: dict[str, Tensor]) -> str:
+    """What comes of a run, or what it failed with."""
+    try:
+        return compared(run(), wanted, first)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0][:300]}".replace("|", "/")
+
+
+def one(name: str, dtype: str, parity: bool) -> Row:
+    """The row of a model in a dtype."""
+    warnings.simplefilter("ignore")
+    first = {key: value.detach().clone() for key, value in task(name).model.named_parameters()}
+    wanted = by_torch(name, dtype)
+    row: Row = {"size": name, "variant": dtype, "parameters": sum(value.numel() for value in first.values())}
+    row["skips"] = sum(skipped for _, skipped in wanted[0])
+    row["eager"] = attempt(lambda: by_funcamp(name, dtype, lambda step: step), wanted, first)
+    row["traced"] = attempt(
+        lambda: by_funcamp(name, dtype, lambda step: funcamp.jit(step, backend="eager")), wanted, first
+    )
+    if not parity:
+        row["compiled"] = attempt(lambda: by_funcamp(name, dtype, funcamp.jit), wanted, first)
+        row |= speed(name, dtype)
+    return row
+
+
+def speed(name: str, dtype: str) -> Row:
+    """Seconds of the first calls, and the time of a step over the eager loop's."""
+
+    def loop(compiled: bool) -> Variant:
+        given = task(name)
+        batch = batches(given)[0]
+        model: Any = torch.compile(given.model) if compiled else given.model
+        step, _ = torch_loop(given._replace(model=model), dtype)
+        return torch_variant(lambda: step(batch), "cpu")
+
+    def ours() -> Variant:
+        given = task(name)
+        batch = batches(given)[0]
+        step, state = step_of(given, dtype)
+        run, held = funcamp.jit(step), [state]
+
+        def call() -> None:
+            held[0], _ = run(held[0], batch)
+
+        return torch_variant(call, "cpu")
+
+    makers = {"eager": lambda: loop(False), "torch.compile(model)": lambda: loop(True), "funcamp.jit": ours}
+    row: Row = {}
+    for found in measured(name, makers, 3, 5, "cpu"):
+        for key in ("first_call_s", "median_ms", "ratio", "failed"):
+            if key in found:
+                row[f"{found['variant']} {key}"] = found[key]
+    return row
+
+
+def in_a_process(name: str, dtype: str) -> Row:
+    """A row of a process of its own."""
+    row: Row = {"size": name, "variant": dtype}
+    command = [sys.executable, __file__, "--sizes", name, "--one", dtype]
+    try:
+        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=True)
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        return row | {"failed": type(error).__name__}
+    found: Row = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Run all, and write what is known after each."""
+    parser = arguments(__doc__)
+    parser.add_argument("--dtypes", default=";".join(DTYPES))
+    parser.add_argument("--parity", action="store_true", help="leave out Inductor: no compiling, no times")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    names = chosen(parser, args, ZOO)
+    if args.one:
+        print("\n" + json.dumps(one(next(iter(names)), args.one, parity=False)))
+        return
+    columns = {"model": "size", "dtype": "variant", "parameters": "parameters", "skipped": "skips"}
+    columns |= {"eager step": "eager", "traced": "traced"}
+    if not args.parity:
+        columns["compiled"] = "compiled"
+        for label in ("torch.compile(model)", "funcamp.jit"):
+            columns |= {f"{label}, over eager": f"{label} ratio", "first call s": f"{label} first_call_s"}
+    versions = {package: importlib.metadata.version(package) for package in (*PACKAGES, *ALSO)}
+    facts = about("cpu", steps=STEPS, **versions)
+    stem = "coverage-parity-cpu" if args.parity else "coverage-cpu"
+    report = Report(args.out, stem, "Models of public packages", facts, columns)
+    for name in names:
+        for dtype in args.dtypes.split(";"):
+            report.add([one(name, dtype, parity=True) if args.parity else in_a_process(name, dtype)])
+
+
+if __name__ == "__main__":
+    main()

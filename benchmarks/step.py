@@ -92,10 +92,11 @@ def alone(name: str, device: str, rounds: int, labels: list[str], flags: list[st
         for label in turns.sample(labels, len(labels)):
             command = [sys.executable, __file__, f"--device={device}", f"--rounds={rounds}", "--sizes", name, *flags]
             run = subprocess.run([*command, "--child", label], stdout=subprocess.PIPE, text=True)
-            if run.returncode:
-                print(f"{name}: {label}: failed", file=sys.stderr)
+            row = {"failed": "process"} if run.returncode else json.loads(run.stdout.splitlines()[-1])
+            if "failed" in row:
+                print(f"{name}: {label}: failed: {row['failed']}", file=sys.stderr)
             else:
-                found[label].append(json.loads(run.stdout.splitlines()[-1]))
+                found[label].append(row)
     base = statistics.median(row["median_ms"] for row in found[labels[0]])
     rows: list[Row] = []
     for label, several in found.items():

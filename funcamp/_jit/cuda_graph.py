@@ -33,10 +33,11 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """torch.cuda's graphs, all in one memory pool."""
+    """torch.cuda's graphs, all in one memory pool and on one stream: of another stream's memory none is used again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, run: Callable[[], Any], times: int) -> None:
         """On a stream of its own: lazy initialisation must not fall into the capture."""
@@ -54,8 +55,8 @@ class CudaGraphs:
 
         Not with torch.cuda.graph: its stream is the same for all devices, and stays current if the capture fails.
         """
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             try:

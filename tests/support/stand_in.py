@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,7 +88,7 @@ class FakeCuda:
 
         for name, fake in {
             "CUDAGraph": Graph,
-            "Stream": lambda device=None: ("stream", device),
+            "Stream": lambda device=None: types.SimpleNamespace(device=device),
             "stream": self._on,
             "device": lambda device: contextlib.nullcontext(),
             "synchronize": lambda: None,

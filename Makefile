@@ -1,5 +1,6 @@
 # make demo    train a small language model in float16
 # make test    lint, types, tests; TORCH=2.11.0 runs the tests on the other end, in an environment of its own
+# make docs    the site, from docs/ into site/; a warning is an error
 # make bench   measure on this machine's CPU: over an hour; results under benchmarks/results
 # make peers   the rules of jmp, flax, Keras and DeepSpeed against the packages themselves
 # make gpu     the CUDA tests and benchmarks, with the Python at hand: it installs nothing. In parts of at most 8 minutes:
@@ -17,7 +18,7 @@ SELECT := not cuda and not peers$(if $(CXX_FOUND),, and not inductor)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench peers gpu gpu-tests gpu-step gpu-phase gpu-price gpu-rest clean
+.PHONY: demo test lint docs bench peers gpu gpu-tests gpu-step gpu-phase gpu-price gpu-rest clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -31,6 +32,17 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Not --quiet: it hides warnings from --strict too.
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+# From Python 3.11 on. mkdocstrings reads the sources and imports nothing: the extra without the package and torch.
+.venv-docs/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	sed -n '/^docs = /s/[^"]*"\([^"]*\)"[^"]*/\1\n/gp' pyproject.toml > .venv-docs/requirements.txt
+	.venv-docs/bin/pip install --quiet --constraint constraints.txt --requirement .venv-docs/requirements.txt
+	touch $@
 
 bench: $(VENV)/installed
 	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --editable '.[bench,models]'
@@ -66,4 +78,4 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv-* demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv-* demo-out site .pytest_cache .mypy_cache .ruff_cache .hypothesis

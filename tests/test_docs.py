@@ -1,0 +1,134 @@
+"""The pages of the site: their code runs, every public name is there, what they name exists, their words are plain."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import funcamp
+from docs import hooks
+from funcamp import distributed, numerics, presets
+
+DOCS = Path(hooks.__file__).parent
+PAGES = sorted(DOCS.rglob("*.md"))
+#: These compile what they show.
+COMPILED = {"index.md"}
+PRESETS = [name for name, value in vars(presets).items() if inspect.isfunction(value) and name[0] != "_"]
+PRESETS.remove("real")  # a check that presets imports
+PUBLIC = [*funcamp.__all__]
+PUBLIC += [f"numerics.{name}" for name in numerics.__all__] + [f"distributed.{name}" for name in distributed.__all__]
+PUBLIC += [f"presets.{name}" for name in PRESETS]
+CODE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+#: Words to avoid, and what to write instead.
+AVOID = {
+    r"verdict": "the flag",
+    r"whoever|nobody": "any caller; no code",
+    r"mends?|mended": "corrects, recovers",
+    r"ways? out|at work|of its own": "a plain adjective",
+    r"held(?!-)|whole|alone": "stored; complete; only",
+    r"tells?|told|says?|said": "returns, raises, reports, names",
+    r"sees to": "sets",
+    r"no host reads?": "no host synchronization",
+}
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(DOCS).as_posix()
+
+
+def python_blocks(page: Path) -> list[str]:
+    return [code for language, code in CODE.findall(page.read_text()) if language == "python"]
+
+
+def prose(page: Path) -> str:
+    """The text of a page, without code and without the targets of links."""
+    text = re.sub(r"`[^`]*`", "", CODE.sub("", page.read_text()))
+    return re.sub(r"\]\([^)]*\)", "]", re.sub(r"^\{\{.*\}\}$", "", text, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name_of(page), marks=[pytest.mark.inductor] * (name_of(page) in COMPILED))
+        for page in PAGES
+        if python_blocks(page)
+    ],
+)
+def test_code_of_a_page_runs(page: Path) -> None:
+    names: dict[str, object] = {}
+    for block in python_blocks(page):
+        exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = hooks.fill(page.read_text())
+    assert "{{" not in CODE.sub("", text)
+    for target in re.findall(r"\]\((?!https?://|#)([^)]+)\)", CODE.sub("", text)):
+        assert (page.parent / target.split("#")[0]).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_words_of_a_page_are_plain(page: Path) -> None:
+    for words, instead in AVOID.items():
+        found = re.search(rf"[^.\n]*\b({words})\b[^.\n]*", prose(page), re.IGNORECASE)
+        assert not found, f"{name_of(page)}: write {instead!r} for {found[1]!r} in: {found[0].strip()}"
+
+
+def test_api_pages_have_every_public_name_once() -> None:
+    shown = [name for page in PAGES for name in re.findall(r"^::: funcamp\.([\w.]+)$", page.read_text(), re.MULTILINE)]
+    assert sorted(shown) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_first_line_of_a_docstring_is_short(name: str) -> None:
+    first = (inspect.getdoc(operator.attrgetter(name)(funcamp)) or "").split("\n")[0]
+    assert 0 < len(first) <= 100
+    assert first.endswith(".")
+
+
+def test_recipes_page_has_every_recipe() -> None:
+    shown = re.findall(r"^\{\{ recipe: (.*) \}\}$", (DOCS / "recipes.md").read_text(), re.MULTILINE)
+    recipes = {f"examples/recipes/{path.name}" for path in (DOCS.parent / "examples" / "recipes").glob("*.py")}
+    assert sorted(shown) == sorted(recipes)
+
+
+def test_no_measured_number_is_typed_on_the_performance_page() -> None:
+    assert re.findall(r"\d+\.\d+|\d+ ?(?:%|ms|µs|s\b|MB)", prose(DOCS / "performance.md")) == []
+
+
+def test_a_page_is_filled_with_code_recipes_and_results() -> None:
+    recipe = "examples/recipes/typical.py"
+    assert 'title="examples/recipes/typical.py"\n"""The typical loop' in hooks.fill(f"{{{{ file: {recipe} }}}}")
+    assert "def make_model" in (one := hooks.fill(f"{{{{ file: {recipe}#make_model }}}}"))
+    assert "def train" not in one
+    assert hooks.fill(f"{{{{ recipe: {recipe} }}}}").startswith("The typical loop in float16")
+    table = hooks.fill("{{ best: step-public-cpu | model | variant | time over eager }}")
+    assert re.search(r"\| GPT-2 3.4\xa0M \| 1.0 \| [\d.]+ \| \*\*[\d.]+\*\* \|", table)
+
+
+def test_a_link_to_a_file_outside_of_the_pages_leads_to_its_copy_on_the_site() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="api/index.md", abs_src_path=str(DOCS / "api" / "index.md")))
+    text = "[code](../../tests/test_docs.py), [page](../step.md#options), ![it](../../examples/train_gpt.png)"
+    assert hooks.linked(text, DOCS / "api" / "index.md") == [Path(__file__), DOCS.parent / "examples" / "train_gpt.png"]
+    assert hooks.on_page_markdown(text, page) == (
+        "[code](../source/tests/test_docs.py.md), [page](../step.md#options), ![it](../source/examples/train_gpt.png)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{{ file: examples/recipes/typical.py#missing }}", "no function or class 'missing'"),
+        ("{{ table: no-such-result }}", "no file benchmarks/results/DATE-no-such-result.md"),
+        ("{{ pivot: step-cpu | model | variant | time over eager | optax }}", "has no variant"),
+    ],
+)
+def test_a_page_that_asks_for_what_is_not_there_is_an_error(line: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hooks.fill(line)

@@ -98,11 +98,9 @@ def test_readme_code_runs() -> None:
         exec(compile(block, "README.md", "exec"), names)
 
 
-def test_readme_names_every_public_name_and_its_files_exist() -> None:
+def test_readme_is_short_and_the_files_it_names_exist() -> None:
     readme = (ROOT / "README.md").read_text()
-    names = [*funcamp.__all__, *numerics.__all__, *distributed.__all__]
-    missing = [n for n in names if not re.search(rf"(`|numerics\.|distributed\.){n}\b", readme)]
-    assert not missing
+    assert len(readme.splitlines()) <= 180
     for target in re.findall(r"\]\((?!https?://|#)([^)]+)\)", readme):
         assert (ROOT / target.split("#")[0]).exists(), target
 

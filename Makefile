@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-# Types are checked against the stubs of the pinned torch.
+# mypy uses the stubs of the pinned torch.
 test: $(if $(filter $(PINNED),$(TORCH)),lint) $(VENV)/installed
 	@$(if $(CXX_FOUND),,echo "No C++ compiler: leaving out the tests marked inductor (install g++ to run them).")
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "$(SELECT)" $(ARGS)
@@ -59,7 +59,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/grad_scaler.py --out $(RESULTS)
 	$(BIN)/python benchmarks/warm_start.py --out $(RESULTS)
 
-# From Python 3.11 on. DeepSpeed's scaler is one file of plain Python: the rest of the package is not asked for.
+# Needs Python 3.11. DeepSpeed's scaler is one file of plain Python, so its dependencies are not installed.
 peers:
 	$(PYTHON) -m venv .venv-peers
 	PIP_CONSTRAINT=constraints.txt .venv-peers/bin/pip install --quiet --editable '.[peers]'

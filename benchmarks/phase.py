@@ -20,7 +20,7 @@ from _timing import Report, Row, Variant, about, arguments, chosen, measured, to
 from torch import Tensor
 
 import funcamp
-from funcamp._step.check_and_clip import judge, unscale_and_clip
+from funcamp._step.check_and_clip import check_and_norm, unscale_and_clip
 
 BYTES = 2 + 14 + 14  # a parameter
 LR, MAX_NORM = 1e-4, 1.0
@@ -84,12 +84,12 @@ def funcamp_iteration(size: Size, device: str, dtype: torch.dtype, *, flat: bool
 
     def step(state: Any, grads: Any) -> tuple[Any, Tensor]:
         params, opt_state, scaler, _ = state
-        judged, norm = judge(scaler, grads, None)
+        checked, norm = check_and_norm(scaler, grads, None)
         clipped = unscale_and_clip(scaler, grads, norm, MAX_NORM, None)
         new = adamw.update(params, clipped, opt_state)
-        params, opt_state = funcamp.skip_step(judged, new=new, old=(params, opt_state))
+        params, opt_state = funcamp.skip_step(checked, new=new, old=(params, opt_state))
         low = torch.utils._pytree.tree_map(lambda p: p.to(dtype), params)
-        return (params, opt_state, funcamp.update(judged, config), low), norm
+        return (params, opt_state, funcamp.update(checked, config), low), norm
 
     low = torch.utils._pytree.tree_map(lambda p: p.to(dtype), params)
     run = funcamp.jit(step)

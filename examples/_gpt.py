@@ -1,4 +1,4 @@
-"""The data and the model of train_gpt.py: bytes of Python's standard library, a small GPT in plain torch.nn."""
+"""The data and the model of train_gpt.py: bytes of the standard library, a small GPT in torch.nn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY = 256  # bytes
 
 
 def load_bytes(limit: int = 3_000_000) -> tuple[Tensor, Tensor]:
-    """The sources of the Python that runs this, uint8: training files, and held-out files that training never sees."""
+    """Return the sources of the running Python, uint8: training files and separate validation files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
     parts: dict[bool, list[bytes]] = {False: [], True: []}
@@ -80,7 +80,7 @@ class GPT(nn.Module):
 
 
 def batch_at(text: Tensor, step: int, seed: int, batch: int, context: int, device: str) -> tuple[Tensor, Tensor]:
-    """Inputs and next bytes of random windows: a pure function of the seed and the step, so that a run can resume."""
+    """Return inputs and next bytes of random windows, a function of seed and step, so that runs resume."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(text.numel() - context - 1, (batch, 1), generator=generator)
     windows = text[starts + torch.arange(context + 1)].long().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What the examples on several processes share: options, the group, a rank's part of a batch, checkpoints."""
+"""Shared by the examples on several processes: options, group, parts of a batch, checkpoints."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: Checkpoints that a run leaves: one more than the last, should that one prove damaged.
+#: Number of checkpoints to keep: one more than the last, in case that one is damaged.
 KEPT = 2
 SIZES = ("batch", "context", "width", "layers", "heads")
 POSITIVE = (*SIZES, "steps", "lr", "init_scale", "log_every", "save_every", "timeout")
 
 
 def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """The options of a program."""
+    """Return the options of a program."""
     parser = argparse.ArgumentParser(name, description=(doc or "").partition("\n")[0])
     parser.add_argument("--batch", type=int, default=8, help="windows in a step, of all processes together")
     parser.add_argument("--context", type=int, default=64)
@@ -46,7 +46,7 @@ def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """The options, if a run with them can begin."""
+    """Return the options, if a run can start with them."""
     for name in POSITIVE:
         if not getattr(args, name) > 0:
             parser.error(f"--{name.replace('_', '-')} must be positive; got {getattr(args, name)}")
@@ -63,7 +63,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse
 
 
 def check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse a batch that cannot be split evenly, and fewer GPUs than processes."""
+    """Reject a batch that cannot be split evenly, and fewer GPUs than processes."""
     world = int(os.environ["WORLD_SIZE"]) if launched() else 1
     if args.batch % world:
         parser.error(f"--batch must be a multiple of the number of processes; got {args.batch} and {world}")
@@ -73,12 +73,12 @@ def check_processes(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 
 def launched() -> bool:
-    """Whether torchrun, or another launcher, started this process."""
+    """Return whether torchrun or another launcher started this process."""
     return "RANK" in os.environ
 
 
 def join(device: str, timeout: float) -> tuple[int, int]:
-    """Join the other processes, or be a group of one; returns this one's rank and how many there are."""
+    """Join the other processes, or form a group of one; return this process's rank and their number."""
     options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout)}
     if device == "cuda":
         options["device_id"] = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -86,8 +86,8 @@ def join(device: str, timeout: float) -> tuple[int, int]:
     if not launched():
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun keeps one store over restarts (2.11 to 2.15): without a prefix for each attempt, the new processes
-        # may find the addresses of the dead ones.
+        # torchrun keeps one store across restarts (2.11 to 2.15): without a prefix per attempt, the new processes may
+        # find the addresses of the previous ones.
         c10d: Any = dist  # stores are untyped re-exports
         store = c10d.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -98,28 +98,28 @@ def join(device: str, timeout: float) -> tuple[int, int]:
 
 
 def leave() -> None:
-    """Leave the group, when all others do.
+    """Leave the group when all others do.
 
-    Where there were DTensors the group's threads outlive it. Without the wait one of them may still hold a tensor when
-    the interpreter ends, which aborts the process.
+    With DTensors the group's threads outlive it. Without the wait one of them may still refer to a tensor when the
+    interpreter ends, which aborts the process.
     """
     dist.barrier()
     dist.destroy_process_group()
 
 
 def part_of(batch: tuple[Tensor, ...], rank: int, world: int) -> tuple[Tensor, ...]:
-    """A rank's examples of a batch that follows from the step alone: more or fewer processes see the same data."""
+    """Return a rank's part of a step's batch; the data is the same for any number of ranks."""
     return tuple(leaf.chunk(world)[rank] for leaf in batch)
 
 
 def line(step: float, loss: float, scale: float, skipped: float) -> str:
-    """What a step is reported by."""
+    """Return the text that reports a step."""
     power = f"2^{math.log2(scale):g}" if scale > 0 else "0"
     return f"step {step:.0f}  loss {loss:.3f}  scale {power}  skipped {skipped:.0f}"
 
 
 def save_checkpoint(out: Path, step: int, saved: dict[str, Any]) -> Path:
-    """Write all ranks' parts of a state into a folder, which gets its name when it is whole."""
+    """Write all ranks' parts of a state into a folder, which is renamed when it is complete."""
     from torch.distributed.checkpoint.state_dict_saver import save  # half a second to import
 
     folder = out / f"step-{step:08}"
@@ -133,7 +133,7 @@ def save_checkpoint(out: Path, step: int, saved: dict[str, Any]) -> Path:
 
 
 def checkpoint_to_resume(out: Path) -> Path | None:
-    """The newest checkpoint by rank 0's word, which also removes what a killed process left."""
+    """Return the newest checkpoint that rank 0 finds; rank 0 also removes incomplete ones."""
     found: list[Path | None] = [None]
     if dist.get_rank() == 0:
         for part in out.glob("step-*.part"):
@@ -144,10 +144,10 @@ def checkpoint_to_resume(out: Path) -> Path | None:
 
 
 def newest(out: Path) -> Path | None:
-    """The last whole checkpoint."""
+    """Return the last complete checkpoint."""
     return max(whole(out), default=None)
 
 
 def whole(out: Path) -> list[Path]:
-    """The checkpoints, oldest first."""
+    """Return the checkpoints, oldest first."""
     return sorted(path for path in out.glob("step-*") if not path.suffix)

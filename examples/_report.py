@@ -14,12 +14,12 @@ try:
 except ImportError as error:
     raise SystemExit("train_gpt: the progress bar needs rich: pip install 'funcamp[demo,plot]'") from error
 
-#: A run goes on only with these as they were; --total comes from the checkpoint.
+#: A run resumes only if these are unchanged; --total comes from the checkpoint.
 MUST_AGREE = ("batch", "context", "width", "layers", "heads", "lr", "seed", "eval_every", "init_scale")
 
 
 def save_checkpoint(file: Path, state: dict[str, Any], history: dict[str, Any], args: argparse.Namespace) -> None:
-    """Write tensors and numbers in plain dicts; a kill leaves the last checkpoint."""
+    """Write tensors and numbers in plain dicts; if it is killed, the last checkpoint remains."""
     saved = {
         "state": state,
         "history": history,
@@ -29,7 +29,7 @@ def save_checkpoint(file: Path, state: dict[str, Any], history: dict[str, Any], 
 
 
 def load_checkpoint(file: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Read a checkpoint of a run with the same arguments; sets args.total to what it was."""
+    """Read a checkpoint of a run with the same arguments, and set args.total to its value."""
     try:
         saved = load(file)
         given, _ = saved["args"], [saved[key] for key in ("state", "history")]
@@ -50,7 +50,7 @@ def load_checkpoint(file: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Progress:
-    """A bar with the loss, the held-out loss, the scale and the skipped steps."""
+    """A bar with the loss, the validation loss, the scale and the skipped steps."""
 
     def __init__(self, first: int, last: int) -> None:
         columns = (
@@ -70,7 +70,7 @@ class Progress:
         self._bar.stop()
 
     def show(self, history: dict[str, Any]) -> None:
-        """Move to what the history says."""
+        """Move to the state in the history."""
         if not history["loss"]:
             return
         scale = history["scale"][-1]
@@ -82,7 +82,7 @@ class Progress:
 
 
 def plot(file: Path, history: dict[str, Any]) -> str:
-    """Draw losses, scale and skipped steps against the step; returns where the picture is, or why there is none."""
+    """Draw losses, scale and skipped steps; return the picture's path, or why there is none."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

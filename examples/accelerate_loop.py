@@ -1,8 +1,8 @@
 """Hugging Face Accelerate with funcamp's scaler: set `accelerator.scaler` before `prepare`.
 
-Accelerate takes a step for skipped when `optimizer.step` was not called. By selection, and in a fused kernel, it always
-is called: `Accelerator` below asks the scaler's flag instead, a tensor that waits for nothing until someone asks.
-Watch the schedule: it stands still at the skipped steps, fused optimizer or not, and ends at the count of applied ones.
+Accelerate takes a step as skipped if `optimizer.step` was not called. With selection, and with a fused kernel, it is
+always called: `Accelerator` below uses the scaler's flag instead, a tensor that is read only when it is needed.
+Watch the schedule: it does not advance at skipped steps, fused optimizer or not, and ends at the count of applied ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import funcamp
 
 
 class FlaggedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Whether a step was skipped is the scaler's found_inf, read by whoever asks `if optimizer.step_was_skipped`."""
+    """An optimizer whose step_was_skipped is the scaler's found_inf, read only when it is used."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -28,7 +28,7 @@ class FlaggedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """Hands out `FlaggedOptimizer`s."""
+    """An Accelerator that returns `FlaggedOptimizer`s."""
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         prepared = super().prepare_optimizer(optimizer, device_placement)
@@ -37,12 +37,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def main(steps: int = 200, fused: bool = True) -> dict[str, float]:
-    """Fit a small network from a scale that overflows at first; returns the losses and what the schedule counted."""
+    """Fit a small network, overflowing at first; return the losses and the schedule's count."""
     torch.manual_seed(0)
     accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
     device = accelerator.device.type
     if device == "cpu":
-        accelerator.native_amp = True  # on a CPU Accelerate takes "fp16" and silently trains in float32
+        accelerator.native_amp = True  # on a CPU Accelerate accepts "fp16" and silently trains in float32
     accelerator.scaler = funcamp.GradScaler(device, init_scale=2.0**24, growth_interval=50, skip="select")
 
     x = torch.randn(2 * steps * 32, 8)
@@ -59,7 +59,7 @@ def main(steps: int = 200, fused: bool = True) -> dict[str, float]:
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            schedule.step()  # asks whether the step was skipped: the one host read of this loop
+            schedule.step()  # reads whether the step was skipped: the only host read of this loop
             optimizer.zero_grad()
         losses.append(loss.detach())
         if accelerator.sync_gradients:

@@ -1,8 +1,8 @@
 """PyTorch Lightning with funcamp's scaler: pass it to the precision plugin, and nothing else changes.
 
-Watch the scale, which a callback logs without waiting for the device: it starts so high that the first steps overflow,
-each is skipped and halves it. `self.log` would read it on the host; a row of `MetricReader` arrives some steps later
-and goes to the logger then. Lightning's schedulers advance at skipped steps too, with torch's scaler as with this one.
+Watch the scale, which a callback logs without waiting for the device: it starts so high that the first steps overflow;
+each is skipped and halves it. `self.log` would read it on the host; a row of `MetricReader` arrives a few steps later
+and is logged then. Lightning's schedulers advance at skipped steps too, with torch's scaler as with this one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Net(pl.LightningModule):
         return torch.nn.functional.mse_loss(self.layers(batch[0]).float(), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # capturable: AdamW's step counts lie beside the parameters, where selection can put them back
+        # capturable: AdamW's step counts are on the parameters' device, so that a skipped step can restore them
         return torch.optim.AdamW(self.parameters(), lr=1e-2, capturable=self.device.type == "cuda")
 
 
 class ScalerLog(pl.Callback):
-    """The loss and the scaler's state of every batch, to the trainer's logger."""
+    """Log the loss and the scaler's state of every batch."""
 
     def __init__(self) -> None:
         self.reader = funcamp.MetricReader()
@@ -53,7 +53,7 @@ class ScalerLog(pl.Callback):
 
 
 def main(steps: int = 300, folder: str = "demo-out/lightning") -> dict[str, float]:
-    """Fit a small network from a scale that overflows at first; returns what the callback saw."""
+    """Fit a small network from a scale that overflows at first; return the callback's values."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scaler = funcamp.GradScaler(device, init_scale=2.0**24, growth_interval=50, skip="select")

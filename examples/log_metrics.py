@@ -1,10 +1,10 @@
-"""An ordinary loop with funcamp's scaler, its metrics in a CSV file and in TensorBoard, and no host read to get them.
+"""An ordinary loop with funcamp's scaler that logs to CSV and TensorBoard without synchronizing.
 
     python examples/log_metrics.py            writes demo-out/metrics/metrics.csv
-    tensorboard --logdir demo-out/metrics     where tensorboard is installed
+    tensorboard --logdir demo-out/metrics     if tensorboard is installed
 
-Watch the first rows: each step that overflows has found_inf 1 and halves the scale. On a GPU a row is written some
-steps after its own, when it has arrived, and the device never waits; none is lost, `drain` brings the last ones.
+Watch the first rows: each step that overflows has found_inf 1 and halves the scale. On a GPU a row is written a
+few steps later, when it has arrived, and the device never waits. None is lost: `drain` returns the last ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COLUMNS = ("step", "loss", *funcamp.ScalerState._fields)
 
 
 class Log:
-    """Rows as they arrive, to a CSV file and to TensorBoard if it is there."""
+    """Writes rows as they arrive, to a CSV file and, if installed, to TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ class Log:
 
 
 def main(steps: int = 400, folder: str | Path = "demo-out/metrics", device: str = "cpu") -> dict[str, float]:
-    """Fit a small network from a scale that overflows at first; returns what the log says of it."""
+    """Fit a small network from a scale that overflows at first; return the logged values."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

@@ -1,4 +1,4 @@
-"""Look inside the demo's GPT: where float16 holds its numbers, before training, during and after.
+"""Look inside the demo's GPT: which numbers fit float16, before, during and after training.
 
     python examples/numerics_gpt.py                  half a minute; writes before.png, after.png, flushed.png
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for number in range(args.steps):
         state, metrics = (step if number % EVERY else look)(state, batch(number))
         if metrics.records:
-            # as it would be without loss scaling: with it next to nothing is flushed
+            # as without loss scaling; with it almost nothing is flushed
             unscaled = {name: record.unscale(metrics.scale) for name, record in metrics.records.items()}
             history.append((number, unscaled))
     after = numerics.numerics_report(step, state, batch(args.steps), module=model)

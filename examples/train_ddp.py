@@ -1,12 +1,12 @@
-"""Train a byte-level GPT in float16 on several processes, data parallel, with checkpoints that survive a kill.
+"""Train a byte-level GPT in float16, data parallel, with checkpoints that survive a kill.
 
     torchrun --standalone --nproc-per-node 2 examples/train_ddp.py
     torchrun --standalone --nproc-per-node 2 examples/train_ddp.py --shard      each process keeps a part of the state
-    torchrun --standalone --nproc-per-node 4 examples/train_ddp.py --resume     go on, on more or fewer, sharded or not
+    torchrun --standalone --nproc-per-node 4 examples/train_ddp.py --resume     resume on more or fewer, sharded or not
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_ddp.py --resume
 
-The last form starts all processes again when one dies, and they go on from the newest checkpoint. Watch the scale: the
-first steps overflow, on one process or on all, and every process skips them alike.
+The last form restarts all processes if one dies, and they resume from the newest checkpoint. Watch the scale: the
+first steps overflow, on one process or on all, and every process skips the same steps.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from funcamp import distributed
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean, in nats a byte."""
+    """Return the mean, in nats per byte."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def make_step(args: argparse.Namespace) -> funcamp.TrainStep:
-    """The training step, one of all processes."""
+    """Return the training step of all processes."""
     torch.manual_seed(args.seed)
     model = GPT(args.context, args.width, args.layers, args.heads).to(args.device)
     adamw = funcamp.stateless(torch.optim.AdamW, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.1)
@@ -46,7 +46,7 @@ def make_step(args: argparse.Namespace) -> funcamp.TrainStep:
 
 
 def load_checkpoint(step: funcamp.TrainStep, args: argparse.Namespace) -> funcamp.TrainState:
-    """The state of the newest checkpoint, whatever processes wrote it; the first state where there is none."""
+    """Return the state of the newest checkpoint, from any number of processes, or the first state."""
     state, folder = step.init(), checkpoint_to_resume(args.out)
     if folder is None:
         return state
@@ -56,7 +56,7 @@ def load_checkpoint(step: funcamp.TrainStep, args: argparse.Namespace) -> funcam
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options, checked."""
+    """Return the checked options."""
     parser = make_parser("train_ddp", __doc__)
     parser.add_argument("--shard", action="store_true", help="cut parameters and moments over the processes")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU only")
@@ -67,7 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace) -> dict[str, float]:
-    """Train in the group there is, and return the last numbers."""
+    """Train in the current group, and return the last numbers."""
     rank, world = dist.get_rank(), dist.get_world_size()
     text, _ = load_bytes()
     step = make_step(args)

@@ -1,10 +1,10 @@
-"""Train a byte-level GPT in float16 with FSDP2 in an ordinary loop, with checkpoints that survive a kill.
+"""Train a byte-level GPT in float16 with FSDP2, with checkpoints that survive a kill.
 
     torchrun --standalone --nproc-per-node 2 examples/train_fsdp2.py
-    torchrun --standalone --nproc-per-node 4 examples/train_fsdp2.py --resume     go on, on more or fewer
+    torchrun --standalone --nproc-per-node 4 examples/train_fsdp2.py --resume     resume on more or fewer
 
-The loop is the one for torch.amp.GradScaler; `unscale_` finds an overflow on one process for all, so every process
-skips and scales alike. Watch the scale: the first steps overflow, and each halves it.
+The loop is the one for torch.amp.GradScaler; `unscale_` shares an overflow of one process with all, so every process
+skips and scales in the same way. Watch the scale: the first steps overflow, and each halves it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tenso
 
 
 def make_model(args: argparse.Namespace, world: int) -> nn.Module:
-    """The GPT, its blocks and the rest cut over the processes; gathered block by block where they are needed."""
+    """Return the GPT, sharded over the processes by block; each block is gathered when it is needed."""
     torch.manual_seed(args.seed)
     model = GPT(args.context, args.width, args.layers, args.heads).to(args.device)
     mesh = init_device_mesh(args.device, (world,))
@@ -42,11 +42,11 @@ def make_model(args: argparse.Namespace, world: int) -> nn.Module:
 
 
 class Run:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     def __init__(self, args: argparse.Namespace, world: int) -> None:
         self.model = make_model(args, world)
-        # The fused kernel skips by itself: no host read, and its moments exist from the first step on, skipped or not.
+        # The fused kernel skips itself: no host read, and its moments exist after the first step, even a skipped one.
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.1, fused=True
         )
@@ -54,7 +54,7 @@ class Run:
         self.taken, self.skipped = 0, torch.zeros((), device=args.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, parameters and moments as DTensors: any number of processes can load them."""
+        """Return everything, parameters and moments as DTensors, for any number of processes."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {
             "model": model,
@@ -65,13 +65,13 @@ class Run:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """The inverse."""
+        """Load the result of `state_dict`."""
         set_state_dict(self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         self.scaler.load_state_dict(saved["scaler"])
         self.taken, self.skipped = saved["taken"], saved["skipped"]
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """One step of the loop; the loss of this process's part of the batch."""
+        """Take one step of the loop; return the loss of this process's part of the batch."""
         with torch.autocast(self.skipped.device.type, torch.float16):
             logits = self.model(inputs)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -87,7 +87,7 @@ class Run:
 
 
 def train(args: argparse.Namespace) -> dict[str, float]:
-    """Train in the group there is, and return the last numbers."""
+    """Train in the current group, and return the last numbers."""
     rank, world = dist.get_rank(), dist.get_world_size()
     text, _ = load_bytes()
     run, folder = Run(args, world), checkpoint_to_resume(args.out)
@@ -102,7 +102,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         batch = part_of(batch_at(text, run.taken, args.seed, args.batch, args.context, "cpu"), rank, world)
         scale = run.scaler.metrics().scale
         loss = run.step(*(leaf.to(args.device, non_blocking=True) for leaf in batch))
-        if run.taken % args.log_every == 0 or run.taken == args.steps:  # what follows waits for the device
+        if run.taken % args.log_every == 0 or run.taken == args.steps:  # the following lines wait for the device
             dist.all_reduce(loss)
             last = {"loss": loss.item() / world, "scale": scale.item(), "skipped": run.skipped.item()}
             if rank == 0:

@@ -1,10 +1,10 @@
 """Train a byte-level GPT in float16 on the Python standard library's own sources.
 
-Watch the scale: it starts so high that the first steps overflow, each overflow halves it and skips the step, and after
-a number of clean steps it grows again. The step is `make_step`; everything else is there to feed and to show it.
+Watch the scale: it starts so high that the first steps overflow. Each overflow halves it and skips the step; after some
+clean steps it grows again. The step is `make_step`; everything else loads data and reports.
 
     python examples/train_gpt.py                     about a minute on two CPU cores
-    python examples/train_gpt.py --resume            go on from the checkpoint, bit for bit
+    python examples/train_gpt.py --resume            resume from the checkpoint, bit for bit
     python examples/train_gpt.py --size large --device cuda --steps 5000
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py     the same batches, each split over two processes
 """
@@ -39,11 +39,11 @@ SIZES = {
 }
 WARMUP = 30
 GROWTH_INTERVAL = 50
-TIMEOUT = 600.0  # seconds that one process waits for another: compilation differs, and rank 0 saves and draws
+TIMEOUT = 600.0  # seconds that one process waits for another: compile times differ, and rank 0 saves and plots
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean, in nats a byte."""
+    """Return the mean, in nats per byte."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -54,7 +54,7 @@ def make_step(
     total: int,
     parallel: distributed.DataParallel | None = None,
 ) -> funcamp.TrainStep:
-    """The training step: a pure function of tensors that never reads one on the host."""
+    """Return the training step: a pure function of tensors that never reads one on the host."""
     adamw = {
         group: funcamp.stateless(torch.optim.AdamW, lr=make_schedule(lr, total), betas=(0.9, 0.98), weight_decay=decay)
         for group, decay in {"matrix": 0.1, "vector": 0.0}.items()
@@ -65,7 +65,7 @@ def make_step(
 
 
 def make_schedule(peak: float, total: int) -> Callable[[Tensor], Tensor]:
-    """Linear warm-up, then a cosine down to a tenth: of the count of applied steps, so a skipped one does not count."""
+    """Return a schedule of applied steps: linear warm-up, then a cosine to a tenth."""
 
     def schedule(applied: Tensor) -> Tensor:
         warm = (applied + 1) / WARMUP
@@ -76,7 +76,7 @@ def make_schedule(peak: float, total: int) -> Callable[[Tensor], Tensor]:
 
 
 def evaluate(step: funcamp.TrainStep, state: funcamp.TrainState, text: Tensor, args: argparse.Namespace) -> float:
-    """The loss on fixed held-out windows."""
+    """Return the loss on fixed validation windows."""
     losses = [
         step.loss(state, batch_at(text, index, 7, args.batch, args.context, args.device)).item() for index in range(8)
     ]
@@ -96,7 +96,7 @@ def generate(model: GPT, params: dict[str, Tensor], prompt: bytes, length: int, 
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options, checked."""
+    """Return the checked options."""
     parser = argparse.ArgumentParser("train_gpt", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="small", help="presets for the next five")
     for name in SIZES["small"]:
@@ -141,7 +141,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Train, report, and return the numbers of the summary; with the other processes where torchrun started some."""
+    """Train, report, and return the summary's numbers; with the other processes if torchrun started them."""
     args = parse(argv)
     if not launched():
         return train(args)
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 def train(
     args: argparse.Namespace, rank: int = 0, world: int = 1, parallel: distributed.DataParallel | None = None
 ) -> dict[str, float]:
-    """Train and report; rank 0 alone writes files."""
+    """Train and report; only rank 0 writes files."""
     began = time.perf_counter()
     train_text, held_out_text = load_bytes()
     torch.manual_seed(args.seed)
@@ -163,9 +163,9 @@ def train(
     history: dict[str, list[Any]] = {"loss": [], "scale": [], "found_inf": [], "held_out": []}
     file = args.out / "checkpoint.pt"
     if args.resume:
-        saved = load_checkpoint(file, args)  # before anything is built: it also says what --total was
+        saved = load_checkpoint(file, args)  # first, because it also sets --total
         history = saved["history"]
-        # The last evaluation of a run that ended off the grid is none of an uninterrupted run's.
+        # If the run ended between two evaluations, an uninterrupted run would not have its last one.
         history["held_out"] = [entry for entry in history["held_out"] if entry[0] % args.eval_every == 0]
     step = make_step(model.to(args.device), args.config, args.lr, args.total, parallel)
     state = step.init(consume=True)

@@ -1,4 +1,4 @@
-"""`python -m funcamp doctor`: what works on this machine; `report`: the numerics of a script."""
+"""`python -m funcamp doctor`: check this machine; `report`: show the numerics of a script."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from funcamp._report import command
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 if nothing failed, else 1."""
+    """Run a command and return the exit status: 0 if nothing failed, else 1."""
     parser = argparse.ArgumentParser("python -m funcamp", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser(
         "doctor", help="check this machine: compile, donate, capture, parity, host reads, time"
     )
-    doctor.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    doctor.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     doctor.add_argument("--seconds", type=float, default=20.0, help="how long to time the step (default: 20)")
-    doctor.add_argument("--json", action="store_true", help="for programs")
-    numerics = commands.add_parser("report", help="run a script or a callable, and write what float16 makes of it")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    numerics = commands.add_parser("report", help="run a script or a callable, and report its numerics")
     command.add_arguments(numerics)
     given = sys.argv[1:] if argv is None else argv
     cut = given.index("--") if "--" in given else len(given)

@@ -1,4 +1,4 @@
-"""Checks that many calls make of an argument; each returns the value, or names the call, the argument and the rule."""
+"""Argument checks; each returns the value, or raises with the call, the argument and the rule."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from funcamp import _tree
 
 
 def boolean(call: str, name: str, value: object) -> bool:
-    """Return a bool.
+    """Return value if it is a bool.
 
     Raises:
-        TypeError: it is none.
+        TypeError: value is not a bool.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{call}: {name} must be True or False; got {_tree.brief(value)}")
@@ -20,11 +20,11 @@ def boolean(call: str, name: str, value: object) -> bool:
 
 
 def integer(call: str, name: str, value: object, least: int, most: int | None = None, kind: str = "an integer") -> int:
-    """Return an integer from least to most.
+    """Return value as an int from least to most.
 
     Raises:
-        TypeError: it is none.
-        ValueError: it is out of range.
+        TypeError: value is not an integer.
+        ValueError: value is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{call}: {name} must be {kind}; got {_tree.brief(value)}")
@@ -35,10 +35,10 @@ def integer(call: str, name: str, value: object, least: int, most: int | None = 
 
 
 def real(call: str, name: str, value: object, kind: str = "a Python number") -> float:
-    """Return a Python number as a float; infinity for an integer beyond float64.
+    """Return value as a float; infinity for an integer beyond float64.
 
     Raises:
-        TypeError: it is none.
+        TypeError: value is not a Python number.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{call}: {name} must be {kind}; got {_tree.brief(value)}")

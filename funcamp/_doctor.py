@@ -1,4 +1,4 @@
-"""What works on this machine: compilation, donation, capture, parity with torch.amp.GradScaler; how fast a step is."""
+"""Check this machine: compilation, donation, capture, parity with torch's scaler, time of a step."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Finding(NamedTuple):
     detail: str
 
 
-class _NotHere(Exception):  # noqa: N818  no error: a check that this machine has no use for
+class _NotHere(Exception):  # noqa: N818  not an error: the check does not apply to this machine
     pass
 
 
 def examine(device: str, seconds: float) -> list[Finding]:
-    """Run every check on a device; none stops the others."""
+    """Run every check on a device; a failure does not stop the others."""
     checks: list[tuple[str, Callable[[], str]]] = [
         ("machine", lambda: _machine(device)),
         ("torch's private names", _private_names),
@@ -61,7 +61,7 @@ def examine(device: str, seconds: float) -> list[Finding]:
 
 
 def report(findings: list[Finding]) -> str:
-    """The findings as a table."""
+    """Format the findings as a table."""
     width = max(len(finding.check) for finding in findings)
     return "\n".join(f"{f.check:{width}}  {f.status:8}  {f.detail}" for f in findings)
 
@@ -124,7 +124,7 @@ def _compile(device: str) -> str:
         eager, expected = step(eager, batch(index))
         _equal(metrics.scale.item(), expected.scale.item(), f"scale at step {index}")
     _equal(run.programs, 1, "programs")
-    return f"40 steps, scales as eager; {seconds:.0f} s to compile"
+    return f"40 steps, scales equal to eager; {seconds:.0f} s to compile"
 
 
 def _donation(device: str) -> str:
@@ -137,7 +137,7 @@ def _donation(device: str) -> str:
     for _ in range(3):
         state, _ = run(state, torch.ones(64, device=device))
     _equal([leaf[0].item() for leaf in state], [2.0, 3.0, 4.0], "rotated leaves")
-    return "a rotation of leaves is written back right"
+    return "a rotation of leaves is written back correctly"
 
 
 def _capture(device: str) -> str:
@@ -152,7 +152,7 @@ def _capture(device: str) -> str:
         expected, wanted = plain(expected, batch(index))
         _equal(metrics.scale.item(), wanted.scale.item(), f"scale at replay {index}")
         skipped += int(metrics.found_inf.item())
-    return f"100 replays as the same program uncaptured, {skipped} of them skips"
+    return f"100 replays equal to the uncaptured program, {skipped} of them skipped"
 
 
 def _parity(device: str) -> str:
@@ -185,9 +185,9 @@ def _host_reads(device: str) -> str:
     model, batch = _task(device)
     step = _step(model, torch.optim.AdamW, max_norm=1.0)
     state = step.init()
-    funcamp.jit(step, backend="eager", capture=False)(funcamp.clone(state), batch(0))  # the trace finds them
+    funcamp.jit(step, backend="eager", capture=False)(funcamp.clone(state), batch(0))  # tracing raises for a host read
     if device != "cuda":
-        return "none, in a run without values"
+        return "none, traced without values"
     run = funcamp.jit(step)
     state, _ = run(state, batch(0))
     given = batch(1)
@@ -197,7 +197,7 @@ def _host_reads(device: str) -> str:
             state, _ = run(state, given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return "none, in a run without values and under set_sync_debug_mode('error')"
+    return "none, traced without values and run under set_sync_debug_mode('error')"
 
 
 def _launches(device: str) -> str:
@@ -208,7 +208,7 @@ def _launches(device: str) -> str:
     run = funcamp.jit(step, capture=False)
     run(step.init(), batch(0))
     groups = len(step.init().params.groups)
-    return f"{metrics.generated_kernel_count} kernels beside matrix products, 6 tensors in {groups} groups"
+    return f"{metrics.generated_kernel_count} kernels besides matrix products, 6 tensors in {groups} groups"
 
 
 def _timing(device: str, seconds: float) -> str:
@@ -243,7 +243,7 @@ def _timing(device: str, seconds: float) -> str:
         ratios.append(ours / theirs)
         times.append(ours)
     ratio, took = statistics.median(ratios), statistics.median(times)
-    return f"{took * 1e3:.3f} ms, {ratio:.2f} of the eager GradScaler loop's ({len(ratios)} rounds, medians)"
+    return f"{took * 1e3:.3f} ms, {ratio:.2f} times the eager GradScaler loop's time ({len(ratios)} rounds, medians)"
 
 
 def _timed(call: Callable[[], None], device: str) -> float:

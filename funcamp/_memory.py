@@ -1,4 +1,4 @@
-"""Memory that tensors share: several storages may lie over one (`from_numpy` of one array): only addresses say so."""
+"""Memory that tensors share, by address, because storages may share memory (`from_numpy`)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _swap: Any = _upstream.find("torch._C._swap_tensor_impl")
 class Memory:
     """The memory of some tensors: the address ranges of their storages.
 
-    Addresses of different devices are compared too. If two are equal by chance, that costs a copy and no more.
+    Addresses of different devices are compared too. If they are equal by chance, the only cost is a copy.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        # Start and end of disjoint ranges in turn, ascending: an address is in one where an odd number precede it.
+        # Start and end of disjoint ranges, alternating and ascending: an address is inside if an odd number precedes
+        # it.
         self._edges: list[int] = []
         for tensor in tensors:
             self.add(tensor)
 
     def add(self, tensor: Tensor) -> None:
-        """Add the storage of a tensor, of a DTensor that of this rank's part."""
+        """Add the storage of a tensor; for a DTensor the storage of this rank's part."""
         tensor = local(tensor)
         storage = tensor.untyped_storage()
         start, size = storage.data_ptr(), storage.nbytes()
@@ -38,43 +39,43 @@ class Memory:
         self._edges[low:high] = [start] * (not low % 2) + [start + size] * (not high % 2)
 
     def meets(self, tensor: Tensor) -> bool:
-        """Whether any byte of a tensor is in this memory."""
+        """Return whether any byte of a tensor is in this memory."""
         tensor = local(tensor)
         return tensor.numel() > 0 and not self.is_free(tensor.data_ptr(), extent(tensor))
 
     def is_free(self, start: int, size: int) -> bool:
-        """Whether this memory holds none of so many bytes from an address on."""
+        """Return whether none of `size` bytes from an address is in this memory."""
         edges = self._edges
         place = bisect_right(edges, start)
         return not place % 2 and (place == len(edges) or edges[place] >= start + size)
 
 
 def extent(tensor: Tensor) -> int:
-    """How many bytes lie between the first and the last of a tensor."""
+    """Return the number of bytes from the first to the last of a tensor."""
     if not tensor.numel():
         return 0
     return (sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape)) + 1) * tensor.element_size()
 
 
 def is_private(tensor: Tensor) -> bool:
-    """Whether torch allocated the memory of a tensor, for this process alone.
+    """Return whether torch allocated a tensor's memory, for this process only.
 
-    Any other may be read-only (a memory map, a Python bytes object), or lie at a second address too (a file mapped
-    twice), which no comparison of addresses sees.
+    Other memory may be read-only (a memory map, a Python bytes object) or have a second address (a file mapped twice),
+    which comparing addresses does not show.
     """
     storage = local(tensor).untyped_storage()
     return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
 
 
 def identity(leaf: Tensor) -> object:
-    """What two names of one tensor share: the object, or address, shape, strides and type."""
+    """Return a key that two names of one tensor share: the object, or address, shape, strides and dtype."""
     if not _has_memory(leaf):
         return id(leaf)
     return *_start(leaf), leaf.shape, leaf.stride(), leaf.dtype
 
 
 def overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield every pair of names whose tensors have a byte in common, in their order. Reads no value."""
+    """Yield every pair of names whose tensors share a byte, in their order; reads no value."""
     names, leaves = list(named), list(named.values())
     spaces: dict[object, list[tuple[int, int, int]]] = {}
     for number, leaf in enumerate(leaves):
@@ -98,16 +99,16 @@ def _has_memory(leaf: Tensor) -> bool:
 
 
 def _start(leaf: Tensor) -> tuple[Any, int]:
-    """The memory that a tensor lies in, and its first byte there."""
+    """Return the memory that a tensor is in, and its first byte there."""
     leaf = local(leaf)
     storage, offset = leaf.untyped_storage(), int(leaf.storage_offset()) * leaf.itemsize
-    # Without values (meta, fake) there is no address, and fake tensors warn when asked for it.
+    # Meta and fake tensors have no address, and fake tensors warn if asked for it.
     address = 0 if storage.device.type == "meta" else storage.data_ptr()
     return (leaf.device, address + offset) if address else (storage._cdata, offset)
 
 
 def _have_common_byte(first: Tensor, second: Tensor, distance: int) -> bool:
-    """Whether two tensors share a byte, the second one beginning so many bytes after the first one."""
+    """Return whether two tensors share a byte; the second begins `distance` bytes after the first."""
     marks = torch.zeros(max(extent(local(first)), distance + extent(local(second))), dtype=torch.bool, device="cpu")
     _bytes_of(local(first), marks, 0).fill_(True)
     return bool(_bytes_of(local(second), marks, distance).any())
@@ -119,19 +120,19 @@ def _bytes_of(leaf: Tensor, marks: Tensor, start: int) -> Tensor:
 
 
 def rebind(tensor: Tensor, place: Tensor) -> None:
-    """Give a tensor of a module the memory of another, which holds its values; its gradient is dropped.
+    """Give a module's tensor the memory of another tensor with the same values; its gradient is dropped.
 
-    From then on the two share a version counter, so that a write into one counts as a write into the other. `.data`
-    does not share it, hence another tensor behind the same Python object, which keeps its attributes and hooks.
+    Afterwards they share a version counter, so a write into one counts as a write into the other. `.data` would not
+    share it; hence the swap, which keeps the Python object with its attributes and hooks.
     """
     former = place.detach().requires_grad_(tensor.requires_grad)
     _swap(tensor, former)
     former.grad = None
-    # A graph that is still there would add its gradient to a tensor that nobody sees.
+    # A graph that still exists would accumulate into a tensor that nothing refers to.
     if former.requires_grad and not former.is_inference():
         torch.autograd.graph.get_gradient_edge(former).node.register_prehook(_refuse)
     hooks: Any = tensor
-    hooks._backward_hooks = hooks._backward_hooks  # puts them on the tensor that is there now
+    hooks._backward_hooks = hooks._backward_hooks  # reattaches them to the new tensor
     hooks._post_accumulate_grad_hooks = hooks._post_accumulate_grad_hooks
 
 

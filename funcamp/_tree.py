@@ -1,4 +1,4 @@
-"""Pytrees: the only file that touches torch.utils._pytree (torch has no public pytree module, 2.11 to 2.15)."""
+"""Pytrees. The only user of torch.utils._pytree: torch 2.11 to 2.15 has no public pytree module."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ else:
     _kind_of = _upstream.find("torch.utils._pytree._get_node_type")
     _NODES = _upstream.find("torch.utils._pytree.SUPPORTED_NODES")
     if not _upstream.usable(_register):
-        flatten = _register  # a FlatParams would pass for a leaf
+        flatten = _register  # without registration a FlatParams would be a leaf
 _HAS_PATHS = _upstream.usable(_flatten_with_path, _keystr, _Attribute)
 _HAS_NODES = _upstream.usable(_kind_of, _NODES)
 _Node = TypeVar("_Node")
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """The leaves of a tree from left to right, None included."""
+    """Return the leaves of a tree from left to right, including None."""
     return flatten(tree)[0]
 
 
 def path_of(tree: Tree, index: int) -> str:
-    """The path of the leaf at a position, as Python would index it; the empty string for a bare leaf."""
+    """Return the path of the leaf at a position, as Python indexes it; the empty string for a bare leaf."""
     if not _HAS_PATHS:
         return f" (leaf {index})"
     return _keystr(_flatten_with_path(tree)[0][index][0])
 
 
 def names(tree: Tree) -> list[str]:
-    """A dotted name for every leaf, as torch.nn.Module.state_dict would give it: layers.0.weight."""
+    """Return a dotted name for every leaf, as torch.nn.Module.state_dict does: layers.0.weight."""
     return [".".join([str(_name(key)) for key in path]) for path, _ in _flatten_with_path(tree)[0]]
 
 
 def _name(key: Any) -> Any:
-    """What one step of a path says: of a mapping, of a sequence, or of an attribute."""
+    """Return the name of one step of a path: a key, an index or an attribute."""
     return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
 
 
@@ -68,9 +68,9 @@ def register(
     unflatten_node: Callable[[Any, Any], _Node],
     attribute: str,
 ) -> None:
-    """Make a class of immutable objects a node of pytrees.
+    """Register a class of immutable objects as a pytree node.
 
-    `attribute` is what a path to one of its children says before the index.
+    `attribute`: the path to one of its children, without the index.
     """
 
     def with_keys(node: _Node) -> tuple[list[Any], Any]:
@@ -91,7 +91,7 @@ def register(
 
 
 def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
-    """Replace every node of a class in the first tree by what fn makes of it and of what the others have there."""
+    """Replace every node of a class in the first tree by fn of it and of the others' parts there."""
     nodes, spec = flatten(trees[0], is_leaf=lambda node: isinstance(node, cls))
     others = [spec.flatten_up_to(tree) for tree in trees[1:]]
     rest = [[column[i] for column in others] for i in range(len(nodes))]
@@ -99,50 +99,50 @@ def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
 
 
 def nodes(cls: type[_Node], tree: Tree) -> list[_Node]:
-    """The nodes of a class in a tree, outermost ones."""
+    """Return the outermost nodes of a class in a tree."""
     return [node for node in flatten(tree, is_leaf=lambda node: isinstance(node, cls))[0] if isinstance(node, cls)]
 
 
 class Stored:
-    """A node that holds the tensors of a pytree in another form: flat storage, whose leaves are a few joint tensors.
+    """A node that stores the tensors of a pytree in another form, such as flat storage.
 
-    Functions that look at leaves one by one work on that form as it is, or ask for the pytree.
+    Functions of single leaves work on that form directly, or ask for the pytree.
     """
 
     whole = True
-    """Whether this process holds all of it."""
+    """Whether this process has all of it."""
 
     def tree(self) -> Tree:
-        """The pytree."""
+        """Return the pytree."""
         raise NotImplementedError
 
     def placeholders(self) -> Tree:
-        """The pytree with an empty tensor for every leaf."""
+        """Return the pytree with an empty tensor for every leaf."""
         raise NotImplementedError
 
     def ravel(self, tree: Tree) -> Stored:
-        """Hold another pytree in this form."""
+        """Store another pytree in this form."""
         raise NotImplementedError
 
 
 def expand(tree: Tree) -> Tree:
-    """The tree with the pytree in place of every `Stored` node."""
+    """Replace every `Stored` node of a tree by its pytree."""
     return map_nodes(Stored, lambda node: node.tree(), tree)
 
 
 def collapse(like: Tree, tree: Tree) -> Tree:
-    """The inverse of `expand`: the parts of a tree that stand where `like` has a `Stored` node, in its form."""
+    """Invert `expand`: store the parts of a tree at which `like` has a `Stored` node in its form."""
     return map_nodes(Stored, lambda node, part: node.ravel(part), like, tree)
 
 
 def check_whole(call: str, name: str, tree: Tree) -> None:
-    """Raise TypeError where a tree is a rank's slices: what one rank finds in them is not what all would."""
+    """Raise TypeError if a tree is one rank's slices, because a result for them is not the result for all."""
     if isinstance(tree, Stored) and not tree.whole:
-        raise TypeError(f"{call}: {name} must be whole, not cut over ranks; got {tree!r}")
+        raise TypeError(f"{call}: {name} must not be sharded over ranks; got {tree!r}")
 
 
 def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[Any, ...]]] | None:
-    """Every dict and list of a tree, its keys and what it holds now; None where a node of another kind could change."""
+    """Return every dict and list of a tree with its keys and items; None if another node is mutable."""
     if not _HAS_NODES:
         return None
     held: list[tuple[Any, list[Any] | None, tuple[Any, ...]]] = []
@@ -167,16 +167,16 @@ _immutable: set[type] = set()
 
 
 def describe(leaf: object) -> str:
-    """A leaf in an error message: dtype, shape and device of a tensor, the type of anything else."""
+    """Return a leaf for an error message: dtype, shape and device of a tensor, else value and type."""
     if isinstance(leaf, Tensor):
         return f"a {leaf.dtype} tensor of shape {tuple(leaf.shape)} on {leaf.device}"
-    if torch.compiler.is_compiling():  # Dynamo may hold the value as a symbol, which no string can show.
+    if torch.compiler.is_compiling():  # Dynamo may represent the value by a symbol, which has no string
         return f"a {type(leaf).__name__}"
     return f"{leaf!r} of type {type(leaf).__name__}"
 
 
 def brief(value: object) -> str:
-    """Any value in an error message, its tensors by kind: what stands in it, never the numbers."""
+    """Return any value for an error message, with the kinds of its tensors instead of their numbers."""
     if isinstance(value, Tensor) or torch.compiler.is_dynamo_compiling():
         return describe(value)
     kind = _a(value)
@@ -203,7 +203,7 @@ def _listed(texts: list[str]) -> str:
 
 
 def plain(tree: Tree) -> Tree:
-    """The tree with every mapping that is no pytree node as a dict: a `UserDict` from a Hugging Face tokenizer."""
+    """Convert mappings that are no pytree nodes into dicts (Hugging Face tokenizers return `UserDict`)."""
     flat, spec = flatten(tree)
     if not any(isinstance(leaf, Mapping) for leaf in flat):
         return tree
@@ -227,7 +227,7 @@ def parameters(call: str, name: str, tree: Tree) -> tuple[list[Tensor | None], T
     """Flatten a tree of strided floating-point or complex tensors.
 
     Raises:
-        TypeError: a leaf is no tensor, is an integer or boolean tensor, or is sparse.
+        TypeError: a leaf is not a tensor, is an integer or boolean tensor, or is sparse.
     """
     flat, spec = tensors(call, name, tree)
     for index, leaf in enumerate(flat):
@@ -242,11 +242,11 @@ def parameters(call: str, name: str, tree: Tree) -> tuple[list[Tensor | None], T
 
 
 def gradients(call: str, name: str, tree: Tree, device: torch.device) -> tuple[list[Tensor | None], TreeSpec]:
-    """Flatten a tree of floating-point or complex tensors that lie on one type of device.
+    """Flatten a tree of floating-point or complex tensors on one type of device.
 
     Raises:
-        TypeError: a leaf is no tensor, is an integer or boolean tensor, or is neither strided nor sparse COO.
-        ValueError: a leaf lies on another type of device than the scaler state.
+        TypeError: a leaf is not a tensor, is an integer or boolean tensor, or is neither strided nor sparse COO.
+        ValueError: a leaf is on another type of device than the scaler state.
     """
     flat, spec = tensors(call, name, tree)
     for index, leaf in enumerate(flat):
@@ -265,9 +265,9 @@ def gradients(call: str, name: str, tree: Tree, device: torch.device) -> tuple[l
 
 
 def check_device(call: str, name: str, tree: Tree, index: int, leaf: Tensor, device: torch.device) -> None:
-    """Raise ValueError where a leaf lies on another type of device than the scaler state.
+    """Raise ValueError if a leaf is on another type of device than the scaler state.
 
-    Moving the flag or the scale across would read one of them on the host.
+    Moving the flag or the scale between devices would synchronize.
     """
     if leaf.device.type != device.type:
         raise ValueError(
@@ -277,7 +277,7 @@ def check_device(call: str, name: str, tree: Tree, index: int, leaf: Tensor, dev
 
 
 def same_structure(call: str, names: tuple[str, str], trees: tuple[Tree, Tree]) -> None:
-    """Raise ValueError where two trees differ in structure, naming the first path that differs."""
+    """Raise ValueError if two trees differ in structure; name the first path that differs."""
     (flat_a, spec_a), (flat_b, spec_b) = flatten(trees[0]), flatten(trees[1])
     if spec_a == spec_b:
         return
@@ -294,21 +294,21 @@ def same_structure(call: str, names: tuple[str, str], trees: tuple[Tree, Tree]) 
 
 
 def settled(value: Tensor) -> Tensor:
-    """The same tensor of shape (), computed once by a compiler instead of anew wherever it is used.
+    """Make a compiler compute a tensor of shape () once instead of at every use.
 
-    Inductor inlines a scalar's arithmetic, powers and divisions too, into the loop over the parameters that reads it; a
-    strided view makes it a buffer. tests/jit/test_fusion.py tells whether that still holds. The value must be computed,
-    not itself a view: torch 2.11's Inductor forgets the place of a view in such a strided one.
+    Inductor inlines a scalar's arithmetic, also powers and divisions, into the loop over the parameters that reads it.
+    A strided view makes it a buffer; tests/jit/test_fusion.py fails if that changes. The value must not itself be a
+    view, because torch 2.11's Inductor forgets the offset of a view in such a strided view.
     """
     return value.as_strided((), ())
 
 
 def map_leaves(fn: Callable[[Tensor], Tensor], flat: list[Tensor | None], spec: TreeSpec) -> Tree:
-    """Rebuild a tree from its leaves under a function; None passes through."""
+    """Apply a function to the leaves and rebuild the tree; None passes through."""
     return unflatten([None if leaf is None else fn(leaf) for leaf in flat], spec)
 
 
 def stacked(trees: list[Tree]) -> Tree:
-    """Trees of one structure as one: their tensors stacked, the first one's other leaves."""
+    """Stack the tensors of trees of one structure; other leaves are the first tree's."""
     columns, spec = zip(*(leaves(tree) for tree in trees)), flatten(trees[0])[1]
     return unflatten([torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns], spec)

@@ -1,7 +1,7 @@
-"""One model on several processes: verdicts, gradients and states over torch.distributed, inside the step.
+"""Training on several processes: the flag, gradients and states over torch.distributed.
 
-`max_over` makes the flag one of all ranks, `DataParallel` a training step of all; `sharded_state_dict` is what
-torch.distributed.checkpoint saves of it.
+`max_over` reduces the flag over all ranks. `DataParallel` makes a training step data-parallel. `sharded_state_dict`
+returns what torch.distributed.checkpoint saves.
 """
 
 from funcamp._distributed.collectives import max_over

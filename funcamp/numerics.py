@@ -1,7 +1,7 @@
-"""Where a narrow format holds a model's numbers and where not: statistics as values.
+"""Statistics that show where a model's numbers fit a narrow format and where they do not.
 
-`stats` counts a tensor, `tap` brings the counts of both passes out of a gradient, `track_scales` taps the layers of a
-module, also in a training step; `numerics_report` runs a step once and looks at every operation.
+`stats` counts one tensor. `tap` returns the counts of a forward and a backward pass through a gradient. `track_scales`
+taps the layers of a module, also in a training step. `numerics_report` runs a step once and records every operation.
 """
 
 from funcamp._numerics.record import Record, Records, probe

@@ -1,4 +1,4 @@
-"""Configurations of torch's rule and of every other library's: asked for as the library asks, its names, its defaults.
+"""Scaler configurations of torch and other libraries, with their argument names and defaults.
 
 presets.torch()   presets.warm_start()   presets.static(128.0)   presets.disabled()   presets.megatron()   ...
 """
@@ -16,9 +16,9 @@ def torch(
     growth_interval: int = 2000,
     enabled: bool = True,
 ) -> ScalerConfig:
-    """The configuration that `torch.amp.GradScaler` would have with the same arguments.
+    """Return the configuration with the rule of `torch.amp.GradScaler`, from the same arguments.
 
-    `enabled=False` gives `disabled()`.
+    `enabled=False` returns `disabled()`.
 
     Example:
         >>> presets.torch(init_scale=1024.0).init_scale
@@ -39,12 +39,13 @@ def warm_start(
     growth_interval: int = 2000,
     max_scale: float | None = None,
 ) -> ScalerConfig:
-    """Torch's rule, after a search for the scale at the start.
+    """Return torch's rule preceded by a fast search for the initial scale.
 
-    Overflows divide the scale by 2, 4, 16, 256, ... until a step is clean; clean steps double it, up to about a
-    quarter of what overflowed last, to the first overflow (then it is quartered), to max_scale, or to 2**24. From
-    there on the rule is torch's. Worth it where init_scale may be far off: beside torch's rule it loses a step or
-    two more where init_scale is right, and a third of the steps where it is 2**15 too high.
+    During the search, overflows divide the scale by 2, 4, 16, 256, ... until a step is clean. Clean steps then double
+    it, up to about a quarter of the last scale that overflowed, to the first overflow (the scale is then divided by
+    4), to max_scale, or to 2**24. After the search the rule is torch's. Use it if init_scale may be far off: compared
+    with torch's rule it skips one or two more steps if init_scale is right, and a third as many if it is 2**15 too
+    high.
 
     Example:
         >>> presets.warm_start(init_scale=2.0**24).rule
@@ -57,7 +58,7 @@ def warm_start(
 
 
 def static(scale: float) -> ScalerConfig:
-    """A scale that never changes; a step with a non-finite gradient is still skipped.
+    """Return a configuration with a constant scale; steps with non-finite gradients are still skipped.
 
     Args:
         scale: the scale; positive, finite in float32.
@@ -70,9 +71,9 @@ def static(scale: float) -> ScalerConfig:
 
 
 def disabled() -> ScalerConfig:
-    """A scale of 1 that never changes, for bfloat16 or float32 runs of the same program.
+    """Return a configuration with the constant scale 1, for bfloat16 or float32 runs of a program.
 
-    Gradients are still checked and a step on a non-finite one is still skipped, where
+    Gradients are still checked and a step with a non-finite gradient is still skipped;
     `torch.amp.GradScaler(enabled=False)` would take it.
 
     Example:
@@ -90,10 +91,10 @@ def megatron(
     growth_interval: int = 1000,
     hysteresis: int = 2,
 ) -> ScalerConfig:
-    """The rule of Megatron-LM's `DynamicGradScaler`.
+    """Return the rule of Megatron-LM's `DynamicGradScaler`.
 
-    The hysteresis-th overflow backs off, and every one after it; only growth, which may reach infinity, gives the
-    hysteresis back.
+    The hysteresis-th overflow and every later one lower the scale. Only growth resets the count. Growth may reach
+    infinity.
 
     Example:
         >>> presets.megatron().init_scale
@@ -114,11 +115,12 @@ def deepspeed(
     delayed_shift: int = 2,
     consecutive_hysteresis: bool = False,
 ) -> ScalerConfig:
-    """The rule of DeepSpeed's `DynamicLossScaler`, 0.17.1 or later, with the defaults of its fp16 section.
+    """Return the rule of DeepSpeed's `DynamicLossScaler`, 0.17.1 or later.
 
-    The delayed_shift-th overflow backs off, and every one after it until the count is given back: by growth, or
-    with consecutive_hysteresis by a clean step. The first growth takes scale_window + 1 clean steps. Where
-    DeepSpeed raises at the minimum, `exhausted` is set. In float32, where DeepSpeed has a Python float.
+    The defaults are those of its fp16 section. The delayed_shift-th overflow and every later one lower the scale, until
+    the count is reset: by growth, or with consecutive_hysteresis by any clean step. The first growth takes scale_window
+    + 1 clean steps. If the scale is at its minimum, DeepSpeed raises; here `exhausted` is set. The scale is float32;
+    DeepSpeed's is a Python float.
 
     Example:
         >>> presets.deepspeed(consecutive_hysteresis=True).rule
@@ -139,7 +141,7 @@ def deepspeed_old(
     delayed_shift: int = 1,
     consecutive_hysteresis: bool = False,
 ) -> ScalerConfig:
-    """As `deepspeed`, for DeepSpeed 0.9.0 to 0.17.0: any factor, the first growth after scale_window clean steps.
+    """Return the rule of DeepSpeed 0.9.0 to 0.17.0: any factor, first growth after scale_window steps.
 
     Example:
         >>> presets.deepspeed_old(scale_window=100).growth_interval
@@ -166,9 +168,10 @@ def deepspeed_fp16(
     scale_window: int = 1000,
     min_scale: float = 1.0,
 ) -> ScalerConfig:
-    """The rule of DeepSpeed's `FP16_Optimizer`: no hysteresis, the first growth after scale_window + 1 clean steps.
+    """Return the rule of DeepSpeed's `FP16_Optimizer`.
 
-    `FP16_UnfusedOptimizer` has it with 2**16, 1000 and 0.25. In float32, where DeepSpeed has a Python float.
+    No hysteresis; the first growth takes scale_window + 1 clean steps. `FP16_UnfusedOptimizer` uses it with 2**16, 1000
+    and 0.25. The scale is float32; DeepSpeed's is a Python float.
 
     Example:
         >>> presets.deepspeed_fp16().rule
@@ -186,9 +189,9 @@ def apex(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> ScalerConfig:
-    """The rule of apex.amp's `LossScaler`: it halves and doubles, whatever scale_factor it is given.
+    """Return the rule of apex.amp's `LossScaler`.
 
-    In float32, where apex has a Python float.
+    The factors are 2 and 1/2, because apex ignores its scale_factor. The scale is float32; apex's is a Python float.
 
     Example:
         >>> presets.apex().max_scale
@@ -198,7 +201,7 @@ def apex(
         apex/amp/scaler.py, NVIDIA/apex before amp was removed.
     """
     least = None if min_loss_scale == 0 else min_loss_scale
-    ScalerConfig(init_scale, 2.0, 0.5, scale_window, least, None, "apex")  # checked before it is compared
+    ScalerConfig(init_scale, 2.0, 0.5, scale_window, least, None, "apex")  # checks the arguments before min() compares
     ScalerConfig(max_loss_scale)
     return ScalerConfig(min(max_loss_scale, init_scale), 2.0, 0.5, scale_window, least, max_loss_scale, "apex")
 
@@ -210,9 +213,9 @@ def apex_hysteresis(
     growth_interval: int = 2000,
     hysteresis: int = 1,
 ) -> ScalerConfig:
-    """The rule of apex's `update_scale_hysteresis` kernel, which NeMo calls.
+    """Return the rule of apex's `update_scale_hysteresis` kernel, which NeMo calls.
 
-    From the hysteresis-th overflow in a row on each backs off; any clean step gives the hysteresis back.
+    The hysteresis-th overflow in a row and every later one lower the scale. Any clean step resets the count.
 
     Example:
         >>> presets.apex_hysteresis(hysteresis=2).hysteresis
@@ -232,7 +235,7 @@ def jmp(
     factor: float = 2.0,
     min_loss_scale: float = 1.0,
 ) -> ScalerConfig:
-    """The rule of jmp's `DynamicLossScale`, outside jit, which drops its min_loss_scale.
+    """Return the rule of jmp's `DynamicLossScale` outside jit; under jit jmp loses its min_loss_scale.
 
     Example:
         >>> presets.jmp().min_scale
@@ -251,7 +254,9 @@ def flax(
     scale: float = 65536.0,
     minimum_scale: float | None = 2.0**-126,
 ) -> ScalerConfig:
-    """The rule of flax's `DynamicScale`: growth takes growth_interval + 1 clean steps, up to float32's largest.
+    """Return the rule of flax's `DynamicScale`: growth after growth_interval + 1 steps.
+
+    Growth stops at float32's largest number.
 
     Example:
         >>> presets.flax().growth_interval
@@ -267,7 +272,7 @@ def keras(
     initial_scale: float = 2.0**15,
     dynamic_growth_steps: int = 2000,
 ) -> ScalerConfig:
-    """The rule of Keras 3's `LossScaleOptimizer`: no bound, so growth may reach infinity.
+    """Return the rule of Keras 3's `LossScaleOptimizer`: no bounds, so growth may reach infinity.
 
     Example:
         >>> presets.keras().init_scale
@@ -283,7 +288,7 @@ def tensorflow(
     initial_scale: float = 2.0**15,
     dynamic_growth_steps: int = 2000,
 ) -> ScalerConfig:
-    """The rule of tf.keras's `LossScaleOptimizer`: a minimum of 1, growth that stays finite.
+    """Return the rule of tf.keras's `LossScaleOptimizer`: the minimum is 1, growth stays finite.
 
     Example:
         >>> presets.tensorflow().min_scale
@@ -302,7 +307,7 @@ def paddle(
     incr_every_n_steps: int = 2000,
     decr_every_n_nan_or_inf: int = 1,
 ) -> ScalerConfig:
-    """The rule of Paddle's `update_loss_scaling` kernel: of overflows in a row every n-th backs off, down to 1.
+    """Return the rule of Paddle's `update_loss_scaling`: every n-th overflow in a row backs off, to 1.
 
     Example:
         >>> presets.paddle(decr_every_n_nan_or_inf=2).hysteresis
@@ -323,7 +328,7 @@ def paddle_dygraph(
     incr_every_n_steps: int = 2000,
     decr_every_n_nan_or_inf: int = 1,
 ) -> ScalerConfig:
-    """The rule of `paddle.amp.GradScaler`: as `paddle`, without a minimum, and growth may reach infinity.
+    """Return the rule of `paddle.amp.GradScaler`: `paddle` without a minimum; growth may reach infinity.
 
     Example:
         >>> presets.paddle_dygraph().min_scale is None
@@ -344,10 +349,11 @@ def fairseq(
     threshold: float | None = None,
     min_loss_scale: float = 1e-4,
 ) -> ScalerConfig:
-    """The rule of fairseq's `DynamicLossScaler`: an overflow backs off once enough of the steps overflowed.
+    """Return the rule of fairseq's `DynamicLossScaler`.
 
-    Where fairseq raises FloatingPointError, at min_loss_scale, the scale stays and `exhausted` is set. In float32,
-    where fairseq has a Python float.
+    An overflow backs off if a share of at least tolerance of the steps since the last change overflowed. At
+    min_loss_scale fairseq raises FloatingPointError; here the scale stays and `exhausted` is set. The scale is float32;
+    fairseq's is a Python float.
 
     Example:
         >>> presets.fairseq(tolerance=0.05).tolerance
@@ -374,9 +380,9 @@ def fsdp_cpu(
     growth_factor: float = 2.0,
     growth_interval: int = 2000,
 ) -> ScalerConfig:
-    """The rule of FSDP's `ShardedGradScaler` on a CPU; on a GPU it has torch's.
+    """Return the rule of FSDP's `ShardedGradScaler` on a CPU; on a GPU that class uses torch's rule.
 
-    Factors are rounded to float32, and growth may reach infinity.
+    Factors are rounded to float32. Growth may reach infinity.
 
     Example:
         >>> presets.fsdp_cpu().rule
@@ -389,10 +395,10 @@ def fsdp_cpu(
 
 
 def _inverse(name: str, factor: object) -> float:
-    """1 / factor, for a library that divides by the factor that it multiplies with.
+    """Return 1 / factor, because the library divides by the factor that it also multiplies by.
 
     Raises:
-        TypeError: factor is no number.
+        TypeError: factor is not a number.
         ValueError: factor is not above 1.
     """
     number = real("ScalerConfig", name, factor)

@@ -173,7 +173,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "flat ravel shape": (lambda: ravel([W]).ravel([W[:1]]), ValueError, r"ravel: tree\[0\] must have shape \(2,\); got .*\(1,\)"),
     "flat ravel tree": (lambda: ravel([W]).ravel({"a": W}), ValueError, "must have one tree structure"),
     "flat and dict": (lambda: skip_step(STATE, new=ravel({"w": W}), old={"w": W}), ValueError, "new and old must have one tree structure"),
-    "state_dict names": (lambda: ravel({"a.b": W, "a": {"b": W + 1}}).state_dict(), ValueError, "dotted name of its own; got 'a.b' twice"),
+    "state_dict names": (lambda: ravel({"a.b": W, "a": {"b": W + 1}}).state_dict(), ValueError, "unique dotted name; got 'a.b' twice"),
     "policy dtype": (lambda: Policy(torch.int8), ValueError, "compute_dtype must be one of float16.*got torch.int8"),
     "policy no dtype": (lambda: Policy("float16"), TypeError, "compute_dtype must be a torch.dtype; got 'float16'"),  # type: ignore[arg-type]
     "policy autocast": (lambda: Policy(autocast=1), TypeError, "Policy: autocast must be True or False; got 1"),  # type: ignore[arg-type]
@@ -254,8 +254,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "jit loss": (lambda: jit(MODULE), TypeError, "got the loss ModuleLoss: write jit"),
     "jit loss of a function": (lambda: jit(loss(LOSS)), TypeError, "got the loss Loss: write jit"),
     "jit class": (lambda: jit(torch.nn.Linear), TypeError, "got the class Linear: write jit"),  # type: ignore[arg-type]
-    "init ties": (lambda: STEP.init({"w": W, "v": W}, flat=False), ValueError, "one tensor twice where flat=False.*'w' and 'v'"),
-    "init one name twice": (lambda: STEP.init({"w.b": W, "w": {"b": W + 1}}), ValueError, "a dotted name of its own; got 'w.b' twice"),
+    "init ties": (lambda: STEP.init({"w": W, "v": W}, flat=False), ValueError, "one tensor twice with flat=False.*'w' and 'v'"),
+    "init one name twice": (lambda: STEP.init({"w.b": W, "w": {"b": W + 1}}), ValueError, "a unique dotted name; got 'w.b' twice"),
     "module_loss call": (lambda: BUFFERED({}, (W, W)), TypeError, "called with params, buffers and batch; got 2 arguments"),
     "module_loss max_norm": (lambda: module_loss(torch.nn.Embedding(3, 2, max_norm=1.0), torch.nn.functional.mse_loss), ValueError, "write its parameters in the forward pass; got max_norm=1.0"),
     "step sparse": (lambda: SPARSE(SPARSE.init(), (torch.arange(3), torch.ones(3, 2))), TypeError, "gradients must be dense.*sparse_coo"),

@@ -1,9 +1,9 @@
-"""Gradient accumulation: a step over 4 micro-batches, for a batch that does not fit into memory at once.
+"""Gradient accumulation: a step over 4 micro-batches, for a batch that does not fit into memory.
 
     python examples/recipes/accumulation.py
 
-Watch `partial`: an epoch of 10 micro-batches is windows of 4, 4 and 2, and the last is divided by its own 2. Each size
-of a window is one compiled program, so there are two. An overflow in one micro-batch skips its whole window.
+Watch `partial`: an epoch of 10 micro-batches has windows of 4, 4 and 2, and the last is divided by 2. Each window size
+is one compiled program, so there are two. An overflow in one micro-batch skips its window.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WINDOW, EPOCH = 4, 10  # micro-batches
 
 
 def batch(index: int, device: str) -> tuple[Tensor, Tensor]:
-    """A window: its micro-batches along the first dimension, WINDOW of them, fewer at the end of an epoch."""
+    """Return a window of WINDOW micro-batches, or fewer at the end of an epoch, along the first dimension."""
     windows = -(-EPOCH // WINDOW)
     size = min(WINDOW, EPOCH - WINDOW * (index % windows))
     x = torch.randn(size, 16, 8, generator=torch.Generator().manual_seed(index))
@@ -40,7 +40,7 @@ def criterion(output: Tensor, target: Tensor) -> Tensor:
 def train(
     steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu", scan: bool = False
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """The parameters after some steps, and every step's metrics; scan compiles one micro-batch instead of each."""
+    """Return the parameters after some steps, and all metrics; scan compiles one micro-batch."""
     loss_fn = funcamp.module_loss(make_model().to(device), criterion)
     sgd = funcamp.stateless(torch.optim.SGD, lr=0.05, momentum=0.9)
     step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16", accumulate=WINDOW, scan=scan)

@@ -1,9 +1,9 @@
-"""Coming from a torch.amp loop: the same training before and after; lines with one number belong together.
+"""Porting a torch.amp loop: the same training before and after; lines with the same number correspond.
 
     python examples/recipes/before_after.py
 
-Watch `difference`: how far the two end from each other, relative to the parameters. Gone are zero_grad and all reads on
-the host. New: the model stays as it was until 7, for the values are in the state; and `run` consumes the state it gets.
+Watch `difference`: the relative distance of the two results. Gone: zero_grad and all reads on the host.
+New: the model does not change until 7, because the values are in the state; and `run` consumes the state it gets.
 """
 
 # mypy: allow-untyped-calls

@@ -1,8 +1,8 @@
-"""Activation checkpointing: blocks are computed again in the backward pass, and keep no activations until then.
+"""Activation checkpointing: blocks store no activations and are recomputed in the backward pass.
 
     python examples/recipes/checkpointing.py
 
-Watch `checkpoint(block, x, use_reentrant=False)`: nothing else changes. Dropout in a block has one mask in both passes.
+Watch `checkpoint(block, x, use_reentrant=False)`: nothing else changes. Dropout uses one mask in both passes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make_model(checkpointed: bool = True) -> nn.Module:
 
 
 def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> tuple[Any, list[Any]]:
-    """The parameters after some steps, and every step's metrics."""
+    """Return the parameters after some steps, and every step's metrics."""
     loss_fn = funcamp.module_loss(make_model().to(device), nn.functional.mse_loss)
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
     step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16")
@@ -58,7 +58,7 @@ def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "c
 
 
 def bytes_kept(checkpointed: bool, device: str) -> int:
-    """What a forward pass keeps for the backward pass."""
+    """Return the bytes that a forward pass stores for the backward pass."""
     sizes: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda value: sizes.append(value.nbytes), lambda none: none):
         make_model(checkpointed).to(device)(batch(0, device)[0])

@@ -3,7 +3,7 @@
     python examples/recipes/clipping.py
 
 Watch `clipped`, the steps whose norm was above MAX_NORM, and `norm_largest`: at this learning rate the loop diverges
-without the clip. The norm is that of the unscaled gradients, so MAX_NORM does not depend on the scale.
+without clipping. The norm is that of the unscaled gradients, so MAX_NORM does not depend on the scale.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def train(
     max_norm: float | None = MAX_NORM,
     max_value: float | None = None,
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """The parameters after some steps, and every step's metrics; one of the two limits, or none."""
+    """Return the parameters after some steps, and all metrics, with one of the two limits or none."""
     loss_fn = funcamp.module_loss(make_model().to(device), criterion)
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
     step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16", max_norm=max_norm, max_value=max_value)

@@ -1,9 +1,9 @@
-"""Consistency training with few labels: one loss runs the same network without and with a gradient, under one autocast.
+"""Consistency training with few labels: a loss runs a network with and without a gradient.
 
     python examples/recipes/consistency.py
 
 Watch `accuracy` on new points: 0.90 with 8 labels, 0.79 without the second term. The pass without a gradient may come
-first: the casts are values, in no cache that could lose the gradients of the second pass, as torch.autocast's once did.
+first: the casts are explicit values. A cache, as in torch.autocast, could lose the gradients of the second pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 
 def points(index: int, count: int) -> tuple[Tensor, Tensor]:
-    """Four clusters, and which of them a point belongs to."""
+    """Return points of four clusters, and the cluster of each."""
     label = torch.arange(count) % 4
     return torch.randn(count, 16, generator=torch.Generator().manual_seed(index)) + 3 * torch.eye(4, 16)[label], label
 
@@ -54,7 +54,7 @@ def criterion(outputs: tuple[Tensor, Tensor, Tensor], label: Tensor) -> Tensor:
 
 
 def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> tuple[Any, list[Any]]:
-    """The parameters after some steps, and every step's metrics; wrap compiles the step, or leaves it as it is."""
+    """Return the parameters after some steps, and every step's metrics; wrap may compile the step."""
     loss_fn = funcamp.module_loss(make_model().to(device), criterion)
     sgd = funcamp.stateless(torch.optim.SGD, lr=1e-1)
     step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16")

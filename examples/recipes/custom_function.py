@@ -1,9 +1,9 @@
-"""Custom autograd functions under autocast: for an operation with a backward of its own, in a step that is compiled.
+"""Custom autograd functions under autocast: an operation with a custom backward in a compiled step.
 
     python examples/recipes/custom_function.py
 
 Watch the decorator: it does what torch.amp.custom_fwd and custom_bwd do, and makes a forward that takes ctx work under
-torch.func, vmap and torch.compile, where a custom backward can otherwise be lost without a word.
+torch.func, vmap and torch.compile. Without it, the custom backward can be silently dropped there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def batch(index: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 @funcamp.custom_function
-class Gate(torch.autograd.Function):  # saves its inputs alone
+class Gate(torch.autograd.Function):  # saves only its inputs
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
@@ -39,7 +39,7 @@ class Gate(torch.autograd.Function):  # saves its inputs alone
         return low @ w.mT, x.mT @ low
 
 
-@funcamp.custom_function(cast_inputs=torch.float32)  # whatever autocast is
+@funcamp.custom_function(cast_inputs=torch.float32)  # in float32 under any autocast
 class SquaredError(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:

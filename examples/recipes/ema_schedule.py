@@ -1,9 +1,9 @@
-"""An average of the parameters and a learning-rate schedule, both of which stand still at a skipped step.
+"""An average of the parameters and a learning-rate schedule; a skipped step advances neither.
 
     python examples/recipes/ema_schedule.py
 
-Watch `lr` and `applied`: the schedule is a function of the count of applied steps, so the skips at the start use up
-nothing of the warm-up. A skipped step does not pull the average either; `loss_ema` is its loss, on unseen batches.
+Watch `lr` and `applied`: the schedule is a function of the count of applied steps, so the skips at the start do not
+shorten the warm-up. A skipped step does not change the average either; `loss_ema` is its loss, on unseen batches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def criterion(output: Tensor, target: Tensor) -> Tensor:
 
 
 def learning_rate(applied: Tensor) -> Tensor:
-    """A warm-up, then a cosine, of the count of applied steps: a tensor on the device, never read."""
+    """Return the learning rate after some applied steps as a tensor: warm-up, then a cosine."""
     cosine = 0.5 + 0.5 * torch.cos(torch.pi * ((applied - WARM_UP) / (END - WARM_UP)).clamp(0, 1))
     return LR * torch.where(applied < WARM_UP, (applied + 1) / WARM_UP, cosine)
 
@@ -43,7 +43,7 @@ def learning_rate(applied: Tensor) -> Tensor:
 def train(
     steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu"
 ) -> tuple[dict[str, dict[str, Tensor]], list[Any]]:
-    """The parameters and their average after some steps, and every step's metrics."""
+    """Return the parameters and their average after some steps, and every step's metrics."""
     loss_fn = funcamp.module_loss(make_model().to(device), criterion)
     sgd = funcamp.stateless(torch.optim.SGD, lr=learning_rate, momentum=0.9)
     step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16", ema_decay=DECAY)

@@ -1,9 +1,9 @@
-"""An ensemble in one program: vmap over the whole training step, so that each member has its own scale and skips.
+"""An ensemble in one program: vmap over the training step, with a scale and skips per member.
 
     python examples/recipes/ensemble.py
 
-Watch a member overflow: it alone is skipped and its scale alone is halved, while the others step. One scaler around the
-whole ensemble would skip all of them for the worst.
+Watch a member overflow: only its step is skipped and only its scale is halved, while the others step. One scaler for
+the ensemble would skip all of them if one overflows.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def criterion(output: Tensor, target: Tensor) -> Tensor:
 def train(
     steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu"
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """The members' parameters, stacked, and every step's metrics, a number for each member."""
+    """Return the members' parameters, stacked, and every step's metrics, a number for each member."""
     models = [make_model(seed).to(device) for seed in range(len(INIT_SCALES))]
     params, _ = stack_module_state(models)
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
     step = funcamp.make_train_step(funcamp.module_loss(models[0], criterion), sgd, CONFIG, policy="float16")
     state = vmap(step.init)(params)
     state = state._replace(scaler=state.scaler._replace(scale=torch.tensor(INIT_SCALES, device=device)))
-    run, history = wrap(vmap(step, in_dims=(0, None))), []  # every member sees the same batch
+    run, history = wrap(vmap(step, in_dims=(0, None))), []  # every member gets the same batch
     for index in range(steps):
         state, metrics = run(state, batch(index, device))
         history.append(metrics)

@@ -1,9 +1,9 @@
-"""A GAN: two networks that take turns in one compiled step, each with an optimizer and a scale of its own.
+"""A GAN: two networks that take turns in one compiled step, each with a separate optimizer and scale.
 
     python examples/recipes/gan.py
 
-Watch `gap`, from the mean of the generated points to that of the real ones. Each network meets the other's float16
-parameters as a constant (`compute_params`): no detach, no zero_grad, and no gradient that is computed for nothing.
+Watch `gap`, from the mean of the generated points to that of the real ones. Each network uses the other's float16
+parameters as constants (`compute_params`): no detach, no zero_grad, and no gradient that is not needed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def criterion(logits: Tensor, is_real: Tensor) -> Tensor:
 
 
 def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> tuple[Any, list[Row]]:
-    """The parameters after some steps, and every step's row; wrap compiles the step, or leaves it as it is."""
+    """Return the parameters after some steps, and every step's row; wrap may compile the step."""
     generator, discriminator = [model.to(device) for model in make_models()]
     adam = funcamp.stateless(torch.optim.Adam, lr=1e-2, betas=(0.5, 0.9))
 

@@ -1,9 +1,9 @@
-"""A penalty on the norm of the loss's own gradient: second derivatives, inner and outer gradient under one scale.
+"""A penalty on the norm of the loss's gradient: second derivatives with one scale.
 
     python examples/recipes/gradient_penalty.py
 
-Watch the inner gradient: it is scaled as the outer one is, or float16 would flush it to zero, and unscaled before the
-penalty, or the penalty would grow with the scale. Both take the scale as a tensor; torch's loop calls `get_scale()`.
+Watch the inner gradient: it is scaled like the outer one, because float16 would flush it to zero, and unscaled before
+the penalty, which would grow with the scale. Both use the scale as a tensor; torch's loop calls `get_scale()`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def criterion(output: Tensor, target: Tensor) -> Tensor:
 def train(
     steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu"
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """The parameters after some steps, and every step's metrics; aux is the loss before the penalty, and the norm."""
+    """Return the parameters after some steps, and all metrics; aux is the plain loss and the norm."""
     model = make_model().to(device)
     inner = funcamp.scaled_grad_and_value(
         lambda params, x, y: criterion(torch.func.functional_call(model, params, x), y)
     )
 
     def penalized(params: dict[str, Tensor], scaler: funcamp.ScalerState, batch: tuple[Tensor, Tensor]) -> Any:
-        # Needs no verdict of its own: where it is not finite, the outer gradient is not either.
+        # Needs no separate flag: if it is not finite, the outer gradient is not either.
         (grads, _), loss = inner(scaler, params, *batch)
         norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
         return loss + WEIGHT * norm, (loss, norm)
@@ -71,7 +71,7 @@ def main(steps: int = 100, wrap: Callable[[Any], Any] = funcamp.jit, device: str
 
 
 def float32_norm(index: int, device: str) -> float:
-    """The norm at the first parameters, without autocast and without a scale."""
+    """Return the norm at the first parameters, without autocast and without a scale."""
     model, (x, y) = make_model().to(device), batch(index, device)
     grads = torch.autograd.grad(criterion(model(x), y), list(model.parameters()))
     return torch.stack([grad.square().sum() for grad in grads]).sum().sqrt().item()

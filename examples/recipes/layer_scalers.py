@@ -1,4 +1,4 @@
-"""A scale for each block of a network, where the gradients of blocks differ by more than float16 can hold: about 2^25.
+"""A scale per block, for gradients that differ by more than float16's range, about 2^25.
 
     python examples/recipes/layer_scalers.py
 
@@ -17,7 +17,7 @@ from torch.nn.functional import gelu, mse_loss
 import funcamp
 
 CONFIGS = [funcamp.ScalerConfig(init_scale=scale, growth_interval=10) for scale in (2.0**20, 2.0**34, 2.0**18)]
-BLOCKS: Any = (  # each of its own parameters and the last one's output, in float32
+BLOCKS: Any = (  # each a function of its parameters and the previous block's output, in float32
     lambda own, x: gelu(x @ own["stem"]).float(),
     lambda own, x: x + own["gamma"] * (gelu(x @ own["up"]) @ own["down"]),
     lambda own, x: (x @ own["head"]).float(),
@@ -41,7 +41,7 @@ def make_params(device: str) -> list[dict[str, Tensor]]:
 
 
 def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> tuple[Any, list[Row]]:
-    """The parameters after some steps, and every step's row; wrap compiles the step, or leaves it as it is."""
+    """Return the parameters after some steps, and every step's row; wrap may compile the step."""
     params, adam = make_params(device), funcamp.stateless(torch.optim.Adam, lr=1e-3)
 
     def step(state: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, Row]:
@@ -54,9 +54,9 @@ def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "c
         for i in (2, 1, 0):  # from the loss down, each under its own scale; the data, below block 0, need no gradient
             scaled = backward[i](funcamp.scale(scalers[i], below[0]))
             (grads[i], *below), verdicts[i] = funcamp.unscale_and_check(scalers[i], scaled[: i + 1])
-            # An overflow above comes down to here and is no verdict on this block: its scale stays.
+            # An overflow above propagates down to here and does not concern this block: its scale stays.
             after[i] = funcamp.skip_step(verdicts[i + 1], new=funcamp.update(verdicts[i], CONFIGS[i]), old=scalers[i])
-        new, old = adam.update(params, grads, opt_state), (params, opt_state)  # skips where any block overflowed
+        new, old = adam.update(params, grads, opt_state), (params, opt_state)  # skips if any block overflowed
         scale, _, found_inf = [torch.stack(column) for column in zip(*verdicts[:3])]
         return (*funcamp.skip_step(funcamp.merge(*verdicts), new=new, old=old), after), Row(loss, scale, found_inf)
 

@@ -1,10 +1,10 @@
-"""BatchNorm, dropout and tied weights in one model: what a module holds beside plain matrices, and draws.
+"""BatchNorm, dropout and tied weights in one model: buffers, random numbers and shared parameters.
 
     python examples/recipes/layers.py
 
 Watch `accuracy`: measured in eval mode, from the running statistics, in a plain module that got the state back. Buffers
-are part of the state and go back at a skipped step; keep_buffers=True is torch's loop, which keeps what a skipped step
-wrote. Dropout draws what the eager loop draws; compiled by Inductor it draws others, unless jit gets exact=True.
+are part of the state and are reverted at a skipped step; keep_buffers=True keeps what a skipped step wrote, as torch's
+loop does. Dropout draws the eager loop's numbers; compiled by Inductor it draws others, unless jit gets exact=True.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORDS, WIDTH, LR = 16, 32, 0.2
 
 
 def batch(index: int, device: str) -> tuple[Tensor, Tensor]:
-    """Three words; the target is the word that follows the second."""
+    """Return three words; the target is the word that follows the second."""
     x = torch.randint(WORDS, (64, 3), generator=torch.Generator().manual_seed(index))
     return x.to(device), ((x[:, 1] + 1) % WORDS).to(device)
 
@@ -31,7 +31,7 @@ def make_model() -> nn.Module:
     torch.manual_seed(0)
     embedding, head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
     nn.init.normal_(embedding.weight, std=WIDTH**-0.5)
-    head.weight = embedding.weight  # tied: float32 where it is looked up, float16 where it is multiplied
+    head.weight = embedding.weight  # tied: float32 for the lookup, float16 for the product
     hidden = [nn.Linear(3 * WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)]
     return nn.Sequential(embedding, nn.Flatten(), *hidden, nn.Linear(WIDTH, WIDTH), head)
 
@@ -43,7 +43,7 @@ def criterion(output: Tensor, target: Tensor) -> Tensor:
 def train(
     steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu", keep_buffers: bool = True
 ) -> tuple[dict[str, dict[str, Tensor]], list[Any]]:
-    """The parameters and buffers after some steps, tied ones once, and every step's metrics."""
+    """Return the parameters and buffers after some steps, tied ones once, and every step's metrics."""
     loss_fn = funcamp.module_loss(make_model().to(device), criterion, keep_buffers=keep_buffers)
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
     step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16")

@@ -1,9 +1,9 @@
-"""MAML: learn parameters from which one gradient step solves a new task; the step is differentiated through.
+"""MAML: learn parameters from which one differentiated gradient step solves a new task.
 
     python examples/recipes/maml.py
 
-Watch both gradients: the inner one is scaled, and unscaled before it moves a parameter; the outer one goes through all
-of that. One scale serves both. The tasks run side by side under vmap; one that overflows skips the step.
+Watch both gradients: the inner one is scaled, and unscaled before it moves a parameter; the outer one differentiates
+through all of that. Both use one scale. The tasks run side by side under vmap; one that overflows skips the step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LR, INNER_LR, TASKS, SHOTS = 0.02, 0.1, 8, 10
 
 
 def batch(index: int, device: str) -> tuple[Tensor, ...]:
-    """Sines of random amplitude and phase: inputs and targets to adapt with, others to judge by."""
+    """Return random sines: inputs and targets to adapt with, and others to test with."""
     generator = torch.Generator().manual_seed(index)
     amplitude = 1 + torch.rand(TASKS, 1, 1, generator=generator)
     phase = math.pi / 2 * torch.rand(TASKS, 1, 1, generator=generator)
@@ -40,7 +40,7 @@ def make_model() -> nn.Module:
 def train(
     steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu"
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """The parameters after some steps, and every step's metrics; aux is the loss before the inner step."""
+    """Return the parameters after some steps, and all metrics; aux is the loss before the inner step."""
     model = make_model().to(device)
 
     def loss_of(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -52,13 +52,13 @@ def train(
             fast = {name: value - INNER_LR * grads[name] for name, value in slow.items()}
             return loss_of(fast, *query), loss_of(slow, *query)
 
-        # Parameters of its own for each task: their gradients sum over the tasks in float32, not in float16.
+        # Separate parameters for each task, so that gradients are summed over the tasks in float32, not in float16.
         own = {name: value.expand(TASKS, *value.shape) for name, value in params.items()}
         after, before = vmap(task)(own, *batch)
         return after.mean(), before.mean()
 
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
-    # keep=*: the inner step moves the parameters themselves; autocast casts them where they are used.
+    # keep=*: the inner step moves the parameters themselves; autocast casts them when they are used.
     loss_fn = funcamp.loss(tasks, has_scaler=True, has_aux=True)
     step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16,keep=*")
     run, state, history = wrap(step), step.init(dict(model.named_parameters())), []

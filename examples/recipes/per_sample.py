@@ -1,9 +1,9 @@
-"""Per-sample gradients, each clipped to a norm, and noise: differentially private SGD in float16, by vmap.
+"""Per-sample gradients, clipped, with noise: differentially private SGD in float16, by vmap.
 
     python examples/recipes/per_sample.py
 
-Watch the order: each gradient is unscaled before its norm is taken, or the limit would move with the scale. A sample
-that overflows skips the step, or with DROP counts as zero; the scale tells of it, which no privacy accountant counts.
+Watch the order: each gradient is unscaled before its norm is computed; otherwise the limit would depend on the scale. A
+sample that overflows skips the step, or with DROP counts as zero. The scale reveals it; privacy accountants ignore it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_model() -> nn.Module:
 
 
 def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> tuple[Any, list[Row]]:
-    """The parameters after some steps, and every step's row."""
+    """Return the parameters after some steps, and every step's row."""
     model, sgd = make_model().to(device), funcamp.stateless(torch.optim.SGD, lr=LR)
 
     def loss_fn(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""REINFORCE: a program that acts and a program that learns; the loss is built from many calls of the first.
+"""REINFORCE: a program that acts and one that learns from many calls of the first.
 
     python examples/recipes/reinforce.py
 
 Watch what goes between them: the actor gets the learner's float16 weights (`compute_params`, again after every step),
-and what a call returns stays as it is, so that eight transitions can be collected. Only the state is consumed.
+and later calls do not change what a call returned, so eight transitions can be collected. Only the state is consumed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONFIG, LR = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=10), 0.1
 
 
 def batch(index: int, device: str) -> tuple[Tensor, ...]:
-    """Walkers on a line from -4 to 4, their goals there, and the uniform numbers that their actions are drawn with."""
+    """Return walkers and goals on a line from -4 to 4, and uniform numbers to draw actions with."""
     generator = torch.Generator().manual_seed(index)
     places = torch.randint(-4, 5, (2, 32), generator=generator).float()
     return places[0].to(device), places[1].to(device), torch.rand(8, 32, generator=generator).to(device)
@@ -37,7 +37,7 @@ def criterion(logits: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> tuple[Any, list[Any]]:
-    """The parameters after some steps, and every step's metrics; aux is the walkers' mean distance from their goals."""
+    """Return the parameters after some steps, and all metrics; aux is the mean distance from the goals."""
     model, sgd = make_model().to(device), funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
     step = funcamp.make_train_step(funcamp.module_loss(model, criterion), sgd, CONFIG, policy="float16")
 

@@ -1,9 +1,9 @@
-"""SAM (sharpness-aware minimization, Foret et al. 2021): two gradients in a step, the second where the first climbs to.
+"""SAM (Foret et al. 2021): two gradients in a step, the second at a point of higher loss.
 
     python examples/recipes/sam.py
 
-Watch `skipped`: an overflow in either gradient skips the step and backs off once, for the second check starts from the
-state of the first. torch's scaler unscales once in a step; here both are unscaled alike.
+Watch `skipped`: an overflow in either gradient skips the step and backs off once, because the second check starts from
+the first one's state. torch's scaler unscales once in a step; here both gradients are unscaled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Row(NamedTuple):
     loss: Tensor
     scale: Tensor
     found_inf: Tensor
-    rise: Tensor  # of the loss from the point to where its gradient climbs
+    rise: Tensor  # increase of the loss from the point to the climbed point
 
 
 def batch(index: int, device: str) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def criterion(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> tuple[Any, list[Row]]:
-    """The parameters after some steps, and every step's row; wrap compiles the step, or leaves it as it is."""
+    """Return the parameters after some steps, and every step's row; wrap may compile the step."""
     model = make_model().to(device)
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
 

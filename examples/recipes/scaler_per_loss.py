@@ -1,8 +1,8 @@
-"""A scale for each loss: two losses on one trunk whose gradients differ by orders of magnitude; one optimizer.
+"""A scale per loss: two losses on one trunk whose gradients differ by orders of magnitude.
 
     python examples/recipes/scaler_per_loss.py
 
-Watch `scale_main` and `scale_auxiliary`: under one scale the smaller gradients would vanish in float16.
+Watch `scale_main` and `scale_auxiliary`: with one scale the smaller gradients would vanish in float16.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def batch(index: int, device: str) -> tuple[Tensor, ...]:
 
 
 def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> tuple[Any, list[Row]]:
-    """The parameters after some steps, and every step's row; wrap compiles the step, or leaves it as it is."""
+    """Return the parameters after some steps, and every step's row; wrap may compile the step."""
     torch.manual_seed(0)
     model, adamw = Model().to(device), funcamp.stateless(torch.optim.AdamW, lr=1e-2)
 
@@ -55,7 +55,7 @@ def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "c
         checked, losses = zip(*[graded(scaler, params, batch, task) for task, scaler in enumerate(scalers)])
         (grads0, grads1), scalers = zip(*checked)
         new = adamw.update(params, {name: grads0[name] + grads1[name] for name in params}, opt_state)
-        either = funcamp.merge(*scalers)  # for the skip alone: each scale moves by its own verdict
+        either = funcamp.merge(*scalers)  # only for the skip: each scale is updated by its own flag
         after = funcamp.skip_step(either, new=new, old=(params, opt_state))
         scale, _, found_inf = [torch.stack(column) for column in zip(*scalers)]
         return (*after, list(map(funcamp.update, scalers, CONFIGS))), Row(torch.stack(losses), scale, found_inf)

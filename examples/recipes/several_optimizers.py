@@ -1,8 +1,8 @@
-"""Several models, losses and optimizers under one scale; each optimizer skips by its own gradients alone.
+"""Several models, losses and optimizers with one scale; each optimizer skips independently.
 
     python examples/recipes/several_optimizers.py
 
-Watch `skipped_alone`: steps in which one optimizer skipped and the other went on; the shared scale backs off then too.
+Watch `skipped_alone`: steps in which one optimizer skipped and the other did not; the shared scale backs off then too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def losses_of(models: list[nn.Module], params: Any, x: Tensor, y0: Tensor, y1: T
 
 
 def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> tuple[Any, list[Row]]:
-    """The parameters after some steps, and every step's row; wrap compiles the step, or leaves it as it is."""
+    """Return the parameters after some steps, and every step's row; wrap may compile the step."""
     models = [model.to(device) for model in make_models()]
     optimizers = [funcamp.stateless(torch.optim.AdamW, lr=1e-2), funcamp.stateless(torch.optim.SGD, lr=1e-3)]
 

@@ -1,10 +1,10 @@
-"""A large embedding with sparse gradients, by SparseAdam: for a table of which a step touches a few rows.
+"""A large embedding with sparse gradients and SparseAdam: for a table of which a step uses few rows.
 
     python examples/recipes/sparse_embedding.py
 
 Watch `touched`, the rows of the table that ever moved, and `skipped`. A sparse gradient has as many rows as the batch
-has different words, which no shape tells: it cannot be part of a compiled step. So this is the loop you have, with
-funcamp.GradScaler in the place of torch's, and `wrap` plays no part. Each optimizer skips by its own gradients.
+has different words, which depends on values, so it cannot be part of a compiled step. So this is an ordinary loop with
+funcamp.GradScaler instead of torch's, and `wrap` is not used. Each optimizer skips independently.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def criterion(output: Tensor, target: Tensor) -> Tensor:
 def train(
     steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu"
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """The parameters after some steps, and every step's loss, scale and flag."""
+    """Return the parameters after some steps, and every step's loss, scale and flag."""
     del wrap
     model = make_model().to(device)
     sparse = torch.optim.SparseAdam(model[0].parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""The typical loop in float16: autocast, a scaled loss, AdamW, a scale that adapts; the loop to start from.
+"""The typical loop in float16, to start from: autocast, a scaled loss, AdamW, a dynamic scale.
 
     python examples/recipes/typical.py
 
@@ -35,7 +35,7 @@ def criterion(output: Tensor, target: Tensor) -> Tensor:
 def train(
     steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu"
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """The parameters after some steps, and every step's metrics; wrap compiles the step, or leaves it as it is."""
+    """Return the parameters after some steps, and every step's metrics; wrap may compile the step."""
     loss_fn = funcamp.module_loss(make_model().to(device), criterion)
     adamw = funcamp.stateless(torch.optim.AdamW, lr=1e-2)
     step = funcamp.make_train_step(loss_fn, adamw, CONFIG, policy="float16")

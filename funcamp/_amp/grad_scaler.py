@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler's interface on the pure core: for loops and frameworks that own an optimizer."""
+"""torch.amp.GradScaler's interface on the pure core, for loops and frameworks that own an optimizer."""
 
 from __future__ import annotations
 
@@ -38,42 +38,44 @@ def _per_optimizer() -> dict[str, Any]:
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` without a host read: the same calls, scales, skips, errors and `state_dict`.
 
-    `scale(loss).backward()`, `step(optimizer)`, `update()`; `unscale_(optimizer)` before clipping. A fused optimizer
-    (`fused=True`) skips inside its kernel. Another class of torch.optim takes its step, and what it changed is put back
-    by selection: its parameters and state are copied before and chosen after. That is more memory traffic, and a launch
-    a tensor, where a host read would stall the device once: prefer fused=True, or skip="host". What selection could not
-    put back is read for, as torch does: an optimizer of another class, hooks or a `step` put in place of the class's
-    (unless skip="select" asks for them to see a step that is put back), a closure, parameters that are tensor
-    subclasses or sparse, counters on the host (Adam on a GPU without capturable=True), a momentum of sparse gradients.
+    `scale(loss).backward()`, `step(optimizer)`, `update()`; `unscale_(optimizer)` before clipping.
+
+    A fused optimizer (`fused=True`) skips inside its kernel. For another class of torch.optim the scaler copies
+    parameters and state, takes the step, and restores the copies on the device if the step must be skipped. This costs
+    memory traffic and a launch per tensor, but no synchronization: prefer fused=True, or skip="host". If a step cannot
+    be restored this way, the flag is read on the host, as torch does: an optimizer of another class; hooks, or a `step`
+    that replaces the class's (unless skip="select" allows them to see a step that is restored); a closure; parameters
+    that are tensor subclasses or sparse; counters on the host (Adam on a GPU without capturable=True); a momentum of
+    sparse gradients.
 
     Under `torch.compile(fullgraph=True)` with `torch._dynamo.config.trace_autograd_ops = True` the loop is one graph,
-    the selection a part of the optimizer's kernels, for torch.optim's classes without hooks; without fullgraph another
-    breaks the graph. Zero the gradients by `model.zero_grad()` and return a value (the detached loss). Numbers of a
-    parameter group are constants of the graph: make a learning rate that changes a tensor.
+    and the selection is part of the optimizer's kernels, for torch.optim's classes without hooks; any other breaks the
+    graph, which raises with fullgraph=True. Zero the gradients by `model.zero_grad()` and return a value (the detached
+    loss). Numbers of a parameter group are constants of the graph: use a tensor for a learning rate that changes.
 
-    Safe where torch's class is not:
+    Safe in cases in which torch's class is not:
 
-    - a gradient that is finite before it is unscaled and not after (a scale below 1, or 0) skips the step;
-    - a fused optimizer gets a found_inf of 1.0 whatever the number of devices: torch adds their flags, and a kernel
-      given 2.0 takes the step and moves its count by -1;
-    - a fused SGD with momentum whose first step is skipped: torch leaves uninitialized memory in its momentum;
-    - a backoff to 0 or below, from which no scale recovers, raises ValueError; so does an init_scale of 0 or infinity.
+    - A gradient that is finite before unscaling and not after (a scale below 1, or 0) skips the step.
+    - A fused optimizer gets a found_inf of 1.0 with any number of devices. torch adds their flags, and a kernel
+      that gets 2.0 takes the step and changes its count by -1.
+    - A fused SGD with momentum may skip its first step; torch then leaves its momentum uninitialized.
+    - A backoff to 0 or below, from which no scale recovers, raises ValueError; so does an init_scale of 0 or infinity.
 
     Args:
         device: "cuda", "cpu" or another device type with a scaler.
         init_scale: the first scale.
-        growth_factor: what the scale is multiplied by after `growth_interval` clean steps.
-        backoff_factor: what it is multiplied by after a step with a non-finite gradient.
-        growth_interval: clean steps in a row that make it grow.
-        enabled: False makes every call but `step` do nothing.
-        config: another rule, or bounds: replaces the four numbers. `state_dict` then has the rule's counters too.
-        skip: "select" or "host" (the flag is read, and `step` is not called where it is set, as torch does). By
-            default selection, but "host" on a CPU, where the flag is there already, and under Accelerate, which asks.
-        allow_fp16: unscale float16 gradients, multiplied in float32 and rounded back, where torch refuses them.
+        growth_factor: multiplies the scale after `growth_interval` clean steps.
+        backoff_factor: multiplies the scale after a step with a non-finite gradient.
+        growth_interval: clean steps in a row after which the scale grows.
+        enabled: if False, every call except `step` does nothing.
+        config: another rule, or bounds; replaces the four numbers. `state_dict` then includes the rule's counters.
+        skip: "select" restores a skipped step on the device; "host" reads the flag and does not call `step` if it is
+            set, as torch does. By default "select", but "host" on a CPU, where the read is free, and under Accelerate.
+        allow_fp16: unscale float16 gradients, multiplied in float32 and rounded back; torch raises for them.
 
     Raises:
         AssertionError: growth_factor is not above 1, or backoff_factor not below 1.
-        TypeError: config is no `ScalerConfig`, or allow_fp16 no bool.
+        TypeError: config is not a `ScalerConfig`, or allow_fp16 not a bool.
         ValueError: config is given with one of the four numbers; skip is neither; a number cannot be used.
 
     Example:
@@ -90,7 +92,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     _takes_as_is = False
-    """Whether a closure runs, whose gradients nothing will unscale."""
+    """Whether a closure is running, whose gradients are not unscaled."""
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class GradScaler(torch.amp.GradScaler):
             check_config("GradScaler", config)
             if numbers != (2.0**16, 2.0, 0.5, 2000):
                 raise ValueError(
-                    "GradScaler: init_scale, growth_factor, backoff_factor and growth_interval must be left out where "
+                    "GradScaler: init_scale, growth_factor, backoff_factor and growth_interval must be left out if "
                     f"config is given; got {numbers}"
                 )
             numbers = (config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval)
@@ -142,7 +144,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._takes_as_is:
             warnings.warn(
                 "GradScaler.scale: it is called in the closure of step(), whose gradients are taken as they are: "
-                "unscale them in the closure, or give it the loss that is not scaled",
+                "unscale them in the closure, or return the unscaled loss from it",
                 stacklevel=2,
             )
         if isinstance(outputs, Tensor):
@@ -155,9 +157,9 @@ class GradScaler(torch.amp.GradScaler):
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Multiply an optimizer's gradients by 1 / scale in place, and note whether one is not finite. No sync.
+        """Multiply an optimizer's gradients by 1 / scale in place and record non-finite ones. No sync.
 
-        Optional: for clipping, or looking at gradients, between `backward` and `step`. Sparse float16 gradients are
+        Optional: for clipping or inspecting gradients between `backward` and `step`. Sparse float16 gradients are
         replaced by coalesced ones.
 
         Raises:
@@ -179,22 +181,22 @@ class GradScaler(torch.amp.GradScaler):
         noted["stage"] = Stage.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale the gradients, unless `unscale_` did, and take the optimizer's step where all are finite.
+        """Unscale the gradients, unless `unscale_` did, and take the optimizer's step if all are finite.
 
-        No sync with a device. On a CPU, unless skip="select", the scale is read, and for an optimizer that is not fused
-        the flag; with skip="host", and for an optimizer that keeps Python numbers or tensors on the host, the flag is
-        read; so it is at a first step that makes state which selection cannot make in advance (a momentum with
-        dampening, Rprop, ASGD, parameters that are not float32, a class of your own).
+        No sync with a device, with these exceptions. On a CPU, unless skip="select", the scale is read, and the flag if
+        the optimizer is not fused. The flag is also read with skip="host", for an optimizer with Python numbers or
+        tensors on the host, and at a first step whose state cannot be created in advance (a momentum with dampening,
+        Rprop, ASGD, parameters that are not float32, your own class).
 
-        A closure is given by position, and not called in a skipped step. Its gradients are taken as they are, so that
-        `scale` warns if it is called there; those of a fused optimizer are divided by the scale, unless `unscale_` was
-        called, and not checked.
+        Pass a closure by position; it is not called in a skipped step. Its gradients are used as they are, so `scale`
+        warns if it is called in it. Those of a fused optimizer are divided by the scale, unless `unscale_` was called,
+        and are not checked.
 
-        Returns what `optimizer.step(*args, **kwargs)` returned: None where it was not called, or is compiled.
+        Returns the result of `optimizer.step(*args, **kwargs)`, or None if it was not called or is compiled.
 
         Raises:
             AssertionError: `scale` was not called before; no parameter has a gradient, or none had one at `unscale_`.
-            RuntimeError: it was called for this optimizer since the last `update`; closure is given by name.
+            RuntimeError: it was called for this optimizer since the last `update`; closure is passed by name.
             ValueError: a gradient is float16, without allow_fp16.
         """
         if not self._enabled:
@@ -279,36 +281,36 @@ class GradScaler(torch.amp.GradScaler):
             scale.clamp_(self._config.min_scale, self._config.max_scale)
 
     def metrics(self) -> ScalerState:
-        """The scale, the growth tracker and the last update's found_inf, as copies: for a `MetricReader`. No sync."""
+        """Return copies of the scale, the growth tracker and the last update's found_inf, as a state. No sync."""
         if not self._enabled or self._scale is None or self._growth_tracker is None:
             return ScalerState(torch.tensor(self.get_scale()), torch.tensor(0, dtype=torch.int32), torch.tensor(0.0))
         found_inf = torch.zeros_like(self._scale) if self._found_inf is None else self._found_inf.clone()
         return ScalerState(self._scale.clone(), self._growth_tracker.clone(), found_inf)
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor of growth, 1 or more."""
+        """Set the growth factor, 1 or more."""
         self._configure(growth_factor=new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor of backoff, above 0 and at most 1."""
+        """Set the backoff factor, above 0 and at most 1."""
         self._configure(backoff_factor=new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the clean steps in a row that make the scale grow."""
+        """Set the number of clean steps in a row after which the scale grows."""
         self._configure(growth_interval=new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """The five entries of torch's class, and the counters of another rule by their names. Reads the device."""
+        """Return torch's five entries, and the counters of another rule by name. Reads the device."""
         saved = super().state_dict()
         return saved | self._read_counters() if self._enabled else saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, of this class or torch's. A dict that is refused changes nothing.
+        """Load the `state_dict` of this class or torch's. If it raises, nothing has changed.
 
         Raises:
             KeyError: an entry is missing.
-            RuntimeError: it is empty: a disabled scaler's.
-            TypeError: an entry is no number.
+            RuntimeError: it is empty, as of a disabled scaler.
+            TypeError: an entry is not a number.
             ValueError: a number in it cannot be used.
         """
         if not self._enabled:
@@ -336,7 +338,7 @@ class GradScaler(torch.amp.GradScaler):
             state |= {"_init_counters": self._read_counters(), "_counters": {}, "_found_inf": None}
         return state
 
-    # what torch's class keeps apart for its subclasses
+    # overrides of methods that torch's class provides for subclasses
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -363,7 +365,7 @@ class GradScaler(torch.amp.GradScaler):
         return flags
 
     def _may_grow(self, inv_scale: Tensor) -> bool:
-        """Whether unscaling may multiply by more than 1: known where the scale lies on a CPU and may be read."""
+        """Return whether unscaling may multiply by more than 1; False only for a readable scale on a CPU."""
         if torch.compiler.is_dynamo_compiling() or self._skip == "select" or inv_scale.device.type != "cpu":
             return True
         return not inv_scale.item() <= 1.0
@@ -377,8 +379,8 @@ class GradScaler(torch.amp.GradScaler):
                 select_compiled(optimizer, joined(list(flags.values()), None) != 0)
                 return None
             torch._dynamo.graph_break(
-                msg="GradScaler.step compiles where optimizer is of a class of torch.optim's own that keeps to the "
-                "device, its step has no argument, hook or replacement, and skip is not 'host'"
+                msg="GradScaler.step compiles only if optimizer is of an unmodified class of torch.optim that keeps to "
+                "the device, its step has no argument, hook or replacement, and skip is not 'host'"
             )
         given = _given(args, kwargs)
         watched = obstacle(optimizer) is None and (is_watched(optimizer) or given)
@@ -392,7 +394,7 @@ class GradScaler(torch.amp.GradScaler):
         return plain and obstacle(optimizer) is None and not is_watched(optimizer)
 
     def _fused_step(self, optimizer: Any, noted: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """For an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
+        """Step an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument to the passed "
@@ -413,7 +415,7 @@ class GradScaler(torch.amp.GradScaler):
                 "there was no gradient when it was called, so those that are there now would be taken scaled."
             )
         made = None
-        if isinstance(optimizer, torch.optim.SGD):  # no other writes a first state in a step that it skips
+        if isinstance(optimizer, torch.optim.SGD):  # only SGD writes a first state in a step that it skips
             make_state(optimizer)
             made = Made(optimizer)
         given = getattr(optimizer, "grad_scale", None)
@@ -428,11 +430,11 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _configure(self, **values: Any) -> None:
-        """Change what torch's class lets its users change; where a value is refused nothing changes."""
+        """Change constants that torch's class lets users change; if a value is invalid, change none."""
         growth = values.get("growth_factor", self._growth_factor)
         backoff = values.get("backoff_factor", self._backoff_factor)
         interval = values.get("growth_interval", self._growth_interval)
-        # torch never grows at an interval of 0, nor at one that its counter cannot reach
+        # torch never grows with an interval of 0, nor with one that its counter cannot reach
         reached = interval if 0 < interval <= _INT32_MAX else _INT32_MAX
         self._config = changed(self._config, growth_factor=growth, backoff_factor=backoff, growth_interval=reached)
         self._growth_factor, self._backoff_factor, self._growth_interval = growth, backoff, interval
@@ -458,5 +460,5 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _given(args: Any, kwargs: Any) -> bool:
-    """Whether a step is given an argument: None is none, which Accelerate passes."""
+    """Return whether a step gets an argument; None does not count, because Accelerate passes it."""
     return any(value is not None for value in (*args, *kwargs.values()))

@@ -1,8 +1,8 @@
-"""Take an optimizer's step and put back what it changed where a flag says so, without reading the flag.
+"""Take an optimizer's step and restore what it changed if a flag is set, without reading the flag.
 
-The optimizer's own `step` runs in place; parameters and state are copied before it and chosen after it, element by
-element: new where found_inf is 0, old elsewhere. That is right only where everything a step writes is known, so it is
-done for torch.optim's own classes, as they are.
+The optimizer's own `step` runs in place. Parameters and state are copied before it and selected after it, element by
+element: new if found_inf is 0, else old. This is correct only if everything that a step writes is known, so it is done
+only for torch.optim's unmodified classes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from funcamp import _upstream
 
-#: found_inf for every device that holds gradients: float32, shape (), 1.0 or 0.0.
+#: found_inf for every device with gradients: float32, shape (), 1.0 or 0.0.
 Flags = dict[torch.device, Tensor]
 
-#: What a step of these writes: parameters, and tensors in the state of a parameter.
+#: Steps of these write only parameters and tensors in a parameter's state.
 _KNOWN = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
     torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.RMSprop, torch.optim.ASGD,
     torch.optim.Rprop, torch.optim.Muon,
 )  # fmt: skip
 
-# Hooks that cannot be looked up count as hooks.
+# If hooks cannot be looked up, assume that there are some.
 _GLOBAL_PRE_HOOKS: Any = _upstream.find("torch.optim.optimizer._global_optimizer_pre_hooks", True)
 _GLOBAL_POST_HOOKS: Any = _upstream.find("torch.optim.optimizer._global_optimizer_post_hooks", True)
 
@@ -36,7 +36,7 @@ _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def joined(flags: list[Tensor], device: torch.device | None) -> Tensor:
-    """One flag of several, 1.0 or 0.0, on a device; by default the first one's."""
+    """Combine flags into one, 1.0 or 0.0, on a device; by default the first flag's."""
     found = flags[0] if device is None else flags[0].to(device, non_blocking=True)
     for flag in flags[1:]:
         found = torch.maximum(found, flag.to(found.device, non_blocking=True))
@@ -44,12 +44,12 @@ def joined(flags: list[Tensor], device: torch.device | None) -> Tensor:
 
 
 def read(flags: Flags) -> bool:
-    """Whether any flag is set, on the host: waits for the device."""
+    """Return on the host whether any flag is set; waits for the device."""
     return any(bool(flag != 0) for flag in flags.values())
 
 
 def obstacle(optimizer: Any) -> str | None:
-    """Why a step that ran where found_inf is set cannot be undone; None where it can."""
+    """Return why a step cannot be undone when found_inf is set; None if it can."""
     if type(optimizer) in _KNOWN:
         return None
     name = type(optimizer).__name__
@@ -59,9 +59,9 @@ def obstacle(optimizer: Any) -> str | None:
 
 
 def is_watched(optimizer: Any) -> bool:
-    """Whether something runs around the step that would see a step which is undone: a hook, a `step` put in place.
+    """Return whether something would observe a step that is undone: a hook, or a replaced `step`.
 
-    Accelerate puts one there, and takes a step for skipped that was not called.
+    Accelerate replaces `step`, and takes a step as skipped if it was not called.
     """
     patched = vars(optimizer).get("step")
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
@@ -74,19 +74,19 @@ def is_watched(optimizer: Any) -> bool:
 
 
 def select(optimizer: Any, flags: Flags, step: Callable[[], Any], reason: str | None = None) -> Any:
-    """Call `step`, which steps the optimizer, and undo it if a flag is set; return what it returned.
+    """Call `step`, which steps the optimizer, and undo it if a flag is set; return its result.
 
-    If there is an obstacle the flag is read on the host instead, with a warning once an optimizer. An error of a step
-    that is undone is not raised: torch does not take that step.
+    If there is an obstacle the flag is read on the host instead, with one warning per optimizer. An error of a step
+    that is undone is not raised, because torch does not take that step.
 
     Args:
         optimizer: the optimizer.
-        flags: found_inf for every device that holds gradients.
+        flags: found_inf for every device with gradients.
         step: its step.
-        reason: an obstacle that the caller knows of.
+        reason: an obstacle that the caller knows.
 
     Raises:
-        RuntimeError: the flag would be read while a CUDA graph is being captured.
+        RuntimeError: the flag would be read during the capture of a CUDA graph.
     """
     params = with_grads(optimizer)
     reason = reason or obstacle(optimizer) or _obstacle_of_tensors(optimizer, params) or make_state(optimizer)
@@ -119,7 +119,7 @@ def select(optimizer: Any, flags: Flags, step: Callable[[], Any], reason: str | 
 
 
 def with_grads(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The parameters that a step would change."""
+    """Return the parameters that a step changes."""
     return [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
 
 
@@ -139,12 +139,12 @@ def _obstacle_of_tensors(optimizer: torch.optim.Optimizer, params: list[Tensor])
 
 
 def _writes_grads(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step may write into the gradients: SGD's with foreach=True, which adds the momentum into them."""
+    """Return whether a step may write gradients: SGD with foreach=True adds the momentum to them."""
     return type(optimizer) is torch.optim.SGD and any(group["nesterov"] for group in optimizer.param_groups)
 
 
 class Made:
-    """The state of an optimizer at one time, so that what is added later can be found and removed."""
+    """A snapshot of the keys of an optimizer's state, to find and remove later additions."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._state: Any = optimizer.state
@@ -155,7 +155,7 @@ class Made:
         return {name for name, value in entry.items() if value is not None} if isinstance(entry, dict) else set()
 
     def added(self) -> list[tuple[Any, Any]]:
-        """What was added: the dict that holds it, and its key."""
+        """Return the dict and the key of every addition."""
         found = []
         for param, entry in self._state.items():
             if param not in self._names:
@@ -165,21 +165,21 @@ class Made:
         return found
 
     def remove(self) -> None:
-        """Remove what was added."""
+        """Remove the additions."""
         for place, name in self.added():
             del place[name]
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> str | None:
-    """Make the state that a first step begins with, so that it can be selected.
+    """Create the state that a first step starts from, so that it can be restored.
 
-    Only of a class whose first state does not depend on its hyperparameters, which may change before the first step
-    that is applied: Rprop and ASGD store the learning rate. Only for float32 parameters: torch casts a state that is
-    loaded to its parameter's type, a product of NAdam too; and with foreach=True on a CPU it rounds the momentum itself
-    to bfloat16, but only if every parameter has a buffer, so that making one would change the others.
+    Only for a class whose first state does not depend on its hyperparameters, which may change before the first applied
+    step: Rprop and ASGD store the learning rate. Only for float32 parameters: torch casts a loaded state to its
+    parameter's dtype, including a product in NAdam; and with foreach=True on a CPU it rounds the momentum itself to
+    bfloat16, but only if every parameter has a buffer, so that creating one would change the others.
 
     Returns:
-        None, or why a step from this state could not be undone; then nothing is made.
+        None, or why a step from this state could not be undone; then no state is created.
     """
     params = with_grads(optimizer)
     if type(optimizer) not in _KNOWN or type(optimizer) in (torch.optim.Rprop, torch.optim.ASGD):
@@ -192,7 +192,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> str | None:
     try:
         _init_groups(optimizer)
     except Exception as error:
-        reason: str | None = str(error)  # which the step raises, unless it is skipped
+        reason: str | None = str(error)  # the step raises it, unless it is skipped
     else:
         reason = _obstacle_of_tensors(optimizer, params)
     if reason is not None:
@@ -207,8 +207,8 @@ def _init_groups(optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             init_group(group, *([] for _ in range(lists)))
             if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
-                # Its first buffer is the gradient itself, which a later step makes of -0.0, to which any number can be
-                # added, -0.0 too. The fused kernel, if the first step is skipped, leaves uninitialized memory in it.
+                # The first buffer is the gradient itself. A later step computes it from -0.0, which is neutral in a
+                # sum, also for -0.0. If the first step is skipped, the fused kernel leaves the buffer uninitialized.
                 for param in group["params"]:
                     grad, state = param.grad, optimizer.state[param]
                     if grad is None or grad.is_sparse:
@@ -224,6 +224,6 @@ def _warn(optimizer: torch.optim.Optimizer, reason: str) -> None:
         _warned.add(optimizer)
         warnings.warn(
             f"GradScaler.step: a skipped step cannot be undone on the device, so found_inf is read on the host, as "
-            f'torch.amp.GradScaler does: {reason}; skip="host" says that you know',
+            f'torch.amp.GradScaler does: {reason}; pass skip="host" to accept this',
             stacklevel=5,
         )

@@ -1,8 +1,8 @@
-"""An optimizer's selected step inside torch.compile: the class's arithmetic on values, written back where it holds.
+"""An optimizer's selected step inside torch.compile: the class's arithmetic, then selective writes.
 
 Dynamo cannot trace `Optimizer.step` in the graph that computed the gradients: torch.optim breaks the graph on purpose
-(https://github.com/pytorch/pytorch/issues/104053), and `_init_group` refuses gradients made in it. So the step runs as
-`stateless` runs it. tests/upstream/test_upstream.py tells when this can go.
+(https://github.com/pytorch/pytorch/issues/104053), and `_init_group` rejects gradients computed in it. So the step runs
+as `stateless` runs it. tests/upstream/test_upstream.py fails when this is no longer needed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from funcamp import _upstream
 from funcamp._optim.run import LeafState, first_values, narrow_counters, run_step
 from funcamp._optim.stateless import stateless
 
-#: What torch.compile decides instead, and what is no argument of a class.
+#: A stand-in for None, and entries that are decided by torch.compile or are not arguments of a class.
 _NONE = "<None>"
 _DROPPED = ("params", "foreach", "fused", "differentiable", "capturable")
 
 
 def select_compiled(optimizer: torch.optim.Optimizer, found: Tensor | None) -> None:
-    """Step an optimizer of torch.optim where found, bool, shape (), is False; everywhere for None.
+    """Step an optimizer of torch.optim if found, bool, shape (), is False; always if found is None.
 
-    A learning rate that changes must be a tensor: a number is a constant of the graph, and a new one compiles again.
+    Use a tensor for a learning rate that changes: a number is a constant of the graph, so a new one recompiles.
     """
     for group in optimizer.param_groups:
         params = [param for param in group["params"] if param.grad is not None]
@@ -56,12 +56,12 @@ def _traced(*_: Any) -> Any:
 
 
 def prepare() -> None:
-    """Make this file ready for torch.compile. It imports torch._dynamo, as any optimizer's first step does."""
+    """Prepare this module for torch.compile. Imports torch._dynamo, as any optimizer's first step does."""
     global _traced
     if _traced.__name__ != "_traced":
         return
     nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace")
-    modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes")  # `stateless` leaves them
+    modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes")  # `stateless` needs it
     lost = [name for name in (nonstrict_trace, modes) if not _upstream.usable(name)]
     _traced = _refusing(_upstream.message(lost[0].path)) if lost else nonstrict_trace(_step)
 
@@ -76,8 +76,8 @@ def _refusing(message: str) -> Any:
 def _step(
     name: str, options: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[LeafState]
 ) -> tuple[list[Tensor], list[LeafState], list[LeafState]]:
-    """New parameters, the states before the step (made where there were none), and after it."""
-    cls = getattr(torch.optim, name)  # a class cannot be passed in here
+    """Return new parameters, the states before the step (created if missing), and the states after it."""
+    cls = getattr(torch.optim, name)  # by name, because a traced function takes no class
     accepted = inspect.signature(cls.__init__).parameters
     options = {name: _sent(value) for name, value in options.items()}
     optimizer = stateless(cls, **{name: value for name, value in options.items() if name in accepted})
@@ -92,7 +92,7 @@ def _step(
 
     if traits.first_step_differs and not all(states):
         raise ValueError(
-            f"GradScaler.step: optimizer must have taken a step before it is compiled, for the first step of "
+            f"GradScaler.step: optimizer must have taken a step before it is compiled, as the first step of "
             f"{cls.__name__} with these hyperparameters is another formula; got one without state"
         )
     before = []
@@ -106,7 +106,7 @@ def _step(
 
 
 def _sendable(value: Any) -> Any:
-    # None is no leaf that a traced function takes
+    # a traced function accepts no None as a leaf
     if isinstance(value, (tuple, list)):
         return tuple([_sendable(item) for item in value])
     return _NONE if value is None else value
@@ -114,7 +114,7 @@ def _sendable(value: Any) -> Any:
 
 def _sent(value: Any) -> Any:
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
-        # Dynamo's own wish to keep a number that changed open; the class checks it, so it is a constant, and guarded
+        # Dynamo makes a number that changed symbolic; the class checks its arguments, so make it a guarded constant
         return float(value) if isinstance(value, torch.SymFloat) else int(value)
     if isinstance(value, (tuple, list)):
         return tuple(_sent(item) for item in value)

@@ -1,10 +1,10 @@
-"""Unscale and check the gradients of an ordinary loop where they lie: `GradScaler`'s two passes over them.
+"""Unscale and check gradients in place in two passes, for `GradScaler` in an ordinary loop.
 
     grad      <- f32(grad) * f32(1 / f64(scale)), rounded once to the gradient's type
     found_inf <- 1 if any product is not finite
 
-Multiplication by a positive number is monotone, rounding too, so every product is finite if and only if the product of
-the largest magnitude is: one reading for the check, whatever the scale. torch's kernel checks before it multiplies.
+Multiplication by a positive number and rounding are monotone, so every product is finite if and only if the product of
+the largest magnitude is. One reading for the check, at any scale. torch's kernel checks before it multiplies.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from funcamp._distributed.dtensor import agreed, is_distributed, local, settled_
 
 
 def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.device, list[Tensor]]:
-    """The gradients of an optimizer's parameters; of a sparse one its values, of a float16 one coalesced first.
+    """Return the gradients by device; the values of a sparse gradient, coalesced first if it is float16.
 
     Raises:
-        AssertionError: a parameter is no tensor.
+        AssertionError: a parameter is not a tensor.
         ValueError: a gradient is float16, without allow_fp16.
     """
     grads: dict[torch.device, list[Tensor]] = defaultdict(list)
@@ -36,7 +36,7 @@ def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.
             if param.grad.dtype == torch.float16 and not allow_fp16:
                 raise ValueError("Attempting to unscale FP16 gradients.")
             if param.grad.is_sparse and param.grad.dtype == torch.float16:
-                param.grad = param.grad.coalesce()  # its sums may overflow: they are what is checked
+                param.grad = param.grad.coalesce()  # its sums may overflow, so they are checked
             grad = param.grad._values() if param.grad.is_sparse else param.grad
             grads[grad.device].append(grad)
     return grads
@@ -45,7 +45,7 @@ def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.
 def unscale(grads: list[Tensor], inv_scale: Tensor, *, grows: bool = True) -> Tensor:
     """Multiply gradients on one device in place; return the flag, float32, shape (), 1.0 or 0.0.
 
-    grows: whether inv_scale may be above 1; where it is known not to be, torch's one kernel is right.
+    grows: whether inv_scale may be above 1. If not, torch's single kernel is correct.
     """
     found = torch.zeros_like(inv_scale)
     for group in _by_dtype([local(grad) for grad in grads]):
@@ -65,7 +65,7 @@ def unscale(grads: list[Tensor], inv_scale: Tensor, *, grows: bool = True) -> Te
 
 
 def check(grads: list[Tensor], inv_scale: Tensor, scale: Tensor, *, grows: bool = True) -> Tensor:
-    """Return the flag that unscaling would give, by multiplication or by division, and change nothing."""
+    """Return the flag that unscaling would set, by multiplication or division, without changing gradients."""
     found = torch.zeros_like(inv_scale)
     for group in _by_dtype([local(grad) for grad in grads]):
         if type(group[0]) is not Tensor or not grows:
@@ -78,7 +78,7 @@ def check(grads: list[Tensor], inv_scale: Tensor, scale: Tensor, *, grows: bool 
 
 
 def _on_all_ranks(found: Tensor, grads: list[Tensor]) -> Tensor:
-    """The flag over the ranks of all DTensors. torch takes the first one's ranks for those of the whole list."""
+    """Reduce the flag over the ranks of all DTensors; torch uses the first one's ranks for all."""
     spread = [grad for grad in grads if is_distributed(grad)]
     if not spread:
         return found
@@ -99,9 +99,9 @@ def _by_dtype(grads: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _largest(grads: list[Tensor]) -> Tensor:
-    """The largest magnitude, NaN where there is one."""
+    """Return the largest magnitude, or NaN if there is one."""
     if grads[0].device.type == "cpu" or torch.compiler.is_dynamo_compiling():
-        # eager CPU norms take ten times as long as this
+        # because eager CPU norms take ten times as long
         ends = [torch.stack(torch.aminmax(grad)) for grad in grads]
         return torch.stack(ends).abs().max()
     return torch.stack(_upstream.norm_of_each(grads, math.inf)).max()
@@ -121,7 +121,7 @@ def _multiply(grads: list[Tensor], inv_scale: Tensor) -> None:
 
 
 def _by_torch(grads: list[Tensor], inv_scale: Tensor) -> Tensor:
-    """By torch's kernel: for subclasses that know it, and where no product can overflow."""
+    """Call torch's kernel, for subclasses that implement it, and if no product can overflow."""
     found = torch.zeros_like(inv_scale)
     _upstream.unscale_each(grads, found, inv_scale)
     return found

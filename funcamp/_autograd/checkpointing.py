@@ -1,7 +1,8 @@
-"""An eager backward pass that calls modules again, as `torch.utils.checkpoint` does: with the forward's parameters.
+"""A check that an eager backward pass which calls modules again uses the forward pass's parameters.
 
-`functional_call` puts a module's own parameters back before the backward pass begins. What is computed again meets
-those, and the gradients are wrong without a word. A loss of `module_loss` holds them itself and needs no watch.
+`torch.utils.checkpoint` calls modules again. `functional_call` restores a module's own parameters before the backward
+pass begins, so recomputation would use those, and the gradients would be silently wrong. A loss of `module_loss`
+restores the right parameters itself and needs no check.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 @contextlib.contextmanager
 def same_parameters() -> Iterator[Callable[[], None]]:
-    """A region that sees the modules this thread calls; what it yields is to be called between forward and backward.
+    """Context manager: check the parameters of modules that are called again.
 
-    The one way to see a call of any module is a hook on all of them, which Dynamo traces and other threads call too:
-    to the one it does nothing, and of the others it learns no module.
+    Call the yielded function between forward and backward pass.
+    Only a global module hook sees every call. Dynamo traces that hook, and other threads call it: it does nothing under
+    Dynamo, and ignores modules that other threads call in the forward pass.
 
     Raises:
-        RuntimeError: a module is called again, afterwards, with other parameters than it had before, or it had several.
+        RuntimeError: a module is called again with other parameters than before, or was called with several sets.
     """
     if torch.compiler.is_dynamo_compiling():
         yield lambda: None
@@ -44,7 +46,7 @@ def same_parameters() -> Iterator[Callable[[], None]]:
         if not backward:
             if threading.get_ident() == thread:
                 seen.setdefault(module, set()).add(held)
-        elif seen.get(module, {held}) != {held}:  # with two sets before, which was it?
+        elif seen.get(module, {held}) != {held}:  # of two sets it is unknown which one is right
             raise RuntimeError(
                 f"step: a {type(module).__name__} must be computed again with the parameters of the forward pass, and "
                 "have had one set of them there; functional_call has put its own back: checkpoint functional_call "
@@ -59,7 +61,7 @@ def same_parameters() -> Iterator[Callable[[], None]]:
 
 
 def allow_hooks() -> None:
-    """Let saved-tensor hooks be used: a failed compilation of torch.func may have left them off."""
+    """Enable saved-tensor hooks again: a failed compilation of torch.func may have disabled them."""
     tape: Any = torch._C._autograd
     if not torch.compiler.is_dynamo_compiling() and not torch._C._are_functorch_transforms_active():
         tape._saved_tensors_hooks_enable()

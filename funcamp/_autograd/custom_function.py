@@ -1,4 +1,4 @@
-"""`custom_function`: an autograd.Function that keeps its backward, and its autocast, under every transform."""
+"""`custom_function`: make an autograd.Function keep its backward and autocast under all transforms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS = "_funcamp_kinds"
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor that forward saved is found again: among the leaves of its inputs, or among its outputs."""
+    """The position of a saved tensor: among the leaves of forward's inputs, or among its outputs."""
 
     of_inputs: bool
     index: int
@@ -30,20 +30,20 @@ class _Place:
 
 @dataclass
 class _Call:
-    """One call under torch.func of a forward that takes ctx: what it leaves to setup_context and backward."""
+    """One call under torch.func of a forward that takes ctx: the data for setup_context and backward."""
 
     single: bool = False
     arguments: int = 0
     outputs: int = 0
-    """How many outputs are forward's own; saved intermediates follow them."""
+    """The number of forward's own outputs; saved intermediates follow them."""
     done: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """The calls of ctx's methods in forward, a `_Place` for each tensor."""
+    """The calls of ctx's methods in forward, with a `_Place` for each tensor."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """What forward put on ctx, likewise."""
+    """The attributes that forward set on ctx, likewise."""
 
 
 class _Calls(threading.local):
-    """Those under way, the innermost last: forward and setup_context of a call see the same one."""
+    """The calls in progress, innermost last, so that a call's forward and setup_context share one entry."""
 
     def __init__(self) -> None:
         self.stack: list[_Call] = []
@@ -53,10 +53,10 @@ _calls = _Calls()
 
 
 class _Notes:
-    """Stands for ctx in a forward that takes one, under torch.func."""
+    """Replaces ctx in a forward that takes one, under torch.func."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
-        # What is differentiated cannot be told from the arguments here: all that can be.
+        # Which inputs are differentiated is unknown here, so this names all that can be.
         self.needs_input_grad = tuple(
             isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex()) for arg in args
         )
@@ -69,7 +69,7 @@ class _Notes:
 
 
 def _forward_with_notes(own: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a forward that takes ctx returns, and after it the intermediates that it saved."""
+    """Return the outputs of a forward that takes ctx, followed by the intermediates that it saved."""
     call, notes = _calls.stack[-1], _Notes(args)
     result = own.forward(notes, *args)
     call.single, call.arguments = not isinstance(result, tuple), len(args)
@@ -86,7 +86,7 @@ def _forward_with_notes(own: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
                 return found
         found = _Place(False, len(outputs))
         known.append((found, value))
-        outputs.append(value.detach())  # an alias: the tensor itself may be a parameter of somebody's
+        outputs.append(value.detach())  # an alias, because the tensor itself may be another module's parameter
         return found
 
     call.done = {name: tuple(place(value) for value in given) for name, given in notes._done.items()}
@@ -116,7 +116,7 @@ def _set_up_from_notes(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ..
 
 
 class _Kinds(NamedTuple):
-    """A class with its methods as they are, and what runs in its place."""
+    """The user's class and the subclasses that run instead."""
 
     plain: Any
     """Keeps autocast for backward."""
@@ -159,7 +159,7 @@ def _kinds_of(own: Any) -> _Kinds:
         result = result if isinstance(result, tuple) else (result,)
         return (*result, *[None] * (call.arguments - len(result)))
 
-    # torch.func calls apply again at every level that it goes down: torch's own, on the class that runs.
+    # torch.func calls apply again at every nested level: this must be torch's own, on the class that runs.
     body: dict[str, Any] = {
         "apply": vars(Function)["apply"],
         "__module__": own.__module__,
@@ -179,7 +179,7 @@ def _kinds_of(own: Any) -> _Kinds:
 
 
 def apply(own: Any, *args: Any, **kwargs: Any) -> Any:
-    """The classmethod of a decorated class; Dynamo knows `self.fn = F.apply` by this name."""
+    """Run a decorated class as its `apply` classmethod; Dynamo matches `self.fn = F.apply` by this name."""
     kinds = _kinds_of(own)
     bound = kinds.signature.bind(*((None,) if kinds.takes_ctx else ()), *args, **kwargs)
     if bound.kwargs:
@@ -203,7 +203,7 @@ _Region = tuple[str, torch.dtype, bool]
 
 
 def _region(args: Any) -> _Region | None:
-    """The autocast of this moment: type of device, dtype, whether it is on; None where there is none."""
+    """Return the current autocast: device type, dtype, whether it is on; None if not available."""
     kind = next((leaf.device.type for leaf in _tree.leaves(args) if isinstance(leaf, Tensor)), "meta")
     if not torch.amp.is_autocast_available(kind):
         return None
@@ -215,7 +215,7 @@ def _autocast(region: _Region | None) -> Any:
 
 
 def _cast(args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[tuple[Any, ...], _Region | None]:
-    """The arguments for forward, and the autocast to put around it; None for that of the call."""
+    """Return forward's arguments and the autocast around it; None keeps the caller's."""
     region = None if dtype is None else _region(args)
     if dtype is None or region is None or not region[2]:
         return args, None
@@ -232,7 +232,7 @@ def _put_in_graphs(cls: Any) -> None:
 
 def _init_subclass(cls: Any, /, **kwargs: Any) -> None:
     super(Function, cls).__init_subclass__(**kwargs)
-    if vars(cls).get("apply") is not vars(Function)["apply"]:  # a user's, with methods of its own
+    if vars(cls).get("apply") is not vars(Function)["apply"]:  # a user's class, not one of `_kinds_of`
         _put_in_graphs(cls)
 
 
@@ -241,28 +241,29 @@ def custom_function(cls: F, *, cast_inputs: torch.dtype | None = None) -> F: ...
 @overload
 def custom_function(cls: None = None, *, cast_inputs: torch.dtype | None = None) -> Callable[[F], F]: ...
 def custom_function(cls: Any = None, *, cast_inputs: torch.dtype | None = None) -> Any:
-    """Make an autograd.Function right under autocast, torch.func and torch.compile, all at once.
+    """Make an autograd.Function work under autocast, torch.func and torch.compile.
 
-    Decorates a class with `forward(ctx, ...)` or with `forward(...)` and `setup_context`. What torch.amp.custom_fwd and
-    custom_bwd do happens in both styles: backward runs under the autocast that forward saw, and cast_inputs applies
-    under autocast. A forward that takes ctx runs under torch.func too (not mark_dirty, not a jvp): what it saves is
-    kept as further outputs, to which a second derivative is blind, as it is to intermediates in torch. vmap works
-    without a rule of its own. torch.compile puts the Function into its graph whole, so that its backward cannot be
-    lost: its arguments must be tensors, numbers, strings and containers of these, and what forward and backward read
-    besides is a constant of the program, and no tensor. A subclass inherits all this. Pure if forward is; no sync.
+    Decorates a class with `forward(ctx, ...)`, or with `forward(...)` and `setup_context`. Both get the behavior of
+    torch.amp.custom_fwd and custom_bwd: backward runs under the autocast that forward saw, and cast_inputs applies
+    under autocast. A forward that takes ctx also runs under torch.func (without mark_dirty or jvp): the intermediates
+    that it saves become further outputs, which a second derivative ignores, as torch ignores intermediates. vmap needs
+    no rule. torch.compile puts the Function into its graph as one node, so its backward cannot be dropped. Therefore
+    its arguments must be tensors, numbers, strings and containers of these. Anything else that forward and backward
+    read is a constant of the program and must not be a tensor. A subclass inherits all this. Pure if forward is pure;
+    no sync.
 
     Args:
-        cls: the class; torch.amp.custom_fwd and custom_bwd may be on its methods already. A Function of somebody
-            else's can be given: `Theirs = custom_function(Theirs)`.
-        cast_inputs: under autocast, cast the floating-point inputs (float64 apart) to this dtype and run forward and
-            backward without autocast; None leaves both as they are.
+        cls: the class; its methods may already have torch.amp.custom_fwd and custom_bwd. A class of another library
+            works too: `Theirs = custom_function(Theirs)`.
+        cast_inputs: under autocast, cast the floating-point inputs except float64 to this dtype, and run forward and
+            backward without autocast; None changes neither.
 
     Returns:
-        A subclass of cls, of its name; call its `apply`.
+        A subclass of cls with its name; call its `apply`.
 
     Raises:
-        TypeError: cls is no subclass of autograd.Function, or cast_inputs no floating-point dtype; from apply: forward
-            has keyword-only arguments.
+        TypeError: cls is not a subclass of autograd.Function, or cast_inputs not a floating-point dtype; from apply:
+            forward has keyword-only arguments.
 
     Example:
         >>> @custom_function(cast_inputs=torch.float32)

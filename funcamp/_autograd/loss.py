@@ -1,4 +1,4 @@
-"""`loss`: a function with what a step has to know of it."""
+"""`loss`: a loss function with a description of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from funcamp._check import boolean
 
 
 class Loss:
-    """A loss function with what a step has to know of it; made by `loss`. Called, it is that function."""
+    """A loss function with a description of its inputs and outputs; made by `loss`."""
 
-    #: The names of a module's parameters, and which of them autocast would cast; None for other losses.
+    #: The module's parameter names, and the names that autocast would cast; None for other losses.
     names: dict[str, str] | None = None
     cast_names: frozenset[str] | None = None
 
@@ -40,24 +40,24 @@ class Loss:
         return f"loss({self.function!r})"
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns."""
+        """Return what the function returns."""
         assert self.function is not None
         return self.function(*args)
 
     def params(self) -> dict[str, Tensor]:
-        """The parameters to begin with, for a loss that knows them."""
-        raise TypeError("init: params must be given, for the loss was not made by module_loss; got None")
+        """Return the initial parameters, if the loss knows them."""
+        raise TypeError("init: params must be given, because the loss was not made by module_loss; got None")
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers to begin with."""
+        """Return the initial buffers."""
         return {}
 
     def all_names(self, params: Any) -> list[str]:
-        """The names of all parameters, of those too that are not trained."""
+        """Return the names of all parameters, including those that are not trained."""
         return _tree.names(params)
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: dropout and the like are off, as far as the loss knows of them."""
+        """Context manager: dropout and similar layers are off, if the loss knows its module."""
         return contextlib.nullcontext()
 
 
@@ -71,32 +71,34 @@ def loss(
     probes: Iterable[str] = (),
     engine: Engine | None = None,
 ) -> Loss:
-    """Say of a loss function what a step has to know: what it takes beside parameters and batch, and returns.
+    """Describe a loss function whose inputs or outputs are more than `(params, batch) -> loss`.
 
-    `make_train_step` takes a function `(params, batch) -> loss` as it is; this describes any other. Its arguments are
-    `(params, probes, buffers, scaler, batch)`, those left out that were not asked for. No sync.
+    `make_train_step` accepts a function `(params, batch) -> loss` as it is; this describes any other. The function's
+    arguments are `(params, probes, buffers, scaler, batch)`, without those that are not requested. No sync.
 
     Args:
-        function: any function of a pytree of parameters and a batch. Dropout draws from torch's default generator:
-            `torch.manual_seed` makes a run reproducible, saving `torch.get_rng_state` resumes it.
-        has_aux: it returns `(loss, aux)`, or `(loss, (buffers, aux))`; aux is a pytree of tensors, for the metrics.
-        has_buffers: it takes a dict of buffers, and returns `(loss, buffers)` with those after it.
-        keep_buffers: keep the buffers of a skipped step, as torch's loop does, where they may be non-finite; by default
-            they go back with the rest.
-        has_scaler: it takes the `ScalerState`, to scale gradients of its own: a gradient penalty's, an inner loop's.
-            Give it to `scaled_grad_and_value`, or to `scale` and `unscale`.
-        probes: names of tensors that it taps: it takes a dict of `numerics.Record` by these names, for `numerics.tap`,
-            and the metrics have what was counted.
-        engine: "autograd", "func" or None, as in `scaled_grad_and_value`: torch's autograd, unless the step runs inside
-            a transform of torch.func, or a tensor of the state requires a gradient. Tensors of the batch may require
-            one, for a penalty on it in the loss; "func" makes what comes out differentiable with respect to them.
+        function: any function of a pytree of parameters and a batch. Dropout uses torch's default generator:
+            `torch.manual_seed` makes a run reproducible, saving `torch.get_rng_state` lets it resume.
+        has_aux: it returns `(loss, aux)`, or `(loss, (buffers, aux))`; aux is a pytree of tensors for the metrics.
+        has_buffers: it takes a dict of buffers and returns `(loss, buffers)` with the new ones.
+        keep_buffers: keep the buffers of a skipped step, as torch's loop does; they may be non-finite. By default they
+            are reverted with the rest.
+        has_scaler: it takes the `ScalerState` to scale further gradients (a gradient penalty, an inner loop): pass it
+            to `scaled_grad_and_value`, or to `scale` and `unscale`.
+        probes: names of tensors that it taps. It takes a dict of `numerics.Record` by these names, for `numerics.tap`,
+            and the metrics contain the counts.
+        engine: "autograd", "func" or None, as in `scaled_grad_and_value`. None is torch's autograd, unless the step
+            runs inside a transform of torch.func, or a tensor of the state requires a gradient. Tensors of the batch
+            may require one, for a penalty on it in the loss; "func" makes the results differentiable with respect to
+            them.
 
     Returns:
-        A `Loss`: called, it is the function.
+        A `Loss`; calling it calls the function.
 
     Raises:
-        TypeError: function is not callable, a module, or described already; a flag is no bool; a probe is no string.
-        ValueError: engine is another word; probes repeat a name.
+        TypeError: function is not callable, is a module, or is already a `Loss`; a flag is not a bool; a probe is not a
+            string.
+        ValueError: engine is another string; probes repeat a name.
 
     Example:
         >>> def with_error(params, x):
@@ -117,7 +119,7 @@ def loss(
 
 
 def check_function(call: str, function: object) -> None:
-    """Raise TypeError where this is no function of parameters and batch."""
+    """Raise TypeError if this is not a function of parameters and batch."""
     name = "function" if call == "loss" else "loss_fn"
     if not callable(function):
         raise TypeError(f"{call}: {name} must be callable; got {_tree.brief(function)}")

@@ -19,7 +19,7 @@ from funcamp._memory import identity, overlaps, rebind
 
 _LAYER = frozenset({"weight", "bias"})
 
-#: Modules, and those of their own parameters that go into operations which torch.autocast casts, and nowhere else.
+#: Per module class, the parameters that its forward uses only in operations that torch.autocast casts.
 _CAST: dict[type[nn.Module], frozenset[str]] = {
     nn.Linear: _LAYER,
     nn.Conv1d: _LAYER,
@@ -37,8 +37,8 @@ _CAST: dict[type[nn.Module], frozenset[str]] = {
 class ModuleLoss(Loss):
     """A module and a criterion as a function of the module's parameters; made by `module_loss`.
 
-    `(params, batch) -> loss`, or for a module with buffers `(params, buffers, batch) -> (loss, buffers)`. Nothing in
-    the module is written.
+    `(params, batch) -> loss`, or for a module with buffers `(params, buffers, batch) -> (loss, buffers)`. The module is
+    not changed.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class ModuleLoss(Loss):
         self._parts = _parts(model)
         self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
         self.names: dict[str, str] = {}
-        """Every trainable parameter's name, to the name under which it is stored (another one where it is tied)."""
+        """The name of every trainable parameter, to the name under which it is stored (different for tied ones)."""
         self.buffer_names: dict[str, str] = {}
-        """The same for buffers, and for frozen parameters in the memory of one."""
+        """The same for buffers, and for frozen parameters that share memory with a buffer."""
         self.names, self.buffer_names = _ties(model)
         self.cast_names = frozenset(
             _join(prefix, name) for prefix, module in model.named_modules() for name in _cast_by_autocast(module)
         )
-        """The names of those that torch.autocast would cast."""
+        """The names of the parameters that torch.autocast would cast."""
         self.has_buffers = bool(self.buffer_names)
 
     def __repr__(self) -> str:
@@ -73,13 +73,13 @@ class ModuleLoss(Loss):
         return f"module_loss({type(self.model).__name__}{criterion})"
 
     def __call__(self, params: dict[str, Tensor], *buffers_and_batch: Any) -> Any:
-        """The loss; with buffers, the loss and the buffers after the forward pass.
+        """Return the loss; for a module with buffers, the loss and the buffers after the forward pass.
 
         Raises:
-            TypeError: the batch is of another form than `module_loss` says, or the model returns no loss.
-            ValueError: the module has other parameters or buffers than when the loss was made, or froze one since; its
-                forward pass assigned one of two buffers that were one tensor; the loss depends on one of its parameters
-            as a tensor kept from before the call.
+            TypeError: the batch has another form than `module_loss` accepts, or the model returns no loss.
+            ValueError: since the loss was made, the module got other parameters or buffers or froze a parameter; its
+                forward pass assigned one of two buffers that were one tensor; the loss depends on a parameter of the
+                module through a tensor kept from before the call.
         """
         *given, batch = buffers_and_batch
         if len(given) != self.has_buffers:
@@ -102,7 +102,7 @@ class ModuleLoss(Loss):
         return loss, ((after, aux) if self.has_aux else after)
 
     def _loss(self, values: dict[str, Tensor], batch: Any) -> Any:
-        """The loss of a batch; writes buffers that the module assigned into values."""
+        """Return the loss of a batch; write buffers that the module assigned into values."""
         inputs, named, target = _arguments(batch, has_target=self.criterion is not None)
 
         def run() -> Any:
@@ -121,23 +121,23 @@ class ModuleLoss(Loss):
         return self._with(values, run)
 
     def _with(self, values: dict[str, Tensor], run: Callable[[], Any]) -> Any:
-        """Call run while the module has these tensors; writes those that run assigned in it into values."""
+        """Call run while the module has these tensors; write tensors that run assigned there into values."""
         held = {f"model.{name}": value for name, value in values.items()}
-        if self.model is not self._made_of:  # which a criterion reads
+        if self.model is not self._made_of:  # the criterion may read the original module
             both = self.names.keys() | self.buffer_names.keys()
             held |= {f"made_of.{name}": value for name, value in values.items() if name in both}
-        # Ties are made by the caller: torch's tying would undo two precisions of one tensor.
+        # Without torch's tying, which would replace the two precisions of a tied tensor by one.
         try:
             out = functional_call(self._holder, held, (run,), tie_weights=False)
         finally:
             if not torch.compiler.is_dynamo_compiling():
-                for layer in self._recurrent:  # lists the tensors of its last call; this lists its own again
+                for layer in self._recurrent:  # an RNN keeps a list of its last call's tensors; __getstate__ resets it
                     layer.__getstate__()  # type: ignore[no-untyped-call]
         values |= {name: held[f"model.{name}"] for name in values}
         return out
 
     def _check_reads(self, loss: Any, values: dict[str, Tensor], batch: Any) -> None:
-        """Raise ValueError if a loss depends on the module's own parameters: a look at the first graph there is."""
+        """Raise ValueError if a loss depends on the module's own parameters; check the first graph only."""
         if torch.compiler.is_dynamo_compiling() or self._looked or getattr(loss, "grad_fn", None) is None:
             return
         given = [leaf for leaf in (*values.values(), *_tree.leaves(batch)) if isinstance(leaf, Tensor)]
@@ -170,9 +170,9 @@ class ModuleLoss(Loss):
         return {name: values[name] for name in before}
 
     def _check_unchanged(self, *, called: bool = False) -> None:
-        """Raise ValueError if the module's parameters or buffers, or which of them are trained, are not as found."""
+        """Raise ValueError if the module's parameters, buffers or requires_grad flags have changed."""
         now = _parts(self._made_of)
-        if called:  # a buffer more may be a cache that the forward pass registered
+        if called:  # a new buffer may be a cache that the forward pass registered
             now = {name: part for name, part in now.items() if name in self._parts or part != "a buffer"}
         if now == self._parts:
             return
@@ -185,9 +185,9 @@ class ModuleLoss(Loss):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context manager: every part of the module in eval mode; their flags are put back afterwards.
+        """Context manager: every submodule in eval mode; the flags are restored afterwards.
 
-        The flags are set, `train` and `eval` are not called: a class may do more in them, such as merging weights.
+        Sets the flags without calling `train` or `eval`, because a class may do more there, such as merging weights.
         """
         flags = [(part, part.training) for part in self._holder.modules()]
         try:
@@ -199,27 +199,27 @@ class ModuleLoss(Loss):
                 part.training = flag
 
     def holding(self, params: dict[str, Tensor], after: Any, run: Callable[[], Any]) -> Any:
-        """Call run while the module holds these parameters, and copies of the buffers after its forward pass.
+        """Call run while the module has these parameters and copies of the buffers after its forward pass.
 
-        For a backward pass that calls the module again (`torch.utils.checkpoint`): it has to meet the values that
-        torch's own loop has then, and may write buffers that nobody keeps.
+        For a backward pass that calls the module again (`torch.utils.checkpoint`): recomputation needs the same values
+        as in torch's own loop, and may write into buffers that are discarded.
         """
         values = {name: params[name if name in params else stored] for name, stored in self.names.items()}
         buffers = (after[0] if self.has_aux else after) if self.has_buffers else {}
         fresh = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
-        values |= {name: value for name, value in params.items() if name not in self.names}  # what taps read
+        values |= {name: value for name, value in params.items() if name not in self.names}  # read by taps
         return self._with(values, run)
 
     def all_names(self, params: Any) -> list[str]:  # noqa: ARG002
-        """The names of all parameters, frozen ones too."""
+        """Return the names of all parameters, including frozen ones."""
         return [name for name, part in self._parts.items() if part != "a buffer"]
 
     def params(self) -> dict[str, Tensor]:
-        """The module's trainable parameters under their names, tied ones once, detached.
+        """Return the module's trainable parameters by name, tied ones once, detached.
 
         Raises:
-            ValueError: the module has other parameters or buffers than when the loss was made, or froze or tied one.
+            ValueError: since the loss was made, the module got other parameters or buffers, or froze or tied one.
         """
         self._check_unchanged()
         if (self.names, self.buffer_names) != _ties(self._made_of):
@@ -233,28 +233,28 @@ class ModuleLoss(Loss):
         return {stored: self.model.get_parameter(stored) for stored in dict.fromkeys(self.names.values())}
 
     def own_params(self) -> dict[str, Tensor]:
-        """The module's trainable parameters themselves, for a state that takes their place.
+        """Return the module's trainable parameters themselves, for a state that replaces their memory.
 
         Raises:
-            TypeError: a parameter or buffer is a tensor of several parts, which cannot be given other memory.
+            TypeError: a parameter or buffer is a tensor subclass of several parts, whose memory cannot be replaced.
             ValueError: as in `params`.
         """
         for name, value in (*self.params().items(), *self.buffers().items()):
             if hasattr(type(value), "__tensor_flatten__"):
                 raise TypeError(
-                    "init: consume must be False where a parameter or buffer of the module is a DTensor or another "
+                    "init: consume must be False if a parameter or buffer of the module is a DTensor or another "
                     f"tensor subclass; got True, and {name!r} is a {type(value).__name__}"
                 )
-        torch.clear_autocast_cache()  # of casts of the memory that they have now
+        torch.clear_autocast_cache()  # it contains casts of the previous memory
         return self._trained()
 
     def take_buffers(self) -> dict[str, Tensor]:
-        """Copies of the module's buffers under their names, in whose memory the module's are from now on."""
+        """Return copies of the module's buffers by name, and make the module's buffers share their memory."""
         fresh = {name: value.clone() for name, value in self.buffers().items()}
         held = {name: value.detach() for name, value in fresh.items()}
         tensors = _tensors(self._made_of)
         now = {id(tensors[name]): held[stored] for name, stored in self.buffer_names.items()}
-        # Other objects, as Module.to makes: a buffer that is a view would keep the memory of what it is a view of.
+        # New objects, as Module.to creates: a buffer that is a view would keep its base's memory alive.
         for part in (*self._made_of.modules(), *self.model.modules()):
             part._buffers.update({name: now.get(id(value), value) for name, value in part._buffers.items()})
             for value in part._parameters.values():
@@ -263,12 +263,14 @@ class ModuleLoss(Loss):
         return fresh
 
     def buffers(self) -> dict[str, Tensor]:
-        """The module's buffers under their names, shared ones once, detached."""
+        """Return the module's buffers by name, shared ones once, detached."""
         stored = dict.fromkeys(self.buffer_names.values())
         return {name: self.model.get_buffer(name).detach() for name in stored}
 
     def state_dict(self, params: Any, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """What the module's own `state_dict` is with these values in it: `model.load_state_dict` takes it, strictly.
+        """Return the module's own `state_dict` with these values.
+
+        `model.load_state_dict` accepts it with strict=True.
 
         Args:
             params: the parameters, by stored name or as a `FlatParams` (`TrainState.params`, `TrainState.ema`).
@@ -290,7 +292,7 @@ class ModuleLoss(Loss):
 
 
 class Holder(nn.Module):
-    """Calls a function, so that `functional_call` puts values into a module around that; no hook sees the call."""
+    """Calls a function inside `functional_call`, without running a hook."""
 
     def __init__(self, model: nn.Module, made_of: nn.Module) -> None:
         super().__init__()
@@ -308,38 +310,39 @@ def module_loss(
     keep_buffers: bool = False,
     engine: Engine | None = None,
 ) -> ModuleLoss:
-    """Turn a module and a criterion into a loss function for `make_train_step`.
+    """Return a loss function for `make_train_step` from a module and a criterion.
 
     loss = criterion(model(*inputs), target) for a batch `(*inputs, target)`, a tuple or a list.
 
-    Without a criterion the model returns its loss: a tensor of shape (), an object with `.loss`, or a dict with
-    "loss". A batch is then a mapping, passed as keyword arguments (the form of every Hugging Face model: `labels` in
-    it), or a tuple or list of positional ones, or a tensor, the only one.
+    Without a criterion the model must return its loss: a tensor of shape (), an object with `.loss`, or a dict with
+    "loss". The batch is then a mapping, passed as keyword arguments (the form of every Hugging Face model, with
+    `labels` in it), or a tuple or list of positional arguments, or a single tensor.
 
-    The module gives the code, its training flags and its frozen parameters; values come from the parameters and
-    buffers passed. While model and criterion run the module has them: a penalty in the criterion may read
-    `model.parameters()` (compute copies where a policy makes them; `keep` makes none). The module's gradients, hooks on
-    parameters and `requires_grad` afterwards play no part. No sync of its own.
+    The module provides the code, its training flags and its frozen parameters; the values come from the parameters and
+    buffers passed. While model and criterion run, the module has these values, so a penalty in the criterion may read
+    `model.parameters()` (compute copies if a policy makes them; `keep` excludes a parameter). The module's gradients
+    and hooks on parameters have no effect. No sync.
 
     Args:
-        model: the module. Modules that write buffers (BatchNorm in training) work: the new ones are returned. A
-            parameter or buffer under several names is one. Later it must keep its parameters, buffers and which of them
-            require a gradient: freeze, tie or add first.
+        model: the module. Modules that write buffers (BatchNorm in training) work: the new buffers are returned. A
+            parameter or buffer with several names is one. Freeze, tie and add parameters first: later the module must
+            keep its parameters, its buffers and which of them require a gradient.
         criterion: `(output, target) -> loss`, a floating-point tensor of shape (): `torch.nn.functional.cross_entropy`.
         has_aux: criterion returns `(loss, aux)`; aux, a pytree of tensors (hits, logits), is in the step's metrics.
-        keep_buffers: keep what the forward pass of a skipped step wrote in buffers (BatchNorm's running statistics), as
-            torch's loop does, where it may be non-finite; by default they go back with the rest.
+        keep_buffers: keep buffers written by the forward pass of a skipped step (BatchNorm's running statistics), as
+            torch's loop does; they may be non-finite. By default they are reverted with the rest.
         engine: "autograd", "func" or None, as in `loss`.
 
     Returns:
         A `ModuleLoss`.
 
     Raises:
-        TypeError: model is no Module, or under fully_shard, DDP or FSDP; criterion is not callable; a flag is no bool.
-        ValueError: engine is another word; has_aux is set without a criterion; an embedding in it has max_norm, which
+        TypeError: model is not a Module, or is under fully_shard, DDP or FSDP; criterion is not callable; a flag is not
+            a bool.
+        ValueError: engine is another string; has_aux is set without a criterion; an embedding has max_norm, which
             writes its weight in the forward pass; a parameter is lazy; two parameters or buffers share memory without
-            being one tensor, so that a step of the one would change the other, or a trainable parameter shares it with
-            a plain attribute (`self.w = layer.weight.detach()`); the criterion has trainable parameters.
+            being one tensor, so that a step of one would change the other; a trainable parameter shares memory with a
+            plain attribute (`self.w = layer.weight.detach()`); the criterion has trainable parameters.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
@@ -390,8 +393,8 @@ def module_loss(
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by its name: one for each place, whatever stands in several."""
-    # functional_call goes wrong where one place is given under two names, hence named_modules without duplicates.
+    """Return every parameter and buffer by name, a shared module once."""
+    # functional_call is wrong if one place is given under two names, hence named_modules without duplicates.
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for name, value in (*module._parameters.items(), *module._buffers.items()):
@@ -401,19 +404,19 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _attributes(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that modules have as plain attributes, those aside that hooks make anew of a parameter."""
+    """Return the tensors that modules have as plain attributes, without those that hooks recompute."""
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
-            # torch's prune and older spectral_norm leave `weight` beside `weight_orig` until the next forward pass. One
-            # that requires a gradient is seen in the graph.
+            # torch's prune and older spectral_norm leave `weight` beside `weight_orig` until the next forward pass. An
+            # attribute that requires a gradient is found in the graph.
             if isinstance(value, Tensor) and not value.requires_grad and f"{name}_orig" not in module._parameters:
                 found[_join(prefix, name)] = value
     return found
 
 
 def _parts(model: nn.Module) -> dict[str, str]:
-    """What the module is made of: every parameter and buffer, and whether it is trained."""
+    """Return every parameter and buffer by name, and whether it is trained."""
     parts = {}
     for prefix, module in model.named_modules():
         for name, value in module._parameters.items():
@@ -424,13 +427,13 @@ def _parts(model: nn.Module) -> dict[str, str]:
 
 
 def _ties(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """From the names of trainable parameters, and of what is kept with the buffers, to those they are stored under.
+    """Return the stored names of trainable parameters, and of buffers with frozen parameters tied to them.
 
     Raises:
-        ValueError: two of them share memory and are not one.
+        ValueError: two of them share memory and are not one tensor.
     """
     parts, tensors = _parts(model), _tensors(model)
-    # Two Parameters are two to an optimizer, though one memory; of the others memory alone counts.
+    # Two Parameters on one memory are two for an optimizer; for the others only memory counts.
     keys = {name: id(t) if parts[name] == "a trainable parameter" else identity(t) for name, t in tensors.items()}
     buffers = [name for name, part in parts.items() if part == "a buffer"]
     trained = [name for name, part in parts.items() if part == "a trainable parameter"]
@@ -440,7 +443,7 @@ def _ties(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     held = {name: tensor for name, tensor in tensors.items() if name in distinct} | attributes
     for one, other in overlaps(held):
         kinds = {parts[one], parts[other]}
-        # A constant may have two names, as a buffer that an attribute keeps; a step changes what is trained.
+        # A constant may have two names, as a buffer and an attribute; a step changes what is trained.
         if kinds != {"a frozen parameter"} and ("a plain attribute" not in kinds or "a trainable parameter" in kinds):
             raise ValueError(
                 f"module_loss: parameters and buffers must be one tensor or share no memory; got {parts[one]} {one!r} "
@@ -463,7 +466,7 @@ def _form(has_target: bool) -> str:
 
 
 def _arguments(batch: Any, *, has_target: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """What of a batch the model is called with, by position and by name, and the target."""
+    """Return the model's positional and keyword arguments from a batch, and the target."""
     if isinstance(batch, (tuple, list)) and (batch or not has_target):
         return (tuple(batch[:-1]), {}, batch[-1]) if has_target else (tuple(batch), {}, None)
     if not has_target and isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
@@ -485,7 +488,7 @@ def _fits(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> b
 
 
 def _loss_in(outputs: Any) -> Tensor:
-    """The loss in what a model returned.
+    """Return the loss in a model's output.
 
     Raises:
         TypeError: there is none.
@@ -498,7 +501,7 @@ def _loss_in(outputs: Any) -> Tensor:
         loss = getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor) or loss.dim():
         raise TypeError(
-            "module_loss: model must return its loss where there is no criterion: a tensor of shape (), an object with "
+            "module_loss: model must return its loss if there is no criterion: a tensor of shape (), an object with "
             f".loss or a dict with 'loss'; got {_tree.brief(outputs)}{_loss_of(outputs, loss)}. Pass labels in the "
             "batch if the model wants them for it, or module_loss a criterion"
         )
@@ -522,7 +525,7 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _cast_by_autocast(module: nn.Module) -> frozenset[str]:
-    """The names of a module's own parameters that its forward gives to operations autocast casts, and to no other."""
+    """Return the names of a module's own parameters that only operations which autocast casts use."""
     for kind, names in _CAST.items():
         if isinstance(module, kind):
             own = all(

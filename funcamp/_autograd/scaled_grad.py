@@ -1,4 +1,4 @@
-"""Differentiate a scaled loss: scale, torch.func gradient, unscale and check, with one and the same scale."""
+"""Differentiate a scaled loss: scale, gradient, unscale and check, all with the same scale."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from funcamp._upstream.autograd_function import keep_functions_whole, whole_func
 
 #: What differentiates: torch.func.grad, or torch.autograd.grad with respect to detached parameters.
 Engine = Literal["func", "autograd"]
-#: Calls a backward pass in the surroundings that the inputs and the aux of the forward pass ask for.
+#: Runs a backward pass in the context that the inputs and the aux of the forward pass need.
 Holding = Callable[[list[Tensor], Any, Callable[[], Any]], Any]
 
 
@@ -29,30 +29,30 @@ def scaled_grad_and_value(
 ) -> Callable[..., Any]:
     """Turn a loss function into one that returns unscaled, checked gradients and the loss.
 
-    grads = d(scale * loss)/d(params) * f32(1 / f64(scale)), found_inf as in `unscale_and_check`. The loss comes back as
-    loss_fn returned it. Pure; safe under torch.compile and vmap; no sync. Nothing that comes out requires a gradient,
+    grads = d(scale * loss)/d(params) * f32(1 / f64(scale)); found_inf as in `unscale_and_check`. The loss is returned
+    as loss_fn returned it. Pure; safe under torch.compile and vmap; no sync. The results do not require a gradient,
     unless torch.func differentiates.
 
     Args:
         loss_fn: `(params, *args, **kwargs) -> loss`, or `-> (loss, aux)` with has_aux; the loss is a floating-point
-            tensor of shape (), aux a pytree of tensors. Autocast goes inside it.
+            tensor of shape (), aux a pytree of tensors. Use autocast inside it.
         has_aux: whether loss_fn returns `(loss, aux)`.
         engine: "autograd" for torch.autograd, the operations of `loss.backward()` in their order; "func" for
-            torch.func, which nests and vmaps, but takes neither `torch.utils.checkpoint` nor attention with dropout
+            torch.func, which nests and vmaps, but supports neither `torch.utils.checkpoint` nor attention with dropout
             under autocast (a dtype error of torch's). None chooses at each call: "func" inside a transform (vmap, grad,
-            jvp), inside another loss, if an argument requires a gradient, and under a torch.compile of your own unless
-            `torch._dynamo.config.trace_autograd_ops` is set; "autograd" otherwise.
+            jvp), inside another loss, if an argument requires a gradient, and under your own torch.compile unless
+            `torch._dynamo.config.trace_autograd_ops` is set; otherwise "autograd".
 
     Returns:
         A function `(state, params, *args, **kwargs) -> ((grads, state), loss)`, or `-> ((grads, state), (loss, aux))`.
-        params is a pytree of floating-point or complex tensors; None passes through, its gradient is None. grads is the
+        params is a pytree of floating-point or complex tensors; None passes through with a None gradient. grads is the
         same tree, float32 for narrower parameters.
 
     Raises:
-        ValueError: engine is another word; when called: the loss has a shape other than (), or no graph that leads to
-            a parameter (detached, computed under torch.no_grad).
-        TypeError: when called: a leaf of params is an integer tensor or no tensor, the loss is no floating-point
-            tensor, aux holds something else than tensors, or has_aux is set and loss_fn returns no pair.
+        ValueError: engine is another string; when called: the loss has a shape other than (), or does not depend on a
+            parameter (detached, computed under torch.no_grad).
+        TypeError: when called: a leaf of params is an integer tensor or not a tensor, the loss is not a floating-point
+            tensor, aux contains something else than tensors, or has_aux is set and loss_fn does not return a pair.
 
     Example:
         >>> step = scaled_grad_and_value(lambda params, x: ((params["w"] * x) ** 2).sum())
@@ -100,9 +100,9 @@ def differentiate(
     holding: Holding | None = None,
     low: tuple[torch.dtype, ...] = (),
 ) -> tuple[list[Tensor], Tensor, Any]:
-    """Gradients of scale * weigh(loss) with respect to every input, still scaled; the loss and aux as returned.
+    """Return the scaled gradients of weigh(loss) for every input, and the loss and aux as returned.
 
-    low holds the dtypes of compute copies among the inputs.
+    low: the dtypes of compute copies among the inputs.
     """
 
     def scaled_loss(inner: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Any]]:
@@ -115,7 +115,7 @@ def differentiate(
     if torch.is_inference_mode_enabled():
         raise RuntimeError(f"{call}: a loss must not be differentiated under torch.inference_mode()")
     try:
-        with whole_functions(), _inside():  # frames of the loss that torch.compile takes one by one
+        with whole_functions(), _inside():  # the loss may contain frames that torch.compile compiles one by one
             return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(scaled_loss, inputs, holding)
     except (RuntimeError, ZeroDivisionError) as error:
         advise(call, error, low)
@@ -123,7 +123,7 @@ def differentiate(
 
 
 def choose(engine: Engine | None, arguments: Any) -> Engine:
-    """Return the engine, or the one that is right here: torch.func where something differentiates or maps around it."""
+    """Return the engine; for None, torch.func if the call is inside a transform or loss, else autograd."""
     if engine is not None:
         return engine
     if torch.compiler.is_dynamo_compiling():
@@ -139,7 +139,7 @@ class _Losses(threading.local):
 
 
 _losses = _Losses()
-"""How many losses this thread is differentiating, each inside of the one before."""
+"""The number of nested losses that this thread is differentiating."""
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ def _inside() -> Iterator[None]:
 
 
 def around_backward(loss_fn: Any, build: Callable[[list[Tensor]], Any]) -> Holding | None:
-    """For a loss of `module_loss`: the backward pass while the module holds the parameters."""
+    """Return how to run the backward pass of a loss of `module_loss`: while the module has the parameters."""
     holding = getattr(loss_fn, "holding", None)
     return None if holding is None else lambda inputs, aux, run: holding(build(inputs), aux, run)
 
@@ -186,7 +186,7 @@ def _by_autograd(
 
 
 def put_leaves_in_graphs() -> None:
-    """Let Dynamo put `_leaf` into a graph if it does not trace it."""
+    """Let Dynamo put `_leaf` into the graph if it cannot trace it."""
     if _upstream.NO_LEAVES.present and not torch.compiler.is_dynamo_compiling():
         torch.compiler.allow_in_graph(_leaf)  # type: ignore[no-untyped-call]
 
@@ -196,7 +196,7 @@ def _leaf(value: Tensor) -> Tensor:
 
 
 def check_engine(call: str, engine: object) -> Engine | None:
-    """Return the engine; raise ValueError where it is another word."""
+    """Return the engine; raise ValueError if it is another string."""
     if engine is not None and engine not in get_args(Engine):
         raise ValueError(f"{call}: engine must be 'func', 'autograd' or None; got {engine!r}")
     return engine  # type: ignore[return-value]  # checked in the line above

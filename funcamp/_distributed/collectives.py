@@ -1,4 +1,4 @@
-"""Collectives as pure functions: torch.compile puts them into a step's graph; eager code waits for each at once."""
+"""Collectives as pure functions: part of the graph under torch.compile, blocking in eager mode."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor
 from funcamp import _upstream
 from funcamp._types import Reduce
 
-#: Bytes below which a collective's time is that of its call, and copying is worth a call less.
+#: Size in bytes below which a collective's latency dominates, so that copying into one buffer saves time.
 _SMALL = 2**20
 
 
 class Ranks(NamedTuple):
-    """A process group as constants of a program."""
+    """The constants of a process group in a compiled program."""
 
     name: str
     size: int
     rank: int
-    """This process's place in it."""
+    """This process's rank in the group."""
 
 
 def ranks_of(call: str, group: Any = None) -> Ranks:
-    """The constants of a ProcessGroup, of a DeviceMesh of one dimension, or of the default group.
+    """Return the constants of a ProcessGroup, of a DeviceMesh of one dimension, or of the default group.
 
     Raises:
         TypeError: group is something else.
@@ -53,13 +53,13 @@ def ranks_of(call: str, group: Any = None) -> Ranks:
 
 
 def process_group(ranks: Ranks) -> dist.ProcessGroup:
-    """The group itself."""
+    """Return the ProcessGroup of these constants."""
     found: dist.ProcessGroup = _upstream.find("torch.distributed.distributed_c10d._resolve_process_group")(ranks.name)
     return found
 
 
 def check_alike(rule: str, described: list[str], ranks: Ranks) -> None:
-    """Raise ValueError, on all ranks, where one describes what it has otherwise than the first; reads the host."""
+    """Raise ValueError on all ranks if a rank's description differs from the first rank's; reads the host."""
     if ranks.size == 1:
         return
     found: list[Any] = [None] * ranks.size
@@ -72,18 +72,18 @@ def check_alike(rule: str, described: list[str], ranks: Ranks) -> None:
 
 
 def max_over(*groups: Any) -> Reduce:
-    """Make the `reduce` that a flag needs where gradients of one model lie on several ranks: its MAX over all of them.
+    """Return a function that reduces the flag by MAX over ranks that have parts of one model's gradients.
 
-    found_inf = max over ranks of found_inf: one all-reduce of 4 bytes a group, whatever the number of gradients. Over
-    the tensor, pipeline and data parallel groups of one process in turn it is the MAX over all their ranks. Pure; put
-    into the graph by torch.compile; no host sync.
+    found_inf = max over ranks of found_inf: one all-reduce of 4 bytes per group, whatever the number of gradients. With
+    the tensor, pipeline and data parallel groups of a process, reduced in turn, it is the MAX over all their ranks.
+    Pure; torch.compile puts it into the graph; no host sync.
 
     Args:
-        *groups: ProcessGroups, or DeviceMeshes, each of whose dimensions counts; by default the group of all processes.
-            Every rank must call with the groups in one order.
+        *groups: ProcessGroups or DeviceMeshes (all their dimensions count); by default the group of all processes.
+            Pass the groups in the same order on every rank.
 
     Returns:
-        A function of the flag, for `reduce` of `unscale_and_check` or `parallel` of `make_train_step`.
+        A function of the flag, for `reduce` of `unscale_and_check` or for `parallel` of `make_train_step`.
 
     Raises:
         TypeError: a group is neither a ProcessGroup nor a DeviceMesh.
@@ -119,12 +119,12 @@ class _MaxOver:
 
 
 def all_reduce(x: Tensor, op: str, ranks: Ranks) -> Tensor:
-    """The sum, or the max, of a real tensor over ranks."""
+    """Return the sum or the max of a real tensor over ranks."""
     return x if ranks.size == 1 else _waited(_ops().all_reduce(x.contiguous(), op, ranks.name))
 
 
 def all_reduce_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """The sums over ranks: one all-reduce for each large tensor, and one for the small ones of each dtype."""
+    """Return the sums over ranks, by one all-reduce per large tensor and one per dtype for the small ones."""
 
     def reduced(group: list[Tensor]) -> list[Tensor]:
         if len(group) == 1:
@@ -136,7 +136,7 @@ def all_reduce_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
 
 
 def all_gather_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """The tensors of all ranks along their first dimensions, by as few all-gathers."""
+    """Return the tensors of all ranks along their first dimensions, by as few all-gathers."""
 
     def gathered(group: list[Tensor]) -> list[Tensor]:
         sent = group[0].contiguous() if len(group) == 1 else torch.cat([x.reshape(-1) for x in group])
@@ -150,7 +150,7 @@ def all_gather_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
 
 
 def reduce_scatter_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """This rank's parts, along the first dimensions, of the sums over ranks, by as few reduce-scatters."""
+    """Return this rank's parts (first dimension) of the sums over ranks, by as few reduce-scatters."""
 
     def scattered(group: list[Tensor]) -> list[Tensor]:
         rows = [x.reshape(ranks.size, -1) for x in group]
@@ -165,14 +165,15 @@ def reduce_scatter_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]
 
 
 def _in_groups(fn: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    # Inductor's own coalesced collectives abort the process, 2.13, with gloo; NCCL's gain is that of a few small ones.
+    # Not Inductor's coalesced collectives: with gloo they abort the process (2.13); for NCCL merging small ones is
+    # enough.
     done = list(tensors)
     if ranks.size == 1:
         return done
     real = [torch.view_as_real(value) if value.is_complex() else value for value in tensors]
     small = [value.numel() * value.element_size() < _SMALL for value in real]
     groups = [[place] for place in range(len(real)) if not small[place]]
-    for dtype in dict.fromkeys([value.dtype for value in real]):  # last: compilers keep the order of collectives
+    for dtype in dict.fromkeys([value.dtype for value in real]):  # last, because compilers keep the collectives' order
         groups.append([place for place, value in enumerate(real) if small[place] and value.dtype == dtype])
     for places in [places for places in groups if places]:
         for place, value in zip(places, fn([real[place] for place in places])):
@@ -181,10 +182,10 @@ def _in_groups(fn: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Ten
 
 
 def broadcast(x: Tensor, ranks: Ranks) -> Tensor:
-    """The first rank's tensor, of any dtype."""
+    """Return the first rank's tensor, of any dtype."""
     if ranks.size == 1:
         return x
-    data = x.contiguous().reshape(-1).view(torch.uint8)  # gloo does not know every type
+    data = x.contiguous().reshape(-1).view(torch.uint8)  # gloo does not support every dtype
     return _waited(_ops().broadcast(data, 0, ranks.name)).view(x.dtype).view(x.shape)
 
 

@@ -1,7 +1,7 @@
-"""DTensors: from what a rank sees in its part of each to what holds for the whole.
+"""Reductions over the parts of a DTensor.
 
-A verdict is shared over every dimension of a tensor's mesh. A sum goes over those dimensions where the parts differ,
-shards and partial sums, and counts replicas once.
+A flag is reduced over every dimension of a tensor's mesh. A sum is reduced over the dimensions in which the parts
+differ (shards and partial sums) and counts replicas once.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch import Tensor
 
 
 class Across(NamedTuple):
-    """The dimensions of a mesh over which the parts of a tensor differ."""
+    """The mesh dimensions over which the parts of a tensor differ."""
 
     mesh: Any
     dims: tuple[int, ...]
 
 
 def is_distributed(leaf: object) -> bool:
-    """Whether it is a DTensor; importing the class takes half a second."""
+    """Return whether leaf is a DTensor, without importing the class, which takes half a second."""
     return isinstance(leaf, Tensor) and hasattr(leaf, "device_mesh") and hasattr(leaf, "placements")
 
 
 def settled_sum(leaf: Any) -> Any:
-    """A DTensor without partial sums: only the sum tells whether it is finite. Anything else as it is."""
+    """Sum a DTensor's partial sums, because only the sum shows whether it is finite."""
     if not is_distributed(leaf) or not any(placement.is_partial() for placement in leaf.placements):
         return leaf
     from torch.distributed.tensor import Replicate
@@ -35,13 +35,13 @@ def settled_sum(leaf: Any) -> Any:
 
 
 def local(leaf: Any) -> Tensor:
-    """This rank's part of a DTensor, sharing its storage; anything else as it is."""
+    """Return this rank's part of a DTensor, sharing its storage; any other leaf as it is."""
     part: Tensor = leaf.to_local() if is_distributed(leaf) else leaf
     return part
 
 
 def as_part_of(leaf: Any, part: Tensor | None) -> Tensor | None:
-    """A local tensor as what `local` would take of one like leaf; as it is where leaf is plain."""
+    """Return a local part as a DTensor like leaf; as it is if leaf is a plain tensor."""
     if part is None or not is_distributed(leaf):
         return part
     from torch.distributed.tensor import DTensor
@@ -52,7 +52,7 @@ def as_part_of(leaf: Any, part: Tensor | None) -> Tensor | None:
 
 
 def across(leaf: Any) -> Across | None:
-    """Over what the parts of a tensor differ; None for a plain tensor and for replicas."""
+    """Return the mesh dimensions over which the parts differ; None for a plain tensor and replicas."""
     if not is_distributed(leaf):
         return None
     dims = tuple([dim for dim, placement in enumerate(leaf.placements) if not placement.is_replicate()])
@@ -60,7 +60,7 @@ def across(leaf: Any) -> Across | None:
 
 
 def groups(leaves: Sequence[Any]) -> list[tuple[Across | None, list[Any]]]:
-    """Tensors by what they differ over, in the order in which that first comes."""
+    """Group tensors by the mesh dimensions over which they differ, in the order of first occurrence."""
     found: list[tuple[Across | None, list[Any]]] = []
     for leaf in leaves:
         key = across(leaf)
@@ -73,7 +73,7 @@ def groups(leaves: Sequence[Any]) -> list[tuple[Across | None, list[Any]]]:
 
 
 def total(value: Tensor, over: Across | None) -> Tensor:
-    """The sum over ranks: one all-reduce for each dimension."""
+    """Return the sum over ranks, by one all-reduce per dimension."""
     if over is None:
         return value
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -84,9 +84,9 @@ def total(value: Tensor, over: Across | None) -> Tensor:
 
 
 def agreed(flags: Tensor, leaves: Sequence[Any]) -> Tensor:
-    """Flags, bool, made true where they are on any rank of the meshes of these tensors.
+    """Return bool flags that are true if they are true on any rank of these tensors' meshes.
 
-    Over replicas too: where they have come to differ, the ranks must still skip together.
+    Replicas are included: if they have diverged, the ranks must still skip together.
     """
     meshes: list[Any] = []
     for leaf in leaves:

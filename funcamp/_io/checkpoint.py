@@ -1,4 +1,4 @@
-"""Write a checkpoint so that a kill at any moment leaves a whole one, and read it back without running its code."""
+"""Write checkpoints that survive a kill at any moment, and read them without running their code."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from torch import Tensor
 
 from funcamp import _tree
 
-#: The longest name of a file on Linux, macOS and Windows.
+#: The longest file name on Linux, macOS and Windows, in bytes.
 _NAME_BYTES = 255
 _TENSORS = (Tensor, torch.nn.Parameter)
-#: What torch.load(weights_only=True) reads in any process, tried type by type on torch 2.11 and 2.13.
+#: What torch.load(weights_only=True) accepts in any process, tested type by type on torch 2.11 and 2.13.
 _PLAIN = (*_TENSORS, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint in one step: at every moment path holds the old file or the new one, whole and on disk.
+    """Write a checkpoint atomically.
 
-    The file is written into a folder beside path, synced and renamed. A killed save leaves that folder,
-    `<name>.<8 hex digits>.part`, a long name cut short; the next save to path that succeeds removes it. A link is
-    followed. Syncs: reads every tensor.
+    At every moment path is the complete old file or the complete new one. The file is written into a folder beside
+    path, synced to disk and renamed. A killed save leaves that folder, `<name>.<8 hex digits>.part` (a long name is
+    shortened); the next successful save to path removes it. A symbolic link is followed. Syncs: reads every tensor.
 
     Args:
-        saved: what `state_dict` gives, or tensors, numbers and strings in dicts, lists and tuples.
-        path: the file. In safetensors where it ends in `.safetensors`, which holds a flat dict of dense tensors and
-            no sharing; otherwise torch.save's zip, which torch.load reads as well.
+        saved: the result of `state_dict`, or tensors, numbers and strings in dicts, lists and tuples.
+        path: the file. If it ends in `.safetensors` the format is safetensors, for a flat dict of dense tensors,
+            without sharing; otherwise torch.save's zip, which torch.load also reads.
 
     Raises:
-        TypeError: path is no path; saved is no dict, or holds what the format cannot hold or `load` would not read.
-        ValueError: path is something else than a file: a folder, a device, a link that leads to itself; saved holds
-            itself, or a tensor without values (on the meta device), or is nested deeper than Python's recursion limit.
+        TypeError: path is not a path; saved is not a dict, or contains what the format cannot store or `load` would not
+            read.
+        ValueError: path is not a file: a folder, a device, a link to itself; saved contains itself, or a tensor without
+            values (on the meta device), or is nested deeper than Python's recursion limit.
         ImportError: path ends in `.safetensors` and the package is missing.
         OSError: the file cannot be written; path is then as it was.
 
@@ -81,28 +82,28 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
             os.chmod(part, stat.S_IMODE(os.stat(target).st_mode))
         _sync(part, os.O_RDWR)
         os.replace(part, target)
-        with contextlib.suppress(OSError):  # some file systems sync no folder; the file is whole all the same
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder; the file is complete anyway
             _sync(os.path.dirname(target), os.O_RDONLY)
     _remove_stale(target)
 
 
 def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu") -> dict[str, Any]:
-    """Read a checkpoint that `save` or torch.save wrote, and run nothing that is in it.
+    """Read a checkpoint written by `save` or torch.save, without running code from it.
 
-    A file cut short anywhere is an error; a flipped bit in a tensor's data is not noticed, for torch and safetensors
-    check none. The tensors do not depend on the file afterwards. Syncs: reads every tensor.
+    A truncated file raises. A flipped bit in a tensor's data is not detected, because torch and safetensors have no
+    checksum for it. The tensors do not depend on the file afterwards. Syncs: reads every tensor.
 
     Args:
-        path: the file; its ending tells the format, as for `save`.
+        path: the file; its extension decides the format, as in `save`.
         map_location: the device to put the tensors on. `load_state_dict` moves them itself, so leave them on the CPU.
 
     Returns:
-        The dict that was saved; from safetensors its order is the file's.
+        The saved dict; from safetensors in the file's order.
 
     Raises:
-        TypeError: path is no path, or map_location no device.
-        ValueError: the file is cut short, damaged, of another format, or holds an object that only code could make;
-            path is a folder, a pipe or a device; the machine lacks the device.
+        TypeError: path is not a path, or map_location not a device.
+        ValueError: the file is truncated, damaged, of another format, or contains an object that only code could
+            create; path is a folder, a pipe or a device; the machine does not have the device.
         ImportError: path ends in `.safetensors` and the package is missing.
         FileNotFoundError: there is no file.
 
@@ -115,12 +116,12 @@ def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cp
     if not isinstance(map_location, (str, torch.device)):
         raise TypeError(f"load: map_location must be a device; got {map_location!r}")
     try:
-        device = torch.empty(0, device=map_location).device  # a missing device must not be blamed on the file
+        device = torch.empty(0, device=map_location).device  # a missing device is not the file's fault
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"load: map_location must be a device of this machine; got {map_location!r}") from error
     package = _safetensors("load", os.path.realpath(name))
-    rule = f"load: path must name a whole checkpoint; got {name!r}, which"
-    if os.path.exists(name) and not os.path.isfile(name):  # opening a pipe would wait for a writer
+    rule = f"load: path must name a complete checkpoint; got {name!r}, which"
+    if os.path.exists(name) and not os.path.isfile(name):  # opening a pipe would block until there is a writer
         raise ValueError(f"{rule} is a folder or a device")
     with open(name, "rb") as file:
         if package is None and not zipfile.is_zipfile(file):
@@ -129,12 +130,12 @@ def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cp
         file.seek(0)
         try:
             if package:
-                # Its tensors are the mapped file: a later write to the file would change them, hence the copy.
+                # copy=True, because these tensors are the mapped file and a later write to it would change them.
                 return {key: value.to(device, copy=True) for key, value in package.torch.load_file(name).items()}
             saved = torch.load(file, map_location=device, weights_only=True, mmap=False)
         except (OSError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # torch raises whatever a damaged file leads it to
+        except Exception as error:  # torch raises any type of error for a damaged file
             raise ValueError(f"{rule} {_reason(error)}") from error
     if not isinstance(saved, dict):
         raise ValueError(f"{rule} holds a {type(saved).__name__} instead of a dict")
@@ -148,7 +149,7 @@ def _checked_path(call: str, path: object) -> str:
 
 
 def _safetensors(call: str, name: str) -> Any:
-    """The package, for a name that asks for it."""
+    """Return the safetensors package if the file name needs it."""
     if not name.endswith(".safetensors"):
         return None
     try:
@@ -159,7 +160,7 @@ def _safetensors(call: str, name: str) -> Any:
 
 
 def _check_plain(where: str, value: object, around: tuple[object, ...] = ()) -> None:
-    """Refuse what load could not read back while the run still has its state, not when it is needed."""
+    """Reject what load could not read, at a time when the run still has its state."""
     if any(value is container for container in around):
         raise ValueError(f"save: saved must not hold itself; got {where}, which does")
     if type(value) in (dict, OrderedDict):
@@ -179,7 +180,7 @@ def _check_plain(where: str, value: object, around: tuple[object, ...] = ()) -> 
 
 
 def _packed(saved: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors as safetensors takes them: dense, contiguous, each in a storage of its own."""
+    """Return the tensors as safetensors needs them: dense, contiguous, each with its own storage."""
     packed: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in saved.items():
@@ -192,7 +193,7 @@ def _packed(saved: dict[str, Any]) -> dict[str, Tensor]:
             raise TypeError(f"save: saved[{name!r}] must be a dense tensor in safetensors; got {got}")
         if value.is_meta:
             raise ValueError(f"save: saved[{name!r}] must have values; got {_tree.describe(value)}")
-        # It writes the memory as it lies, so a lazy conjugate or negative would lose its sign.
+        # safetensors writes raw memory, so a lazy conjugate or negative would lose its sign.
         value = value.detach().resolve_conj().resolve_neg().contiguous()
         storage = value.untyped_storage().data_ptr()
         packed[name] = value.clone() if storage in seen else value
@@ -210,7 +211,7 @@ def _write_safetensors(package: Any, saved: dict[str, Tensor], part: str) -> Non
         raise TypeError(f"save: saved[{name!r}] must have a dtype of safetensors; got {error.args[0]}") from error
     except package.SafetensorError as error:
         raise OSError(f"save: the checkpoint could not be written: {error}") from error
-    os.chmod(part, mode)  # safetensors puts a file of its own there, which others may not read
+    os.chmod(part, mode)  # safetensors replaces the file by one that other users may not read
 
 
 def _write_zip(saved: dict[str, Any], part: str) -> None:
@@ -218,14 +219,14 @@ def _write_zip(saved: dict[str, Any], part: str) -> None:
         try:
             torch.save(saved, file)
         except RuntimeError as error:
-            # torch answers a full disk with a position that it did not expect.
+            # On a full disk torch raises a RuntimeError about the file position.
             if isinstance(error.__context__, OSError):
                 raise OSError(error.__context__.errno, f"save: {error.__context__.strerror}", part) from error
             raise
 
 
 def _check_readable(part: str) -> None:
-    """Refuse what only writing shows: attributes of a tensor, a number that the reader does not know."""
+    """Reject what shows only after writing: attributes of a tensor, numbers unknown to the reader."""
     try:
         torch.load(part, map_location="meta", weights_only=True, mmap=True)
     except Exception as error:
@@ -236,12 +237,12 @@ def _check_readable(part: str) -> None:
 
 @contextlib.contextmanager
 def _folder_beside(target: str) -> Iterator[str]:
-    """A new folder for the file to be, locked while it is in use and removed after."""
+    """Create a folder for the new file, lock it while in use and remove it afterwards."""
     while True:
         folder = f"{_stem(target)}.{secrets.token_hex(4)}.part"
         os.mkdir(folder)
         with _locked(folder, wait=True):
-            if not os.path.exists(folder):  # another save took it for a dead one's before it was locked
+            if not os.path.exists(folder):  # another save removed it as stale before it was locked
                 continue
             try:
                 yield folder
@@ -251,7 +252,7 @@ def _folder_beside(target: str) -> Iterator[str]:
 
 
 def _stem(target: str) -> str:
-    """What the names of the folders beside a file begin with: its own, cut where they would be too long for a name."""
+    """Return the prefix of the folders beside a file: its name, shortened if they would be too long."""
     name = os.fsencode(os.path.basename(target))
     if len(name) + len(".00000000.part") <= _NAME_BYTES:
         return target
@@ -271,7 +272,7 @@ def _remove_stale(target: str) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: str, *, wait: bool) -> Iterator[bool]:
-    """Whether the lock was got, which the system frees when its holder dies; never where there are no locks."""
+    """Yield whether the lock was acquired; never without locks. The system frees it when its process dies."""
     with contextlib.ExitStack() as stack:
         got = False
         with contextlib.suppress(ImportError, OSError):
@@ -293,7 +294,7 @@ def _sync(name: str, flags: int) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Why the file was refused, without torch's pages of advice to read it all the same."""
+    """Return why the file was rejected, without torch's advice to load it anyway."""
     text = str(error).strip()
     if isinstance(error, pickle.UnpicklingError):
         made = re.search(r"GLOBAL (\S+)", text)

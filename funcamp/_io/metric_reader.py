@@ -1,4 +1,4 @@
-"""Bring metrics to the host without stalling the device: some steps late, in order, none lost."""
+"""Copy metrics to the host without stalling the device: a few steps late, in order, none lost."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class _Arrival(Protocol):
 
 
 class MetricReader:
-    """A queue of metrics on their way to the host.
+    """A queue of metrics that are being copied to the host.
 
-    `put` starts the copies into pinned memory and returns; `ready` gives what has arrived, `drain` waits for the rest.
-    On a CPU everything has arrived at once.
+    `put` starts the copies into pinned memory and returns. `ready` returns what has arrived. `drain` waits for the
+    rest. On a CPU everything arrives at once.
 
     Args:
-        limit: how many may be under way; one more waits for the oldest, so that none is lost.
+        limit: maximum number in flight; a further `put` waits for the oldest, so that none is lost.
 
     Raises:
-        TypeError: limit is no integer.
+        TypeError: limit is not an integer.
         ValueError: limit is below 1.
 
     Example:
@@ -48,7 +48,7 @@ class MetricReader:
         return len(self._pending) + len(self._arrived)
 
     def put(self, metrics: Tree) -> None:
-        """Queue a pytree of metrics. No sync, unless `limit` are under way."""
+        """Queue a pytree of metrics. No sync, unless `limit` are in flight."""
         if len(self._pending) >= self._limit:
             self._take(wait=True)
         leaves, spec = _tree.flatten(metrics)
@@ -60,14 +60,14 @@ class MetricReader:
         self._pending.append((copies, spec, None if device is None else _recorded(device)))
 
     def ready(self) -> list[Any]:
-        """What has arrived since the last call, oldest first: tensors of shape () as Python numbers. No sync."""
+        """Return what arrived since the last call, oldest first, scalars as Python numbers. No sync."""
         while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
             self._take(wait=False)
         arrived, self._arrived = self._arrived, []
         return arrived
 
     def drain(self) -> list[Any]:
-        """As `ready`, after waiting for all that is under way."""
+        """Wait for everything in flight and return it as `ready` does."""
         while self._pending:
             self._take(wait=True)
         return self.ready()

@@ -1,9 +1,9 @@
-"""Memory of compiled programs on a CPU, kept from one call to the next.
+"""A buffer pool for compiled CPU programs.
 
-Inductor plans the buffers of a program into one arena. glibc gives a block above 32 MB back to the system when it is
-freed, and the next call faults its pages in again, one by one, which takes up to a third of a step. Where a program
-may hold as much at once it is called from Python, and asks for its memory here. That adds nothing to the peak of a
-step, and its own size between two.
+Inductor plans the buffers of a program into one arena. glibc returns a block above 32 MB to the system when it is
+freed, and the next call faults its pages in again, one by one, which takes up to a third of a step. A program that may
+use that much memory at once is called from Python instead and takes its buffers from this pool. The pool does not
+raise the peak of a step; between two steps it keeps its memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor, fx
 
 from funcamp import _tree, _upstream
 
-#: glibc's largest threshold by itself (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c, 64 bit).
+#: The largest threshold that glibc sets itself (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c, 64 bit).
 _MAPPED = 32 << 20
 LARGE = _MAPPED
-#: What a traced program holds, over the arena of the compiled one: 1.6 to 2.5 on a GPT, a ViT, a ConvNeXt and a ResNet.
+#: Peak of a traced program over the compiled one's arena: 1.6 to 2.5 on a GPT, a ViT, a ConvNeXt and a ResNet.
 _FUSED = 2
-#: What a program that has such blocks keeps: less than this is not worth the look.
+#: The smallest buffer to keep: smaller ones are not worth the lookup.
 KEPT = 1 << 20
 _threads = threading.local()
 _allocate: Any = _upstream.find("torch._C._dynamo.guards._empty_strided_cpu")
@@ -34,14 +34,14 @@ _holders: Any = _upstream.find("torch._C._storage_Use_Count")
 
 
 class _Block:
-    """A tensor, and how many hold its storage, in C++ and in Python, when nobody else does."""
+    """A tensor, and the reference counts of its storage, in C++ and in Python, when it has no other user."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self._storage = tensor, tensor.untyped_storage()
         self._alone = self._holders()
 
     def _holders(self) -> tuple[int, int, int]:
-        storage = self._storage  # its size too: whoever held it may have resized it
+        storage = self._storage  # with its size, because a former user may have resized it
         return _holders(storage._cdata), sys.getrefcount(storage), storage.nbytes()
 
     def is_free(self) -> bool:
@@ -49,14 +49,14 @@ class _Block:
 
 
 class Scratch:
-    """The buffers of one compiled step: each is used again once nothing holds its storage any more."""
+    """The buffers of one compiled step: each is reused once nothing refers to its storage."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, list[_Block]] = {}
         self._lock = threading.Lock()
 
     def take(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor without values."""
+        """Return a tensor without defined values."""
         with self._lock:
             kept = self._kept.setdefault((size, stride, dtype), [])
             block = next((block for block in kept if block.is_free()), None)
@@ -67,7 +67,7 @@ class Scratch:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """A region in which this thread's programs take their large buffers from here."""
+        """Context manager: this thread's programs take their large buffers from here."""
         before = getattr(_threads, "scratch", None)
         _threads.scratch = self
         try:
@@ -77,25 +77,25 @@ class Scratch:
 
 
 def keep_heap() -> None:
-    """Let glibc keep what operations of torch free (outputs of convolutions, oneDNN's scratch) from here on.
+    """Make glibc keep the memory that torch operations free (outputs of convolutions, oneDNN's scratch).
 
-    It keeps up to twice the largest mapped block that was ever freed. The memory of this one is never touched.
+    It keeps up to twice the largest mapped block that was ever freed. This block's memory is never touched.
     """
     torch.empty(_MAPPED - (1 << 16), dtype=torch.uint8)
 
 
 def wanted(module: fx.GraphModule, written: int) -> bool:
-    """Whether a traced program may hold so much at once that glibc would not keep it.
+    """Return whether a traced program may use so much memory at once that glibc would not keep it.
 
     Args:
         module: the program.
-        written: bytes of its results that a compiled one writes to their places at once.
+        written: bytes of results that a compiled program writes directly to their destination.
     """
     return _upstream.usable(_allocate, _holders) and peak(module) - written >= _FUSED * LARGE
 
 
 def peak(module: fx.GraphModule) -> int:
-    """The most bytes that a program holds at once if each result is freed after its last use, arguments apart."""
+    """Return the peak bytes of a program that frees each result after its last use, without its arguments."""
     held = {node: _storages(node) for node in module.graph.nodes}
     last: dict[int, fx.Node] = {}
     sizes: dict[int, int] = {}
@@ -127,7 +127,7 @@ def _storages(node: fx.Node) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def asked() -> Iterator[None]:
-    """A region in which Inductor compiles programs that ask for their buffers here."""
+    """Context manager: Inductor compiles programs that take their buffers from this pool."""
     with mock.patch("torch._C._dynamo.guards._empty_strided_cpu", _empty_strided):
         yield
 

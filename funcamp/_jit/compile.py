@@ -1,4 +1,4 @@
-"""Give a traced graph to torch.compile's compiler."""
+"""Compile a traced graph with torch.compile's compiler."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ _log = logging.getLogger("funcamp")
 
 Flat: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
-#: Operations in a graph above which C++ calls its kernels from a file of their own. One file takes longer than linearly
-#: to compile (128 s for 85 at 48 blocks, 3,300 operations); of two, small steps take longer (0.75 ms for 0.52). What
-#: calls them is then not optimized: it takes 5 s to compile there for 43, and 3,000 calls the same time.
+#: Number of operations above which the C++ that calls the kernels gets a separate file. The compile time of one file
+#: grows faster than linearly (128 s instead of 85 at 48 blocks, 3,300 operations); with two, small steps are slower
+#: (0.75 ms instead of 0.52). The calling code is then not optimized: it compiles in 5 s instead of 43, and 3,000 calls
+#: take the same time.
 LONG = 1500
 
-#: Frames that Inductor may take: it plans the arena by recursion, deeper with every buffer that lives beside others (at
-#: 48 blocks of a GPT past Python's own 1,000).
+#: Recursion limit for Inductor: planning the arena recurses deeper with every buffer that is alive at the same time (at
+#: 48 blocks of a GPT beyond Python's default of 1,000).
 DEEP = 20_000
 
 
 def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ahead | None = None) -> Flat:
-    """Compile a graph; return a function from the arguments to the results of what was traced.
+    """Compile a graph; return a function from the arguments to the results of the traced function.
 
     Args:
         graph: from `trace`.
         backend: "inductor", or another name that torch.compile knows.
         patches: Inductor's options.
-        ahead: what asks the C++ compiler ahead, if one is at hand.
+        ahead: asks the C++ compiler ahead of time, if given.
     """
     kinds = sorted({example.device.type for example in graph.examples})
     with _no_autocast(kinds), torch.no_grad():
@@ -72,7 +73,7 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ah
 
 @contextlib.contextmanager
 def _no_autocast(kinds: list[str]) -> Iterator[None]:
-    """Turn an autocast around the call off: what it casts was settled in the trace."""
+    """Context manager: disable an autocast around the call, because its casts are already in the trace."""
     with contextlib.ExitStack() as stack:
         for kind in kinds:
             if torch.is_autocast_enabled(kind):
@@ -92,7 +93,7 @@ def _inductor(graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, An
                 if ahead:
                     ahead.headers()
                 return compile_fx(graph, inputs)
-        except Exception as error:  # Python may call what C++ cannot; its error is the familiar one
+        except Exception as error:  # Python may be able to call what C++ cannot; else its error is the familiar one
             _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)
             patches = {**patches, "cpp_wrapper": False, "memory_planning": False}
     return compile_fx(graph, inputs, config_patches=patches)
@@ -109,7 +110,7 @@ def _deep() -> Iterator[None]:
 
 
 def check_compiler(backend: str, leaves: list[Tensor]) -> None:
-    """Raise RuntimeError if Inductor would want a C++ compiler and there is none."""
+    """Raise RuntimeError if Inductor needs a C++ compiler and there is none."""
     if backend == "inductor" and any(leaf.device.type == "cpu" for leaf in leaves):
         cpp_compiler("jit: torch.compile needs a C++ compiler on a CPU")
 

@@ -14,33 +14,33 @@ from funcamp import _upstream
 from funcamp._jit.compile import Flat
 from funcamp._upstream.failed_capture import clear
 
-#: Numbers of these types come out of the graph together: one copy for all.
+#: Scalar results of these dtypes are stacked in the graph, so that one copy returns all of them.
 _PACKED = (torch.float32, torch.int64)
 _WARM_UPS = 3
 
 
 class Graphs(Protocol):
-    """What captures and replays; `CudaGraphs`, or a stand-in where there is no GPU."""
+    """The interface for capture and replay: `CudaGraphs`, or a replacement on machines without a GPU."""
 
     def kept(self) -> contextlib.AbstractContextManager[None]:
-        """A region after which the random numbers to be drawn are what they were before."""
+        """Context manager: restore the state of the random number generator afterwards."""
 
     def warm_up(self, run: Callable[[], Any], times: int) -> None:
-        """Run some times outside any capture."""
+        """Run some times outside a capture."""
 
     def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-        """Record a run without executing it: what replays it, and the tensors that a replay fills."""
+        """Record a run without executing it; return its replay function and the tensors that a replay fills."""
 
 
 class CudaGraphs:
-    """torch.cuda's graphs, all in one memory pool and on one stream: of another stream's memory none is used again."""
+    """torch.cuda's graphs, in one memory pool and on one stream: memory of another stream is not reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, run: Callable[[], Any], times: int) -> None:
-        """On a stream of its own: lazy initialisation must not fall into the capture."""
+        """Run on a side stream, because lazy initialization must not happen in the capture."""
         with self.kept(), torch.cuda.device(self._device):
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
@@ -51,9 +51,9 @@ class CudaGraphs:
             torch.cuda.synchronize()
 
     def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-        """Into one graph; other threads (a loader that pins memory) may go on.
+        """Capture into one graph; other threads (a loader that pins memory) may continue.
 
-        Not with torch.cuda.graph: its stream is the same for all devices, and stays current if the capture fails.
+        torch.cuda.graph is not used: its stream is the same for all devices, and stays current if the capture fails.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -71,7 +71,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """The device's default generator."""
+        """Context manager: restore the device's default generator afterwards."""
         before = torch.cuda.get_rng_state(self._device)
         try:
             yield
@@ -80,28 +80,28 @@ class CudaGraphs:
 
 
 def graphs_for(device: torch.device) -> Graphs | None:
-    """What captures on a device; None where nothing does."""
+    """Return the capture interface of a device; None if it has none."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
 class Captured:
-    """One batch signature: its static batch, its graph and its static results."""
+    """The graph of one batch signature, with its static batch and results."""
 
     def __init__(self, graphs: Graphs, run: Flat, state: list[Tensor], batch: list[Tensor], metrics: int) -> None:
-        """Warm up on clones and capture; neither state nor batch is written, whatever fails.
+        """Warm up on clones and capture; state and batch are not written, even if this fails.
 
         Args:
-            graphs: what captures.
+            graphs: captures and replays.
             run: the compiled function of state and batch.
             state: its static storage.
             batch: tensors like those of every later call.
-            metrics: how many of its results are metrics, the last ones.
+            metrics: the number of its last results that are metrics.
 
         Raises:
             RuntimeError: the capture failed.
         """
         self._batch = [leaf.clone() for leaf in batch]
-        state = [leaf.detach() for leaf in state]  # names of its own for the static storage
+        state = [leaf.detach() for leaf in state]  # separate references to the static storage
         self._state = state
         clones = [leaf.clone() for leaf in state]
         graphs.warm_up(functools.partial(run, [*clones, *self._batch]), _WARM_UPS)
@@ -123,11 +123,11 @@ class Captured:
             raise RuntimeError(f"jit: the step could not be captured into one CUDA graph: {error}") from error
 
     def __call__(self, batch: list[Tensor]) -> list[Tensor]:
-        """Copy a batch in, replay, and return results that later calls leave alone. No sync."""
+        """Copy a batch in, replay, and return results that later calls do not change. No sync."""
         if batch:
             _upstream.copy_each(self._batch, batch, non_blocking=True)
         self._replay()
-        torch.autograd.graph.increment_version(self._state)  # as torch's operations do, and a replay does not
+        torch.autograd.graph.increment_version(self._state)  # torch's operations do this, a replay does not
         count = len(self._results) - len(self._packed)
         copies: list[Tensor | None] = [None] * count
         for indices, numbers in zip(self._packed, self._results[count:]):

@@ -1,4 +1,4 @@
-"""The state that a compiled step works on: in memory that nothing else lies in, given back as one object."""
+"""The state of a compiled step, in memory that nothing else uses, returned as the same object."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Owned:
 
     Args:
         tree: the state.
-        strides: those that programs were compiled for; its own by default.
+        strides: the strides that programs were compiled for; by default its own.
         written: whether steps write to it.
     """
 
@@ -37,25 +37,25 @@ class Owned:
         self.strides = [leaf.stride() for leaf in self.leaves] if strides is None else strides
         self._contents = _tree.contents(tree)
         self.watch(len(self.leaves) or 1)
-        # What callers have of it may be given other memory; this may not.
+        # Callers may give their handles of it other memory; these references keep the original.
         self._statics = [leaf.detach() for leaf in self.leaves] if written else []
-        #: Where steps write.
+        #: The memory that steps write.
         self.memory = Memory(self._statics)
 
     @property
     def tree(self) -> Tree:
-        """The state as it is given back; its compute copies are noted to be those of its parameters."""
+        """Return the state; record that its compute copies are those of its parameters."""
         for node in self._states:
             node.copies.note(node.params)
         return self._tree
 
     def is_of(self, state: Tree) -> bool:
-        """Whether a state is this one, nothing in it replaced since, nor given other memory or strides in place.
+        """Return whether a state is this one, with no leaf replaced or given other memory or strides in place.
 
-        Parameters that were written in place since it was given back do not count as this one's, if they have copies.
+        If the state has compute copies, parameters written in place since it was returned make it another state.
 
         Raises:
-            RuntimeError: a leaf was given others at a call that did not look at it.
+            RuntimeError: a leaf was given other memory or strides at a call that did not check it.
         """
         if state is not self._tree or not self._holds(state):
             return False
@@ -69,12 +69,12 @@ class Owned:
         now = zip(self._places, self.leaves, self._statics)
         place = next(place for place, *pair in now if len({(leaf.data_ptr(), leaf.stride()) for leaf in pair}) > 1)
         raise RuntimeError(
-            f"jit: state{_tree.path_of(state, place)} must stay where it is in memory, for a CUDA graph writes there; "
+            f"jit: state{_tree.path_of(state, place)} must stay where it is in memory, as a CUDA graph writes there; "
             "it was given other memory or strides (by .data, set_, t_): put another tensor in its place"
         )
 
     def watch(self, part: int) -> None:
-        """Look at so many leaves at each call in turn; only steps that do not read callers' tensors may skip some."""
+        """Check `part` leaves per call, in turn; only for steps that do not read the callers' tensors."""
         self._part = part
         starts = range(0, len(self.leaves), part)
         parts = [(self.leaves[i : i + part], self.strides[i : i + part]) for i in starts] or [([], [])]
@@ -93,14 +93,14 @@ class Owned:
         return True
 
     def filled(self, leaves: list[Tensor]) -> Tree:
-        """A state of the same structure, of other tensors."""
+        """Return a state of the same structure with other tensors."""
         flat: list[Tensor | None] = [None] * self.spec.num_leaves
         for place, leaf in zip(self._places, leaves):
             flat[place] = leaf
         return _tree.unflatten(flat, self.spec)
 
     def refill(self, state: Tree, like: Tree) -> None:
-        """Copy another state into this one's storage; what callers still hold of this one keeps its values."""
+        """Copy another state into this one's storage; tensors that callers still have keep their values."""
         check_like(_NAMES, like, state)
         values = [leaf for leaf in _tree.leaves(with_own_copies(state)) if leaf is not None]
         values = [leaf.detach().clone() if self.memory.meets(leaf) else leaf.detach() for leaf in values]
@@ -110,7 +110,7 @@ class Owned:
         self._parts = itertools.cycle([])
         while handles:
             handle = handles.pop()
-            if sys.getrefcount(handle) > 2:  # this name and the call's: else nobody holds it
+            if sys.getrefcount(handle) > 2:  # more than this name and the call's argument
                 handle.set_(handle.clone())  # type: ignore[call-overload]
         for static, value in zip(statics, values):
             static.copy_(value)
@@ -120,13 +120,13 @@ class Owned:
 
 
 def own(state: Tree, like: Tree | None, avoid: Memory, *, copy: bool = False, written: bool = True) -> Owned:
-    """Take a state over: its own memory if torch allocated it and no two leaves share it, else copies.
+    """Take over a state: use its memory if torch allocated it and no two leaves share it, else copy.
 
     Args:
         state: the state.
-        like: the kinds of the first one, with the strides that programs were compiled for.
-        avoid: memory that is not to be written.
-        copy: take none of its memory.
+        like: the kinds of the first state, with the strides that programs were compiled for.
+        avoid: memory that must not be written.
+        copy: whether to copy all of it.
         written: whether steps write to it.
 
     Raises:
@@ -158,15 +158,15 @@ def own(state: Tree, like: Tree | None, avoid: Memory, *, copy: bool = False, wr
 
 
 class Layout(NamedTuple):
-    """How a batch's tensor lies in memory when a program reads it."""
+    """The memory layout of a batch's tensor that a program reads."""
 
     stride: tuple[int, ...]
     extent: int
-    """Bytes from the first to the last."""
+    """The number of bytes from the first to the last."""
 
 
 def arranged(batch: list[Tensor], layouts: list[Layout], memory: Memory | None) -> list[Tensor]:
-    """A batch as a program was compiled for it: its layouts, nothing in memory that will be written, no grad."""
+    """Return a batch as a program needs it: in its layouts, outside memory that it writes, without grad."""
     return [
         leaf
         if leaf.stride() == stride and (memory is None or memory.is_free(leaf.data_ptr(), extent)) and not _lazy(leaf)
@@ -176,7 +176,7 @@ def arranged(batch: list[Tensor], layouts: list[Layout], memory: Memory | None) 
 
 
 def layouts_for(batch: list[Tensor]) -> list[Layout]:
-    """The layouts to compile for: a batch's own where they are dense in a common order, else contiguous ones."""
+    """Return the layouts to compile for: the batch's if contiguous or channels last, else contiguous."""
     return [
         Layout(leaf.stride(), leaf.numel() * leaf.element_size())
         if leaf.is_contiguous() or (leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last))

@@ -1,7 +1,7 @@
-"""Keep the layouts that a trace found where Inductor takes an operation apart to another one.
+"""Keep the layouts of the trace if Inductor's decomposition of an operation has another one.
 
-A graph's views were made for the layouts of eager code. `cat` of a tensor and an empty one is contiguous; Inductor's
-decomposition is a clone, in the tensor's own order, of which the traced `view` is impossible.
+A graph's views were traced with the layouts of eager mode. For example, `cat` of a tensor and an empty one is
+contiguous; Inductor's decomposition is a clone in the tensor's own order, for which the traced `view` is impossible.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _Order = tuple[int | None, list[int]]
 
 
 def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any]) -> None:
-    """Lay such results out as the trace found them.
+    """Give such results the layout of the trace.
 
     Args:
         module: changed in place.
-        mode: of its fake tensors.
+        mode: the mode of its fake tensors.
     """
     table = _upstream.find("torch._inductor.decomposition.select_decomp_table")()
     known: dict[Any, list[_Order]] = {}
@@ -56,7 +56,7 @@ def _kinds(node: fx.Node) -> list[Any]:
 
 
 def _orders(node: fx.Node, decomposition: Any) -> list[_Order]:
-    """Which results of a node would lie in memory otherwise, and how they should."""
+    """Return which results of a node would have another layout, and the layout that they need."""
     wanted = node.meta["val"]
     several = isinstance(wanted, (list, tuple))
     if not any(isinstance(value, Tensor) and value.dim() > 1 for value in (wanted if several else [wanted])):
@@ -64,7 +64,7 @@ def _orders(node: fx.Node, decomposition: Any) -> list[_Order]:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda other: other.meta["val"])
     try:
         found = decomposition(*args, **kwargs)
-    except Exception:  # Inductor will say it
+    except Exception:  # Inductor will raise it
         return []
     if found is NotImplemented:
         return []

@@ -1,4 +1,4 @@
-"""`jit`: a pure step compiled, its state donated, and on a GPU captured into one CUDA graph."""
+"""`jit`: compile a pure step, donate its state, and on a GPU capture it into one CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,43 +26,45 @@ def jit(
     compile_after: int = 100,
     max_signatures: int = 8,
 ) -> JitStep:
-    """Compile a pure step whole; write the new state into the old one's storage; on a GPU replay it as one CUDA graph.
+    """Compile a pure step with a donated state; on a GPU replay it as one CUDA graph.
 
     The step is traced at the first call for each batch signature: structure, shapes, dtypes, devices, the values of
-    what is no tensor, and an autocast around the call. What it reads besides its arguments is fixed then: Python values
-    and flags for good, tensors by reference. Make what changes a leaf of the state or of the batch, or a tensor that is
-    written in place. While a step is traced no other thread may draw from torch's default generator; threads that call
-    one jitted step take turns. No call syncs, but the first for a signature.
+    leaves that are not tensors, and an autocast around the call. Everything else that it reads is fixed then: Python
+    values and flags for good, tensors by reference. Anything that changes must be a leaf of the state or of the batch,
+    or a tensor that is written in place. While a step is traced no other thread may use torch's default generator.
+    Threads that call one jitted step take turns. No sync, except at the first call for a signature.
 
-    A first call of more than two seconds says on stderr what it does and how long it took; through `logging` where
+    A first call of more than two seconds reports on stderr what it does and how long it took, or through `logging` if
     "funcamp" has a handler at level INFO. `logging.getLogger("funcamp").setLevel("WARNING")` silences it.
 
     Args:
-        step: `(state, batch) -> (state, metrics)`, pure, any pytrees of tensors; the state it returns has the
-            structure, shapes, dtypes and devices of the one it takes. `make_train_step` makes one.
-        donate: consume the state passed in: the call returns the same object, with the new values in it. `clone` a
-            state first to keep it. False leaves it alone and allocates the new one. Only memory that torch allocated
-            for this process is written: the first call copies a leaf over other memory (numpy, a memory map, DLPack,
-            a file that `torch.load` read, shared memory), or that shares memory with another leaf or with a tensor
-            that step reads of its own. A part of the batch in the state's memory is read before it is written.
-        capture: on CUDA, capture into a graph; the first call warms up on clones. Elsewhere it plays no part.
-        unroll: steps in a call; every tensor of the batch holds that many along its first dimension, and metrics come
-            back stacked. In one graph on CUDA. None for one step and no such dimension.
-        exact: keep the low precision's rounding between fused operations, and eager's random numbers: a compiled step
-            then overflows where the eager one does. Slower. (Random numbers not on torch 2.11 in a step with both
-            dropout and `torch.rand`: Inductor swaps their turns.)
+        step: `(state, batch) -> (state, metrics)`, pure, with any pytrees of tensors. The new state must have the
+            structure, shapes, dtypes and devices of the old one. `make_train_step` makes such a step.
+        donate: write the new state into the old state's memory. This consumes the state passed in: the call returns the
+            same object with the new values. Use `clone` to keep a state. With False the state is not changed and the
+            new one is allocated. Only memory that torch allocated for this process is written: the first call copies a
+            leaf in other memory (numpy, a memory map, DLPack, a file that `torch.load` read, shared memory), and one
+            that shares memory with another leaf or with a tensor that the step reads besides its arguments. A part of
+            the batch in the state's memory is read before it is written.
+        capture: on CUDA, capture into a graph; the first call warms up on clones. No effect on other devices.
+        unroll: number of steps in a call. Every tensor of the batch has that size in its first dimension, and metrics
+            are stacked. One graph on CUDA. None for one step without that dimension.
+        exact: keep the low precision's rounding between fused operations, and eager mode's random numbers: a compiled
+            step then overflows when the eager one does. Slower. (On torch 2.11 not the random numbers of a step with
+            both dropout and `torch.rand`, because Inductor swaps their order.)
         backend: torch.compile's: "inductor", or "eager" to run the traced operations one by one, without a compiler.
-        compile_after: calls of a second or later batch signature before it is compiled too. Until then what was traced
-            runs operation by operation, so that the last, smaller batch of an epoch costs a trace and no compilation;
-            its sums round as in eager code. 0 compiles at once. A captured step always does: one graph a signature.
-        max_signatures: batch signatures to trace; one more is an error, for a loop that traces at every step is never
-            meant.
+        compile_after: number of calls with a second or later batch signature before it is compiled too. Until then the
+            traced operations run one by one, so that the last, smaller batch of an epoch costs a trace and no
+            compilation; sums round as in eager mode. 0 compiles at once. A captured step always compiles at once, with
+            one graph per signature.
+        max_signatures: maximum number of batch signatures; one more raises, because a loop that traces at every step is
+            a mistake.
 
     Returns:
-        A `JitStep`: call it as step. On CUDA a state from elsewhere (a checkpoint) is copied into its storage.
+        A `JitStep`: call it like step. On CUDA a state from elsewhere (a checkpoint) is copied into its storage.
 
     Raises:
-        TypeError: step is not callable, or a module, a loss or a class; an argument is of another type than said above.
+        TypeError: step is not callable, or is a module, a loss or a class; an argument is not of the type given above.
         ValueError: unroll or max_signatures is below 1, or compile_after below 0.
 
     Example:

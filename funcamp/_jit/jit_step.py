@@ -1,4 +1,4 @@
-"""A compiled step: one program for each signature of its batch, the state in storage of its own."""
+"""A compiled step: one program per batch signature, and the storage of the state."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from funcamp._trace.passes import registered
 from funcamp._trace.trace import Graph, HostError, Outline, trace
 from funcamp._types import Tree
 from funcamp._upstream.advice import advise
-from funcamp._upstream.inductor_cpu import mended
+from funcamp._upstream.inductor_cpu import corrected
 from funcamp._upstream.inductor_writeback import SnapshotWriteBacks
 
-#: Leaves whose place in memory a call of a captured step looks at: 0.15 µs each.
+#: Number of leaves whose memory a call of a captured step checks, at 0.15 µs each.
 _WATCHED = 16
 
 
@@ -80,33 +80,35 @@ class JitStep:
         return f"jit({self._step!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle or copy the step and the options: a copy compiles again. The step must be picklable itself."""
+        """Pickle or copy the step, which must be picklable, and the options; a copy compiles again."""
         return JitStep, (self._step, self._options)
 
     @property
     def programs(self) -> int:
-        """How many batch signatures have been traced."""
+        """Return the number of batch signatures traced so far."""
         return len(self._programs)
 
     def __call__(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
-        """Take one step, or as many as `unroll` says. Compiles at the first call for a batch signature. No sync.
+        """Take one step, or `unroll` steps. Compiles at the first call for a batch signature. No sync.
 
-        Threads take turns: each gets the successor of its own state.
+        Threads take turns: each gets the successor of the state that it passed.
 
         Args:
-            state: the last call's, or any with its structure, shapes, dtypes and devices. Donated: consumed.
-            batch: a pytree; its tensors may have any values, its other leaves are constants of the program. Captured:
-                tensors on the host are copied to the state's device, without a wait where their memory is pinned.
+            state: the last call's, or any with its structure, shapes, dtypes and devices. Consumed if donated.
+            batch: a pytree; its tensors may have any values, its other leaves are constants of the program. With
+                capture, tensors on the host are copied to the state's device, without waiting if their memory is
+                pinned.
 
         Raises:
-            TypeError: a leaf of state is no tensor; step returns no pair; a constant of the batch cannot be hashed.
-            ValueError: state is unlike the first one; a batch signature more than `max_signatures`.
+            TypeError: a leaf of state is not a tensor; step does not return a pair; a constant of the batch is not
+                hashable.
+            ValueError: state is unlike the first one; there are more batch signatures than `max_signatures`.
             RuntimeError: step cannot be compiled or captured, or reads the host; there is no compiler.
-            Exception: what step itself raises while it is traced.
+            Exception: any error of step itself during tracing.
         """
         if _thread.compiling or torch._C._are_functorch_transforms_active():
             raise RuntimeError(
-                f"jit: {self!r} must be called with tensors of its own, not inside another jit nor a transform of "
+                f"jit: {self!r} must not be called inside another jit or a transform of "
                 "torch.func (vmap, grad): use the function it was made of there, and jit the result"
             )
         with self._turn:
@@ -162,7 +164,7 @@ class JitStep:
             return run([*owned.leaves, *given])
 
     def _own(self, state: Tree) -> Owned:
-        """The state's leaves, in memory that is this step's to write, or for graphs in their static memory."""
+        """Return the state's leaves in memory that this step may write; with graphs, in their static memory."""
         with torch.inference_mode(False), torch.no_grad():
             if self._owned is not None and self._graphs is not None:
                 self._owned.refill(state, self._like)
@@ -179,7 +181,7 @@ class JitStep:
         return owned
 
     def _follow(self) -> None:
-        """Go on with captured tensors that were given other memory: the state, if that is its, is moved out of it.
+        """Adopt captured tensors that were given other memory; drop the state's memory if it is now theirs.
 
         Raises:
             RuntimeError: a graph reads the former memory, or a program the former strides.
@@ -188,9 +190,9 @@ class JitStep:
             if leaf.stride() == stride and (self._graphs is None or leaf.data_ptr() == address):
                 continue
             raise RuntimeError(
-                f"jit: step must find the tensors that it reads of its own in place; {_tree.describe(leaf)} was given "
-                "other memory or strides (by .data, set_, t_) since it was compiled: write into it with copy_, make it "
-                "a leaf of the state or of the batch, or make another jit"
+                "jit: step must find the tensors that it reads besides its arguments in place; "
+                f"{_tree.describe(leaf)} was given other memory or strides (by .data, set_, t_) since it was compiled: "
+                "write into it with copy_, make it a leaf of the state or of the batch, or make another jit"
             )
         owned, self._places = self._owned, list(map(_place, self._captured))
         if owned is not None and any(map(owned.memory.meets, self._captured)):
@@ -214,7 +216,7 @@ class JitStep:
             with _compiling(self._task(batch, key)) as progress, Ahead() if asks else contextlib.nullcontext() as ahead:
                 program, results = self._program(key, owned, one, given, layouts, progress, ahead)
         except BaseException as error:
-            if not self._programs:  # a state that never was of use binds no later one
+            if not self._programs:  # a state that no program used must not constrain later ones
                 self._owned = self._graphs = self._like = None
             if isinstance(error, RuntimeError):
                 advise("jit", error)
@@ -243,7 +245,7 @@ class JitStep:
             owned = self._owned = own(owned.tree, self._like, Memory(), copy=True)
         self._captured += [leaf for leaf in graph.captured if all(leaf is not other for other in self._captured)]
         self._places = list(map(_place, self._captured))
-        # Numbers: what a program is compiled from later must not keep this state.
+        # Numbers only: a program that is compiled later must not keep this state alive.
         count, on_cpu = len(owned.leaves), _on_cpu(owned)
         written = sum(leaf.nbytes for leaf in owned.leaves) if options.donate else 0
 
@@ -267,7 +269,7 @@ class JitStep:
         return program, self._run(run, owned, given)
 
     def _late(self, key: Any, traced: Flat, compiled: Callable[[str], Flat], task: str) -> Flat:
-        """The traced operations one by one, until there have been so many calls that the signature is compiled."""
+        """Return a function that runs the traced operations one by one, and compiles them after enough calls."""
         left = self._options.compile_after
 
         def run(values: list[Tensor]) -> list[Tensor]:
@@ -303,7 +305,7 @@ class JitStep:
             kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in numbers]
             if not options.donate:
                 return [leaf.detach() for leaf in fresh], _tree.unflatten(kept, rest)
-            # All values before the first write; the clones cost nothing where a value is computed.
+            # Compute all values before the first write; a clone of a computed value costs nothing.
             changed = [(leaf.detach().clone(), old) for leaf, old in zip(fresh, values) if leaf is not old]
             for leaf, old in changed:
                 old.copy_(leaf)
@@ -330,7 +332,7 @@ class JitStep:
         if own := registered():
             patches["joint_custom_pre_pass"] = own.make()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # Collectives as soon as their inputs are there, what needs them as late as it can.
+            # Start collectives as soon as their inputs are ready, and wait for them as late as possible.
             patches |= {
                 "reorder_for_compute_comm_overlap": True,
                 "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
@@ -338,16 +340,16 @@ class JitStep:
         if options.exact:
             patches |= {"emulate_precision_casts": True, "fallback_random": True}
         if written is not None:  # on a CPU
-            # Convolutions as in eager code. With channels last, a step of ResNet-18 takes 1.2 to 1.4 times as long:
-            # weights and their gradients, which lie in the state as they are, would change their order.
+            # Convolutions as in eager mode. With channels last, a step of ResNet-18 takes 1.2 to 1.4 times as long,
+            # because weights and gradients, which are in the state's layout, would be reordered.
             patches |= {"memory_planning": True, "layout_optimization": False}
             keep_heap()
             if self._scratch is None and wanted(graph.module, written):
                 self._scratch = Scratch()
-            # A tenth of a small step is Python; but C++ has no way to ask for kept buffers.
+            # A tenth of a small step is Python time; but code called from C++ cannot use the buffer pool.
             patches["cpp_wrapper"] = self._scratch is None
         try:
-            with mended(exact=options.exact), asked() if self._scratch else contextlib.nullcontext():
+            with corrected(exact=options.exact), asked() if self._scratch else contextlib.nullcontext():
                 return compile_graph(graph, backend, patches, ahead)
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -355,7 +357,7 @@ class JitStep:
 
 
 class _Thread(threading.local):
-    """Whether a step is being compiled by this thread."""
+    """Whether this thread is compiling a step."""
 
     compiling = False
 
@@ -366,7 +368,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def _compiling(task: str) -> Iterator[Progress]:
-    with _lock:  # make_fx and Inductor's options are the process's
+    with _lock:  # make_fx and Inductor's options are global to the process
         _thread.compiling = True
         try:
             with Progress(task) as progress:
@@ -384,14 +386,14 @@ def _place(leaf: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 def _outside(memory: Memory, batch: Tree) -> tuple[Tree, list[Tensor]]:
-    """A batch without a part in some memory, and its tensors."""
+    """Return a batch that shares no memory with `memory`, and its tensors."""
     leaves, spec = _tree.flatten(batch)
     apart = [leaf.detach().clone() if isinstance(leaf, Tensor) and memory.meets(leaf) else leaf for leaf in leaves]
     return _tree.unflatten(apart, spec), [leaf for leaf in apart if isinstance(leaf, Tensor)]
 
 
 def _beside(leaf: Tensor, batch: Tree) -> tuple[Tree, list[Tensor]]:
-    """A batch on a leaf's device, and its tensors."""
+    """Return a batch on a leaf's device, and its tensors."""
     leaves, spec = _tree.flatten(batch)
     moved = [value.to(leaf.device) if isinstance(value, Tensor) else value for value in leaves]
     return _tree.unflatten(moved, spec), [value for value in moved if isinstance(value, Tensor)]

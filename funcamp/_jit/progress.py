@@ -1,4 +1,4 @@
-"""Tell the user what a long compilation is doing, and how long it took."""
+"""Report what a long compilation is doing, and how long it took."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 
 _log = logging.getLogger("funcamp")
 
-#: Seconds of silence before the first word.
+#: Seconds before the first message.
 PATIENCE = 2.0
 
 
 class Progress:
-    """A region of work that may take long. After two seconds it says what it is; at its end, how long it took.
+    """Context manager: report a long task after two seconds, and at its end how long it took.
 
-    Where the logger "funcamp" is enabled for INFO, the two lines are records of it. Otherwise they go to stderr, in a
-    terminal as one line that counts the seconds. Silent if that logger's own level is above INFO, and on every rank of
-    torch.distributed but the first.
+    If the logger "funcamp" is enabled for INFO, the two messages are logged. Otherwise they go to stderr, on a terminal
+    as one line that counts the seconds. Silent if that logger's own level is above INFO, and on every rank of
+    torch.distributed except the first.
 
     Args:
-        task: what is worked at, behind "compiling".
+        task: the object of "compiling" in the message.
     """
 
     def __init__(self, task: str) -> None:
@@ -39,19 +39,19 @@ class Progress:
         self._thread = threading.Thread(target=self._watch, name="funcamp-progress", daemon=True)
 
     def phase(self, name: str) -> None:
-        """Begin the next part of the work."""
+        """Start the next phase of the task."""
         now = time.monotonic()
         self._phases.append((self._phase, now - self._entered))
         self._phase, self._entered = name, now
 
     def __enter__(self) -> Progress:
-        """Begin."""
+        """Start watching."""
         if self._way is not None:
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Say how it ended, if it was said that it began."""
+        """Report the end, if the start was reported."""
         self._done.set()
         if not self._thread.ident:
             return
@@ -88,7 +88,7 @@ class Progress:
 
 
 def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a closed stream is no reason to lose a compilation
+    with contextlib.suppress(OSError, ValueError):  # a closed stream must not break a compilation
         sys.stderr.write(text)
         sys.stderr.flush()
 

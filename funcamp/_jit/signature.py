@@ -1,4 +1,4 @@
-"""What a compiled step is made for: structure, shapes, dtypes and devices; and how one differs from another in that."""
+"""The signature for which a step is compiled, and how two signatures differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from funcamp._types import Tree
 _PLAIN = {Tensor, torch.nn.Parameter}
 _ACCELERATOR = torch.accelerator.current_accelerator()
 _KINDS = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
-#: Objects that are compared by identity and are constants all the same.
+#: Types whose objects compare by identity but are constants anyway.
 _ONE_OF_A_KIND = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(None), type(...)),
     *(torch.dtype, torch.layout, torch.memory_format, torch.qscheme),
@@ -26,7 +26,7 @@ _ONE_OF_A_KIND = (
 
 @dataclass(frozen=True)
 class Kind:
-    """Of a tensor, everything but its values."""
+    """Everything about a tensor except its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Kind:
 
 
 def kinds(tree: Tree) -> Tree:
-    """A tree of the kinds of its tensors."""
+    """Return a tree with the kinds of its tensors."""
     leaves, spec = _tree.flatten(tree)
     return _tree.unflatten([_kind(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
@@ -48,7 +48,7 @@ def _kind(leaf: Tensor) -> Kind:
 
 
 def check_like(names: tuple[str, str], like: Tree, tree: Tree) -> None:
-    """Raise ValueError where a tree differs from one of kinds in structure, or in a shape, dtype or device."""
+    """Raise ValueError if a tree differs from a tree of kinds in structure, shape, dtype or device."""
     _tree.same_structure("jit", names, (like, tree))
     for index, (kind, leaf) in enumerate(zip(_tree.leaves(like), _tree.leaves(tree))):
         if isinstance(kind, Kind) and isinstance(leaf, Tensor):
@@ -63,7 +63,7 @@ def check_like(names: tuple[str, str], like: Tree, tree: Tree) -> None:
 
 
 def flat(batch: Tree) -> tuple[list[Any], Any]:
-    """The leaves of a batch, and what stands for its structure: cheap for a tuple or a dict of tensors."""
+    """Return the leaves of a batch and a key of its structure, cheap for a tuple or a dict of tensors."""
     kind = type(batch)
     if kind is tuple and {*map(type, batch)} <= _PLAIN:
         return list(batch), len(batch)
@@ -73,14 +73,14 @@ def flat(batch: Tree) -> tuple[list[Any], Any]:
 
 
 def signature(leaf: Any) -> Any:
-    """Shape, dtype and device of a tensor; type and value of anything else: 1, 1.0 and True make three programs."""
+    """Return a tensor's shape, dtype and device, else type and value: 1, 1.0 and True differ."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device
     return type(leaf), repr(leaf) if isinstance(leaf, numbers.Number) else leaf
 
 
 def key_of(leaf: Any) -> Any:
-    """The signature of a leaf of a batch: of a tensor also whether a loss may differentiate with respect to it."""
+    """Return the key of a batch's leaf; for a tensor including whether it requires a gradient."""
     if isinstance(leaf, Tensor):
         kind: Any = type(leaf)
         if kind not in _PLAIN and is_distributed(leaf):
@@ -91,7 +91,7 @@ def key_of(leaf: Any) -> Any:
 
 
 def autocast() -> tuple[tuple[str, torch.dtype], ...] | None:
-    """The kinds of device with an autocast around the call, and its dtype; None without."""
+    """Return the device types with an autocast around the call and its dtypes; None without autocast."""
     if not any(map(torch.is_autocast_enabled, _KINDS)):
         return None
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind))
@@ -105,7 +105,7 @@ def check_state(state: Tree) -> None:
 
 
 def _fault(leaf: Tensor) -> str | None:
-    """What a compiled program wants of a tensor that this one is not."""
+    """Return what a compiled program needs a tensor to be and this one is not."""
     if is_distributed(leaf):
         return None
     if type(leaf) not in _PLAIN:
@@ -120,7 +120,7 @@ def _fault(leaf: Tensor) -> str | None:
 
 
 def check_batch(batch: Tree) -> None:
-    """Raise TypeError for a leaf of a batch that is neither a plain tensor nor can be a constant of a program."""
+    """Raise TypeError for a leaf of a batch that is neither a plain tensor nor a possible constant."""
     for index, leaf in enumerate(_tree.leaves(batch)):
         where = f"jit: batch{_tree.path_of(batch, index)} must be"
         if isinstance(leaf, Tensor):
@@ -140,12 +140,12 @@ def check_batch(batch: Tree) -> None:
         if hashing is object.__hash__ and not isinstance(leaf, _ONE_OF_A_KIND):
             raise TypeError(
                 f"{where} a tensor, or a constant that is equal to another of its value; got a {type(leaf).__name__}, "
-                f"equal to itself alone, of which a program would not see what is put into it later: {fix}"
+                f"equal only to itself, so that a program would not see later changes in it: {fix}"
             )
 
 
 def _holds_tensors(leaf: object, depth: int = 3) -> bool:
-    """Whether an object that is no pytree has tensors in its attributes, its slots or its items."""
+    """Return whether an object that is not a pytree has tensors in its attributes, slots or items."""
     if isinstance(leaf, _ONE_OF_A_KIND):
         return False
     names = [name for cls in type(leaf).__mro__ for name in _names(cls.__dict__.get("__slots__", ()))]
@@ -162,19 +162,19 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def shapes(batch: Tree) -> str:
-    """The dtypes and shapes of a batch's first tensors, in few words."""
+    """Return the dtypes and shapes of a batch's first tensors as a short text."""
     leaves = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
-    told = [f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves]
-    return ", ".join(told[:4]) + ", ..." * (len(told) > 4) if told else "no tensors"
+    shown = [f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves]
+    return ", ".join(shown[:4]) + ", ..." * (len(shown) > 4) if shown else "no tensors"
 
 
 def difference(batch: Tree, before: Any, now: Any) -> str:
-    """How the signatures of a batch, now, differ from another's: each of structure, leaves and autocast."""
+    """Return how a batch's signature differs from another one; each has structure, leaves and autocast."""
     if before[0] != now[0]:
         return f"its structure changed to {_tree.flatten(batch)[1]}"
     for index, (old, new) in enumerate(zip(before[1], now[1])):
         if old != new:
-            return f"batch{_tree.path_of(batch, index)} changed from {_told(old)} to {_told(new)}"
+            return f"batch{_tree.path_of(batch, index)} changed from {_shown(old)} to {_shown(new)}"
     if before[2] != now[2]:
         return (
             f"the autocast around the call changed from {before[2]} to {now[2]}: give make_train_step a policy instead"
@@ -182,7 +182,7 @@ def difference(batch: Tree, before: Any, now: Any) -> str:
     return "it went back to an old one"
 
 
-def _told(leaf: tuple[Any, ...]) -> str:
+def _shown(leaf: tuple[Any, ...]) -> str:
     if len(leaf) > 2:
         return f"a {leaf[1]} tensor of shape {tuple(leaf[0])} on {leaf[2]}{' that requires a gradient' * leaf[5]}"
     shown = leaf[1] if issubclass(leaf[0], numbers.Number) else repr(leaf[1])

@@ -1,4 +1,4 @@
-"""Several steps in one call: of a batch whose tensors are stacked along a first dimension."""
+"""Several steps in one call, on a batch whose tensors are stacked along a first dimension."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from funcamp._types import Tree
 
 
 def first_of(batch: Tree, unroll: int) -> Tree:
-    """The first step's batch.
+    """Return the first step's batch.
 
     Raises:
-        ValueError: a tensor does not hold that many steps.
+        ValueError: the first dimension of a tensor is not unroll.
     """
     leaves, spec = _tree.flatten(batch)
     for index, leaf in enumerate(leaves):
@@ -27,13 +27,13 @@ def first_of(batch: Tree, unroll: int) -> Tree:
 
 
 def unrolled(one: Flat, state: int, metrics: int, unroll: int) -> Flat:
-    """`unroll` calls of a compiled step of one batch, each on the state that the one before left.
+    """Return a function that calls a compiled step `unroll` times, each on the previous call's state.
 
     Args:
-        one: the compiled function of state and batch; gives the new state, unless donated, and the metrics.
-        state: how many of its arguments are the state, the first ones.
-        metrics: how many of its results are metrics, the last ones.
-        unroll: how often it is called.
+        one: the compiled function of state and batch; returns the new state, unless donated, and the metrics.
+        state: the number of its first arguments that are the state.
+        metrics: the number of its last results that are metrics.
+        unroll: the number of calls.
     """
 
     def run(values: list[Tensor]) -> list[Tensor]:

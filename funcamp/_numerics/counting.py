@@ -1,7 +1,7 @@
-"""Counting: from a tensor's numbers to one row of float64, or of many tensors' to as many rows.
+"""Count a tensor's numbers into one row of float64, or many tensors' into as many rows.
 
-A row is eight numbers, then for every binary exponent e how many finite values have 2^e < |x| < 2^(e+1), then how many
-are 2^e itself. Everything comes from the bits, and one scatter counts it.
+A row has eight numbers; then, for every binary exponent e, the number of finite values with 2^e < |x| < 2^(e+1); then,
+for every e, the number of values that are 2^e. Everything comes from the bits, and one scatter counts it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from funcamp._check import integer
 from funcamp._upstream.autograd_function import keep_functions_whole
 
 #: Exponents that have a bin: those of float32, from its smallest subnormal, 2^-149, to its largest value, below 2^128,
-#: and at both ends one for all that is beyond: 2^-150 goes to zero in float32 and needs a place of its own.
+#: and one bin beyond each end; 2^-150 has a separate bin, because it becomes zero in float32.
 LOWEST, HIGHEST = -151, 128
 BINS = HIGHEST - LOWEST + 1
 HEAD = 8
 WIDTH = HEAD + 2 * BINS
 
-#: Elements that a table of counts is made for, and how many tables at most.
+#: Elements per table of counts, and the maximum number of tables.
 _PART, _TABLES = 4096, 32
 
-#: A table has, for either sign, for numbers between powers of two and for powers, a slot of zero (a power), of every
-#: exponent, and one of NaN and infinities (powers). No power of two: places so far apart share a line of a CPU's cache,
-#: and a scatter to 512 slots takes 2 to 30 times as long.
+#: A table has, for either sign, for numbers between powers of two and for powers, one slot for zero (a power), one per
+#: exponent, and one for NaN and infinities (powers). Their number is not a power of two, because places at such
+#: distances share a line of a CPU's cache: a scatter to 512 slots takes 2 to 30 times as long.
 _ZERO, _FIRST, _NONFINITE, _SLOTS = 0, 1, BINS + 1, BINS + 2
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -37,30 +37,30 @@ _VIEWS_BATCH = not _upstream.NO_RULE_FOR_BITS.present
 
 
 def check_values(call: str, x: object) -> Tensor:
-    """Return x; raise TypeError where it is no tensor that can be counted."""
+    """Return x; raise TypeError if it is not a tensor that can be counted."""
     if not has_values(x):
         raise TypeError(f"{call}: x must be a strided floating-point or complex tensor; got {_tree.describe(x)}")
     return x
 
 
 def has_values(x: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor that can be counted."""
+    """Return whether x is a tensor that can be counted."""
     if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
         return False
     return x.is_floating_point() or x.is_complex()
 
 
 def count(x: Tensor) -> Tensor:
-    """The row of a record."""
+    """Return the row of a tensor's record."""
     return counts([taken(x, None).unsqueeze(0)]).squeeze(0)
 
 
-#: Neighbours in a sample: one number of each line of memory costs as much as all of them.
+#: Neighbors taken together in a sample, because one number of a cache line costs as much as all of them.
 _BLOCK = 16
 
 
 def taken(x: Tensor, sample: int | None) -> Tensor:
-    """The numbers of a tensor as shape (n,); about so many of them, evenly spread, where it has more."""
+    """Return a tensor's numbers as shape (n,); if it has more, about `sample` of them, evenly spread."""
     x = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()).detach().reshape(-1)
     if sample is None or x.numel() <= sample:
         return x
@@ -71,20 +71,21 @@ def taken(x: Tensor, sample: int | None) -> Tensor:
 
 
 def _packed(parts: list[Tensor]) -> tuple[Tensor, int]:
-    """Numbers of shapes (rows, n), all rows together, and how many zeros were added to each row.
+    """Return numbers of shapes (rows, n), all rows together, and how many zeros were appended to each row.
 
-    Halves need an even number in memory of their own, to be viewed in pairs: padding is what no compiler leaves out.
+    float16 and bfloat16 need an even number in separate memory, so that they can be viewed in pairs. Padding makes the
+    copy, because no compiler removes it.
     """
     padding = 0
     if parts[0].dtype in _HALVES:
         length = parts[0].shape[1]
         padding = length % 2 or (2 if len(parts) == 1 or not length else 0)
-    # What batches of vmap leave behind may look like channels-last memory, which the two keep.
+    # After vmap the memory may look like channels last, which pad and cat keep; hence contiguous().
     return torch.nn.functional.pad(torch.cat(parts), (0, padding)).contiguous(), padding
 
 
 def counts(parts: list[Tensor]) -> Tensor:
-    """The rows of records, all together in shape (rows, 568), of numbers of shapes (rows, n)."""
+    """Return the rows of records, together in shape (rows, 568), for numbers of shapes (rows, n)."""
     x, padding = _packed(parts)
     length = x.shape[-1] - padding
     place, values = _placed_wide(x.unsqueeze(1)) if x.dtype == torch.float64 else _placed(_single_bits(x))
@@ -102,9 +103,9 @@ def counts(parts: list[Tensor]) -> Tensor:
 
 
 def _stride(size: int, sample: int) -> int:
-    """A stride that spreads sample places over size, beginning anew at its end.
+    """Return a stride that spreads sample places over size, wrapping around at its end.
 
-    Prime to size: no place comes twice, and every column of a matrix has its turn.
+    It is coprime to size, so no place comes twice and every column of a matrix is sampled.
     """
     stride = -(-size // sample)
     while math.gcd(stride, size) > 1:
@@ -113,17 +114,20 @@ def _stride(size: int, sample: int) -> int:
 
 
 def check_sample(call: str, sample: int | None) -> int | None:
-    """Return a number of elements to count, or None for all; raise where it is neither."""
+    """Return a number of elements to count, or None for all; raise if it is neither."""
     if sample is None:
         return None
     return integer(call, "sample", sample, 1, kind="an integer or None")
 
 
 def _single_bits(x: Tensor) -> Tensor:
-    """The bits of numbers of shape (rows, n) in float32, as int32 of shape (rows, 1, n), or (rows, 2, n / 2) of halves.
+    """Return the float32 bits of numbers of shape (rows, n), as int32.
 
-    Halves in pairs, as int32. Inductor computes with them in float32, unrounded, until they are stored, and a tensor is
-    for a view of another width; on a CPU it makes no vector code of int16, and slow one of bfloat16.
+    The shape is (rows, 1, n), or (rows, 2, n / 2) for float16 and bfloat16.
+
+    float16 and bfloat16 are viewed in pairs, as int32. Inductor computes with them in float32, unrounded, until they
+    are stored, and it stores a tensor for a view of another width. On a CPU it makes no vector code for int16, and slow
+    vector code for bfloat16.
     """
     if x.dtype not in _HALVES:
         return _bits(x.float(), torch.int32).unsqueeze(1)
@@ -133,7 +137,7 @@ def _single_bits(x: Tensor) -> Tensor:
 
 
 def _widened(bits: Tensor) -> Tensor:
-    """The bits of numbers in float32, by those in float16."""
+    """Return the float32 bits of numbers given as float16 bits."""
     low = bits & 0x7FFF
     wide = (low << 13) + (112 << 23)
     wide = torch.where(low < 0x7C00, wide, wide + (112 << 23))
@@ -142,10 +146,10 @@ def _widened(bits: Tensor) -> Tensor:
 
 
 def _placed(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of numbers of float32, by their bits: the places in a table, as int32, and the finite values."""
+    """Return the places in a table, as int32, and the finite values, for numbers given as float32 bits."""
     low = bits & 0x7FFFFFFF
     tiny = low < 0x800000
-    # A subnormal is an integer times 2^-149, and the exponent of that integer tells its own.
+    # A subnormal is an integer times 2^-149, so the exponent of that integer gives its exponent.
     lifted = torch.where(tiny, _bits(low.float(), torch.int32), low)
     field = lifted >> 23
     place = (torch.where(tiny, field - 149, field) + (_FIRST - LOWEST - 127)).clamp(min=_ZERO)
@@ -156,7 +160,7 @@ def _placed(bits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _placed_wide(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of numbers of float64."""
+    """Return the same for float64 numbers."""
     bits = _bits(x, torch.int64)
     low = bits & (2**63 - 1)
     exponent = (low >> 52) - 1023
@@ -169,9 +173,9 @@ def _placed_wide(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _table(place: Tensor) -> Tensor:
-    """How many numbers of shape (rows, k, n) have each place, in shape (rows, sign, power of two, slot).
+    """Count the numbers of shape (rows, k, n) per place, in shape (rows, sign, power of two, slot).
 
-    One scatter counts it, into some tables a row: writers rarely meet in one bin then.
+    One scatter into several tables per row, because writers then rarely collide in one bin.
     """
     (rows, _, length), size, device = place.shape, 4 * _SLOTS, place.device
     tables = 1 << (min(max(length // _PART, 1), _TABLES).bit_length() - 1)
@@ -187,7 +191,7 @@ def _table(place: Tensor) -> Tensor:
 
 
 class _Bits(Function):
-    """A tensor's bits as another dtype: vmap has no rule for that (`_upstream.NO_RULE_FOR_BITS`)."""
+    """View a tensor's bits as another dtype; vmap has no rule for that (`_upstream.NO_RULE_FOR_BITS`)."""
 
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype) -> Tensor:

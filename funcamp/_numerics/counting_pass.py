@@ -1,8 +1,8 @@
-"""All samples of a compiled step counted by one kernel, instead of some small kernels for each.
+"""Count all samples of a compiled step with one kernel, instead of some small kernels per sample.
 
-Kernels for each make compilation several times as long, and the step of a GPT of 3.3 M take 1.19 instead of 1.07 of a
-step without taps. Where `counting_jointly` says so, `count_jointly` puts one operation into the graph, without its
-parts; before Inductor takes the graph apart, `JointCounts` counts those of equal length together. A record is the same
+Separate kernels make compilation several times as long, and the step of a GPT of 3.3 M take 1.19 instead of 1.07 of a
+step without taps. In a `counting_jointly` context, `count_jointly` puts one operation into the graph, without its
+parts. Before Inductor decomposes the graph, `JointCounts` counts those of equal length together. A record is the same
 bit for bit, except for the order of its two sums.
 """
 
@@ -51,7 +51,7 @@ def _vmap(info: Any, in_dims: tuple[list[int | None]], parts: list[Tensor]) -> t
 
 @contextlib.contextmanager
 def counting_jointly() -> Iterator[None]:
-    """A region, in this thread, in which graphs are traced that `JointCounts` will change."""
+    """Context manager: this thread traces graphs that `JointCounts` will change."""
     before, _thread.active = getattr(_thread, "active", False), True
     try:
         yield
@@ -60,7 +60,7 @@ def counting_jointly() -> Iterator[None]:
 
 
 def count_jointly(parts: list[Tensor]) -> Tensor:
-    """As `counts`."""
+    """Count like `counts`, jointly if the context is active."""
     if getattr(_thread, "active", False):
         found: Tensor = _COUNTS(parts)
         return found
@@ -68,7 +68,7 @@ def count_jointly(parts: list[Tensor]) -> Tensor:
 
 
 def _joint_counts_of(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The nodes to be counted together: of one kind and length, none of them behind another."""
+    """Return the nodes to count together: of one dtype, device and length, none computed from another."""
     behind: dict[fx.Node, int] = {}
     groups: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -82,7 +82,7 @@ def _joint_counts_of(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def can_count_jointly() -> bool:
-    """Whether torch has what `JointCounts` needs."""
+    """Return whether torch has what `JointCounts` needs."""
     return _upstream.usable(
         _upstream.find("torch._inductor.custom_graph_pass.CustomGraphPass"),
         _upstream.find("torch._inductor.custom_graph_pass.get_hash_for_files"),
@@ -92,7 +92,7 @@ def can_count_jointly() -> bool:
 
 
 class JointCounts(CustomGraphPass):
-    """The pass over the graph of a step, before Inductor's own."""
+    """The pass over a step's graph before Inductor's."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Change the graph in place."""
@@ -103,7 +103,7 @@ class JointCounts(CustomGraphPass):
             _upstream.find("torch._inductor.pattern_matcher.stable_topological_sort")(graph)
 
     def uuid(self) -> bytes:
-        """What Inductor's cache knows this pass by: with it go the functions that a graph names but does not hold."""
+        """Return the pass's name for Inductor's cache, including the functions that a graph only names."""
         files = (__file__, counting.__file__)
         found: bytes = _upstream.find("torch._inductor.custom_graph_pass.get_hash_for_files")(files)
         return found

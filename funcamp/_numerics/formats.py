@@ -1,4 +1,4 @@
-"""What rounding to a floating-point format loses, by magnitude.
+"""The magnitudes that rounding to a floating-point format loses.
 
 underflow   0 < |x| <= half the smallest subnormal     (to nearest, ties to even: this tie goes to zero)
 subnormal   half the smallest subnormal < |x| < the smallest normal
@@ -15,7 +15,7 @@ import torch
 
 
 class Format(NamedTuple):
-    """Where rounding to a dtype loses a value."""
+    """The bounds at which rounding to a dtype loses a value."""
 
     underflow: float
     """Magnitudes up to this one become zero."""
@@ -24,17 +24,17 @@ class Format(NamedTuple):
     max: float
     """The largest value."""
     overflow: float
-    """Magnitudes from this one on become infinite."""
+    """Magnitudes from this one up become infinite."""
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
 
 
 def format_of(dtype: torch.dtype) -> Format:
-    """The bounds of a dtype.
+    """Return the bounds of a dtype.
 
     Raises:
-        TypeError: it is none of those above.
+        TypeError: dtype is not one of `DTYPES`.
     """
     if dtype not in DTYPES:
         raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")

@@ -1,4 +1,4 @@
-"""What taps count: a record of both passes, and records by name in one tensor."""
+"""Counts of taps: a record of both passes, and records by name in one tensor."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from funcamp._numerics.stats import Stats, check_positive
 
 
 class Record:
-    """The statistics of a tensor in the forward pass and of its gradient in the backward pass; `a + b` merges.
+    """The statistics of a tensor (forward pass) and of its gradient (backward pass); `a + b` merges.
 
-    Immutable, a pytree of two tensors. As text the standard deviations of the finite values, and how many are not
-    finite: `(-> 0.573, <- 0.0021 (3 inf of 24))`. That reads them on the host.
+    Immutable, a pytree of two tensors. `str()` shows the standard deviations of the finite values and the number of
+    non-finite ones, `(-> 0.573, <- 0.0021 (3 inf of 24))`; this reads the record on the host.
 
     Example:
         >>> from funcamp.numerics import probe, tap
@@ -41,11 +41,11 @@ class Record:
         return f"(-> {text(self.forward)}, <- {text(self.backward)})"
 
     def total(self) -> Record:
-        """A batch of records, of vmap say, merged to one."""
+        """Merge a batch of records, for example of vmap, into one."""
         return Record(self.forward.total(), self.backward.total())
 
     def unscale(self, scale: float | Tensor) -> Record:
-        """The record with the backward pass as it would be without loss scaling. Exact where scale is a power of two.
+        """Return the record with the backward pass as without loss scaling; exact if scale is a power of two.
 
         See `Stats.rescale`.
         """
@@ -57,7 +57,7 @@ _tree.register(Record, lambda r: ([r.forward, r.backward], None), lambda both, _
 
 
 def text(record: Stats, counted: Stats | None = None) -> str:
-    """The standard deviation of a record, and how many values are not finite, of another record if there is one."""
+    """Return a record's standard deviation and, from `counted` if given, its non-finite values."""
     counted = record if counted is None else counted
     if record.row.dim() > 1:
         record, counted = record.total(), counted.total()
@@ -69,13 +69,13 @@ def text(record: Stats, counted: Stats | None = None) -> str:
 
 
 def probe(device: torch.device | str | None = None) -> Record:
-    """Make the empty record that `tap` takes: what to differentiate with respect to. No sync.
+    """Return the empty record that `tap` takes, to differentiate with respect to. No sync.
 
     Args:
-        device: where the tapped tensors will be.
+        device: the device of the tapped tensors.
 
     Raises:
-        RuntimeError: device is none that torch knows.
+        RuntimeError: torch does not know the device.
 
     Example:
         >>> probe().forward.count
@@ -85,9 +85,9 @@ def probe(device: torch.device | str | None = None) -> Record:
 
 
 class Records(Mapping[str, Record]):
-    """Records by name, all in one tensor, which leaves a compiled step sooner than many; `a + b` merges.
+    """Records by name in one tensor, which a compiled step returns faster than many; `a + b` merges.
 
-    Immutable, a pytree of one tensor. As a mapping it makes each `Record` when asked for.
+    Immutable, a pytree of one tensor. As a mapping it creates each `Record` on access.
 
     Example:
         >>> records = Records.of({"layer": probe()})
@@ -96,14 +96,14 @@ class Records(Mapping[str, Record]):
     """
 
     rows: Tensor
-    """float64, shape (..., names, 2, 568): of either pass; leading dimensions are a batch of records."""
+    """float64, shape (..., names, 2, 568), 2 for the passes; leading dimensions are a batch of records."""
 
     def __init__(self, names: tuple[str, ...], rows: Tensor) -> None:
         self.names, self.rows = names, rows
 
     @classmethod
     def of(cls, records: Mapping[str, Record]) -> Records:
-        """The same records in one tensor; raises ValueError where there is none."""
+        """Return the records in one tensor; raise ValueError if there is none."""
         if not records:
             raise ValueError("Records.of: records must hold one at least; got none")
         rows = [torch.stack([record.forward.row, record.backward.row], -2) for record in records.values()]
@@ -134,7 +134,7 @@ class Records(Mapping[str, Record]):
         return f"Records({self.names}, {_tree.describe(self.rows)})"
 
     def total(self) -> Records:
-        """A batch of records, of unrolled steps say, merged to one."""
+        """Merge a batch of records, for example of unrolled steps, into one."""
         return Records(self.names, self.rows.reshape(-1, *self.rows.shape[-3:]).sum(0))
 
 

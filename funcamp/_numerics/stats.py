@@ -1,7 +1,8 @@
-"""Statistics of a tensor that add up: over microbatches, samples of vmap, ranks, the uses of one layer.
+"""Statistics of a tensor that add up over micro-batches, samples of vmap, ranks, uses of a layer.
 
-What rounding to a narrower format would do to the values follows from the counts of their exponents, at any loss scale
-(`_numerics.formats`); powers of two are apart because half the smallest subnormal, the tie that goes to zero, is one.
+The effect of rounding to a narrower format, at any loss scale, follows from the counts of exponents
+(`_numerics.formats`). Powers of two are counted separately, because half the smallest subnormal, the tie that rounds to
+zero, is one.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from funcamp._numerics.formats import format_of
 
 
 class Stats:
-    """What `stats` counted of a tensor, or of several; immutable, a pytree of one tensor. `a + b` merges.
+    """The counts of one or several tensors, from `stats`; `a + b` merges; immutable, a pytree.
 
-    Counts are float64, exact to 2^53 elements (of one tensor to 2^36); sums are of the finite elements, in float64.
-    What it tells are float64 tensors, one number a record; nothing syncs.
+    Counts are float64, exact to 2^53 elements (to 2^36 for one tensor). Sums are over the finite elements, in float64.
+    Properties and methods return float64 tensors, one number per record; no sync.
 
     Example:
         >>> record = stats(torch.tensor([1.0, -2.0, 0.0])) + stats(torch.tensor([float("inf")]))
@@ -41,70 +42,71 @@ class Stats:
         return f"Stats({_tree.describe(self.row)})"
 
     def total(self) -> Stats:
-        """A batch of records, of vmap say, merged to one."""
+        """Merge a batch of records, for example of vmap, into one."""
         return Stats(self.row.reshape(-1, WIDTH).sum(0))
 
     @property
     def count(self) -> Tensor:
-        """Elements."""
+        """The number of elements."""
         return self.row[..., 0]
 
     @property
     def sum(self) -> Tensor:
-        """Of the finite elements."""
+        """The sum of the finite elements."""
         return self.row[..., 1]
 
     @property
     def sum_of_squares(self) -> Tensor:
-        """Of the finite elements."""
+        """The sum of squares of the finite elements."""
         return self.row[..., 2]
 
     @property
     def nan(self) -> Tensor:
-        """Elements that are NaN."""
+        """The number of NaNs."""
         return self.row[..., 3]
 
     @property
     def posinf(self) -> Tensor:
-        """Elements that are inf."""
+        """The number of +inf."""
         return self.row[..., 4]
 
     @property
     def neginf(self) -> Tensor:
-        """Elements that are -inf."""
+        """The number of -inf."""
         return self.row[..., 5]
 
     @property
     def poszero(self) -> Tensor:
-        """Elements that are 0.0."""
+        """The number of 0.0."""
         return self.row[..., 6]
 
     @property
     def negzero(self) -> Tensor:
-        """Elements that are -0.0."""
+        """The number of -0.0."""
         return self.row[..., 7]
 
     @property
     def nonfinite(self) -> Tensor:
-        """Elements that are NaN or infinite."""
+        """The number of NaNs and infinities."""
         return self.row[..., 3:6].sum(-1)
 
     @property
     def nonzero(self) -> Tensor:
-        """Elements that are finite and not zero: what the fractions are fractions of."""
+        """The number of finite nonzero elements, the denominator of the fractions."""
         return self.row[..., HEAD:].sum(-1)
 
     @property
     def histogram(self) -> Tensor:
-        """Finite nonzero elements by exponent, shape (..., 280): 2^e <= |x| < 2^(e+1) for e from -151 to 128.
+        """The number of finite nonzero elements per exponent, shape (..., 280).
 
-        The first and the last bin hold all that is smaller and larger.
+        Bins are 2^e <= |x| < 2^(e+1) for e from -151 to 128. The first and the last bin include everything smaller and
+        larger.
         """
         return self._between + self._powers
 
     @property
     def mean(self) -> Tensor:
-        """Of the finite elements; NaN without any."""
+        """The mean of the finite elements; NaN if there is none."""
         return self.sum / (self.count - self.nonfinite)
 
     @property
@@ -116,35 +118,35 @@ class Stats:
 
     @property
     def amax(self) -> Tensor:
-        """The smallest power of two that no finite magnitude exceeds; 0.0 without any."""
+        """The smallest power of two that no finite magnitude exceeds; 0.0 if there is no nonzero element."""
         powers = _powers_of_two(self.row)
         tops = torch.where(self._between > 0, 2 * powers, torch.where(self._powers > 0, powers, 0.0))
         return tops.amax(-1)
 
     def underflow(self, dtype: torch.dtype, scale: float | Tensor = 1.0) -> Tensor:
-        """The fraction of the finite nonzero elements that is zero once multiplied by scale and rounded to a dtype.
+        """Return the fraction of finite nonzero elements that become zero if scaled and rounded to a dtype.
 
-        Exact where scale is a power of two; else values between two powers count as evenly spread.
+        Exact if scale is a power of two; otherwise values between two powers count as evenly distributed.
         """
         return self._fraction(self._upto(format_of(dtype).underflow, scale))
 
     def subnormal(self, dtype: torch.dtype, scale: float | Tensor = 1.0) -> Tensor:
-        """The fraction that stays, but below the smallest normal value, with fewer digits. Exact as `underflow`."""
+        """Return the fraction that becomes subnormal, with fewer digits. Exact as `underflow`."""
         known = format_of(dtype)
         return self._fraction(self._below(known.tiny, scale) - self._upto(known.underflow, scale))
 
     def overflow(self, dtype: torch.dtype, scale: float | Tensor = 1.0) -> Tensor:
-        """The fraction too large for a dtype.
+        """Return the fraction too large for a dtype.
 
-        Rounded it is infinite; in float8_e4m3fn, which has no infinity, NaN or the largest value, as the version of
-        torch has it. Values in the last power of two before the limit count as evenly spread.
+        Rounded, it becomes infinite. In float8_e4m3fn, which has no infinity, it becomes NaN or the largest value,
+        depending on the version of torch. Values in the last power of two before the limit count as evenly distributed.
         """
         return self._fraction(self.nonzero - self._below(format_of(dtype).overflow, scale))
 
     def rescale(self, factor: float | Tensor) -> Stats:
-        """The record of the tensor times a positive factor: 1 / scale makes it that of unscaled gradients.
+        """Return the record of the tensor times a positive factor, such as 1 / scale for unscaled gradients.
 
-        Exact where factor is a power of two; else values between two powers count as evenly spread.
+        Exact if factor is a power of two; otherwise values between two powers count as evenly distributed.
         """
         check_positive("rescale", "factor", factor)
         factor = torch.as_tensor(factor, dtype=torch.float64, device=self.row.device).unsqueeze(-1)
@@ -168,13 +170,13 @@ class Stats:
         return self.row[..., HEAD + BINS :]
 
     def _below(self, bound: float, scale: float | Tensor) -> Tensor:
-        """Finite nonzero elements with |x| scale < bound."""
+        """Return the number of finite nonzero elements with |x| scale < bound."""
         ratio = self._ratio(bound, scale)
         inside = torch.where(ratio > 1, self._powers, 0.0) + self._between * (ratio - 1).clamp(0, 1)
         return inside.sum(-1)
 
     def _upto(self, bound: float, scale: float | Tensor) -> Tensor:
-        """The same with |x| scale <= bound."""
+        """Return the same with |x| scale <= bound."""
         return self._below(bound, scale) + torch.where(self._ratio(bound, scale) == 1, self._powers, 0.0).sum(-1)
 
     def _ratio(self, bound: float, scale: float | Tensor) -> Tensor:
@@ -190,19 +192,19 @@ _tree.register(Stats, lambda record: ([record.row], None), lambda rows, _: Stats
 
 
 def stats(x: Tensor) -> Stats:
-    """Count what a tensor holds: the record that answers where a narrower format holds it and where not.
+    """Count a tensor's values by kind and exponent, to find out which narrower format fits them.
 
-    Pure; safe under torch.compile and vmap (one record a sample); no sync. Nothing is differentiated through it. What
-    is counted is the rounded tensor, also where a compiler would keep a wider one.
+    Pure; safe under torch.compile and vmap (one record per sample); no sync. It is not differentiable. It counts the
+    rounded tensor, even if a compiler would keep a wider one.
 
     Args:
-        x: a floating-point tensor of any shape, also an empty one; of a complex one both parts count.
+        x: a floating-point tensor of any shape, also empty; of a complex tensor both parts count.
 
     Returns:
         The record, a `Stats`.
 
     Raises:
-        TypeError: x is no strided floating-point or complex tensor.
+        TypeError: x is not a strided floating-point or complex tensor.
 
     Example:
         >>> record = stats(torch.tensor([1e-9, 3e-8, 1.0, 0.0]))
@@ -213,19 +215,19 @@ def stats(x: Tensor) -> Stats:
 
 
 def check_positive(call: str, name: str, value: float | Tensor) -> None:
-    """Raise ValueError where a number is not positive and finite; a tensor is not read."""
+    """Raise ValueError if a number is not positive and finite; a tensor is not read."""
     if not isinstance(value, Tensor) and not 0 < value < math.inf:
         raise ValueError(f"{call}: {name} must be a positive number; got {value!r}")
 
 
 def _powers_of_two(row: Tensor) -> Tensor:
-    """2^e of every bin, from bits: exp2 may be off in the last place."""
+    """Return 2^e of every bin, from bits, because exp2 may be off in the last place."""
     exponents = torch.arange(LOWEST + 1023, HIGHEST + 1024, dtype=torch.int64, device=row.device)
     return (exponents << 52).view(torch.float64)
 
 
 def _shifted(counts: Tensor, source: Tensor) -> Tensor:
-    """Counts whose bins move; what would fall off an end stays in the last bin."""
+    """Shift counts by bins; the first and the last bin collect what would be lost."""
     inside = (source >= 0) & (source < BINS)
     moved = torch.where(inside, counts.gather(-1, source.clamp(0, BINS - 1).expand(counts.shape)), 0.0)
     lost = counts.sum(-1) - moved.sum(-1)

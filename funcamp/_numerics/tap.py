@@ -1,9 +1,9 @@
-"""`tap`: a value passed through unchanged; its statistics, and those of its gradient, come out as a gradient.
+"""`tap`: return a value unchanged; its statistics, and those of its gradient, come out as a gradient.
 
     d loss / d probe.forward = stats(x)         d loss / d probe.backward = stats(d loss / d x)
 
-No true derivative: a record in place of one. So the statistics come out of `torch.func.grad` beside the gradients of
-the parameters, and add up as gradients do: over every use of a probe, over samples, over micro-batches.
+This is not a true derivative: a record takes its place. So `torch.func.grad` returns the statistics with the gradients
+of the parameters, and they add up like gradients: over every use of a probe, over samples, over micro-batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from funcamp._upstream.autograd_function import keep_functions_whole
 
 
 def count_both(saved: Tensor, grad: Tensor, sample: int) -> Tensor:
-    """The rows of a sample of the forward pass and of one of the gradient, in one pass."""
+    """Return the rows of a sample of the forward pass and of the gradient, counted together."""
     return count_jointly([saved.unsqueeze(0), taken(grad, sample).unsqueeze(0)])
 
 
@@ -31,8 +31,8 @@ class _Tap(Function):
 
     @staticmethod
     def forward(x: Tensor, forward: Tensor, backward: Tensor, sample: int | None) -> tuple[Tensor, Tensor]:  # noqa: ARG004
-        # All is counted at once in the backward pass, where it is little: fewer kernels to compile and to launch.
-        # A copy, which operations in place may write; a compiler leaves it out.
+        # With a sample all counting happens in the backward pass: fewer kernels to compile and to launch.
+        # x is copied, because in-place operations may write the result; a compiler removes the copy.
         return x.clone(), count(x) if sample is None else taken(x, sample).clone()
 
     @staticmethod
@@ -48,14 +48,14 @@ class _Tap(Function):
         if grad is None:
             return None, None, None, None
         if ctx.sample is None:
-            # Saved under torch.func.vjp, it is a wrapper of a level that has ended: any operation takes it off.
+            # Under torch.func.vjp the saved tensor is a wrapper of a finished level; any operation unwraps it.
             return grad, saved.clone(), count(grad), None
         forward, backward = count_both(saved, grad, ctx.sample)
         return grad, forward, backward, None
 
 
 class _TapWithJvp(_Tap):
-    """The same for forward mode too; Dynamo takes no Function with a jvp, unless whole, under torch.func."""
+    """A tap with forward mode. Dynamo rejects a Function with a jvp, except as one call under torch.func."""
 
     generate_vmap_rule = True
 
@@ -67,22 +67,22 @@ class _TapWithJvp(_Tap):
 def tap(x: Tensor, probe: Record, *, sample: int | None = None) -> Tensor:
     """Return x; its gradient with respect to the probe is the statistics of x and of x's gradient.
 
-    d loss / d probe = Record(stats(x), stats(d loss / d x)), summed over all uses of the probe. Pure: works under
+    d loss / d probe = Record(stats(x), stats(d loss / d x)), summed over all uses of the probe. Pure; works under
     torch.func's transforms, double backward, autocast, checkpoint, torch.compile(fullgraph=True) and in a captured
-    step. Where the loss does not depend on x, the record stays empty (count 0). A gradient of a scaled loss is counted
-    as it is, scaled: see `Record.unscale`. No sync.
+    step. If the loss does not depend on x, the record stays empty (count 0). The gradient of a scaled loss is counted
+    scaled: see `Record.unscale`. No sync.
 
     Args:
         x: a strided floating-point or complex tensor.
-        probe: what `probe` makes, on x's device.
-        sample: count about so many elements, evenly spread, where x has more; None for all. Counting a number takes
+        probe: the result of `probe`, on x's device.
+        sample: count about this many elements, evenly spread, if x has more; None for all. Counting a number takes
             1 to 3 ns compiled on two cores, 75 ns eager.
 
     Returns:
-        x itself, as a new tensor.
+        x, as a new tensor.
 
     Raises:
-        TypeError: x is no such tensor, probe no `Record`, or sample no integer.
+        TypeError: x is not such a tensor, probe not a `Record`, or sample not an integer.
         ValueError: sample is below 1.
 
     Example:

@@ -1,4 +1,4 @@
-"""`track_scales`: a tap behind every layer of a module, or of the layers chosen, that the module itself never sees."""
+"""`track_scales`: taps behind the layers of a module, without changing the module."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from funcamp._numerics.tap import tap
 
 _PASSES = ("_funcamp_forward", "_funcamp_backward")
 
-#: Which modules: their paths, or a predicate of path and module.
+#: The modules: their paths, or a predicate of path and module.
 Chosen = Iterable[str] | Callable[[str, nn.Module], bool] | None
 
 
 class TrackedModule:
-    """A module with taps, as a function; made by `track_scales`.
+    """A module with taps as a function; made by `track_scales`.
 
-    `(values, probes, *args, **kwargs) -> outputs`, where values are parameters and buffers by name, as
-    `torch.func.functional_call` takes them, and probes are the records of `probes()`.
+    `(values, probes, *args, **kwargs) -> outputs`; values are parameters and buffers by name, as for
+    `torch.func.functional_call`, and probes are the records of `probes()`.
     """
 
     def __init__(self, module: nn.Module, chosen: Chosen, sample: int | None) -> None:
@@ -39,19 +39,19 @@ class TrackedModule:
         return f"track_scales({type(self.skeleton).__name__}, {len(self.names)} modules)"
 
     def probes(self) -> dict[str, Record]:
-        """Empty records by module path, on the device of the module's first parameter."""
+        """Return empty records by module path, on the device of the module's first parameter."""
         device = next((value.device for value in self.skeleton.parameters()), None)
         return {name: probe(device) for name in self.names}
 
     def __call__(self, values: dict[str, Tensor], probes: Mapping[str, Record], *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """Return what the module returns."""
         return functional_call(self.skeleton, {**values, **_rows(self.names, probes)}, args, kwargs)
 
 
 class TrackedLoss(ModuleLoss):
     """A loss of `module_loss` with taps: `(params, probes, batch) -> loss`, and likewise with buffers.
 
-    A step puts the records in its metrics.
+    A step has the records in its metrics.
     """
 
     def __init__(self, loss_fn: ModuleLoss, chosen: Chosen, sample: int | None) -> None:
@@ -69,14 +69,14 @@ class TrackedLoss(ModuleLoss):
         return f"track_scales({super().__repr__()}, {len(self.probes)} modules)"
 
     def __call__(self, params: dict[str, Tensor], *probes_and_rest: Any) -> Any:
-        """The loss; with buffers, the loss and the buffers after the forward pass."""
+        """Return the loss; for a module with buffers, the loss and the buffers after the forward pass."""
         if not probes_and_rest or not isinstance(probes_and_rest[0], Mapping):
-            raise TypeError(f"{self!r}: must be called with params, probes and what module_loss takes beside")
+            raise TypeError(f"{self!r}: must be called with params, probes and the arguments of module_loss")
         probes, *rest = probes_and_rest
         return super().__call__({**params, **_rows(self.probes, probes)}, *rest)
 
     def holding(self, params: Any, after: Any, run: Callable[[], Any]) -> Any:
-        """As `ModuleLoss.holding`, of the pair (params, probes)."""
+        """Call run as `ModuleLoss.holding` does, for the pair (params, probes)."""
         values, probes = params
         return super().holding({**values, **_rows(self.probes, probes)}, after, run)
 
@@ -90,27 +90,26 @@ def track_scales(
 ) -> TrackedModule | TrackedLoss:
     """Tap the outputs of a module's layers, without a hook on the module.
 
-    The layers' outputs and their gradients, each a `Record` under the layer's path, come out as the gradient with
-    respect to the probes; those of the parameters are bit for bit what they are without. A layer called several times,
-    or with several outputs, has one record of them all; one that was not called, or that the loss does not depend on,
-    has count 0. Works on a copy of the module's structure that shares its parameters: training flags are those of now.
-    No sync.
+    The gradient with respect to the probes is a `Record` per layer path, of the layer's outputs and their gradients.
+    The gradients of the parameters are bit for bit unchanged. A layer that is called several times, or has several
+    outputs, has one record of them all. A layer that is not called, or that the loss does not depend on, has count 0.
+    Works on a copy of the module's structure that shares its parameters and has its current training flags. No sync.
 
     Args:
-        module: a module, or a loss that `module_loss` made: give that to `make_train_step`, which then has the records
-            in its metrics. Two steps on one state, with and without, called in turns, track at a cadence.
-        modules: which layers: paths, or a predicate of path and module; by default those without children,
-            and torch.nn.MultiheadAttention.
-        sample: count about so many elements of each tensor, evenly spread; None for all of them. With 4,096 a fraction
-            is known to within 0.016 (two standard errors) and a standard deviation to within some percent; what is
-            rare, a single NaN, can be missed (`found_inf_by_leaf` finds that).
+        module: a module, or a loss of `module_loss`. Give the tracked loss to `make_train_step`, whose metrics then
+            have the records. To track every n-th step, call two steps, one of them tracked, on one state.
+        modules: the layers: paths, or a predicate of path and module; by default those without children, and
+            torch.nn.MultiheadAttention.
+        sample: count about this many elements of each tensor, evenly spread; None for all. With 4,096 a fraction is
+            accurate to 0.016 (two standard errors) and a standard deviation to some percent. Rare values, such as a
+            single NaN, can be missed (`found_inf_by_leaf` finds them).
 
     Returns:
         A `TrackedModule`, a function of parameters, probes and inputs; for a loss a `TrackedLoss`.
 
     Raises:
-        TypeError: module is something else, or compiled or scripted; sample is no integer.
-        ValueError: a path is none of the module's, no layer is chosen, or sample is below 1.
+        TypeError: module is something else, or compiled or scripted; sample is not an integer.
+        ValueError: a path is not in the module, no layer is selected, or sample is below 1.
 
     Example:
         >>> tracked = track_scales(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
@@ -133,8 +132,8 @@ def track_scales(
 
 
 def _with_taps(module: nn.Module, chosen: Chosen, sample: int | None) -> tuple[nn.Module, tuple[str, ...]]:
-    """A copy of a module's structure, its tensors shared, and the paths of what is tapped in it."""
-    # A compiled module, by what it holds: naming its class would import Dynamo, which takes seconds.
+    """Return a copy of a module's structure that shares its tensors, and the paths of the tapped modules."""
+    # A compiled module is recognized by its attribute, because importing its class imports Dynamo, which takes seconds.
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         raise TypeError(
             "track_scales: module must be the module itself, compiled afterwards with what calls it; "
@@ -162,7 +161,7 @@ def _choose(module: nn.Module, chosen: Chosen) -> tuple[str, ...]:
     known = dict(module.named_modules())
     if chosen is None:
         names = [name for name, part in known.items() if _is_layer(part)]
-        # What a layer holds, a projection or a parametrization, is not called, or computes its weight.
+        # Submodules of a layer (a projection, a parametrization) are not called, or compute its weight.
         outer = tuple(f"{name}." if name else "" for name in names if list(known[name].children()))
         names = [name for name in names if not any(name.startswith(o) and name != o.rstrip(".") for o in outer)]
     elif not callable(chosen) and not isinstance(chosen, Iterable):
@@ -198,14 +197,14 @@ def _tapped(outputs: Any, record: Record, sample: int | None) -> Any:
     for index, leaf in enumerate(leaves):
         if has_values(leaf):
             leaves[index] = tap(leaf, record, sample=sample)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # no pytree, unless registered as one
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # a pytree leaf unless registered
             fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
             leaves[index] = dataclasses.replace(leaf, **_tapped(fields, record, sample))
     return _tree.unflatten(leaves, spec)
 
 
 def _rows(names: Iterable[str], probes: Mapping[str, Record]) -> dict[str, Tensor]:
-    """The buffers that the taps read, by name."""
+    """Return the buffers that the taps read, by name."""
     found: dict[str, Tensor] = {}
     for name in names:
         if not isinstance(probes, Mapping) or not isinstance(probes.get(name), Record):

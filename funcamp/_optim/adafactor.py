@@ -1,10 +1,10 @@
-"""Adafactor with its scalars as tensors: torch.optim's reads three of them on the host at every step.
+"""Adafactor with its scalars as tensors; torch.optim's reads three of them on the host per step.
 
 For a parameter p of n elements at its step t, with gradient g and learning rate lr:
 
     rho   = min(lr, 1 / sqrt(t))
     alpha = max(eps2, |p| / sqrt(n)) * rho
-    V     = R C / mean(R), or v for a vector: running means of g^2, over rows and columns, of weight t^beta2_decay
+    V     = R C / mean(R), or v for a vector: running means of g^2, over rows and columns, with weight t^beta2_decay
     u     = g / sqrt(max(V, eps1^2))
     p     = p - lr * weight_decay * p - alpha / max(1, |u| / (d sqrt(n))) * u
 """
@@ -20,10 +20,10 @@ from funcamp._scaler.torch_rule import widen
 
 
 class Adafactor(torch.optim.Adafactor):
-    """torch.optim.Adafactor, torch/optim/_adafactor.py, PyTorch 2.13: state, arguments and arithmetic are its own."""
+    """torch.optim.Adafactor with its state, arguments and arithmetic: torch/optim/_adafactor.py, 2.13."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002  the class's signature
-        """One step of every parameter that has a gradient."""
+        """Take one step for every parameter that has a gradient."""
         for group in self.param_groups:
             params: list[Tensor] = []
             grads: list[Tensor] = []

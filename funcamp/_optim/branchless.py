@@ -1,6 +1,6 @@
-"""RAdam and ASGD with a selection in place of torch.optim's branch on the step count, which reads it on the host.
+"""RAdam and ASGD without torch.optim's branch on the step count, which reads it on the host.
 
-torch.optim has such formulas itself, for `capturable=True`, and refuses them on a CPU.
+torch.optim has such formulas for `capturable=True`, but rejects that on a CPU.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from funcamp._scaler.torch_rule import widen
 
 
 class RAdam(torch.optim.RAdam):
-    """torch.optim.RAdam, torch/optim/radam.py, PyTorch 2.13: state, arguments and arithmetic are its own."""
+    """torch.optim.RAdam with its state, arguments and arithmetic: torch/optim/radam.py, PyTorch 2.13."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002  the class's signature
-        """One step of every parameter that has a gradient."""
+        """Take one step for every parameter that has a gradient."""
         for group in self.param_groups:
             found: list[list[Tensor]] = [[] for _ in range(5)]
             self._init_group(group, *found)  # type: ignore[no-untyped-call]
@@ -47,10 +47,10 @@ def _radam(group: dict[str, Any], param: Tensor, grad: Tensor, average: Tensor, 
 
 
 class ASGD(torch.optim.ASGD):
-    """torch.optim.ASGD, torch/optim/asgd.py, PyTorch 2.13: state, arguments and arithmetic are its own."""
+    """torch.optim.ASGD with its state, arguments and arithmetic: torch/optim/asgd.py, PyTorch 2.13."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002  the class's signature
-        """One step of every parameter that has a gradient."""
+        """Take one step for every parameter that has a gradient."""
         for group in self.param_groups:
             found: list[list[Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *found)  # type: ignore[no-untyped-call]
@@ -67,7 +67,7 @@ def _asgd(
     if isinstance(decay, Tensor) or decay != 0:
         grad = grad.add(param, alpha=decay)
     rate = widen(eta)
-    param.mul_((1 - lambd * rate).to(param.dtype))  # or vmap multiplies in float64
+    param.mul_((1 - lambd * rate).to(param.dtype))  # without the cast vmap multiplies in float64
     param.add_(grad * -rate)
     average.copy_(torch.where(mu == 1, param, average + (param - average) * mu))
     step = widen(count)

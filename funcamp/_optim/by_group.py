@@ -1,4 +1,4 @@
-"""Hyperparameters per group: several optimizers, each on its part of the parameters."""
+"""Hyperparameters per group: several optimizers, each for a part of the parameters."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class GroupedOptimizer(Fixed):
         return f"by_group({self.optimizers!r})"
 
     def init(self, params: Tree) -> dict[str, OptState]:
-        """Make the state of every optimizer; as `StatelessOptimizer.init`, under the labels."""
+        """Return the initial state of every optimizer, by label; see `StatelessOptimizer.init`."""
         labels = self._labels("init", params)
         return {label: optimizer.init(_part(params, labels, label)) for label, optimizer in self.optimizers.items()}
 
     def update(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
-        """Take one step with every optimizer on its group; as `StatelessOptimizer.update`."""
+        """Take one step with every optimizer on its group; see `StatelessOptimizer.update`."""
         _tree.same_structure("update", ("params", "grads"), (params, grads))
         if not isinstance(opt_state, dict) or opt_state.keys() != self.optimizers.keys():
             raise TypeError(
@@ -52,12 +52,12 @@ class GroupedOptimizer(Fixed):
         return _tree.unflatten(flat, spec), states
 
     def learning_rate(self, opt_state: Any) -> dict[str, Any]:
-        """Return the learning rates of the next step, as `StatelessOptimizer.learning_rate`, under the labels."""
+        """Return the learning rates of the next step, by label; see `StatelessOptimizer.learning_rate`."""
         rates = {label: getattr(optimizer, "learning_rate", None) for label, optimizer in self.optimizers.items()}
         return {label: rate(opt_state[label]) for label, rate in rates.items() if rate is not None}
 
     def _labels(self, call: str, params: Tree) -> list[str | None]:
-        """The label of every leaf; a FlatParams knows its own."""
+        """Return the label of every leaf; a FlatParams has them."""
         if isinstance(params, FlatParams):
             labels: list[str | None] = list(params.layout.labels)
         else:
@@ -75,22 +75,23 @@ class GroupedOptimizer(Fixed):
 def by_group(
     optimizers: Mapping[str, Any], *, group: Callable[[str, Tensor], str] = matrix_or_vector
 ) -> GroupedOptimizer:
-    """Use an optimizer of its own for each group of parameters: torch.optim's param_groups as values.
+    """Combine one optimizer per group of parameters, as torch.optim's param_groups do.
 
-    No decay on vectors, Muon for matrices and AdamW for the rest, a smaller rate for the head. The result has the
-    `init` and `update` of an optimizer; a FlatParams is taken by the labels it was raveled with (pass `ravel` the same
-    group; a step's `init` takes it from here).
+    For example: no decay on vectors, Muon for matrices and AdamW for the rest, a smaller rate for the head. The result
+    has the `init` and `update` of an optimizer. A FlatParams uses the labels with which it was created: pass `ravel`
+    the same group (a step's `init` takes it from here). No sync.
 
     Args:
-        optimizers: from a label to an optimizer: what `stateless` makes, or any object with such an init and update.
-        group: from a leaf's dotted name and the tensor to a label; by default "matrix" or "vector".
+        optimizers: a mapping from label to optimizer: the result of `stateless`, or any object with such an init and
+            update.
+        group: a function from a leaf's dotted name and the tensor to a label; by default "matrix" or "vector".
 
     Returns:
         A `GroupedOptimizer`.
 
     Raises:
-        TypeError: optimizers is no mapping from strings to objects with init and update; group is not callable. When
-            used, ValueError where a label has no optimizer. Nothing syncs.
+        TypeError: optimizers is not a mapping from strings to objects with init and update; group is not callable.
+        ValueError: when used: a label has no optimizer.
 
     Example:
         >>> adamw = by_group({
@@ -115,7 +116,7 @@ def by_group(
 
 
 def check_optimizer(call: str, name: str, optimizer: Any) -> None:
-    """Raise TypeError where a value has no init and update."""
+    """Raise TypeError if a value has no init and update."""
     if isinstance(optimizer, torch.optim.Optimizer):
         groups = "" if len(optimizer.param_groups) == 1 else ", one for each of its groups in by_group({...})"
         raise TypeError(
@@ -132,7 +133,7 @@ def check_optimizer(call: str, name: str, optimizer: Any) -> None:
 
 
 def _as_stateless(optimizer: torch.optim.Optimizer) -> str:
-    """The call that makes the same optimizer: the class, and the hyperparameters that are not its defaults."""
+    """Return the call that makes the same optimizer: the class and its non-default hyperparameters."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     given = [
         f"{name}={'...' if isinstance(value, Tensor) else repr(value)}"

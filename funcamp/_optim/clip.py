@@ -14,8 +14,8 @@ from funcamp._types import Tree
 def clip_grad_norm(grads: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]:
     """Scale unscaled gradients so that their global 2-norm is at most max_norm.
 
-    norm = ||(||g_1||, ..., ||g_n||)||; grad = grad * min(1, max_norm / (norm + 1e-6)). Where norm is not finite the
-    result is not either; `skip_step` drops it. Pure; safe under torch.compile and vmap; no sync.
+    norm = ||(||g_1||, ..., ||g_n||)||; grad = grad * min(1, max_norm / (norm + 1e-6)). If norm is not finite, the
+    result is not finite either; `skip_step` drops it. Pure; safe under torch.compile and vmap; no sync.
 
     Args:
         grads: a pytree of floating-point or complex gradients on one device, after `unscale_and_check`; None passes
@@ -51,7 +51,7 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]
 def clip_grad_value(grads: Tree, max_value: float | Tensor) -> Tree:
     """Clamp every element of unscaled gradients to [-max_value, max_value].
 
-    A NaN stays; `skip_step` drops it. Pure; safe under torch.compile and vmap; no sync.
+    A NaN remains; `skip_step` drops it. Pure; safe under torch.compile and vmap; no sync.
 
     Args:
         grads: a pytree of floating-point gradients, after `unscale_and_check`; None passes through.
@@ -83,7 +83,7 @@ def clip_grad_value(grads: Tree, max_value: float | Tensor) -> Tree:
 
 
 def check_limit(call: str, name: str, limit: object) -> None:
-    """Raise TypeError or ValueError where a limit is neither a positive number nor a tensor of shape ()."""
+    """Raise TypeError or ValueError if a limit is neither a positive number nor a tensor of shape ()."""
     if isinstance(limit, Tensor):
         if limit.dim() != 0:
             raise ValueError(f"{call}: {name} must have shape (); got {tuple(limit.shape)}")
@@ -92,12 +92,12 @@ def check_limit(call: str, name: str, limit: object) -> None:
 
 
 def coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
-    """What gradients of this norm are multiplied by, at most 1."""
+    """Return the factor, at most 1, for gradients of this norm."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def clamp(leaf: Tensor, max_value: float | Tensor) -> Tensor:
-    """One gradient, clamped in its own dtype."""
+    """Clamp one gradient in its own dtype."""
     if isinstance(max_value, Tensor):
         max_value = max_value.to(leaf.dtype)
         return torch.minimum(torch.maximum(leaf, -max_value), max_value)
@@ -105,7 +105,7 @@ def clamp(leaf: Tensor, max_value: float | Tensor) -> Tensor:
 
 
 def _norm(over: Across | None, leaves: list[Tensor]) -> Tensor:
-    """Of tensors whose parts lie over the same ranks."""
+    """Return the norm of tensors whose parts are on the same ranks."""
     parts = [local(leaf) for leaf in leaves]
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x, dtype=_norm_dtype(x)) for x in parts]))
     return norm if over is None else total(norm.square(), over).sqrt()

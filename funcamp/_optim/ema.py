@@ -10,20 +10,20 @@ from funcamp._types import Tree
 
 
 def ema_update(average: Tree, params: Tree, decay: float) -> Tree:
-    """Move an average towards the parameters.
+    """Move an average toward the parameters.
 
     average = average + (1 - decay) * (params - average). Pure; safe under torch.compile and vmap; no sync.
 
     Args:
-        average: a pytree of floating-point or complex tensors; at the start, the parameters.
-        params: the same tree after the step; shapes and dtypes as average's.
-        decay: a Python number in [0, 1]: 0.999 averages over about a thousand steps.
+        average: a pytree of floating-point or complex tensors; initially the parameters.
+        params: the same tree after the step, with average's shapes and dtypes.
+        decay: a Python number in [0, 1]; 0.999 averages over about a thousand steps.
 
     Returns:
         The new average.
 
     Raises:
-        TypeError: a leaf is an integer or sparse tensor, or neither a tensor nor None; decay is no number.
+        TypeError: a leaf is an integer or sparse tensor, or neither a tensor nor None; decay is not a number.
         ValueError: the trees differ in structure; decay is out of range.
 
     Example:
@@ -31,7 +31,7 @@ def ema_update(average: Tree, params: Tree, decay: float) -> Tree:
         {'w': tensor([0.2500])}
 
     References:
-        `get_ema_multi_avg_fn`, torch/optim/swa_utils.py, PyTorch 2.13: the same lerp.
+        `get_ema_multi_avg_fn`, torch/optim/swa_utils.py, PyTorch 2.13, which uses the same lerp.
     """
     check_decay("ema_update", "decay", decay)
     _tree.same_structure("ema_update", ("average", "params"), (average, params))
@@ -45,6 +45,6 @@ def ema_update(average: Tree, params: Tree, decay: float) -> Tree:
 
 
 def check_decay(call: str, name: str, decay: object) -> None:
-    """Raise TypeError or ValueError where a decay is no number in [0, 1]."""
+    """Raise TypeError or ValueError if a decay is not a number in [0, 1]."""
     if not 0 <= real(call, name, decay) <= 1:
         raise ValueError(f"{call}: {name} must be from 0 to 1; got {decay}")

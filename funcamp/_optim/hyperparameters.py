@@ -1,4 +1,4 @@
-"""Hyperparameters that change while training: tensors of shape (), and schedules of the count of applied steps."""
+"""Hyperparameters that change in training: tensors of shape (), schedules of the applied steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Fixed:
-    """An optimizer as a value: a public attribute is set once, when it is made."""
+    """Base of optimizers: public attributes are set once, in the constructor."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and (name not in type(self).__annotations__ or name in vars(self)):
@@ -24,14 +24,14 @@ class Fixed:
 
 
 def is_dynamic(value: Any) -> bool:
-    """Whether a hyperparameter, or an item of a tuple, is a tensor or a schedule."""
+    """Return whether a hyperparameter, or an item of a tuple, is a tensor or a schedule."""
     if isinstance(value, (tuple, list)):
         return any(is_dynamic(item) for item in value)
     return isinstance(value, Tensor) or callable(value)
 
 
 def placeholder(value: Any, name: str, accepted: Mapping[str, inspect.Parameter]) -> Any:
-    """A number for the constructor, which reads it on the host to check it, where a tensor or a schedule will stand."""
+    """Return a number for a tensor or schedule, because the constructor reads its arguments."""
     default = accepted[name].default if name in accepted else None
 
     def pick(item: Any, fallback: Any) -> Any:
@@ -46,18 +46,18 @@ def placeholder(value: Any, name: str, accepted: Mapping[str, inspect.Parameter]
 
 
 def stand_in(value: Any, number: Any, device: str) -> Any:
-    """What a tensor or a schedule gives, for a probe on some device: a tensor of its placeholder's value."""
+    """Return tensors with the placeholders' values for tensors and schedules, to probe a device."""
     if isinstance(value, (tuple, list)):
         return type(value)(stand_in(item, part, device) for item, part in zip(value, number))
     return torch.full((), number, device=device) if is_dynamic(value) else value
 
 
 def evaluate(name: str, value: Any, applied: Tensor, device: torch.device) -> Any:
-    """A hyperparameter after some applied steps: numbers and tensors as they are, schedules called.
+    """Return a hyperparameter after some applied steps: calls schedules, keeps numbers and tensors.
 
     Raises:
         TypeError: a schedule returns neither a number nor a tensor.
-        ValueError: a tensor has a shape other than (), or lies on another type of device than the parameters.
+        ValueError: a tensor has a shape other than (), or is on another type of device than the parameters.
     """
     if isinstance(value, (tuple, list)):
         return type(value)([evaluate(name, item, applied, device) for item in value])

@@ -1,7 +1,7 @@
-"""Run one step of a torch.optim class on values: nothing the caller holds is written, nothing is read on the host.
+"""Run one step of a torch.optim class as a pure function, without reading a tensor on the host.
 
-The class's own `step` runs, on clones, in an instance built for the purpose. It reads tensors (`step.item()`) and takes
-tensors for numbers (`alpha=-lr`); `_Pure` rewrites both. The rewriting is local to the thread: no flag of torch is set.
+The class's own `step` runs on clones, in an instance created for the call. It reads tensors (`step.item()`) and uses
+tensors as numbers (`alpha=-lr`); `_Pure` rewrites both, for the current thread only. No flag of torch is set.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from funcamp._optim.branchless import ASGD, RAdam
 from funcamp._scaler.torch_rule import widen
 from funcamp._tree import settled
 
-#: In-place calls of torch.optim without a batching rule; tests/upstream/test_upstream.py tells when one can go.
+#: In-place calls of torch.optim without a batching rule; tests/upstream/test_upstream.py fails when one gets a rule.
 _UNBATCHED = ("addcdiv_", "addcmul_", "clamp_", "lerp_")
 
-#: A run of more tensors than this leaves scalars to the compiler, for one buffer for each would be too many; unless
-#: they have so many elements on average, on a CPU, where a power is computed anew for every 16 of them.
+#: With more tensors than _FEW, scalars are left to the compiler, because one buffer for each would be too many. Except
+#: on a CPU with at least _LARGE elements on average, where a power would be recomputed for every 16 of them.
 _FEW, _LARGE = 16, 1024
 
-#: Where torch.optim takes capturable=True, and so keeps its counters on the device. Elsewhere `_Pure` keeps them there.
+#: Devices on which torch.optim supports capturable=True and so keeps counters there. On others `_Pure` does.
 _CAPTURABLE = ("cuda", "xpu", "hpu")
 
-#: Classes that elsewhere branch on a counter.
+#: Classes that branch on a counter on the other devices.
 _WITHOUT_BRANCH: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
     torch.optim.ASGD: ASGD,
     torch.optim.RAdam: RAdam,
 }
 
-#: What makes a scalar worth computing once; none of these returns a view.
+#: Operations whose scalar results are worth storing; none of them returns a view.
 _ARITHMETIC = {
     "add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "norm", "clamp", "maximum", "minimum", "reciprocal",
     "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rpow__",
 }  # fmt: skip
 
-#: State of one parameter under torch.optim's own names.
+#: The state of one parameter, with torch.optim's names.
 LeafState = dict[str, Tensor]
 
 
 class _Pure(TorchFunctionMode):
-    """Runs the calls of torch.optim that are in the way of purity in an equal form.
+    """Replaces torch.optim calls that are not pure or not traceable by equal ones.
 
-    `item` returns a float64 tensor instead of a Python float: the same arithmetic, without a read. Where alpha, value
-    or fill_value is a tensor: torch's kernels take a number there, and would read the tensor. Where an in-place call,
-    or one with out=, has no batching rule but its functional twin has: vmap would loop or refuse. With `settle`,
-    scalars (bias corrections) are computed once and not for every element of a parameter.
+    `item` returns a float64 tensor instead of a Python float: the same arithmetic, without a read. alpha, value or
+    fill_value may be a tensor, which torch's kernels would read as a number. An in-place call or one with out= that has
+    no batching rule becomes its functional twin; otherwise vmap would loop or fail. With `settle`, scalars (bias
+    corrections) are computed once instead of once per element of a parameter.
     """
 
     def __init__(self, settle: bool) -> None:
@@ -72,7 +72,7 @@ class _Pure(TorchFunctionMode):
             return widen(args[0]).clone()
         if isinstance(kwargs.get("alpha"), Tensor) and name in ("add", "add_", "sub", "sub_"):
             alpha, other = kwargs.pop("alpha"), args[1]
-            if isinstance(other, Tensor):  # the kernel multiplies after promotion: Muon adds bfloat16 to float32
+            if isinstance(other, Tensor):  # promotion comes before the product: Muon adds bfloat16 to float32
                 other = other.to(torch.result_type(args[0], other))
             return func(args[0], other * alpha, **kwargs)
         if isinstance(kwargs.get("value"), Tensor) and name in ("addcdiv", "addcdiv_", "addcmul", "addcmul_"):
@@ -82,7 +82,7 @@ class _Pure(TorchFunctionMode):
         if name == "full_like" and len(args) == 2 and isinstance(args[1], Tensor):
             return torch.zeros_like(args[0], **kwargs) + args[1].to(args[0].dtype)
         if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-            target, chosen, value = args  # Rprop's, by a mask of the same shape
+            target, chosen, value = args  # in Rprop, with a mask of the same shape
             return target.copy_(torch.where(chosen, value, target))
         if name in _UNBATCHED and _upstream.is_batched(args[0]):
             return args[0].copy_(getattr(torch.Tensor, name[:-1])(*args, **kwargs))
@@ -92,7 +92,7 @@ class _Pure(TorchFunctionMode):
 
 
 class Recorder(dict[str, Any]):
-    """The state of one parameter that remembers the first value each key was given: the state before the first step."""
+    """A parameter's state that remembers the first value of each key: the state before the first step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,19 +104,19 @@ class Recorder(dict[str, Any]):
         super().__setitem__(key, value)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """As dict's, through `__setitem__`."""
+        """Like dict's, through `__setitem__`."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """As dict's, through `__setitem__`."""
+        """Like dict's, through `__setitem__`."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
 
 def as_tensor(value: Any, like: Tensor) -> Any:
-    """A counter as a tensor of shape () beside its parameter: neither a constant of a graph nor on the host."""
+    """Return a counter as a tensor of shape () on its parameter's device, not a constant of the graph."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return torch.full((), value, dtype=torch.int64 if isinstance(value, int) else torch.float32, device=like.device)
     if isinstance(value, Tensor) and value.dim() == 0:
@@ -125,16 +125,16 @@ def as_tensor(value: Any, like: Tensor) -> Any:
 
 
 def _counter(name: str, value: Tensor) -> Tensor:
-    # torch.optim takes powers of the step in Python floats, by capturable=True in float32. Not left to `item`: while
-    # torch.compile is at work torch.optim does not call it.
+    # torch.optim takes powers of the step in Python floats, with capturable=True in float32. Not done in `item`,
+    # because torch.optim does not call it under torch.compile.
     return value.double() if name == "step" and value.device.type == "cpu" and value.is_floating_point() else value
 
 
 def narrow_counters(before: LeafState, after: dict[str, Any], like: Tensor) -> LeafState:
-    """The entries of a state after a step, in the dtypes that they had before it.
+    """Return the state after a step, in the dtypes before it.
 
     Raises:
-        ValueError: the step made entries that the state given lacks: it is another optimizer's.
+        ValueError: the step made entries that the given state lacks: it is another optimizer's.
     """
     if before.keys() != after.keys():
         raise ValueError(
@@ -148,13 +148,13 @@ def narrow_counters(before: LeafState, after: dict[str, Any], like: Tensor) -> L
 
 
 def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
-    """Raise ValueError where a tensor is being differentiated by torch.func: the gradient would silently be zero."""
+    """Raise ValueError if torch.func differentiates a tensor: the gradient would silently be zero."""
     for tensor in tensors:
         inner = tensor
         while _upstream.is_wrapped(inner):
             if _upstream.is_differentiated(inner):
                 raise ValueError(
-                    "update: params and grads must not be differentiated, for no gradient flows through a torch.optim "
+                    "update: params and grads must not be differentiated, as no gradient flows through a torch.optim "
                     f"step; detach them, or write the inner update by hand; got {type(tensor).__name__} under "
                     "torch.func.grad, vjp or jacrev"
                 )
@@ -162,7 +162,7 @@ def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
 
 
 def first_values(recorded: Any, like: Tensor, starts_at_zero: bool) -> LeafState:
-    """The state before the first step, from what a `Recorder` saw in a step on a zero gradient."""
+    """Return the state before the first step, as a `Recorder` saw it in a step with a zero gradient."""
     first = {name: as_tensor(value, like) for name, value in recorded.first.items()}
     return {name: torch.zeros_like(value) for name, value in first.items()} if starts_at_zero else first
 
@@ -183,20 +183,20 @@ def run_step(
     writes_grads: bool = True,
     wide: bool = True,
 ) -> tuple[list[Tensor], list[dict[str, Any]], torch.optim.Optimizer]:
-    """One step of `cls(params, **arguments)`, its group updated with `hyper`, from the states given.
+    """Take one step of `cls(params, **arguments)`, its group updated with `hyper`, from the given states.
 
     Args:
         cls: the optimizer's class.
         arguments: Python values for its constructor.
-        hyper: what replaces entries of its parameter group: tensors, or numbers a schedule returned.
-        params: parameters, one or more.
-        grads: their gradients, same shapes; cast to the parameter's dtype.
-        states: their states; None to start from nothing and record the first value of each entry (`Recorder`).
+        hyper: replacements for entries of its parameter group: tensors, or numbers returned by a schedule.
+        params: parameters, at least one.
+        grads: their gradients, of the same shapes; cast to the parameter's dtype.
+        states: their states; None to start without a state and record the first value of each entry (`Recorder`).
         writes_grads: whether the class writes into gradients, which are then cloned.
-        wide: whether the step counters given are float64 inside, on a CPU.
+        wide: whether to use float64 step counters inside, on a CPU.
 
     Returns:
-        New parameters, new states (`Recorder`s where states is None), and the instance that ran.
+        New parameters, new states (`Recorder`s if states is None), and the instance that ran.
     """
     with torch.no_grad():
         fresh = [param.detach().clone() for param in params]
@@ -218,10 +218,10 @@ def run_step(
                 optimizer.state[param] = {
                     name: _counter(name, value.clone()) if wide else value.clone() for name, value in given
                 }
-        # Its error and its warning are about a user's own instance, on a device; this one lives for a step.
+        # Its errors and warnings are for a user's own instance on a GPU; this instance lives for one step.
         optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
         step = cls.step
-        if getattr(step, "hooked", False):  # torch's wrapper for hooks and the profiler: neither has a place here
+        if getattr(step, "hooked", False):  # skip torch's wrapper for hooks and the profiler
             step = step.__wrapped__  # type: ignore[attr-defined]
         with _Pure(settle=_settles(fresh)):
             step(optimizer)

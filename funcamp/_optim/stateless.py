@@ -1,4 +1,4 @@
-"""torch.optim made pure: the algorithms are torch's own, the state is a value."""
+"""torch.optim's optimizers as pure functions with an explicit state."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from funcamp._types import Tree
 
 
 class OptState(NamedTuple):
-    """What an optimizer carries from one step to the next; immutable, a pytree of tensors."""
+    """An optimizer's state between steps: immutable, a pytree of tensors."""
 
     applied: Tensor
-    """int64, shape (): steps applied so far, which schedules see; a skipped step does not advance it."""
+    """int64, shape (): steps applied so far, the argument of schedules; a skipped step does not advance it."""
     state: dict[str, Tree]
-    """torch.optim's entries by their own names (exp_avg, step, ...), each a tree like the parameters."""
+    """torch.optim's entries by its names (exp_avg, step, ...), each a tree like the parameters."""
 
 
 class StatelessOptimizer(Fixed):
     """A torch.optim class as two pure functions; made by `stateless`.
 
-    A value: assigning `lr` is an error. Make another one, with which any state of this one goes on.
+    Immutable: assigning `lr` raises. Make another one; it continues from any state of this one.
     """
 
     def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
@@ -43,8 +43,8 @@ class StatelessOptimizer(Fixed):
         self._traits: Traits = probe(self._runs, hyperparameters)
         rate = inspect.signature(cls.__init__).parameters.get("lr")
         self._default_rate = None if rate is None else rate.default
-        # Dynamo reuses a graph across closures that differ only in a traced function they capture (kin of
-        # https://github.com/pytorch/pytorch/issues/197811) but guards on strings: hence a name, not the object.
+        # Dynamo reuses a graph across closures that differ only in a traced function that they capture (similar to
+        # https://github.com/pytorch/pytorch/issues/197811) but guards on strings: hence a name instead of the object.
         self._key = f"{cls.__qualname__}-{next(_serial)}"
         self._first_states, self._step = _nonstrict()
         _registry[self._key] = self
@@ -57,13 +57,13 @@ class StatelessOptimizer(Fixed):
         return _rebuild, (self._cls, self._hyperparameters)
 
     def init(self, params: Tree) -> OptState:
-        """Make the optimizer's state before the first step.
+        """Return the optimizer's state before the first step.
 
         Pure; nothing is lazy; no sync.
 
         Args:
             params: a pytree of floating-point or complex tensors; None passes through. A `FlatParams` is updated group
-                by group where the class is elementwise (found out when it was made stateless), else view by view.
+                by group if the class is elementwise (which `stateless` finds out), otherwise view by view.
 
         Returns:
             An `OptState`, `applied` 0.
@@ -85,24 +85,25 @@ class StatelessOptimizer(Fixed):
         return OptState(applied=torch.zeros((), dtype=torch.int64, device=device), state=state)
 
     def update(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
-        """Take one step: `torch.optim`'s arithmetic, nothing mutated.
+        """Apply torch.optim's update rule as a pure function.
 
-        Schedules are evaluated at `opt_state.applied`, 0 at the first step. Pure; safe under torch.compile and vmap; no
-        sync. As in torch.optim, no gradient flows through it; under torch.func.grad it raises ValueError.
+        Schedules are evaluated at `opt_state.applied`, which is 0 at the first step. Pure; safe under torch.compile and
+        vmap; no sync. As in torch.optim, no gradient flows through it; under torch.func.grad it raises ValueError.
 
         Args:
             params: the parameters.
-            grads: unscaled gradients, same tree and shapes, cast to the parameters' dtypes; where None, parameter and
-                state stay as they are.
+            grads: unscaled gradients, same tree and shapes, cast to the parameters' dtypes. For None, the parameter and
+                its state do not change.
             opt_state: the state from `init` or the last `update`.
 
         Returns:
             The new parameters and the new state.
 
         Raises:
-            TypeError: a leaf of params or grads is no floating-point or complex tensor; opt_state is no `OptState`.
+            TypeError: a leaf of params or grads is not a floating-point or complex tensor; opt_state is not an
+                `OptState`.
             ValueError: the trees differ in structure, a gradient in shape or device from its parameter, or a
-                hyperparameter in device; opt_state is another optimizer's; torch.func is differentiating a leaf.
+                hyperparameter in device; opt_state is another optimizer's; torch.func differentiates a leaf.
 
         Example:
             >>> sgd = stateless(torch.optim.SGD, lr=0.5)
@@ -140,9 +141,10 @@ class StatelessOptimizer(Fixed):
         return (new if self._traits.elementwise else _tree.collapse(like, new)), OptState(opt_state.applied + 1, trees)
 
     def learning_rate(self, opt_state: OptState) -> Any:
-        """Return the learning rate of the next step: a float32 tensor of shape (), a copy; `()` for a class without.
+        """Return the learning rate of the next step, a float32 tensor of shape (); `()` if there is none.
 
-        A schedule is evaluated at `opt_state.applied`. Pure; no sync. A step's metrics have it.
+        A schedule is evaluated at `opt_state.applied`; a tensor is copied. Pure; no sync. The step's metrics contain
+        it.
 
         Args:
             opt_state: the state from `init` or the last `update`.
@@ -191,7 +193,7 @@ class StatelessOptimizer(Fixed):
     def _states(self, params: Tree, opt_state: OptState) -> dict[str, list[Any]]:
         if not isinstance(opt_state, OptState):
             raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
-        if any(leaf is not None for leaf in _tree.leaves(params)):  # a group without parameters keeps nothing
+        if any(leaf is not None for leaf in _tree.leaves(params)):  # a group without parameters has no entries
             self._check_entries(opt_state)
         by_name = {}
         for name, tree in opt_state.state.items():
@@ -201,7 +203,7 @@ class StatelessOptimizer(Fixed):
 
     def _check_entries(self, opt_state: OptState) -> None:
         expected, found = self._traits.entries, opt_state.state.keys() - {APPLIED}
-        # Elsewhere entries may depend on the shape of a parameter, as Adafactor's do.
+        # In other modules entries may depend on a parameter's shape, as in Adafactor.
         exact = self._runs.__module__.startswith("torch.optim.") or not expected
         if not (found == expected if exact else found <= expected or expected <= found):
             raise ValueError(
@@ -220,29 +222,29 @@ class StatelessOptimizer(Fixed):
 
 
 def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) -> StatelessOptimizer:
-    """Make a torch.optim class pure.
+    """Return a torch.optim class as a pure optimizer.
 
-    It gains `init(params) -> opt_state` and `update(params, grads, opt_state) -> (params, opt_state)`. The class's own
-    `step` runs on clones with its state set from opt_state, under torch.compile as under eager; nothing the caller
-    holds is mutated. Counters are tensors on the parameters' device, whatever `capturable` says, so no step reads the
-    host. No global state of torch is set: other threads may run optimizers of their own. Building it runs the class on
-    a few numbers to learn how it keeps its state.
+    The result has `init(params) -> opt_state` and `update(params, grads, opt_state) -> (params, opt_state)`. The
+    class's own `step` runs on clones, with its state set from opt_state, in eager mode and under torch.compile. It does
+    not change the caller's tensors. Counters are tensors on the parameters' device, whatever `capturable` is, so no
+    step reads a tensor on the host. No global state of torch is set, so other threads may run optimizers. Creating it
+    runs the class on a few numbers to find out how it stores its state.
 
     Args:
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, Adafactor, RMSprop, ASGD, Rprop or
-            Muon of torch.optim, or another subclass of `torch.optim.Optimizer` whose step takes no closure and never
+            Muon of torch.optim, or another subclass of `torch.optim.Optimizer` whose step needs no closure and never
             reads a tensor's value.
-        **hyperparameters: its arguments. A number is a constant of the compiled graph; a tensor of shape () is an
-            input of it; a callable is a schedule: a pure function of the count of applied steps, int64, shape (), that
-            returns a tensor of shape () or a number. The items of a tuple (betas) may be any of the three.
+        **hyperparameters: the class's arguments. A number is a constant of the compiled graph; a tensor of shape () is
+            an input of it; a callable is a schedule: a pure function of the count of applied steps, int64, shape (), to
+            a tensor of shape () or a number. Each item of a tuple (betas) may be any of the three.
 
     Returns:
         A `StatelessOptimizer`.
 
     Raises:
-        TypeError: optimizer is no such class, or its step needs a closure, reads the host, or keeps state where it
-            cannot be made a value; a hyperparameter is unknown to it.
-        ValueError: a hyperparameter is out of the class's range, or asks for fused, foreach or differentiable.
+        TypeError: optimizer is not such a class; its step needs a closure, reads the host, or stores state that cannot
+            become a value; it does not have a given hyperparameter.
+        ValueError: a hyperparameter is outside the class's range, or sets fused, foreach or differentiable.
 
     Example:
         >>> adamw = stateless(torch.optim.AdamW, lr=lambda count: 1e-3 / (1 + count / 100), weight_decay=0.1)
@@ -257,9 +259,9 @@ def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) ->
     return StatelessOptimizer(optimizer, hyperparameters)
 
 
-#: Steps applied to one parameter: the only state entry that is not torch.optim's, where the first step differs.
+#: Steps applied to one parameter: a state entry of funcamp, used if the first step has another formula.
 APPLIED = "applied"
-#: How many elements at a time take the step that shows an optimizer's first state.
+#: Number of elements per part of the step that finds an optimizer's first state.
 _PART = 1 << 20
 _serial = itertools.count()
 _registry: weakref.WeakValueDictionary[str, StatelessOptimizer] = weakref.WeakValueDictionary()
@@ -282,7 +284,7 @@ def _eager_only(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _nonstrict() -> tuple[Any, Any]:
-    # torch._dynamo takes a second to import: not before an optimizer is used.
+    # Only when an optimizer is used, because importing torch._dynamo takes a second.
     nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace", _eager_only)
     return nonstrict_trace(_first_states), nonstrict_trace(_step)
 
@@ -293,7 +295,7 @@ def _first_states(key: str, params: list[Tensor], hyper: dict[str, Any]) -> list
     states = []
     for param in params:
         state: LeafState = {}
-        # The temporaries of a step are several times what it is given, so that is a part at a time where it can be.
+        # A step's temporaries are several times its input, so run it part by part if possible.
         cut = param.numel() > _PART and traits.elementwise and param.is_contiguous() and not is_distributed(param)
         parts = torch.split(param.view(-1), _PART) if cut else (param,)
         for number, part in enumerate(parts):

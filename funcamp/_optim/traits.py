@@ -1,4 +1,4 @@
-"""What an optimizer class does with its state, found out by running it on a few numbers when it is made stateless."""
+"""How an optimizer class stores its state, found by running it on a few numbers."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from funcamp._optim.run import as_tensor, first_values, run_step
 
 @dataclass(frozen=True)
 class Traits:
-    """How a class runs."""
+    """How a class stores its state and runs."""
 
     arguments: dict[str, Any]
-    """Python values for its constructor; a placeholder where the hyperparameter is a tensor or a schedule."""
+    """Python values for its constructor; a placeholder if the hyperparameter is a tensor or a schedule."""
     dynamic: tuple[str, ...]
     """Names of the hyperparameters that are tensors or schedules."""
     writes_grads: bool
     """Whether it writes into gradients (Muon does)."""
     starts_at_zero: bool
-    """Whether its first step is a later one from zeros, though it keeps nothing before it (SGD with momentum)."""
+    """Whether its first step equals a later one from zero state, although it has no state before it (SGD momentum)."""
     elementwise: bool
-    """Whether a step on several tensors joined in one is a step on each of them (Muon's is not)."""
+    """Whether a step on several tensors joined into one equals a step on each (not so for Muon)."""
     first_step_differs: bool
-    """Whether its first step is another formula than the later ones (SGD with momentum and dampening)."""
+    """Whether its first step uses another formula than later ones (SGD with momentum and dampening)."""
     entries: frozenset[str]
-    """The names of what it keeps for a matrix."""
+    """The names of its state entries for a matrix."""
 
 
 def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> Traits:
-    """Learn a class's traits, or refuse it with the reason.
+    """Find a class's traits, or raise with the reason why it cannot be used.
 
     Raises:
         TypeError: as in `stateless`.
@@ -67,7 +67,7 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
     for name, value in (("capturable", False), ("foreach", False), ("fused", None)):
         if name in accepted:
             arguments.setdefault(name, value)
-    # Whatever the caller's modes and defaults are: what is learned here are numbers.
+    # Independent of the caller's modes and defaults, because this must run on real numbers.
     without_modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
     with without_modes(), torch.device("cpu"), torch.inference_mode(mode=False):
         return _learn(cls, arguments, hyperparameters, dynamic)
@@ -99,7 +99,7 @@ def _refuse_host_reads(
     hyperparameters: dict[str, Any],
     dynamic: tuple[str, ...],
 ) -> None:
-    """Two steps on tensors without values: reading one raises."""
+    """Take two steps on tensors without values, on which reading a value raises."""
     params, grads = _numbers("meta")
     hyper = {name: stand_in(hyperparameters[name], arguments[name], "meta") for name in dynamic}
     try:
@@ -117,7 +117,7 @@ def _refuse_host_reads(
         if str(error).startswith("stateless:"):
             raise
         raise TypeError(
-            f"stateless: {cls.__name__} cannot be made pure: its step fails on tensors without values, as it does where"
+            f"stateless: {cls.__name__} cannot be made pure: its step fails on tensors without values, as it does if"
             f" it reads one on the host ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''});"
             " use it in an ordinary loop with funcamp.GradScaler"
         ) from error
@@ -153,7 +153,7 @@ def _observe(
         if name != "params" and name not in dynamic and not (name in untouched and untouched[name] == value):
             raise TypeError(
                 f"stateless: {cls.__name__} cannot be made pure: its step changes {name!r} in its parameter group, "
-                f"where it is no state; got {value!r}"
+                f"which is not state; got {value!r}"
             )
     _, recorded, _ = run(None, [torch.zeros_like(grad) for grad in grads])
 

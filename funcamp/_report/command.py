@@ -23,20 +23,20 @@ _FORMATS = {name_of(dtype): dtype for dtype in DTYPES}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.usage = "python -m funcamp report [options] target [-- the script's own arguments]"
     parser.add_argument("target", help="script.py, or script.py:callable, or package.module:callable")
     parser.add_argument("--out", type=Path, default=Path("numerics"), help="folder for report.txt, .png and .html")
-    parser.add_argument("--dtype", choices=_FORMATS, default="float16", help="the format to judge by")
+    parser.add_argument("--dtype", choices=_FORMATS, default="float16", help="the format whose limits are reported")
     parser.add_argument("--first", type=int, default=1, help="the first backward pass to record, counted from 1")
-    parser.add_argument("--passes", type=int, default=1, help="how many to record; the script ends after them")
-    parser.add_argument("--loss-scale", type=float, help="what the loss is multiplied by, if no scaler or step does it")
+    parser.add_argument("--passes", type=int, default=1, help="number of passes to record; the script ends after them")
+    parser.add_argument("--loss-scale", type=float, help="factor of the loss, if no scaler or step scales it")
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace, own: list[str]) -> int:
-    """Record, write the files, and say what matters; 1 if something became inf or NaN.
+    """Record, write the files and print the main results; return 1 if something became inf or NaN.
 
-    A script that ends by an exception or an exit of its own does so after that.
+    If the script ended by an exception or an exit, it is raised again afterwards.
     """
     for name in ("first", "passes"):
         if getattr(args, name) < 1:
@@ -67,7 +67,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, own: list[str
 def _record(
     parser: argparse.ArgumentParser, args: argparse.Namespace, own: list[str]
 ) -> tuple[NumericsReport, BaseException | None]:
-    """The report, and what ended the script before its passes were over."""
+    """Return the report, and the exception that ended the script before its passes were complete."""
     file, _, name = args.target.rpartition(":")
     if not name.endswith(".py"):
         if not file or own:

@@ -1,7 +1,7 @@
 """One backward pass: its operations, and the loss scales at which its gradients are finite.
 
-A backward pass is linear in the gradient that it starts with. So a recorded pass is repeated with that gradient times a
-power of two, which is the same as another loss scale: what overflowed at one scale is measured at another.
+A backward pass is linear in its initial gradient. So a recorded pass is repeated with that gradient times a power of
+two, which is the same as another loss scale: an overflow at one scale can be measured at another.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from torch import Tensor
 
 from funcamp._numerics.stats import Stats
 
-#: How far the first repetition of a pass that overflowed is below it; the next ones go twice as far each.
+#: Distance of the first repetition below a pass that overflowed; it doubles for each further one.
 _STRIDE = 8
 
 
 class Operation(NamedTuple):
-    """One output of one operation that `numerics_report` saw."""
+    """One output of one operation recorded by `numerics_report`."""
 
     backward: bool
     path: str
-    """The module whose forward pass called it, or whose backward pass it is part of; empty outside of modules."""
+    """The module whose forward pass called it, or whose backward pass it is part of; empty outside modules."""
     name: str
     """Its name among torch's operators: mm, add, native_layer_norm_backward."""
     output: int
-    """Which of its outputs."""
+    """The number of the output."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stats: Stats
     creates: Tensor
-    """Bool, shape (2,): whether it holds inf, or NaN, that no input did."""
+    """Bool, shape (2,): whether it contains inf, or NaN, although no input did."""
     loss_scale: float
-    """What the loss was multiplied by at that time."""
+    """The factor of the loss at that time."""
     line: tuple[str, int] | None = None
     """The file and the line that called it, or that called the operation whose backward pass it is part of; None if
-    unknown. Lines of torch and of this library do not count."""
+    unknown. Lines of torch and of this library are skipped."""
 
 
 class Trial(NamedTuple):
@@ -47,27 +47,27 @@ class Trial(NamedTuple):
 
     operations: list[Operation]
     finite: bool
-    """Whether the gradients that it returns are finite: what a scaler asks."""
+    """Whether the gradients that it returns are finite, as a scaler checks."""
     gradients: dict[str, Stats]
-    """Those of modules' outputs, by path, without loss scaling."""
+    """The gradients of modules' outputs, by path, without loss scaling."""
 
 
 class Pass(NamedTuple):
-    """What is known of one backward pass of the run."""
+    """The findings about one backward pass of the run."""
 
     loss_scale: float
     loss_is_finite: bool
-    """Whether the loss is, before it was scaled."""
+    """Whether the loss is finite before scaling."""
     finite: bool
-    """Whether the gradients are, in the run itself."""
+    """Whether the gradients are finite in the run itself."""
     largest_scale: float | None
-    """The largest loss scale, a power of two times that of the run, at which its gradients are finite; None if there is
-    none, or if the pass was not repeated."""
+    """The largest loss scale, a power of two times the run's, at which its gradients are finite; None if there is none,
+    or if the pass was not repeated."""
     evidence: list[Operation]
-    """Its operations, each at the largest scale at which it was seen without overflow. Without `largest_scale`: as they
-    were at the smallest scale tried."""
+    """Its operations, each at the largest scale at which it was recorded without overflow. Without `largest_scale`: as
+    at the smallest scale tried."""
     obstacle: str = ""
-    """Why it could not be repeated, if it could not."""
+    """Why it could not be repeated, or empty."""
 
 
 def largest(again: Callable[[int], Trial], lowest: int, highest: int) -> tuple[int | None, Trial]:
@@ -79,7 +79,7 @@ def largest(again: Callable[[int], Trial], lowest: int, highest: int) -> tuple[i
         highest: the largest.
 
     Returns:
-        That k and its trial; None and the last trial if none is finite.
+        The k and its trial; None and the last trial if none is finite.
     """
     low = high = best = None
     place, stride = 0, _STRIDE
@@ -88,7 +88,7 @@ def largest(again: Callable[[int], Trial], lowest: int, highest: int) -> tuple[i
         if trial.finite:
             low, best = place, trial
             room = _room(trial.operations)
-            if room is None and high is not None:  # all zero: nothing to go by
+            if room is None and high is not None:  # all zero: no magnitude to estimate from
                 place = (low + high) // 2
             else:
                 place = min(low + (stride if room is None else max(room, 0)), highest if high is None else high - 1)
@@ -106,7 +106,7 @@ def largest(again: Callable[[int], Trial], lowest: int, highest: int) -> tuple[i
 
 
 def _room(operations: list[Operation]) -> int | None:
-    """How many doublings the finite values allow, each in its own format; None if all are zero."""
+    """Return how many doublings the finite values allow, each in its dtype; None if all are zero."""
     amaxes = [one.stats.amax.item() for one in operations]
     rooms = [
         math.frexp(torch.finfo(one.dtype).max)[1] - round(math.log2(amax))
@@ -117,7 +117,7 @@ def _room(operations: list[Operation]) -> int | None:
 
 
 def combined(run: list[Operation], repeated: list[Operation]) -> list[Operation]:
-    """The operations of a repeated pass, or for those that are finite in the run, at its larger scale, the run's."""
+    """Return a repeated pass's operations, or the run's (at a larger scale) if those are finite."""
     kept: dict[object, list[Operation]] = defaultdict(list)
     for one in reversed(run):
         kept[_place(one)].append(one)
@@ -134,5 +134,5 @@ def _place(one: Operation) -> object:
 
 
 def narrow(operations: list[Operation]) -> bool:
-    """Whether one ran in a format that loss scaling is for."""
+    """Return whether an operation ran in a format that needs loss scaling."""
     return any(torch.finfo(one.dtype).max < 2.0**20 for one in operations)

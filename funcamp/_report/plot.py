@@ -1,4 +1,4 @@
-"""Pictures: where the values of every operation lie, and what was flushed layer by layer, step by step."""
+"""Pictures: the exponents of every operation, and the flushed fraction per layer and step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from funcamp._numerics.stats import Stats
 from funcamp._report.passes import Operation
 from funcamp._types import name_of
 
-#: Exponents that are shown at least, and rows of one picture at most.
+#: Exponents shown at least, and the maximum number of rows in a picture.
 _SHOWN, _ROWS = (-30, 18), 160
 
 
@@ -41,7 +41,7 @@ class Line(NamedTuple):
 
 
 def of_operations(operations: list[Operation]) -> list[Line]:
-    """A row for each output that is more than a number."""
+    """Return a row per output with more than one number."""
     return [
         Line(
             f"{one.path} {one.name}{f'[{one.output}]' if one.output else ''}",
@@ -54,14 +54,14 @@ def of_operations(operations: list[Operation]) -> list[Line]:
 
 
 def of_modules(records: Mapping[str, Record]) -> list[Line]:
-    """A row for each module's output, then one for each gradient of it, in the order of the backward pass."""
+    """Return a row per module output, then one per gradient of it, in the order of the backward pass."""
     forward = [Line(path or "(module)", False, record.forward, False) for path, record in records.items()]
     backward = [Line(path or "(module)", True, record.backward, False) for path, record in records.items()]
     return [line for line in [*forward, *reversed(backward)] if line.stats.count > 0]
 
 
 def draw(rows: list[Line], path: Path, dtype: torch.dtype) -> Path:
-    """The picture of `NumericsReport.plot`: each row's histogram, over its fullest bin."""
+    """Draw the picture of `NumericsReport.plot`: each row's histogram relative to its fullest bin."""
     known = format_of(dtype)
     plt = _pyplot("plot")
     if not rows:
@@ -77,7 +77,7 @@ def draw(rows: list[Line], path: Path, dtype: torch.dtype) -> Path:
     figure, axes = plt.subplots(figsize=(11, 1.6 + 0.17 * len(rows)), layout="constrained")
     for backward, colours in ((False, "Blues"), (True, "Oranges")):
         chosen = torch.tensor([one.backward == backward for one in rows])
-        seen = shares.sqrt().where(chosen.unsqueeze(1) & (part > 0), math.nan)  # a few values in a bin show too
+        seen = shares.sqrt().where(chosen.unsqueeze(1) & (part > 0), math.nan)  # sqrt, so that small counts are visible
         extent = (low, high, len(rows) - 0.5, -0.5)
         axes.imshow(
             seen.numpy(), cmap=colours, vmin=-0.25, vmax=1, aspect="auto", extent=extent, interpolation="nearest"
@@ -102,12 +102,12 @@ def draw(rows: list[Line], path: Path, dtype: torch.dtype) -> Path:
 def plot_flushed(
     history: Iterable[tuple[int, Mapping[str, Record]]], path: str | Path, dtype: torch.dtype = torch.float16
 ) -> Path:
-    """Draw, layer by step, the fraction of the gradient that a format flushes to zero.
+    """Draw, per layer and step, the fraction of the gradient that a format flushes to zero.
 
     Args:
-        history: steps, and the records that a tracked step's metrics had then; scaled as they are, so that
-            `Record.unscale` shows what loss scaling saves.
-        path: the picture to write; its ending says in which format.
+        history: steps with the records in the tracked step's metrics. Records are drawn as given: with
+            `Record.unscale` the picture shows the gradients without loss scaling.
+        path: the picture to write; its extension sets the file type.
         dtype: the format.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Record what every operation of an eager run holds: a dispatch mode counts outputs, hooks name modules.
+"""Record every operation of an eager run: a dispatch mode counts outputs, hooks name modules.
 
-Autograd's current node tells the backward pass from the forward; a node's sequence number leads back to the module
-whose forward pass made it. Every backward pass starts in `torch.autograd._engine_run_backward`, where a finished one is
-repeated at other scales.
+Autograd's current node distinguishes the backward pass from the forward pass; a node's sequence number leads to the
+module whose forward pass made it. Every backward pass starts in `torch.autograd._engine_run_backward`; there a finished
+one is repeated at other scales.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from funcamp._numerics.stats import Stats
 from funcamp._report.passes import Operation, Pass, Trial, combined, largest, narrow
 from funcamp._scaler import scale as scaling
 
-#: Make tensors of nothing, or of another's shape: no numbers of the computation.
+#: Operations that create tensors, possibly with another's shape: their values are not results of the computation.
 _FACTORIES = frozenset(
     f"{kind}{like}" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint") for like in ("", "_like")
 ) | {
@@ -45,7 +45,7 @@ _FACTORIES = frozenset(
     "uniform_",
     "normal_",
 }
-#: Give what they take.
+#: Operations that return their input's values.
 _COPIES = frozenset({"clone", "detach", "lift_fresh", "alias", "contiguous", "_unsafe_view", "_reshape_alias"}) | {
     f"{name}_" for name in ("squeeze", "unsqueeze", "t", "transpose", "as_strided", "detach")
 }
@@ -61,18 +61,18 @@ else:
 
 
 class Enough(BaseException):
-    """Ends a run once the passes asked for are recorded; no `except Exception` of the run's own stops it."""
+    """Ends a run after the requested passes; a BaseException, so that `except Exception` misses it."""
 
 
 class Recorder(_Mode):
-    """Records operations while it is active, from the first forward pass on to the end of so many backward passes.
+    """Records operations from the first forward pass to the end of the last requested backward pass.
 
     Args:
         module: names the operations; None for the first one that is called.
         first: the first backward pass to record.
-        passes: how many; None for all.
-        loss_scale: what the loss is multiplied by; None for what is seen in the run.
-        otherwise: the same if nothing is seen.
+        passes: number of passes to record; None for all.
+        loss_scale: the factor of the loss; None to find it in the run.
+        otherwise: the factor of the loss if none is found.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Recorder(_Mode):
         self._looks_for_scale = loss_scale is None
         self._finite_losses: list[bool] = []
         self.end = 0
-        """Where in the operations those begin that come after the last backward pass."""
+        """Index of the first operation after the last backward pass."""
         self._skip, self._passes = first - 1, passes
         self._paths: dict[nn.Module, str] = {} if module is None else _paths(module)
         self._stack: list[str | None] = []
@@ -108,7 +108,7 @@ class Recorder(_Mode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Everything that a run needs: this mode, hooks around modules, compiled functions run eagerly."""
+        """Context manager: this mode, hooks on modules, and compiled functions run eagerly."""
         hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -134,7 +134,7 @@ class Recorder(_Mode):
                 hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._done:  # caught by an `except BaseException` of the script's
+        if self._done:  # an `except BaseException` of the script caught it
             raise Enough
         if self._reading is not None:
             out = func(*args, **(kwargs or {}))
@@ -165,7 +165,7 @@ class Recorder(_Mode):
         return out
 
     def _muting(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A call of a tap's, whose operations are none of the run's."""
+        """Wrap a call of a tap, whose operations are not part of the run."""
 
         def muted(*args: Any, **kwargs: Any) -> Any:
             before, self._muted = self._muted, True
@@ -177,8 +177,8 @@ class Recorder(_Mode):
         return muted
 
     def _noting(self, call: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
-        """A call that scales a loss: note what it scales by, and what it scales."""
-        scaled = self._muting(call)  # not an operation of the model, and free to overflow
+        """Wrap a call that scales a loss: record the scale and whether the loss is finite."""
+        scaled = self._muting(call)  # not an operation of the model; it may overflow
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             out = scaled(*args, **kwargs)
@@ -193,7 +193,7 @@ class Recorder(_Mode):
         return noted
 
     def _look(self, x: Tensor, read: Callable[[Tensor], Any]) -> Any:
-        """What read says of a tensor's values, beneath the wrappers of torch.func."""
+        """Return `read` of a tensor's values, below the wrappers of torch.func."""
         self._reading = read
         try:
             x.detach().clone()
@@ -202,14 +202,14 @@ class Recorder(_Mode):
         return self._read
 
     def _around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The call that every backward pass starts with: count the pass, and repeat it where that tells more."""
+        """Wrap the call that starts every backward pass: count the pass, and repeat it if that helps."""
 
         def run_backward(
             outputs: Any, seeds: Any, keep: bool, create: bool, inputs: Any, *rest: Any, **how: Any
         ) -> Any:
             if self._done:
                 raise Enough
-            if self._repeating or _current_node() is not None:  # part of another pass
+            if self._repeating or _current_node() is not None:  # nested in another pass
                 return run(outputs, seeds, keep, create, inputs, *rest, **how)
             if self._skip:
                 out = run(outputs, seeds, keep, create, inputs, *rest, **how)
@@ -245,7 +245,7 @@ class Recorder(_Mode):
         obstacle: str,
         before: dict[str, Stats],
     ) -> Pass:
-        """What is known of the pass that has just ended, repeated where it overflowed, or may at a larger scale."""
+        """Return the findings about the last pass, repeated if it overflowed or may at a larger scale."""
         scale = self.loss_scale
         operations = [one for one in self.operations[self.end :] if one.backward]
         clean = not any(one.stats.nonfinite > 0 for one in operations)
@@ -270,9 +270,9 @@ class Recorder(_Mode):
             return Pass(scale, True, clean, None, operations, obstacle)
         try:
             place, best = largest(trial, lowest, max(highest, 0))
-        except Exception as error:  # a hook's of the user's, or a function that takes one backward pass only
-            told = str(error).strip().splitlines() or [type(error).__name__]
-            return Pass(scale, True, clean, None, operations, told[0])
+        except Exception as error:  # of a user's hook, or of a function that allows only one backward pass
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return Pass(scale, True, clean, None, operations, lines[0])
         if place is None:
             return Pass(scale, True, False, None, best.operations)
         evidence = best.operations
@@ -284,7 +284,7 @@ class Recorder(_Mode):
 
     @contextlib.contextmanager
     def _apart(self, scale: float) -> Iterator[None]:
-        """A region whose operations are not those of the run."""
+        """Context manager: its operations are not part of the run."""
         before = self.operations, self.records, self.gradients, self.loss_scale, self._muted
         self.operations, self.records, self.gradients = [], {}, {}
         self.loss_scale, self._muted, self._repeating = scale, False, True
@@ -295,7 +295,7 @@ class Recorder(_Mode):
             self._repeating = False
 
     def _place_of(self, node: Any) -> tuple[str | None, tuple[str, int] | None]:
-        """The module and the line of the operation that runs now; no module if it is in no differentiated pass."""
+        """Return the module and line of the current operation; no module if it is in no differentiated pass."""
         if node is None:
             path, line = self._stack[-1] if self._stack else (None if self._evaluating else ""), _line()
         else:
@@ -307,12 +307,12 @@ class Recorder(_Mode):
         return path, line
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if module not in self._paths:  # a root that was not told
+        if module not in self._paths:  # another root
             self._add(getattr(module, "_orig_mod", module))
         if not self._stack:
             in_backward = _current_node() is not None
             if self._passes is not None and not in_backward and not self.records:
-                self.operations.clear()  # what the script did before: initialization, data
+                self.operations.clear()  # of the script's initialization and data loading
             differentiated = torch.is_grad_enabled() or _upstream.transforms_active()
             self._evaluating = self._passes is not None and not differentiated
         # None: called again by a checkpoint, or in an evaluation
@@ -320,7 +320,7 @@ class Recorder(_Mode):
         self._stack.append(None if again else self._paths[getattr(module, "_orig_mod", module)])
 
     def _add(self, root: nn.Module) -> None:
-        """Name the parts of another root after its class; those of the first one by their own paths."""
+        """Name the parts of another root after its class; the first root's parts have their plain paths."""
         prefix, number = "", 1
         if self.module is None:
             self.module = root
@@ -343,7 +343,7 @@ class Recorder(_Mode):
         return _tree.unflatten(marked, spec)
 
     def mark(self, x: Tensor, path: str, *, backward: bool) -> Tensor:
-        """Copy a module's output, or the gradient of it, and count it, under vmap and torch.func too."""
+        """Copy and count a module's output or its gradient, also under vmap and torch.func."""
         self._mark = (path, backward)
         try:
             return x.clone()
@@ -352,7 +352,7 @@ class Recorder(_Mode):
 
 
 def _scales() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Calls that scale a loss, and how to get the scale from their first argument afterwards."""
+    """Yield calls that scale a loss, and how to get the scale from their first argument afterwards."""
     yield scaling, "scaled", lambda state: state.scale
     kinds: list[type] = [torch.amp.GradScaler]
     for kind in kinds:
@@ -362,7 +362,7 @@ def _scales() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
 
 def _obstacle() -> str:
-    """Why a backward pass must not be repeated; empty if it may."""
+    """Return why a backward pass must not be repeated; empty if it may."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return "other ranks may not repeat it too"
@@ -370,7 +370,7 @@ def _obstacle() -> str:
 
 
 def leaves_behind(outputs: Sequence[Any]) -> list[Tensor]:
-    """The leaves that a backward pass from these outputs reaches."""
+    """Return the leaves that a backward pass from these outputs reaches."""
     found, seen = [], set()
     stack = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
     while stack:
@@ -385,7 +385,7 @@ def leaves_behind(outputs: Sequence[Any]) -> list[Tensor]:
 
 
 def _line() -> tuple[str, int] | None:
-    """The innermost line that runs now and is neither torch's nor this library's."""
+    """Return the innermost current line outside torch and this library."""
     frame = sys._getframe(1) if hasattr(sys, "_getframe") else None
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "funcamp"):
@@ -430,12 +430,12 @@ def _paths(root: nn.Module) -> dict[nn.Module, str]:
 
 
 def _counts(leaf: Any) -> bool:
-    # A tangent that is zero has no storage.
+    # A zero tangent has no storage.
     return has_values(leaf) and leaf.device.type != "meta" and not leaf._is_zerotensor()
 
 
 def _found(given: Any) -> Tensor:
-    """Bool, shape (2,): whether the inputs of an operation hold inf, or NaN."""
+    """Return whether an operation's inputs contain inf, or NaN; bool, shape (2,)."""
     found = torch.zeros(2, dtype=torch.bool)
     for leaf in _tree.leaves(given):
         if _counts(leaf):
@@ -447,7 +447,7 @@ def _found(given: Any) -> Tensor:
 
 
 def _eagerly(step: JitStep, state: Any, batch: Any) -> Any:
-    """What a call of a `jit` step gives, without a program."""
+    """Return the result of a `jit` step's call, computed eagerly."""
     if step._options.unroll is None:
         return step._step(state, batch)
     leaves, spec = _tree.flatten(batch)

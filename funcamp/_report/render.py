@@ -1,4 +1,4 @@
-"""A numerics report as text and as one HTML page: its operations in a table, and the module's tree with two numbers."""
+"""A numerics report as text and as an HTML page: a table of operations, a tree of modules."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ tr.made { background: #fdd } tr.flushed { background: #fff3cd } img { max-width:
 
 
 def caption(dtype: torch.dtype, loss_scale: float) -> str:
-    """What the numbers in the table of operations are."""
+    """Return what the numbers in the table of operations mean."""
     scaled = "" if loss_scale == 1 else f"gradients are times the loss scale, {power(loss_scale)}; "
     return f"values as in this run: {scaled}fractions are those that rounding to {name_of(dtype)} would lose"
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Any:
-    """A rich table of `NumericsReport.to_rows`: red where something non-finite is made, yellow above 1 % underflow."""
+    """Return a rich table of `to_rows`: red if a row creates inf or NaN, yellow above 1 % underflow."""
     try:
         from rich.table import Table
     except ImportError as error:
@@ -52,7 +52,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Any:
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row of `to_rows` as short text, a cell for each of COLUMNS."""
+    """Return a row of `to_rows` as short text, one cell per column."""
     zeros = (row["poszero"] + row["negzero"]) / max(row["count"], 1)
     nonfinite = [
         f"{int(row[name])} {word}"
@@ -75,14 +75,14 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def power(scale: float) -> str:
-    """A loss scale, and which power of two it is."""
+    """Format a loss scale with its power of two."""
     exponent = math.log2(scale)
     number = f"{scale:.0f}" if 1 <= scale < 2**53 and scale.is_integer() else f"{scale:g}"
     return f"{number} (2^{exponent:.0f})" if exponent.is_integer() else number
 
 
 def no_scale_helps(one: Operation, cause: str) -> str:
-    """The sentence of a run whose loss or gradients are not finite whatever the loss scale."""
+    """Return the sentence for a loss or gradients that are non-finite at every loss scale."""
     what = "gradients are inf or NaN at every loss scale" if one.backward else "loss is inf or NaN before it is scaled"
     change = "keep it from dividing by zero, and from a root or logarithm of zero"
     if narrow([one]):
@@ -91,7 +91,7 @@ def no_scale_helps(one: Operation, cause: str) -> str:
 
 
 def at_scales(passes: list[Pass]) -> list[str]:
-    """Sentences on the scales at which the backward passes were seen finite."""
+    """Return sentences on the scales at which the backward passes were finite."""
     found = []
     for index, one in enumerate(passes):
         run = f"Backward pass{f' {index + 1}' if len(passes) > 1 else ''}: at the loss scale {power(one.loss_scale)} "
@@ -100,28 +100,28 @@ def at_scales(passes: list[Pass]) -> list[str]:
             found.append(f"{run}; repeated at others, they are finite up to {power(one.largest_scale)}.")
         elif one.obstacle and not one.finite:
             found.append(
-                f"{run}; it could not be repeated at others ({one.obstacle}), so how large they are is not known. Run "
-                "this report once in float32 or bfloat16: the loss scale that it gives works in float16 too."
+                f"{run}; it could not be repeated at others ({one.obstacle}), so their size is unknown. Run "
+                "this report once in float32 or bfloat16: the loss scale that it recommends works in float16 too."
             )
     return found
 
 
 def percent(part: float) -> str:
-    """A fraction, as short as it can be told from none."""
+    """Format a fraction, short but distinguishable from 0."""
     return "" if not part else ("<0.01%" if part < 1e-4 else f"{100 * part:.3g}%")
 
 
 def annotate(module: nn.Module | None, records: Mapping[str, Record | str]) -> str:
-    """Show a module's tree, beside each part the standard deviations of its output and of that one's gradient.
+    """Return a module's tree with the standard deviations of each part's output and of its gradient.
 
-    As `(-> 0.573, <- 0.000296)`; n/a where there is none. Reads the records on the host: a sync.
+    Format: `(-> 0.573, <- 0.000296)`, n/a if there is none. Reads the records on the host: a sync.
 
     Args:
-        module: the module; None for the records alone.
-        records: by path, as a tracked step's metrics have them: scaled, unless `Record.unscale` was called.
+        module: the module; None for the records only.
+        records: by path, as in a tracked step's metrics: scaled, unless `Record.unscale` was called.
 
     Raises:
-        AttributeError: records holds something else than a `Record`.
+        AttributeError: records contains something else than a `Record`.
 
     Example:
         >>> print(annotate(torch.nn.Sequential(torch.nn.ReLU()), {}))
@@ -155,7 +155,7 @@ def write_page(
     caption: str,
     rows: list[dict[str, Any]],
 ) -> Path:
-    """The page of `NumericsReport.to_html`."""
+    """Write the page of `NumericsReport.to_html`."""
     lines = []
     for row in rows:
         kind = "made" if row["creates"] else ("flushed" if row["underflow"] > 0.01 else "")

@@ -1,4 +1,4 @@
-"""`numerics_report`: every operation of a training step, forward and backward, and what float16 makes of it."""
+"""`numerics_report`: the values of every operation of a training step, and how they fit float16."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _NONE = Stats(torch.zeros(WIDTH, dtype=torch.float64))
 
 
 class Origin(NamedTuple):
-    """Where a non-finite value came from, as `NumericsReport.first_nonfinite` found it."""
+    """The origin of a non-finite value, from `NumericsReport.first_nonfinite`."""
 
     operation: Operation
     kind: str
     """inf or NaN."""
     made: bool
-    """Whether the operation made it; else it came in with a parameter or the batch, and was first seen there."""
+    """Whether the operation created it; otherwise a parameter or the batch had it, and it first showed there."""
 
     def __str__(self) -> str:
         came = "first in" if self.made else "came in with a parameter or the batch, first seen in"
@@ -42,32 +42,32 @@ class Origin(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """A loss scale, and what it does to the gradients of the pass."""
+    """A loss scale, and its effect on the gradients of the pass."""
 
     scale: float
     """A power of two."""
     underflow: float
-    """The fraction of the backward pass's finite nonzero values that is zero at that scale."""
+    """The fraction of the backward pass's finite nonzero values that become zero at that scale."""
     underflow_unscaled: float
     """The same at scale 1."""
     zero: float
-    """The fraction of all values that is zero at every scale seen: because of the model (a ReLU, a mask), or flushed in
-    each of them. It is not part of the two fractions above; a pass in float32 tells the two apart."""
+    """The fraction of all values that were zero at every recorded scale: due to the model (a ReLU, a mask), or flushed
+    at each of them. Not part of the two fractions above; a pass in float32 distinguishes the two causes."""
     bounded_by: str
-    """The operation with the largest gradients, and where it is."""
+    """The operation with the largest gradients, and its place."""
     is_upper_bound: bool = False
-    """Whether gradients overflowed and could not be measured: the scale that works may be any smaller one."""
+    """Whether gradients overflowed and could not be measured: the right scale may then be smaller."""
 
 
 class NumericsReport:
-    """What `numerics_report` found. Reading it syncs; making it did not, beyond what the run itself does."""
+    """The results of `numerics_report`. Reading it syncs; creating it does not, apart from the run itself."""
 
     operations: list[Operation]
-    """Every output of every operation, in the order in which they ran; views and copies are left out."""
+    """Every output of every operation, in the order of execution, without views and copies."""
     records: dict[str, Record]
     """The outputs of every module, and their gradients, by path."""
     loss_scale: float
-    """What the loss was multiplied by in this run, in its last backward pass."""
+    """The factor of the loss in the run's last backward pass."""
     passes: list[Pass]
     """The backward passes, and the scales at which each is finite."""
 
@@ -81,17 +81,17 @@ class NumericsReport:
         return f"NumericsReport({len(self.operations) - backward} forward, {backward} backward operations)"
 
     def first_nonfinite(self) -> Origin | None:
-        """The first operation that made inf or NaN of inputs without; else the first with NaN; None where none is.
+        """Return the first operation that created inf or NaN, else the first with NaN, or None.
 
-        An infinity that the program itself put in (a mask) is none, and an operation that has one among its inputs is
-        not asked for more of them. What torch masks at once, as in the backward pass of a norm at 0, is named too.
+        An infinity that the program itself writes (a mask) does not count, nor an operation that gets one as input. A
+        value that torch masks at once, as in the backward pass of a norm at 0, is reported too.
         """
         return _origin(self.operations)
 
     def cause(self) -> Origin | None:
-        """What makes the loss, or its gradients at every loss scale, inf or NaN; None if a loss scale can help.
+        """Return what makes the loss, or gradients at every scale, non-finite; None if a scale can help.
 
-        A loss that is not finite before it is scaled comes from the forward pass. Gradients are judged by repeating the
+        A loss that is non-finite before scaling comes from the forward pass. Gradients are checked by repeating the
         backward pass at other scales.
         """
         forward = [one for one in self.operations if not one.backward]
@@ -103,26 +103,26 @@ class NumericsReport:
         return None
 
     def recommend_scale(self, dtype: torch.dtype = torch.float16, headroom: float = 2.0) -> Recommendation:
-        """The largest power of two with which no value of the backward pass overflows, over headroom.
+        """Return the largest power of two at which no backward value overflows, divided by headroom.
 
             scale = 2^floor(log2(largest / headroom))
 
-        A pass that ran in this dtype (float16, float8) was repeated at other loss scales while it was recorded: largest
-        is the largest scale at which its gradients were seen finite, whether or not the run itself overflowed. For
-        another dtype it is the dtype's largest power of two over the largest magnitude of the pass, rounded up to a
-        power of two; numbers of shape () are left out, as the loss itself is in float32.
+        If the pass ran in this dtype (float16, float8), it was repeated at other loss scales during recording: largest
+        is the largest scale at which its gradients were finite, whether or not the run itself overflowed. For another
+        dtype, largest is the dtype's largest power of two over the largest magnitude of the pass, rounded up to a power
+        of two; values of shape () are ignored, because the loss itself is in float32.
 
         Args:
-            dtype: what the backward pass will be in.
-            headroom: how many times larger the gradients of other batches may be.
+            dtype: the dtype of the planned backward pass.
+            headroom: the factor by which gradients of other batches may be larger.
 
         Returns:
             The scale. `is_upper_bound` is set if the pass overflowed and could not be repeated (on several ranks, with
-            a reentrant checkpoint): only its finite values are known then.
+            a reentrant checkpoint), so that only its finite values are known.
 
         Raises:
-            ValueError: headroom is no positive number, the pass has no nonzero gradient, or no loss scale helps, since
-                the loss itself or its gradients at every scale are inf or NaN (`cause`).
+            ValueError: headroom is not a positive number, the pass has no nonzero gradient, or no loss scale helps,
+                because the loss or its gradients at every scale are inf or NaN (`cause`).
             TypeError: dtype has no known limits.
 
         Example:
@@ -155,15 +155,15 @@ class NumericsReport:
         )
 
     def gradients(self) -> Stats:
-        """All values of the backward pass, without loss scaling; numbers of shape () are not among them."""
+        """Return all values of the backward pass without loss scaling, except those of shape ()."""
         return _unscaled([one for one in self.operations if one.backward and one.shape])
 
     def to_rows(self, dtype: torch.dtype = torch.float16) -> list[dict[str, Any]]:
-        """Plain numbers and strings, a dict for each operation: `pandas.DataFrame(report.to_rows())`, csv, json.
+        """Return one dict of numbers and strings per operation: `pandas.DataFrame(report.to_rows())`.
 
         Args:
-            dtype: what underflow, subnormal and overflow tell of: the fractions of the values, as they were in this
-                run, that rounding to it would lose.
+            dtype: the dtype of underflow, subnormal and overflow: the fractions of this run's values that rounding to
+                it would lose.
 
         Raises:
             TypeError: dtype has no known limits.
@@ -172,7 +172,7 @@ class NumericsReport:
         return [_plain(index, one, dtype) for index, one in enumerate(self.operations)]
 
     def table(self, dtype: torch.dtype = torch.float16) -> Any:
-        """The rows as a `rich.table.Table`: `rich.print(report.table())`.
+        """Return the rows as a `rich.table.Table`: `rich.print(report.table())`.
 
         Raises:
             ImportError: rich is not installed.
@@ -180,11 +180,11 @@ class NumericsReport:
         return render.table(self.to_rows(dtype), render.caption(dtype, self.loss_scale))
 
     def annotate(self) -> str:
-        """The tree of the module, beside each part the standard deviations of its output and of that one's gradient.
+        """Return the module's tree with the standard deviations of each part's output and of its gradient.
 
-        As `(-> 0.573, <- 0.000296)`; n/a where there is none. Gradients are without loss scaling. Of a pass that
-        overflowed, `(-> 0.573, <- 0.000296 (2 inf of 24))`: how many values are inf or NaN in this run, and the
-        standard deviation at a loss scale that works.
+        Format: `(-> 0.573, <- 0.000296)`, n/a if there is none. Gradients are without loss scaling. If a pass
+        overflowed, `(-> 0.573, <- 0.000296 (2 inf of 24))`: the number of inf or NaN in this run, and the standard
+        deviation at a loss scale that works.
         """
         unscaled = self.unscaled_records()
         shown = {
@@ -194,16 +194,16 @@ class NumericsReport:
         return render.annotate(self.module, shown)
 
     def unscaled_records(self) -> dict[str, Record]:
-        """`records`, the gradients without loss scaling; of a pass that overflowed, at the largest scale that works."""
+        """Return `records` without loss scaling; overflowed gradients are from the largest working scale."""
         return {path: Record(one.forward, self._gradients.get(path, _NONE)) for path, one in self.records.items()}
 
     def plot(self, path: str | Path, dtype: torch.dtype = torch.float16, *, modules: bool = False) -> Path:
-        """Draw a row for each operation, exponents across, and the limits of a format as lines.
+        """Draw a row per operation with exponents on the x axis and the limits of a format as lines.
 
         Args:
-            path: the picture to write; its ending says in which format.
+            path: the picture to write; its extension sets the file type.
             dtype: the format.
-            modules: draw the outputs of modules and their gradients instead, as they were in this run.
+            modules: draw the outputs of modules and their gradients instead, as in this run.
 
         Returns:
             The path.
@@ -216,12 +216,12 @@ class NumericsReport:
         return plot.draw(lines, Path(path), dtype)
 
     def to_html(self, path: str | Path, dtype: torch.dtype = torch.float16, title: str = "Numerics") -> Path:
-        """Write all of it as one page that needs nothing else; with the picture where matplotlib is installed.
+        """Write everything as one self-contained page, with the picture if matplotlib is installed.
 
         Args:
             path: the file to write.
-            dtype: the format that limits are those of.
-            title: the page's.
+            dtype: the format whose limits are shown.
+            title: the page's title.
 
         Returns:
             The path.
@@ -239,7 +239,7 @@ class NumericsReport:
         return render.write_page(Path(path), title, sentences, self.annotate(), picture, caption, rows)
 
     def summary(self, dtype: torch.dtype = torch.float16) -> list[str]:
-        """What one would want to know first, a sentence each.
+        """Return the main results, one sentence each.
 
         Raises:
             TypeError: dtype has no known limits.
@@ -269,31 +269,31 @@ class NumericsReport:
 def numerics_report(
     fn: Callable[..., Any], *args: Any, module: nn.Module | None = None, loss_scale: float | None = None, **kwargs: Any
 ) -> NumericsReport:
-    """Run a function once, eagerly, and count what every operation in it holds.
+    """Run a function once, eagerly, and count the values of every operation.
 
-    For a look at a model, not for a loop: it takes several times as long as the run, and syncs. Nothing is written that
-    the function does not write itself: gradients come from `torch.autograd.grad`.
+    To inspect a model, not for a loop: it takes several times as long as the run, and syncs. It writes nothing that the
+    function does not write itself: gradients come from `torch.autograd.grad`.
 
-    A backward pass that overflows, or runs in float16, is repeated at other loss scales, to find the largest at which
-    its gradients are finite. Hooks in it are then called again.
+    A backward pass that overflows, or runs in float16, is repeated at other loss scales to find the largest at which
+    its gradients are finite. Its hooks are then called again.
 
     Args:
-        fn: any function: a loss, whose backward pass is then run too; one that differentiates by itself (torch.func,
-            `backward()`); a `TrainStep`; compiled ones run eagerly.
+        fn: any function: a loss, whose backward pass is then also run; a function that differentiates itself
+            (torch.func, `backward()`); a `TrainStep`. Compiled functions run eagerly.
         *args: passed to fn.
         module: the module whose paths name the operations; by default the first one that is called.
-        loss_scale: what fn multiplies its loss by; by default what a step, `scale` or a GradScaler in it multiplied by,
-            or the scale in the first of args that is a state.
+        loss_scale: the factor of fn's loss. By default the factor used by a step, `scale` or a GradScaler in fn, or the
+            scale in the first of args that is a state.
         **kwargs: passed to fn.
 
     Returns:
         A `NumericsReport`.
 
     Raises:
-        TypeError: fn cannot be called, or module is none.
-        ValueError: loss_scale is no positive number.
-        RuntimeError: no operation was seen.
-        Exception: what fn raises.
+        TypeError: fn is not callable, or module is not a Module.
+        ValueError: loss_scale is not a positive number.
+        RuntimeError: no operation was recorded.
+        Exception: any error of fn.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
@@ -318,14 +318,14 @@ def numerics_report(
         if not recorder.seen_backward:
             _differentiate(result)
     if isinstance(fn, (TrainStep, JitStep)):
-        del recorder.operations[recorder.end :]  # the optimizer's, and the scaler's
+        del recorder.operations[recorder.end :]  # of the optimizer and the scaler
     if not recorder.operations:
         raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")
     return NumericsReport(recorder)
 
 
 def _differentiate(result: Any) -> None:
-    """The backward pass of a loss that has a graph; gradients go nowhere."""
+    """Run the backward pass of a loss that has a graph; drop the gradients."""
     losses = [leaf for leaf in _tree.leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if losses and losses[0].dim() == 0 and losses[0].grad_fn is not None:
         leaves = leaves_behind(losses[:1])
@@ -340,7 +340,7 @@ def _where(one: Operation) -> str:
 
 
 def _scale_in(args: Any) -> float:
-    """The scale in the first of args that is a state; else 1."""
+    """Return the scale in the first of args that is a state; else 1."""
     for arg in args:
         scale = getattr(getattr(arg, "scaler", arg), "scale", None)
         if isinstance(scale, Tensor) and scale.dim() == 0:
@@ -349,7 +349,7 @@ def _scale_in(args: Any) -> float:
 
 
 def _origin(operations: list[Operation], *, any_infinity: bool = False) -> Origin | None:
-    """The first that made inf or NaN; else the first with NaN, or with an infinity too."""
+    """Return the first operation that created inf or NaN; else the first with NaN, or any_infinity."""
     for one in operations:
         for kind, made in zip(("inf", "NaN"), one.creates.tolist()):
             if made:
@@ -361,7 +361,7 @@ def _origin(operations: list[Operation], *, any_infinity: bool = False) -> Origi
 
 
 def _unscaled(operations: list[Operation]) -> Stats:
-    """All values of operations, without loss scaling."""
+    """Return all values of operations, without loss scaling."""
     totals: dict[float, Stats] = {}
     for one in operations:
         totals[one.loss_scale] = totals.get(one.loss_scale, _NONE) + Stats(one.stats.row.cpu())

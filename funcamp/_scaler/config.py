@@ -1,4 +1,4 @@
-"""The scaler's configuration: Python values only, checked when it is made."""
+"""The scaler's configuration: Python values only, checked when it is created."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CALL = "ScalerConfig"
 
 
 def _scale_value(name: str, value: object) -> float:
-    """A positive number that float32 holds."""
+    """Return a number that is positive and finite in float32."""
     number = real(_CALL, name, value)
     if not _FLOAT32_LEAST <= number <= _FLOAT32_MAX:
         raise ValueError(
@@ -29,24 +29,25 @@ def _scale_value(name: str, value: object) -> float:
 
 @dataclass(frozen=True)
 class ScalerConfig:
-    """The constants of the scale's rule: Python values, checked when made, hashable, baked into a compiled graph.
+    """The constants of the scale's update rule: Python values, hashable, constants of a compiled graph.
 
     Args:
         init_scale: the scale before the first step; positive, finite in float32.
-        growth_factor: what the scale is multiplied by after `growth_interval` clean steps; finite, 1 or more.
-        backoff_factor: what the scale is multiplied by after a step with a non-finite gradient; in (0, 1]. The rules of
-            apex, DeepSpeed, jmp, TensorFlow and fairseq divide by growth_factor: there it is 1 / growth_factor.
-        growth_interval: clean steps in a row that make the scale grow; an integer from 1 to 2**31 - 1.
-        min_scale: the scale is never below it; None for no bound. Without one repeated backoff reaches 0, as in torch.
-        max_scale: the scale is never above it; None for no bound but float32's.
-        rule: "dynamic", the rule of `update`; another is best asked for by its preset, which says what it does.
-        hysteresis: overflows that one backoff takes, in the rules that count them; an integer from 1 to 2**31 - 1.
-        tolerance: the part of the steps since the last change that must overflow for a backoff (fairseq); in [0, 1].
-        stop_scale: a backoff to it or below is undone, and the scale is `exhausted` (fairseq); None elsewhere.
+        growth_factor: multiplies the scale after `growth_interval` clean steps; finite, 1 or more.
+        backoff_factor: multiplies the scale after a step with a non-finite gradient; in (0, 1]. The rules of apex,
+            DeepSpeed, jmp, TensorFlow and fairseq divide by growth_factor: with them it must be 1 / growth_factor.
+        growth_interval: clean steps in a row after which the scale grows; an integer from 1 to 2**31 - 1.
+        min_scale: lower bound of the scale; None for no bound, in which case repeated backoff reaches 0, as in torch.
+        max_scale: upper bound of the scale; None for no bound but float32's.
+        rule: "dynamic" is the rule of `update`. For another rule use its preset, whose docstring describes it.
+        hysteresis: number of overflows before a backoff, in the rules that count them; an integer from 1 to
+            2**31 - 1.
+        tolerance: share of the steps since the last change that must overflow for a backoff (fairseq); from 0 to 1.
+        stop_scale: a backoff to this value or below is undone, and the scale is `exhausted` (fairseq); None otherwise.
 
     Raises:
-        TypeError: a value is no number of the kind said above.
-        ValueError: a value is out of the range said above, or init_scale is outside [min_scale, max_scale].
+        TypeError: a value is not of the type given above.
+        ValueError: a value is out of the range given above, or init_scale is outside [min_scale, max_scale].
 
     Example:
         >>> ScalerConfig(init_scale=2.0**10, min_scale=1.0)  # doctest: +ELLIPSIS
@@ -109,7 +110,7 @@ class ScalerConfig:
 
 
 def check_config(call: str, config: object) -> ScalerConfig:
-    """Return the configuration if it is one; raise TypeError otherwise."""
+    """Return the configuration if it is a `ScalerConfig`; raise TypeError otherwise."""
     if not isinstance(config, ScalerConfig):
         names = ", ".join(f.name for f in fields(ScalerConfig))
         raise TypeError(f"{call}: config must be a ScalerConfig ({names}); got {config!r}")

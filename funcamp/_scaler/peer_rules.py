@@ -1,8 +1,8 @@
-"""The rules of other libraries: pure functions from a state and a configuration to what follows.
+"""The update rules of other libraries, as pure functions of a state and a configuration.
 
-Each is its library's bit for bit where the scale is a float32 there. DeepSpeed, apex.amp and fairseq keep a Python
-float: here every result is rounded to float32, which for factors that are powers of two changes nothing until the scale
-leaves float32's range. tests/scaler/peer_rules.py states every rule again in plain Python, with its source.
+Each is bit for bit its library's rule if the library's scale is a float32. DeepSpeed, apex.amp and fairseq store a
+Python float; here every result is rounded to float32. If the factors are powers of two, that changes nothing until the
+scale leaves float32's range. tests/scaler/peer_rules.py has every rule in plain Python, with its source.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def _times32(scale: Tensor, factor: float) -> Tensor:
-    """A product of float32 numbers, rounded once."""
+    """Multiply float32 numbers and round once."""
     return (widen(scale) * widen(torch.full_like(scale, factor))).float()
 
 
 def _times64(scale: Tensor, factor: float) -> Tensor:
-    """A float64 product, then rounded to float32."""
+    """Multiply in float64, then round to float32."""
     return (widen(scale) * factor).float()
 
 
 def _over32(scale: Tensor, factor: float) -> Tensor:
-    # by a tensor: a CUDA kernel multiplies by a number's reciprocal instead
+    # by a tensor: a CUDA kernel multiplies by the reciprocal of a Python number instead
     return (widen(scale) / widen(torch.full_like(scale, factor))).float()
 
 
@@ -51,14 +51,14 @@ def _due(state: Any, steps: int) -> Tensor:
 
 
 def _due_again(state: Any, steps: int, first: int = 0) -> Tensor:
-    """Every `steps` clean steps after the `first`: a tracker that is beyond the interval, by a resume, grows too."""
+    """Return whether growth is due every `steps` clean steps after `first`, also for a resumed tracker."""
     count = state.growth_tracker + 1 - first
     due: Tensor = (state.found_inf == 0) & (count > 0) & (count % steps == 0)
     return due
 
 
 def _moved(state: Any, backs_off: Tensor, lower: Tensor, grows: Tensor, higher: Tensor, **counters: Tensor) -> Outcome:
-    """What follows a decision; the growth tracker starts again at growth and at every overflow."""
+    """Return the outcome of a decision; the growth tracker restarts at growth and at every overflow."""
     tracker = state.growth_tracker + 1
     scale = torch.where(backs_off, lower, torch.where(grows, higher, state.scale))
     tracker = torch.where((state.found_inf != 0) | grows, torch.zeros_like(tracker), tracker)
@@ -71,7 +71,7 @@ def _refilled(left: Tensor, where: Tensor, config: ScalerConfig) -> Tensor:
 
 
 def megatron(state: Any, config: ScalerConfig) -> Outcome:
-    """Overflows use the hysteresis up, consecutive or not; growth alone, which may reach infinity, refills it."""
+    """Count down the hysteresis at every overflow; only growth, which may reach infinity, resets it."""
     found, grows = state.found_inf != 0, _due(state, config.growth_interval)
     left = state.counters["hysteresis_tracker"] - found.int()
     lower, higher = _times32(state.scale, config.backoff_factor), _times32(state.scale, config.growth_factor)
@@ -80,7 +80,7 @@ def megatron(state: Any, config: ScalerConfig) -> Outcome:
 
 
 def apex_hysteresis(state: Any, config: ScalerConfig) -> Outcome:
-    """As Megatron's, but any clean step refills the hysteresis, factors are doubles, and growth stays finite."""
+    """Apply Megatron's rule with float64 factors and finite growth; any clean step resets the count."""
     found, grows = state.found_inf != 0, _due(state, config.growth_interval)
     left = state.counters["hysteresis_tracker"] - found.int()
     lower = _times64(state.scale, config.backoff_factor)
@@ -90,7 +90,7 @@ def apex_hysteresis(state: Any, config: ScalerConfig) -> Outcome:
 
 
 def apex(state: ScalerState, config: ScalerConfig) -> Outcome:
-    """Torch's rule, but growth beyond the maximum, infinite too, gives the maximum."""
+    """Apply torch's rule, but growth beyond the maximum, also to infinity, gives the maximum."""
     higher = _times64(state.scale, config.growth_factor)
     if config.max_scale is not None:
         higher = higher.clamp(max=config.max_scale)
@@ -99,7 +99,7 @@ def apex(state: ScalerState, config: ScalerConfig) -> Outcome:
 
 
 def deepspeed_fp16(state: ScalerState, config: ScalerConfig) -> Outcome:
-    """The first growth takes a clean step more than growth_interval, later ones do not."""
+    """Grow first after growth_interval + 1 clean steps, then after every growth_interval."""
     grows = _due_again(state, config.growth_interval, first=1)
     lower, higher = _over64(state.scale, config.growth_factor), _times64(state.scale, config.growth_factor)
     return _one_ahead(_moved(state, state.found_inf != 0, lower, grows, higher))
@@ -112,34 +112,34 @@ def _one_ahead(after: Outcome) -> Outcome:
 
 def _deepspeed(state: Any, config: ScalerConfig, grows: Tensor, consecutive: bool) -> Outcome:
     found, left = state.found_inf != 0, state.counters["hysteresis_tracker"]
-    backs_off = found & (left <= 1)  # another library's counter may be below
+    backs_off = found & (left <= 1)  # a counter saved by another library may be below 1
     left = _refilled(left - (found & ~backs_off).int(), ~found if consecutive else grows, config)
     lower, higher = _over64(state.scale, config.growth_factor), _times64(state.scale, config.growth_factor)
     return _moved(state, backs_off, lower, grows, higher, hysteresis_tracker=left)
 
 
 def deepspeed(state: Any, config: ScalerConfig) -> Outcome:
-    """A spent hysteresis stays spent until growth refills it; the first growth is a clean step late."""
+    """Keep the hysteresis used up until growth resets it; the first growth is one clean step late."""
     return _one_ahead(_deepspeed(state, config, _due_again(state, config.growth_interval, first=1), consecutive=False))
 
 
 def deepspeed_consecutive(state: Any, config: ScalerConfig) -> Outcome:
-    """As `deepspeed`, refilled by any clean step."""
+    """Apply `deepspeed`, with the hysteresis reset by any clean step."""
     return _one_ahead(_deepspeed(state, config, _due_again(state, config.growth_interval, first=1), consecutive=True))
 
 
 def deepspeed_old(state: Any, config: ScalerConfig) -> Outcome:
-    """As `deepspeed`, the first growth on time: before 0.17.1."""
+    """Apply `deepspeed` of versions before 0.17.1: the first growth is on time."""
     return _deepspeed(state, config, _due_again(state, config.growth_interval), consecutive=False)
 
 
 def deepspeed_old_consecutive(state: Any, config: ScalerConfig) -> Outcome:
-    """As `deepspeed_old`, refilled by any clean step."""
+    """Apply `deepspeed_old`, with the hysteresis reset by any clean step."""
     return _deepspeed(state, config, _due_again(state, config.growth_interval), consecutive=True)
 
 
 def jmp(state: ScalerState, config: ScalerConfig) -> Outcome:
-    """The rule of torch in float32, backoff a division by the factor of growth; a tracker modulo the interval."""
+    """Apply torch's rule in float32; backoff divides by growth_factor, the tracker is taken modulo."""
     higher = _if_finite(_times32(state.scale, config.growth_factor), state.scale)
     lower, grows = _over32(state.scale, config.growth_factor), _due(state, config.growth_interval)
     after = _moved(state, state.found_inf != 0, lower, grows, higher)
@@ -148,32 +148,32 @@ def jmp(state: ScalerState, config: ScalerConfig) -> Outcome:
 
 
 def flax(state: ScalerState, config: ScalerConfig) -> Outcome:
-    """Growth takes growth_interval + 1 clean steps, and stops at float32's largest number."""
+    """Grow after growth_interval + 1 clean steps, up to float32's largest number."""
     higher = _times32(state.scale, config.growth_factor).clamp(max=_FLOAT32_MAX)
     grows = _due(state, config.growth_interval + 1)
     return _moved(state, state.found_inf != 0, _times32(state.scale, config.backoff_factor), grows, higher)
 
 
 def float32_factors(state: ScalerState, config: ScalerConfig) -> Outcome:
-    """Torch's rule with factors rounded to float32, and growth that reaches infinity: Keras, FSDP on a CPU."""
+    """Apply torch's rule with factors rounded to float32 and growth up to infinity: Keras, FSDP on a CPU."""
     lower, higher = _times32(state.scale, config.backoff_factor), _times32(state.scale, config.growth_factor)
     return _moved(state, state.found_inf != 0, lower, _due(state, config.growth_interval), higher)
 
 
 def tensorflow(state: ScalerState, config: ScalerConfig) -> Outcome:
-    """As jmp's, and a tracker that is beyond the interval grows too."""
+    """Apply jmp's rule; a tracker beyond the interval grows too."""
     higher = _if_finite(_times32(state.scale, config.growth_factor), state.scale)
     grows = (state.found_inf == 0) & (state.growth_tracker + 1 >= config.growth_interval)
     return _moved(state, state.found_inf != 0, _over32(state.scale, config.growth_factor), grows, higher)
 
 
 def paddle(state: Any, config: ScalerConfig) -> Outcome:
-    """Of consecutive overflows every hysteresis-th backs off; growth stays finite."""
+    """Back off at every hysteresis-th overflow in a row; growth stays finite."""
     return _paddle(state, config, _if_finite(_times32(state.scale, config.growth_factor), state.scale))
 
 
 def paddle_dygraph(state: Any, config: ScalerConfig) -> Outcome:
-    """As `paddle`, and growth may reach infinity."""
+    """Apply `paddle`; growth may reach infinity."""
     return _paddle(state, config, _times32(state.scale, config.growth_factor))
 
 
@@ -187,9 +187,9 @@ def _paddle(state: Any, config: ScalerConfig, higher: Tensor) -> Outcome:
 
 
 def fairseq(state: Any, config: ScalerConfig) -> Outcome:
-    """An overflow backs off where overflows are a large enough part of the steps since the scale last changed.
+    """Back off if overflows are a large enough share of the steps since the scale last changed.
 
-    A backoff to stop_scale is undone, where fairseq raises; then, as there, the next clean step grows.
+    At a backoff to stop_scale fairseq raises; here the scale is restored and, as in fairseq, the next clean step grows.
     """
     found, steps = state.found_inf != 0, state.counters["since_rescale"]
     one = torch.ones_like(steps)

@@ -1,4 +1,4 @@
-"""The rules by name: what each makes of a step, and what it counts."""
+"""The table of update rules by name, with the counters of each."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """One rule."""
+    """One update rule."""
 
     outcome: Callable[[Any, ScalerConfig], rules.Outcome]
     counters: Callable[[ScalerConfig], dict[str, int]] = lambda _: {}
-    """The first values of what it counts beside clean steps."""
+    """The initial values of the counters besides growth_tracker."""
     divides: bool = False
-    """Whether it divides by growth_factor where it backs off."""
+    """Whether backoff divides by growth_factor."""
 
 
 def _hysteresis(outcome: Callable[[Any, ScalerConfig], rules.Outcome], *, divides: bool = False) -> Rule:
-    """A rule that counts the overflows left before it backs off; the library's own count, which may be negative."""
+    """Return a rule that counts the overflows left before a backoff; the count may be negative."""
     return Rule(outcome, lambda config: {"hysteresis_tracker": config.hysteresis}, divides)
 
 

@@ -1,4 +1,4 @@
-"""Scale, unscale and check: what happens to the loss and the gradients.
+"""Scale the loss, unscale and check the gradients.
 
 In one step:
 
@@ -26,15 +26,15 @@ def scale(state: ScalerState, outputs: Tree) -> Tree:
     stays float16. Pure; differentiable; safe under torch.compile and vmap; no sync.
 
     Args:
-        state: the scaler state.
+        state: the scaler's state.
         outputs: a loss, or a pytree of tensors; None passes through.
 
     Returns:
         The scaled pytree.
 
     Raises:
-        TypeError: a leaf is neither a tensor nor None, or state is no scaler state.
-        ValueError: a leaf lies on another type of device than the state.
+        TypeError: a leaf is neither a tensor nor None, or state is not a scaler state.
+        ValueError: a leaf is on another type of device than the state.
 
     Example:
         >>> state = init(ScalerConfig(init_scale=8.0))
@@ -53,7 +53,7 @@ def scale(state: ScalerState, outputs: Tree) -> Tree:
 
 
 def scaled(state: ScalerState, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Tensors times the scale; every loss that is scaled passes through here, where `numerics_report` sees it."""
+    """Multiply tensors by the scale; `numerics_report` finds every scaled loss by this call."""
     return [None if leaf is None else leaf * state.scale.to(leaf.device, non_blocking=True) for leaf in flat]
 
 
@@ -61,19 +61,19 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
     """Multiply every tensor of a pytree by the reciprocal of the scale, without checking it.
 
     unscaled = tensor * f32(1 / f64(scale)). Pure; differentiable, for gradient penalties; safe under torch.compile and
-    vmap; no sync, except that an uncoalesced sparse tensor on CUDA is coalesced, which reads its size.
+    vmap. No sync, except that an uncoalesced sparse tensor on CUDA is coalesced, which reads its size.
 
     Args:
         state: the state whose scale multiplied the loss.
         tree: a pytree of floating-point or complex tensors, strided or sparse COO; None passes through.
 
     Returns:
-        The same tree. Types narrower than float32 come back as float32, complex32 as complex64, others as they are;
-        sparse tensors come back coalesced, the duplicates summed in float32 or wider.
+        The same tree. Dtypes narrower than float32 become float32, complex32 becomes complex64, others are unchanged.
+        Sparse tensors are coalesced, with duplicates summed in float32 or wider.
 
     Raises:
         TypeError: a leaf is an integer tensor, neither strided nor sparse COO, or neither a tensor nor None.
-        ValueError: a leaf lies on another type of device than the state.
+        ValueError: a leaf is on another type of device than the state.
 
     Example:
         >>> state = init(ScalerConfig(init_scale=8.0))
@@ -81,7 +81,7 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
         [tensor([0.5000]), None]
 
     References:
-        `GradScaler.unscale_`, torch/amp/grad_scaler.py, PyTorch 2.13: the reciprocal is taken in float64 there too.
+        `GradScaler.unscale_`, torch/amp/grad_scaler.py, PyTorch 2.13, which also takes the reciprocal in float64.
     """
     state = check_state("unscale", state)
     flat, spec = _tree.gradients("unscale", "tree", tree, state.scale.device)
@@ -90,26 +90,26 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
 
 
 def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None = None) -> tuple[Tree, ScalerState]:
-    """Unscale gradients and record in `found_inf` whether one of them is not finite.
+    """Unscale gradients and record in `found_inf` whether any of them is non-finite.
 
     grad = scaled_grad * f32(1 / f64(scale)); found_inf = 1 if found_inf != 0 or any grad is not finite, else 0. The
-    check is on the product, so a gradient that is finite before and overflows by unscaling (a scale below 1, or 0)
-    counts too; torch would step on it. A finite sum of sparse duplicates is finite here even where float16 could
-    not hold it. Pure; safe under torch.compile and vmap; no sync but `unscale`'s for uncoalesced sparse tensors.
+    check is on the product: a gradient that is finite before unscaling and overflows by it (a scale below 1, or 0)
+    counts too; torch would step on it. A finite sum of sparse duplicates is finite here even if it exceeds float16.
+    Pure; safe under torch.compile and vmap. No sync, except `unscale`'s for uncoalesced sparse tensors.
 
     Args:
         state: the state whose scale multiplied the loss; never the updated one.
-        grads: a pytree of floating-point or complex gradients; None passes through, an empty tree finds nothing.
-        reduce: a pure function on the flag, float32, shape (), that returns a tensor of shape (), nonzero for found: a
-            MAX over ranks, for instance. Called once, whatever the number of gradients.
+        grads: a pytree of floating-point or complex gradients; None passes through, an empty tree sets no flag.
+        reduce: a pure function of the flag, float32, shape (), that returns a tensor of shape (), nonzero if found: for
+            example a MAX over ranks. Called once, whatever the number of gradients.
 
     Returns:
         The unscaled gradients, as `unscale` returns them, and the state with its flag.
 
     Raises:
         TypeError: a leaf is an integer tensor, neither strided nor sparse COO, or neither a tensor nor None; reduce
-            returns no tensor.
-        ValueError: a leaf lies on another type of device than the state; reduce returns another shape.
+            does not return a tensor.
+        ValueError: a leaf is on another type of device than the state; reduce returns another shape.
 
     Example:
         >>> state = init(ScalerConfig(init_scale=8.0))
@@ -135,10 +135,10 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
 
 
 def all_finite(tree: Tree) -> Tensor:
-    """Tell whether every element of a pytree of tensors is finite.
+    """Return whether every element of a pytree of tensors is finite.
 
-    A complex number is finite if both parts are; integers are; an empty tree is. Pure; safe under torch.compile and
-    vmap; no sync but `unscale`'s for uncoalesced sparse tensors.
+    A complex number is finite if both parts are. Integers and an empty tree are finite. Pure; safe under torch.compile
+    and vmap. No sync, except `unscale`'s for uncoalesced sparse tensors.
 
     Args:
         tree: a pytree of tensors on one device; None passes through.
@@ -162,9 +162,9 @@ def all_finite(tree: Tree) -> Tensor:
 
 
 def found_inf_by_leaf(grads: Tree) -> Tensor:
-    """Tell of every leaf whether it holds a value that is not finite.
+    """Return, per leaf, whether it contains a non-finite value.
 
-    One reading of the gradients more, a reduction a leaf. Pure; safe under torch.compile and vmap; no sync.
+    Reads the gradients once more, with one reduction per leaf. Pure; safe under torch.compile and vmap; no sync.
 
     Args:
         grads: a pytree of tensors on one device, as `unscale_and_check` returns it, or a `FlatParams`; None is skipped.
@@ -189,15 +189,15 @@ def found_inf_by_leaf(grads: Tree) -> Tensor:
 
 
 def leaf_names(tree: Tree) -> tuple[str, ...]:
-    """The dotted names of a tree's leaves: on the host, beside the flags of `found_inf_by_leaf`.
+    """Return the dotted names of a tree's leaves, in the order of the flags of `found_inf_by_leaf`.
 
-    Reads no tensor; no sync.
+    Reads no tensor values; no sync.
 
     Args:
         tree: a pytree of tensors or a `FlatParams`; None is skipped.
 
     Returns:
-        A name for every tensor.
+        One name per tensor.
 
     Raises:
         TypeError: a leaf is neither a tensor nor None.
@@ -206,19 +206,20 @@ def leaf_names(tree: Tree) -> tuple[str, ...]:
         >>> leaf_names({"layer": {"weight": torch.ones(2), "bias": None}})
         ('layer.weight',)
     """
-    tree = _tree.map_nodes(_tree.Stored, lambda node: node.placeholders(), tree)  # no views: a batch of states has none
+    # Without views: flat storage with a batch dimension has none.
+    tree = _tree.map_nodes(_tree.Stored, lambda node: node.placeholders(), tree)
     flat, _ = _tree.tensors("leaf_names", "tree", tree)
     return tuple(name for name, leaf in zip(_tree.names(tree), flat) if leaf is not None)
 
 
 def reciprocal(state: ScalerState) -> Tensor:
-    """inv_scale, float32."""
-    # float32 division may be approximate on some devices and under some compilers; float64's is not after rounding.
+    """Return inv_scale, float32."""
+    # On some devices and compilers float32 division is approximate; float64 division is exact after rounding.
     return widen(state.scale).reciprocal().float()
 
 
 def unscaled(leaf: Tensor, inv_scale: Tensor) -> Tensor:
-    """A gradient times inv_scale, float32 or wider."""
+    """Multiply a gradient by inv_scale, in float32 or wider."""
     inv_scale = inv_scale.to(leaf.device, non_blocking=True)
     if leaf.layout == torch.sparse_coo:
         leaf = _widened(leaf).coalesce()
@@ -242,10 +243,10 @@ def _finite(leaf: Tensor) -> Tensor:
 
 
 def reduced(call: str, name: str, reduce: Reduce, flag: Tensor) -> Tensor:
-    """The flag after reduce, checked, 0 or 1."""
-    verdict = reduce(flag)
-    if not isinstance(verdict, Tensor):
-        raise TypeError(f"{call}: {name} must return a tensor of shape (); got {verdict!r}")
-    if verdict.dim() != 0:
-        raise ValueError(f"{call}: {name} must return a tensor of shape (); got {tuple(verdict.shape)}")
-    return (verdict != 0).float()
+    """Return the flag after reduce, checked, as 0 or 1."""
+    found = reduce(flag)
+    if not isinstance(found, Tensor):
+        raise TypeError(f"{call}: {name} must return a tensor of shape (); got {found!r}")
+    if found.dim() != 0:
+        raise ValueError(f"{call}: {name} must return a tensor of shape (); got {tuple(found.shape)}")
+    return (found != 0).float()

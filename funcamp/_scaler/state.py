@@ -11,13 +11,13 @@ from funcamp import _tree
 
 
 class ScalerState(NamedTuple):
-    """What the scaler carries from one step to the next; immutable, a pytree of three tensors on one device.
+    """The scaler's state between steps: immutable, a pytree of three tensors on one device.
 
-    Under `torch.func.vmap` each field may carry leading batch dimensions: a batch of scalers.
+    Under `torch.func.vmap` each field may have leading batch dimensions: a batch of scalers.
     """
 
     scale: Tensor
-    """float32, shape (): what the loss is multiplied by."""
+    """float32, shape (): the factor that multiplies the loss."""
     growth_tracker: Tensor
     """int32, shape (): clean steps since the scale last changed."""
     found_inf: Tensor
@@ -25,7 +25,7 @@ class ScalerState(NamedTuple):
 
 
 class RuleState(NamedTuple):
-    """A `ScalerState` for a rule that counts more than clean steps: overflows left, doublings left."""
+    """A `ScalerState` of a rule with further counters: overflows left, doublings left."""
 
     scale: Tensor
     """As in `ScalerState`."""
@@ -34,17 +34,17 @@ class RuleState(NamedTuple):
     found_inf: Tensor
     """As in `ScalerState`."""
     counters: dict[str, Tensor]
-    """int32, shape () each, by name; `_scaler.rule_table` says what each counts."""
+    """int32, shape () each, by name; `_scaler.rule_table` lists them per rule."""
 
 
 _DTYPES = {"scale": torch.float32, "growth_tracker": torch.int32, "found_inf": torch.float32}
 
 
 def check_state(call: str, state: object) -> ScalerState:
-    """Return the state if it is one: a NamedTuple whose first fields are ScalerState's, each of its dtype, shape ().
+    """Return the state if its first fields are ScalerState's, each with the right dtype and shape ().
 
     Raises:
-        TypeError: it is no scaler state, or a field is no tensor or of another dtype.
+        TypeError: state is not a scaler state, or a field is not a tensor or has another dtype.
         ValueError: a field has a shape other than ().
     """
     if not isinstance(state, tuple) or getattr(type(state), "_fields", ())[:3] != ScalerState._fields:
@@ -70,18 +70,18 @@ def check_state(call: str, state: object) -> ScalerState:
 
 
 def replace(state: ScalerState, **changes: Any) -> ScalerState:
-    """A state with some fields changed, of the same type.
+    """Return a state of the same type with some fields changed.
 
-    `NamedTuple._replace` under torch.compile gives an empty tuple on torch 2.11: `EMPTY_REPLACE` in `_upstream`.
+    `NamedTuple._replace` under torch.compile returns an empty tuple on torch 2.11: `EMPTY_REPLACE` in `_upstream`.
     """
     return type(state)(*[changes.get(name, value) for name, value in zip(state._fields, state)])
 
 
 def with_counters(state: ScalerState, counters: dict[str, Tensor]) -> ScalerState:
-    """The state of a rule that has these counters; as it is if there are none."""
+    """Return the state with these counters, or as it is if there are none."""
     return cast(ScalerState, RuleState(*state, counters)) if counters else state
 
 
 def tensors_of(counts: dict[str, int], device: torch.device | str | None) -> dict[str, Tensor]:
-    """Counters as a state holds them."""
+    """Return counters as tensors for a state."""
     return {name: torch.full((), count, dtype=torch.int32, device=device) for name, count in counts.items()}

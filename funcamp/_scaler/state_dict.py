@@ -1,4 +1,4 @@
-"""The scaler's state as torch.amp.GradScaler saves it."""
+"""Conversion of the scaler's state to and from the state_dict of torch.amp.GradScaler."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ _CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 def to_state_dict(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> dict[str, Any]:
-    """Give the scaler's state and constants as `torch.amp.GradScaler.state_dict` does.
+    """Return the scaler's state and constants in the format of `torch.amp.GradScaler.state_dict`.
 
-    Five entries: scale, growth_factor, backoff_factor, growth_interval, _growth_tracker; and the counters of a rule
-    that has more, by their names. found_inf is left out: save between `update` and the next step. Syncs: reads the
-    state.
+    Five entries: scale, growth_factor, backoff_factor, growth_interval, _growth_tracker; and the rule's further
+    counters, by name. found_inf is not saved: save between `update` and the next step. Syncs: reads the state.
 
     Args:
         state: the state after `update`.
         config: the configuration the state was made with.
 
     Returns:
-        Python numbers, which `torch.amp.GradScaler.load_state_dict` and `from_state_dict` take.
+        Python numbers, which `torch.amp.GradScaler.load_state_dict` and `from_state_dict` accept.
 
     Raises:
-        TypeError: config is no `ScalerConfig`, or state is no state of its rule.
+        TypeError: config is not a `ScalerConfig`, or state is not a state of its rule.
 
     Example:
         >>> to_state_dict(init(ScalerConfig(init_scale=8.0)))["scale"]
@@ -51,19 +50,20 @@ def to_state_dict(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> 
 def from_state_dict(
     saved: dict[str, Any], config: ScalerConfig = ScalerConfig(), *, device: torch.device | str | None = None
 ) -> tuple[ScalerState, ScalerConfig]:
-    """Make a state and a configuration of what `to_state_dict` or `torch.amp.GradScaler.state_dict` gave. No sync.
+    """Return the state and configuration saved by `to_state_dict` or torch's scaler. No sync.
 
     Args:
-        saved: the five entries, and counters of the configuration's rule; one that is missing starts anew.
+        saved: the five entries of `torch.amp.GradScaler.state_dict`, and the counters of the configuration's rule; a
+            missing counter starts anew.
         config: rule and bounds; its growth_factor, backoff_factor and growth_interval are replaced by the saved ones.
-        device: where the state lives. None for torch's default device.
+        device: the state's device. None for torch's default device.
 
     Returns:
-        The state, and the configuration to go on with.
+        The state, and the configuration to continue with.
 
     Raises:
-        TypeError: saved is no dict, config no `ScalerConfig`, or an entry no number.
-        ValueError: an entry is missing or out of range; saved is empty, a disabled scaler's.
+        TypeError: saved is not a dict, config not a `ScalerConfig`, or an entry not a number.
+        ValueError: an entry is missing or out of range; saved is empty, as a disabled scaler saves it.
 
     Example:
         >>> scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
@@ -93,7 +93,7 @@ def from_state_dict(
 
 
 def saved_scale(call: str, value: object) -> float:
-    """A saved scale: 0 or more, a float32; infinite too, for torch saves what it came to."""
+    """Return a saved scale, a float32 of 0 or more; also infinity, because torch may save that."""
     number = real(call, "saved['scale']", value)
     if not (0.0 <= number <= torch.finfo(torch.float32).max or (number == math.inf and isinstance(value, float))):
         raise ValueError(f"{call}: saved['scale'] must be 0 or more, within float32's range; got {value!r}")
@@ -101,10 +101,10 @@ def saved_scale(call: str, value: object) -> float:
 
 
 def saved_count(call: str, name: str, value: object) -> int:
-    """A saved counter: an int32."""
+    """Return a saved counter, an int32."""
     return integer(call, f"saved[{name!r}]", value, -(2**31), 2**31 - 1)
 
 
 def saved_counters(call: str, saved: dict[str, Any], config: ScalerConfig) -> dict[str, int]:
-    """What a configuration's rule counts; a count that was not saved starts anew."""
+    """Return the saved counters of a configuration's rule; a missing one starts anew."""
     return {name: saved_count(call, name, saved.get(name, first)) for name, first in first_counters(config).items()}

@@ -1,4 +1,4 @@
-"""funcamp's own rules: torch's, a scale that stays, and torch's after a search: state and constants to what follows."""
+"""funcamp's own update rules: torch's, static, and torch's after a search for the initial scale."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 class Outcome(NamedTuple):
-    """What a rule makes of a step, before the bounds of the configuration."""
+    """The result of a rule for one step, before the configuration's bounds."""
 
     state: Any
-    """The next state; found_inf is left as it was."""
+    """The next state; found_inf is unchanged."""
     backs_off: Tensor
     """bool: whether the rule lowers the scale at this step, if it can."""
     grows: Tensor
-    """bool: whether it raises the scale, if it can."""
+    """bool: whether the rule raises the scale at this step, if it can."""
 
 
 def widen(scale: Tensor) -> Tensor:
-    """The scale in float64, where factors and reciprocals are taken; float32 on MPS, which has no float64."""
+    """Return the scale in float64, for factors and reciprocals; float32 on MPS, which has no float64."""
     return scale if scale.device.type == "mps" else scale.double()
 
 
 def dynamic(state: ScalerState, config: ScalerConfig) -> Outcome:
-    """The rule of torch without a branch: `_amp_update_scale_`, native/cuda/AmpKernels.cu, PyTorch 2.13."""
+    """Apply torch's rule without branches: `_amp_update_scale_`, native/cuda/AmpKernels.cu, PyTorch 2.13."""
     found = state.found_inf != 0
     wide = widen(state.scale)
     backed_off = (wide * config.backoff_factor).float()
@@ -47,23 +47,25 @@ def dynamic(state: ScalerState, config: ScalerConfig) -> Outcome:
 
 
 def static(state: ScalerState, _: ScalerConfig) -> Outcome:
-    """Nothing changes."""
+    """Keep the state unchanged."""
     never = torch.zeros_like(state.found_inf, dtype=torch.bool)
     return Outcome(state, never, never)
 
 
-#: The scale that a search climbs to at most, where the configuration has no max_scale: apex's maximum.
+#: Upper limit of the search if the configuration has no max_scale: apex's maximum.
 _CLIMB_TO = 2.0**24
 
 
 def warm_start(state: Any, config: ScalerConfig) -> Outcome:
-    """Find the scale, then `dynamic`.
+    """Search for the scale, then apply `dynamic`.
 
-    stride > 0, no clean step yet: an overflow divides the scale by 2**stride, from above 1 down to 1 at the least, at 1
-    and below by 2; and doubles the stride. The first clean step leaves the doublings that lead up to a quarter of what
-    overflowed last, or many where none did. stride < 0: a clean step doubles the scale, an overflow quarters it and
-    ends the search, stride = 0: half the largest clean scale lasts longer, for gradients grow in the first steps
-    (benchmarks/warm_start.py: a step less is lost).
+    stride > 0: no clean step yet. An overflow divides the scale by 2**stride and doubles the stride; from above 1 the
+        scale falls to 1 at the lowest, from 1 or below it is halved. The first clean step ends this phase and sets
+        how many doublings remain: up to a quarter of the last scale that overflowed, or 127 if none overflowed.
+    stride < 0: a clean step doubles the scale. An overflow quarters it and ends the search, because half the largest
+        clean scale lasts longer: gradients grow in the first steps (one step fewer is lost in
+        benchmarks/warm_start.py).
+    stride = 0: the search has ended.
     """
     found, stride = state.found_inf != 0, state.counters["stride"]
     falling, climbing = stride > 0, stride < 0
@@ -71,7 +73,7 @@ def warm_start(state: Any, config: ScalerConfig) -> Outcome:
     for power in (2, 4, 8, 16, 32):
         fallen = torch.where(stride == power, state.scale * 2.0**-power, fallen)
     fallen = torch.where(state.scale > 1.0, fallen.clamp(min=1.0), halved)
-    # half the stride is what the last fall was; 127 doublings span float32
+    # the last fall was by half the stride; 127 doublings span float32
     left = torch.where(stride == 1, torch.full_like(stride, 127), stride // 2 - 2)
     left = torch.where(climbing, -stride, left)
     raised = state.scale * 2.0

@@ -1,14 +1,4 @@
-"""The first state, and what follows from the flag: the scale's update, the skipped step, a scale that cannot move.
-
-The rule:
-
-    found_inf > 0:   scale <- f32(f64(scale) * backoff_factor);  growth_tracker <- 0
-    otherwise:       growth_tracker <- growth_tracker + 1
-                     if growth_tracker == growth_interval:
-                         grown <- f32(f64(scale) * growth_factor)
-                         scale <- grown if grown is finite else scale;  growth_tracker <- 0
-    then, where set: clamp scale to [min_scale, max_scale]
-"""
+"""The initial state, the scale's update, the skipped step, and a scale at its limit."""
 
 from __future__ import annotations
 
@@ -27,17 +17,17 @@ from funcamp._types import Tree
 def init(config: ScalerConfig = ScalerConfig(), *, device: torch.device | str | None = None) -> ScalerState:
     """Make the state before the first step.
 
-    scale = init_scale, growth_tracker = 0, found_inf = 0. Nothing is lazy. Pure; no sync.
+    scale = init_scale, growth_tracker = 0, found_inf = 0. All tensors are created at once. Pure; no sync.
 
     Args:
-        config: the configuration; the same one goes to `update`.
-        device: where the state lives: the device of the gradients. None for torch's default device.
+        config: the configuration; pass the same one to `update`.
+        device: the state's device, that of the gradients. None for torch's default device.
 
     Returns:
-        A `ScalerState`; for a rule that counts more, one with a dict of `counters` beside the three.
+        A `ScalerState`; if the rule counts more, a state with a dict of `counters` as a fourth field.
 
     Raises:
-        TypeError: config is no `ScalerConfig`.
+        TypeError: config is not a `ScalerConfig`.
 
     Example:
         >>> init(ScalerConfig(init_scale=8.0)).scale
@@ -60,23 +50,31 @@ def update(
 ) -> ScalerState:
     """Move the scale by the configuration's rule and clear `found_inf`.
 
-    The rule stands at the top of this file. It is torch's, bit for bit: factors are applied in float64 and rounded once
-    to float32; any nonzero flag, NaN too, counts as found; the scale does not grow to infinity. Pure; safe under
-    torch.compile and vmap; no sync.
+    The default rule is torch's, bit for bit. Factors are applied in float64 and rounded once to float32. Any nonzero
+    flag, also NaN, counts as found. The scale does not grow to infinity:
+
+        found_inf > 0:   scale <- f32(f64(scale) * backoff_factor);  growth_tracker <- 0
+        otherwise:       growth_tracker <- growth_tracker + 1
+                         if growth_tracker == growth_interval:
+                             grown <- f32(f64(scale) * growth_factor)
+                             scale <- grown if grown is finite else scale;  growth_tracker <- 0
+        then, if set:    clamp scale to [min_scale, max_scale]
+
+    Pure; safe under torch.compile and vmap; no sync.
 
     Args:
         state: the state after `unscale_and_check`.
         config: the configuration the state was made with.
-        new_scale: sets the scale instead of the rule and leaves the tracker, as torch does; a positive Python number,
-            or a float32 tensor of one element whose value nobody checks. The bounds of the configuration hold.
+        new_scale: sets the scale instead of the rule and keeps the tracker, as in torch; a positive Python number, or a
+            float32 tensor of one element, whose value is not checked. The configuration's bounds still apply.
 
     Returns:
-        The next state, `found_inf` 0.
+        The next state, with `found_inf` 0.
 
     Raises:
-        TypeError: config is no `ScalerConfig`; new_scale is neither a number nor a float32 tensor.
-        ValueError: new_scale is a number that is not positive and finite, or a tensor of several elements, or one that
-            requires grad, or one on another type of device.
+        TypeError: config is not a `ScalerConfig`; new_scale is neither a number nor a float32 tensor.
+        ValueError: new_scale is a number that is not positive and finite, or a tensor that has several elements,
+            requires grad, or is on another type of device.
 
     Example:
         >>> config = ScalerConfig(init_scale=8.0)
@@ -97,11 +95,11 @@ def update(
 
 
 def merge(*states: ScalerState) -> ScalerState:
-    """Join the flags of states that share a scale: several optimizers, each with its own verdict, one update.
+    """Combine the flags of states that share a scale: optimizers that skip independently, one update.
 
-    found_inf = 1 if any state's found_inf != 0, else 0. The rest comes from the first state; that the others hold the
-    same scale is the caller's word, for comparing them would read them on the host. Where they do not (a scaler for
-    each loss), the result serves `skip_step` alone. Pure; safe under torch.compile and vmap; no sync.
+    found_inf = 1 if any state's found_inf != 0, else 0. The other fields come from the first state. The caller must
+    guarantee that all states have the same scale; checking would synchronize. If their scales differ (a scaler per
+    loss), use the result only for `skip_step`. Pure; safe under torch.compile and vmap; no sync.
 
     Args:
         *states: one state or more, all unscaled and checked from the same one.
@@ -110,7 +108,7 @@ def merge(*states: ScalerState) -> ScalerState:
         The state for `update`.
 
     Raises:
-        TypeError: no state is given, or one is no scaler state, or they are of different types.
+        TypeError: no state is given, or one is not a scaler state, or they have different types.
 
     Example:
         >>> state = init()
@@ -134,10 +132,10 @@ def merge(*states: ScalerState) -> ScalerState:
 
 
 def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
-    """Choose, leaf by leaf, the old value where a non-finite gradient was found and the new one otherwise.
+    """Select, leaf by leaf, the old value if a non-finite gradient was found and the new one otherwise.
 
-    leaf = old if found_inf != 0 else new. Both are computed; nothing branches. Pure; safe under torch.compile and vmap;
-    no sync.
+    leaf = old if found_inf != 0 else new. Both trees are computed; there is no branch. Pure; safe under torch.compile
+    and vmap; no sync.
 
     Args:
         state: the state after `unscale_and_check`, before `update`.
@@ -145,7 +143,7 @@ def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
         old: the same pytree before the step.
 
     Returns:
-        The chosen pytree. None and equal Python values pass through.
+        The selected pytree. None and equal Python values pass through.
 
     Raises:
         ValueError: new and old differ in structure, or two leaves differ in shape, dtype or device.
@@ -165,11 +163,10 @@ def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
 
 
 def exhausted(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tensor:
-    """Tell whether a gradient is not finite and the rule would lower the scale, but cannot.
+    """Return whether a gradient is non-finite and the rule would lower the scale but cannot.
 
-    exhausted = the rule backs off, and the scale after its bounds is not lower, or is 0. The loss overflows whatever
-    the scale: the model diverged, or its numbers need another precision. Pure; safe under torch.compile and vmap; no
-    sync.
+    exhausted = the rule backs off, and the scale after its bounds is not lower, or is 0. Then the loss overflows at any
+    scale: the model diverged, or it needs another precision. Pure; safe under torch.compile and vmap; no sync.
 
     Args:
         state: the state after `unscale_and_check`, before `update`.
@@ -179,7 +176,7 @@ def exhausted(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
         A bool tensor, shape (). Never True for a static scale.
 
     Raises:
-        TypeError: config is no `ScalerConfig`, or state is no state of its rule.
+        TypeError: config is not a `ScalerConfig`, or state is not a state of its rule.
 
     Example:
         >>> config = ScalerConfig(init_scale=1.0, min_scale=1.0)
@@ -188,17 +185,17 @@ def exhausted(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
         tensor(True)
 
     References:
-        DeepSpeed and fairseq raise there: deepspeed/runtime/fp16/loss_scaler.py, fairseq/optim/dynamic_loss_scaler.py.
+        DeepSpeed and fairseq raise here: deepspeed/runtime/fp16/loss_scaler.py, fairseq/optim/dynamic_loss_scaler.py.
     """
     state, after, scale = _ahead("exhausted", state, config)
     return after.backs_off & (~(scale < state.scale) | (scale == 0))
 
 
 def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tensor:
-    """Tell whether the scale is due to grow, but cannot.
+    """Return whether the scale is due to grow but cannot.
 
-    saturated = the rule grows, and the scale after its bounds is not higher, or is infinite. Gradients are small enough
-    to do without scaling. Pure; safe under torch.compile and vmap; no sync.
+    saturated = the rule grows, and the scale after its bounds is not higher, or is infinite. Then gradients do not
+    overflow even at the largest scale. Pure; safe under torch.compile and vmap; no sync.
 
     Args:
         state: the state after `unscale_and_check`, before `update`.
@@ -208,7 +205,7 @@ def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
         A bool tensor, shape (). Never True for a static scale.
 
     Raises:
-        TypeError: config is no `ScalerConfig`, or state is no state of its rule.
+        TypeError: config is not a `ScalerConfig`, or state is not a state of its rule.
 
     Example:
         >>> config = ScalerConfig(init_scale=8.0, max_scale=8.0, growth_interval=1)
@@ -223,42 +220,42 @@ def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
 
 
 def _ahead(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, Outcome, Tensor]:
-    """The state, what the rule makes of it, and the scale after the bounds."""
+    """Return the state, the rule's outcome, and the scale after the bounds."""
     state, config = checked(call, state, config)
     after = _outcome(state, config)
     return state, after, _bounded(after.state, config).scale
 
 
 def checked(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, ScalerConfig]:
-    """Return a state and the configuration it was made with.
+    """Check that a state and a configuration belong together, and return both.
 
     Raises:
-        TypeError: one is of another kind, or the state lacks what the configuration's rule counts.
+        TypeError: one has another type, or the state lacks the counters of the configuration's rule.
         ValueError: a field of the state has a shape other than ().
     """
     state, config = check_state(call, state), check_config(call, config)
     wanted, counted = sorted(first_counters(config)), sorted(getattr(state, "counters", ()))
     if wanted != counted:
         raise TypeError(
-            f"{call}: state must count {', '.join(wanted) or 'clean steps alone'}, as init makes it for the rule "
-            f"{config.rule!r}; got one that counts {', '.join(counted) or 'clean steps alone'} (config must be the one "
+            f"{call}: state must count {', '.join(wanted) or 'clean steps only'}, as init makes it for the rule "
+            f"{config.rule!r}; got one that counts {', '.join(counted) or 'clean steps only'} (config must be the one "
             "that the state was made with)"
         )
     return state, config
 
 
 def first_counters(config: ScalerConfig) -> dict[str, int]:
-    """What a configuration's rule counts beside clean steps, and the first values."""
+    """Return the initial values of the rule's counters besides growth_tracker."""
     return RULES[config.rule].counters(config)
 
 
 def _outcome(state: ScalerState, config: ScalerConfig) -> Outcome:
-    """What the configuration's rule makes of a step, before its bounds."""
+    """Return the result of the configuration's rule, before its bounds."""
     return RULES[config.rule].outcome(state, config)
 
 
 def _bounded(state: ScalerState, config: ScalerConfig) -> ScalerState:
-    """The state with its scale clamped to [min_scale, max_scale]."""
+    """Return the state with its scale clamped to [min_scale, max_scale]."""
     if config.min_scale is None and config.max_scale is None:
         return state
     return replace(state, scale=state.scale.clamp(config.min_scale, config.max_scale))

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the mean over micro-batches, under one scale."""
+"""Gradient accumulation: the mean over micro-batches with one scale."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._types import Tree
 
-#: From buffers, one micro-batch and their number to scaled gradients of loss / number, the loss, the buffers, aux.
+#: (buffers, one micro-batch, their number) -> (scaled gradients of loss / number, the loss, the buffers, aux).
 One = Callable[[dict[str, Tensor], Any, int], tuple[Tree, Tensor, dict[str, Tensor], Any]]
 
 
 def accumulate(
     one: One, params: Tree, buffers: dict[str, Tensor], batch: Any, limit: int, *, scan: bool
 ) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
-    """Sum gradients over the micro-batches that lie along the first dimension of a batch.
+    """Sum gradients over the micro-batches along the first dimension of a batch.
 
-    A non-finite gradient of one micro-batch makes the sum non-finite: one check afterwards sees them all. Buffers pass
-    from one to the next; aux is stacked.
+    A non-finite gradient of one micro-batch makes the sum non-finite, so one check afterwards covers all. Buffers pass
+    from one micro-batch to the next; aux is stacked.
 
     Raises:
-        ValueError: tensors of batch hold no micro-batch, more than limit, or different numbers of them.
+        ValueError: tensors of batch have no micro-batch, more than limit, or different numbers of them.
     """
     leaves, spec = _tree.flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    # Under symbolic tracing sizes cannot be hashed; int() makes constants of them.
+    # Under symbolic tracing sizes cannot be hashed; int() turns them into constants.
     counts = {int(leaf.shape[0]) if leaf.dim() else 0 for leaf in tensors}
     if len(counts) != 1 or not 1 <= min(counts) <= limit:
         raise ValueError(
@@ -64,7 +64,7 @@ _scans: tuple[Any, Any] | None = None
 
 
 def can_scan() -> bool:
-    """Return whether torch has its scan (it has no public name); to be called before anything is traced."""
+    """Return whether torch has its scan (it has no public name); call this before tracing anything."""
     global _scans
     found = _upstream.find("torch._higher_order_ops.scan.scan"), _upstream.find("torch._higher_order_ops.scan.scan_op")
     if _upstream.usable(*found):
@@ -80,7 +80,7 @@ def _scanned(part: Any, total: list[Any], buffers: dict[str, Tensor], tensors: l
         given = iter(sums)
         full = [next(given) if there else None for there in present]
         after, buffers, loss, aux = part(full, before, slices)
-        # scan wants outputs that are none of its inputs.
+        # scan does not accept an output that is one of its inputs.
         return ([a for a in after if a is not None], _fresh(buffers)), _fresh((loss, aux))
 
     start = ([a for a in total if a is not None], buffers)
@@ -90,7 +90,7 @@ def _scanned(part: Any, total: list[Any], buffers: dict[str, Tensor], tensors: l
 
 
 def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tree, xs: list[Tensor]) -> Any:
-    """Torch's scan, in a program that Dynamo or `jit` traces."""
+    """Call torch's scan in a program that Dynamo or `jit` traces."""
     assert _scans is not None
     scan, scan_op = _scans
     if torch.compiler.is_dynamo_compiling():

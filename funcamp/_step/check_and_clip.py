@@ -1,17 +1,17 @@
-"""Check, norm, unscale and clip in two readings of the gradients: one to judge them, one inside the optimizer.
+"""Check, norm, unscale and clip in two readings of the gradients, the second inside the optimizer.
 
-    x         = f32(g) * inv_scale                      the unscaled gradients, written nowhere
+    x         = f32(g) * inv_scale                      the unscaled gradients, never written to memory
     squares   = sum x^2                                 one pass
     check     = sum max(|x| * 2^-90, 2^-60)^2           the same pass
     found_inf = 1 if check is not finite
-    norm      = sqrt(squares), or 2^90 * sqrt(check) in float64 where squares overflows float32
+    norm      = sqrt(squares), or 2^90 * sqrt(check) in float64 if squares overflows float32
     grad      = x * f32(min(1, max_norm / (norm + 1e-6)))
 
-The square of a finite float32 times 2^-180 is below 2^76, so check is finite if and only if every unscaled gradient is;
-where squares overflows, the elements that matter to it are far above the floor, which is there because products that
-underflow double the time of the pass on a CPU. A norm beyond float32 (which torch.nn.utils.clip_grad_norm_ takes for
-infinite, and multiplies every gradient by 0) still clips to max_norm here. Two sums in float32 run at the speed of
-memory; one in float64 does not, on a CPU or on a GPU with few float64 units.
+The square of a finite float32 times 2^-180 is below 2^76, so check is finite if and only if every unscaled gradient is.
+If squares overflows, the elements that matter to it are far above the floor. The floor is there because products that
+underflow double the time of the pass on a CPU. A norm beyond float32 still clips to max_norm here;
+torch.nn.utils.clip_grad_norm_ takes it as infinite and multiplies every gradient by 0. Two float32 sums run at memory
+speed; a float64 sum does not, on a CPU or on a GPU with few float64 units.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from funcamp._scaler.state import ScalerState, replace
 from funcamp._scaler.torch_rule import widen
 from funcamp._types import Reduce, Tree
 
-# A factor that keeps squares finite, the floor, and what undoes the factor in float64. A norm whose square is beyond
-# float64 is infinite.
+# Per dtype: a factor that keeps squares finite, the floor, and the factor's inverse in float64. A norm whose square is
+# beyond float64 is infinite.
 _RANGES = ((torch.float32, 2.0**-90, 2.0**-60, 2.0**180), (torch.float64, 2.0**-760, 2.0**-500, math.inf))
 
-#: On a CPU, sums of so many elements at a time: Inductor's sum of more goes through a cascade at a third of the speed.
+#: Row length of sums on a CPU: for longer sums Inductor uses a cascade at a third of the speed.
 _ROW = 2048
 
 
-def judge(
+def check_and_norm(
     state: ScalerState,
     grads: Tree,
     reduce: Reduce | None,
     joined: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda squares, finite: (squares, finite),
 ) -> tuple[ScalerState, Tensor]:
-    """The state with its flag, and the norm of the unscaled gradients in float64, from one reading.
+    """Return the state with its flag and the norm of the unscaled gradients in float64, from one reading.
 
-    joined: from the sum of squares and whether all is finite to the same over all ranks.
+    joined: reduces the sum of squares and whether all is finite over ranks.
     """
     inv_scale = _tree.settled(reciprocal(state))
     leaves = [leaf for leaf in _tree.leaves(grads) if leaf is not None]
@@ -65,13 +65,13 @@ def judge(
 def _add(
     squares: Tensor, finite: Tensor, parts: list[Tensor], inv_scale: Tensor, over: Across | None
 ) -> tuple[Tensor, Tensor]:
-    """The sum of squares and the verdict, with those of more gradients."""
+    """Add more gradients to the sum of squares and to the finite flag."""
     values = [unscaled(part, inv_scale) for part in parts]
     values = [torch.view_as_real(value) if value.is_complex() else value for value in values]
     for dtype, small, floor, large in _RANGES:
         chosen = [value for value in values if value.dtype == dtype]
         if chosen:
-            # Side by side, or they end up further apart than Inductor fuses, and are two passes.
+            # Stacked, because Inductor does not fuse sums that are further apart and would read twice.
             pairs = [(value.square(), (value * small).abs().clamp(min=floor).square()) for value in chosen]
             sums, checks = torch.stack([_sum(one) for pair in pairs for one in pair]).view(-1, 2).unbind(1)
             squares = squares + total(torch.where(torch.isfinite(sums), sums, checks * large).sum(), over)
@@ -80,7 +80,7 @@ def _add(
 
 
 def _parts(leaf: Tensor) -> list[Tensor]:
-    """A large gradient on a CPU as rows and a rest; any other as it is."""
+    """Split a large gradient on a CPU into rows and a rest; return any other as it is."""
     plain = leaf.device.type == "cpu" and leaf.layout == torch.strided and not leaf.is_complex()
     if not plain or leaf.numel() < 2 * _ROW or not leaf.is_contiguous():
         return [leaf]
@@ -89,7 +89,7 @@ def _parts(leaf: Tensor) -> list[Tensor]:
 
 
 def _sum(squares: Tensor) -> Tensor:
-    """In float32 along rows, in float64 over them; float64 throughout for float64."""
+    """Sum in float32 along rows and in float64 over them; in float64 for float64."""
     if squares.dim() == 2 and squares.shape[1] == _ROW:
         return widen(squares.sum(1)).sum()
     return widen(squares.sum())
@@ -98,7 +98,7 @@ def _sum(squares: Tensor) -> Tensor:
 def unscale_and_clip(
     state: ScalerState, grads: Tree, norm: Tensor, max_norm: float | Tensor | None, max_value: float | Tensor | None
 ) -> Tree:
-    """The gradients for the optimizer: a compiler computes them where they are used and writes them nowhere."""
+    """Return unscaled, clipped gradients; compiled, they are computed in the optimizer's loop."""
     inv_scale = _tree.settled(reciprocal(state))
     wide = None if max_norm is None else coefficient(max_norm, norm)
     factor = None if wide is None else _tree.settled(wide.float())

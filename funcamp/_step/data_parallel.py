@@ -1,10 +1,10 @@
-"""What the processes of a data-parallel step tell each other; alone, a process tells nobody.
+"""Communication in a data-parallel step; a no-op on one process.
 
-    share_r = w_r / sum over ranks of w        how much a rank's batch counts; 1 / ranks without weights
+    share_r = w_r / sum over ranks of w        the weight of a rank's batch; 1 / ranks without weights
     grads   = sum over ranks of d(scale * share_r * loss_r) / d(params)
 
-The loss is multiplied, not the gradient divided: the gradient of every example is what one process with all of them
-would have, underflow and overflow included.
+The share multiplies the loss instead of the gradient, so that each example's gradient is what one process with all
+examples would compute, also if it underflows or overflows.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from funcamp._storage.flat import FlatParams
 from funcamp._storage.shards import Shards, cut, summed_slices
 from funcamp._types import Reduce, Tree
 
-#: What a rank's loss is multiplied by: a number, or a tensor of shape ().
+#: The factor of a rank's loss: a number, or a tensor of shape ().
 Share: TypeAlias = "float | Tensor"
 
 
 class Alone:
-    """One process, or several that tell each other the flag by a function of its own."""
+    """One process, or several that reduce only the flag with the user's function."""
 
     shard = False
     buckets = 1
@@ -38,26 +38,28 @@ class Alone:
         self.reduce = reduce
 
     def share(self, batch: Any, device: torch.device) -> Share:  # noqa: ARG002
-        """What this process's loss is multiplied by."""
+        """Return the factor of this process's loss."""
         return 1.0
 
     def check(self, params: Tree) -> None:
-        """Raise ValueError where the parameters are not laid out as `stored` does it."""
+        """Raise ValueError if the parameters are not laid out as `stored` does it."""
         if isinstance(params, Shards):
-            raise ValueError(f"step: state must be whole, as distributed.gather_state gives it; got params {params!r}")
+            raise ValueError(
+                f"step: state must not be sharded; distributed.gather_state gives the full state; got params {params!r}"
+            )
 
     def agree(self, described: list[str]) -> None:
-        """Raise ValueError where a rank describes its step otherwise than the first."""
+        """Raise ValueError if a rank's step differs from the first rank's."""
 
     def same(self, tree: Tree) -> None:
-        """Write the first rank's values into a tree, for a state that is to be equal everywhere."""
+        """Write the first rank's values into a tree, so that the state is equal on all ranks."""
 
     def stored(self, params: Tree) -> Tree:
-        """What of the parameters this process keeps."""
+        """Return the part of the parameters that this process stores."""
         return params
 
     def joined(self, squares: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of squares and the verdict on what all ranks hold."""
+        """Reduce the sum of squares and the finite flag over the parts of all ranks."""
         return squares, finite
 
     def exchanged(
@@ -68,43 +70,44 @@ class Alone:
         before: dict[str, Tensor],  # noqa: ARG002
         after: dict[str, Tensor],
     ) -> tuple[Tree, Tensor, dict[str, Tensor]]:
-        """The gradients summed, laid out as the stored parameters, and the means of the loss and of the buffers."""
+        """Return the summed gradients in the stored layout, and the means of the loss and the buffers."""
         flat, spec = _tree.flatten(grads)
         return _tree.map_leaves(settled_sum, flat, spec), loss, after
 
 
 class DataParallel(Alone):
-    """Data parallelism inside the step: every rank its batch, one model; for the `parallel` of `make_train_step`.
+    """Data parallelism inside the step: one model, a batch per rank; for `parallel` of `make_train_step`.
 
-    Gradients are summed over ranks, in their own precision, after the last micro-batch of a window: by one all-reduce
-    for each group of flat storage above a mebibyte, and one for the others of a dtype and the means of loss and
-    buffers. They are summed before they are checked, so an overflow on one rank is found on all, without a collective
-    of its own. The state stays bit for bit equal over ranks, but for buffers that are not averaged; `init` begins with
-    rank 0's values. What the loss returns beside itself and what taps count stay each rank's. Pure; put into the step's
-    graph by torch.compile; no host sync but in `init`.
+    Gradients are summed over ranks after the last micro-batch, in their own dtype. There is one all-reduce per group of
+    flat storage above 1 MiB, and one per dtype for the smaller groups and the means of loss and buffers. The sum comes
+    before the check, so all ranks find an overflow of one rank without another collective. The state stays bit for bit
+    equal on all ranks, except buffers that are not averaged; `init` starts from rank 0's values. Auxiliary outputs of
+    the loss and counts of taps are per rank. Pure; torch.compile puts the collectives into the step's graph; no host
+    sync except in `init`.
 
     With shard=True each rank stores a slice of the parameters, of the optimizer's state and of the average (ZeRO stages
     1 and 2): all-gather in the compute dtype, forward and backward, reduce-scatter, update of the slice. Clipping by
-    norm and the verdict share one all-reduce of two numbers.
+    norm and the flag share one all-reduce of two numbers.
 
     Args:
         group: a ProcessGroup, or a DeviceMesh of one dimension; by default all processes.
-        shard: cut the state over the ranks; with flat storage and elementwise optimizers (one of your own sees slices).
-        dtype: what gradients are summed in where it is not their own dtype: float32 for precision, bfloat16 for bytes.
-        weight: `(batch) -> number or tensor of shape ()`: how much a rank's batch counts, its number of examples or of
-            tokens, for batches that differ (a last, uneven one). A rank with weight 0 changes nothing; NaN, or 0 on all
-            ranks, skips the step. It sees a whole window, whose micro-batches count alike. Costs one all-reduce of a
-            number before the backward pass. By default all count alike.
-        buckets: how many parts flat storage has, in the order of the parameters: under `jit` the collective of a part
-            begins when its gradients are there, beside the backward pass of the parts before. Worth it where
-            communication takes long; each part adds a few collectives and kernels.
-        mean_buffers: average floating-point buffers (BatchNorm's statistics) over ranks; False leaves each its own, as
-            integer and complex ones are.
+        shard: shard the state over the ranks; needs flat storage and elementwise optimizers (your own sees slices).
+        dtype: the dtype in which gradients are summed, if not their own: float32 for precision, bfloat16 for less
+            traffic.
+        weight: `(batch) -> number or tensor of shape ()`: the weight of a rank's batch, such as its number of examples
+            or tokens, if batches differ (a last, uneven one). A rank with weight 0 changes nothing. NaN, or 0 on all
+            ranks, skips the step. It gets the batch with all micro-batches, which count equally. Costs one all-reduce
+            of a number before the backward pass. By default all ranks count equally.
+        buckets: number of parts of flat storage, in the order of the parameters. Under `jit` the collective of a part
+            starts when its gradients are ready and overlaps the backward pass of the earlier parts. Useful if
+            communication is slow; each part adds a few collectives and kernels.
+        mean_buffers: average floating-point buffers (BatchNorm's statistics) over ranks; False keeps each rank's.
+            Integer and complex buffers are never averaged.
 
     Raises:
-        TypeError: an argument is of another kind.
-        ValueError: group is a mesh of several dimensions or lacks this process; dtype is no floating-point type;
-            buckets is not 1 or more.
+        TypeError: an argument has another type.
+        ValueError: group is a mesh of several dimensions or lacks this process; dtype is not a floating-point type;
+            buckets is below 1.
         RuntimeError: torch.distributed is not initialized.
 
     Example:
@@ -149,7 +152,7 @@ class DataParallel(Alone):
         return f"DataParallel(rank {self.ranks.rank} of {self.ranks.size}{', shard=True' if self.shard else ''})"
 
     def share(self, batch: Any, device: torch.device) -> Share:
-        """What this rank's loss is multiplied by; NaN where a tensor of weight is negative."""
+        """Return the factor of this rank's loss; NaN if a tensor of weight is negative."""
         if self._weight is None:
             return 1.0 / self.ranks.size
         weight = self._weight(batch)
@@ -165,23 +168,23 @@ class DataParallel(Alone):
         return weight / all_reduce(weight, "sum", self.ranks)
 
     def check(self, params: Tree) -> None:
-        """Raise ValueError where the parameters are not laid out as `stored` does it."""
+        """Raise ValueError if the parameters are not laid out as `stored` does it."""
         if not self.shard:
             super().check(params)
         elif not isinstance(params, Shards) or params.ranks != self.ranks:
             raise ValueError(
-                "step: state must be cut over this step's ranks, as its init and load_state_dict give it; got params "
-                f"{params!r} with {self!r}"
+                "step: state must be sharded over this step's ranks, as its init and load_state_dict return it; "
+                f"got params {params!r} with {self!r}"
             )
 
     def agree(self, described: list[str]) -> None:
-        """Raise ValueError, on all ranks, where one describes its step otherwise than the first; reads the host."""
+        """Raise ValueError on all ranks if a rank's step differs from the first rank's; reads the host."""
         own = {"shard": self.shard, "dtype": self._dtype, "buckets": self.buckets, "mean_buffers": self._mean_buffers}
         described = described + [f"{name} of DataParallel is {value}" for name, value in own.items()]
         check_alike("the optimizer and every constant must be the same on all ranks", described, self.ranks)
 
     def same(self, tree: Tree) -> None:
-        """Write the first rank's values into tensors that all ranks know by the same names."""
+        """Write the first rank's values into tensors that have the same names on all ranks."""
         single = _tree.expand(tree)
         named = zip(_tree.names(single), _tree.leaves(single))
         rule = "params and buffers must have the same names, shapes and dtypes on all ranks"
@@ -192,11 +195,11 @@ class DataParallel(Alone):
                 local(leaf).copy_(broadcast(local(leaf), self.ranks))
 
     def stored(self, params: Tree) -> Tree:
-        """This rank's slices of flat parameters, or all of them."""
+        """Return this rank's slices of flat parameters, or all of them."""
         return cut(params, self.ranks) if self.shard else params
 
     def joined(self, squares: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of squares and the verdict on the slices of all ranks, in one all-reduce."""
+        """Reduce the sum of squares and the finite flag over the slices of all ranks, in one all-reduce."""
         if not self.shard:
             return squares, finite
         total = all_reduce(torch.stack([squares, (~finite).to(squares.dtype)]), "sum", self.ranks)
@@ -205,17 +208,17 @@ class DataParallel(Alone):
     def exchanged(
         self, share: Share, grads: Tree, loss: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]
     ) -> tuple[Tree, Tensor, dict[str, Tensor]]:
-        """The gradients' sums, and the means of loss and floating-point buffers, each rank's by its share."""
+        """Return the summed gradients, and the means of loss and floating-point buffers weighted by share."""
         if self.ranks.size == 1:
             return self._summed(grads, [])[0], loss, after
         names = [name for name, value in after.items() if self._mean_buffers and value.is_floating_point()]
         values = [loss, *[after[name] for name in names]]
         wide = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
         parts = [weighed(value.reshape(-1).to(wide), share) for value in values]
-        if names:  # last of all: a buffer that no rank wrote keeps its bits
+        if names:  # last, so that a buffer that no rank wrote keeps its bits
             written = [(after[name] != before[name]).any().to(wide) for name in names]
             parts.append(weighed(torch.stack(written), share))
-        if isinstance(share, Tensor):  # a backward pass makes NaN of 0 where it divides by a count
+        if isinstance(share, Tensor):  # the backward pass of a mean over 0 examples gives NaN
             grads = _tree.map_leaves(lambda leaf: torch.where(share == 0, 0.0, leaf), *_tree.flatten(grads))
         grads, (total,) = self._summed(grads, [torch.cat(parts)])
         mean, *sums = torch.split(total, [part.numel() for part in parts])
@@ -226,7 +229,7 @@ class DataParallel(Alone):
         return grads, mean.reshape(()).to(loss.dtype), {**after, **new}
 
     def _summed(self, grads: Tree, more: list[Tensor]) -> tuple[Tree, list[Tensor]]:
-        """The sums over ranks of gradients and of more tensors."""
+        """Sum gradients and further tensors over ranks."""
         flat, spec = _tree.flatten(grads)
         values = [settled_sum(leaf) for leaf in flat]
         if self._dtype is not None:
@@ -243,7 +246,7 @@ class DataParallel(Alone):
 
 
 def weighed(value: Tensor, share: Share, parts: int = 1) -> Tensor:
-    """A value times a rank's share; 0 where the share is 0, whatever the value (the mean of no examples is NaN)."""
+    """Multiply a value by a rank's share; 0 if the share is 0, even for NaN (a mean of no examples)."""
     value = value if parts == 1 else value / parts
     if not isinstance(share, Tensor):
         return value if share == 1.0 else value * share

@@ -1,4 +1,4 @@
-"""`make_train_step`: the options of a training step, checked."""
+"""`make_train_step`: check the options of a training step and build it."""
 
 from __future__ import annotations
 
@@ -42,37 +42,37 @@ def make_train_step(
     """Build a pure training step from a loss function and an optimizer.
 
     One call scales the loss, differentiates it, finds non-finite gradients and their norm in one reading, unscales and
-    clips inside the optimizer's arithmetic, and moves the scale. A step with a non-finite gradient changes nothing but
-    the scale and the count of calls: parameters, moments, schedule, average, copies and buffers are bit for bit what
-    they were. Nothing syncs. Compile it whole: `torch.compile(step, fullgraph=True)`.
+    clips inside the optimizer's arithmetic, and updates the scale. A step with a non-finite gradient changes only the
+    scale and the count of calls: parameters, moments, schedule, average, copies and buffers keep their bits. No sync.
+    Compile the full step: `jit(step)`, or `torch.compile(step, fullgraph=True)`.
 
     Args:
-        loss_fn: a loss of `module_loss`, a function `(params, batch) -> loss` of any pytree of parameters, or one that
-            takes or returns more, as `loss` describes it.
-        optimizer: what `stateless` or `by_group` makes, or any object with such an init and update; with a
-            `learning_rate(opt_state)` too the metrics have its rate.
+        loss_fn: a loss of `module_loss`, a function `(params, batch) -> loss` of any pytree of parameters, or a
+            function with more inputs or outputs, described by `loss`.
+        optimizer: the result of `stateless` or `by_group`, or any object with such an init and update. If it has
+            `learning_rate(opt_state)`, the metrics include the rate.
         config: the scaler's configuration.
         policy: a `Policy`, its string ("float16", "bf16", "16-mixed") or a dtype: autocast and compute copies. None:
-            the loss sees the parameters as they are, and autocast is its own affair.
+            the loss gets the parameters as they are and may use autocast itself.
         max_norm: clip gradients to this global 2-norm; a positive number or a tensor of shape ().
         max_value: clamp gradients to this magnitude; not with max_norm.
-        accumulate: micro-batches in a step: their gradients of loss / count are summed in the parameters' dtype, under
-            one scale, one check and one update.
-        scan: compile the micro-batch once, by torch's scan, instead of accumulate times; eager it plays no part.
-        ema_decay: keep an average of the parameters with this decay in `TrainState.ema`.
-        parallel: a `distributed.DataParallel`: every rank takes its batch, and the step is one of all; or a pure
-            function on the flag alone, as `reduce` of `unscale_and_check`.
-        observe: names to pure functions of the unscaled gradients, before clipping, a pytree like the parameters given
-            to `init`: what they return, pytrees of tensors without None, is in `Metrics.observed`.
-            `{"found_inf_by_leaf": funcamp.found_inf_by_leaf}` tells which gradients are not finite, in the order of
+        accumulate: number of micro-batches in a step. Their gradients of loss / count are summed in the parameters'
+            dtype, with one scale, one check and one update.
+        scan: compile the micro-batch once, with torch's scan, instead of accumulate times; no effect in eager mode.
+        ema_decay: store an average of the parameters with this decay in `TrainState.ema`.
+        parallel: a `distributed.DataParallel`, with which every rank takes its own batch of one common step; or a pure
+            function of the flag only, as `reduce` of `unscale_and_check`.
+        observe: a dict of names to pure functions of the unscaled gradients before clipping, a pytree like the
+            parameters given to `init`. They return pytrees of tensors (no None), which are in `Metrics.observed`.
+            `{"found_inf_by_leaf": funcamp.found_inf_by_leaf}` shows which gradients are non-finite, in the order of
             `leaf_names(state.params)`. Reads the gradients once more.
 
     Returns:
-        A `TrainStep`: call it as `(state, batch) -> (state, metrics)`; its `init` makes the first `TrainState`, its
-        `loss` evaluates. Metrics are `Metrics`.
+        A `TrainStep`: call it as `(state, batch) -> (state, metrics)`. Its `init` returns the first `TrainState`, its
+        `loss` evaluates a batch. The metrics are a `Metrics`.
 
     Raises:
-        TypeError: an argument is of another kind than said above.
+        TypeError: an argument is not of the type given above.
         ValueError: a number is out of range; both max_norm and max_value are given; observe is given with
             `DataParallel(shard=True)`, whose ranks have slices.
 

@@ -1,4 +1,4 @@
-"""What a training step is made of, beside its loss, its optimizer and its configuration."""
+"""The options of a training step."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Options(NamedTuple):
 
 
 def described(loss_fn: Loss, optimizer: Any, config: ScalerConfig, options: Options, flat: bool) -> list[str]:
-    """What decides how the state changes, a line each, the same in every process that was given the same."""
+    """Return lines that describe how the state changes, equal in processes with equal options."""
     known = {f"{field.name} of ScalerConfig": getattr(config, field.name) for field in fields(config)}
     known |= {"optimizer": optimizer, "keep_buffers": loss_fn.keep_buffers, "flat": flat}
     known |= {name: getattr(options, name) for name in ("policy", "max_norm", "max_value", "accumulate", "ema_decay")}
     return [f"{name} is {_PLACE.sub('', repr(value))}" for name, value in known.items()]
 
 
-#: Where an object or a tensor lies, in its repr: the process's own.
+#: An object's address or a tensor's storage in a repr: differs between processes.
 _PLACE = re.compile(r" at 0x[0-9a-fA-F]+|(?<=[a-z]):[0-9]+(?=')")

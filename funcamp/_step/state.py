@@ -1,4 +1,4 @@
-"""What a training step carries from call to call, what it reports, and how both are saved."""
+"""The training step's state and metrics, and how a state is saved and loaded."""
 
 from __future__ import annotations
 
@@ -20,67 +20,68 @@ from funcamp._types import Tree
 
 
 class TrainState(NamedTuple):
-    """All that a training step changes; immutable, a pytree of tensors. Made by a step's `init`."""
+    """Everything that a training step changes; immutable, a pytree of tensors, created by a step's `init`."""
 
     step: Tensor
     """int64, shape (): calls so far, skipped ones too."""
     skipped: Tensor
-    """int64, shape (): those of them that were skipped."""
+    """int64, shape (): skipped calls so far."""
     consecutive_skips: Tensor
-    """int64, shape (): those since the last step that was applied."""
+    """int64, shape (): calls skipped since the last applied step."""
     params: Tree
-    """The parameters in full precision: a `FlatParams`, or a plain tree where flat=False."""
+    """The parameters in full precision: a `FlatParams`, or a plain tree with flat=False."""
     opt_state: Any
-    """The optimizer's state; its count of applied steps leaves out skipped ones."""
+    """The optimizer's state; its count of applied steps excludes skipped ones."""
     scaler: ScalerState
     """The scaler's state."""
     buffers: dict[str, Tensor]
-    """The module's buffers; empty where there are none."""
+    """The module's buffers; empty if there are none."""
     copies: Copies
     """The compute copies of the parameters that the policy chose."""
     ema: Tree
-    """The average of the parameters, laid out as they are; `()` without ema_decay."""
+    """The average of the parameters, in the same layout; `()` without ema_decay."""
 
 
 class Metrics(NamedTuple):
     """Per-step metrics: scalar float32 tensors, except int64 counts and aux."""
 
     loss: Tensor
-    """The unscaled loss in the loss's dtype; its mean over micro-batches."""
+    """The unscaled loss in the loss's dtype; the mean over micro-batches."""
     grad_norm: Tensor
-    """The 2-norm of the unscaled gradients before clipping; infinite or NaN where the step was skipped."""
+    """The 2-norm of the unscaled gradients before clipping; infinite or NaN if the step was skipped."""
     scale: Tensor
     """The scale that multiplied this step's loss."""
     lr: Any
-    """The learning rate of this step, float32: of `by_group` a dict, one for each label; `()` for an optimizer without.
+    """The learning rate of this step, float32: a dict by label for `by_group`, `()` for an optimizer without a rate.
     A skipped step did not use it."""
     found_inf: Tensor
     """1.0 if this step was skipped."""
     exhausted: Tensor
-    """1.0 if it was skipped and the scale cannot get lower (`funcamp.exhausted`)."""
+    """1.0 if it was skipped and the scale cannot be lowered (`funcamp.exhausted`)."""
     saturated: Tensor
-    """1.0 if the scale should have grown and cannot (`funcamp.saturated`)."""
+    """1.0 if the scale is due to grow and cannot (`funcamp.saturated`)."""
     applied: Tensor
-    """Steps applied so far, this one included."""
+    """int64: steps applied so far, including this one."""
     skipped: Tensor
-    """Steps skipped so far, this one included."""
+    """int64: steps skipped so far, including this one."""
     consecutive_skips: Tensor
-    """Steps skipped since the last one that was applied, this one included."""
+    """int64: steps skipped since the last applied one, including this one."""
     observed: dict[str, Any]
-    """What the functions of `observe` returned, by name."""
+    """The results of the `observe` functions, by name."""
     records: Mapping[str, Record]
-    """What taps counted, as `numerics.Records`: a `Record` by name, its backward pass scaled
+    """The counts of taps, as `numerics.Records`: a `Record` by name, whose backward counts are of scaled gradients
     (`Record.unscale(metrics.scale)`); `{}` without probes."""
     aux: Any
-    """What the loss returned beside itself, stacked over micro-batches; `()` without has_aux."""
+    """The auxiliary outputs of the loss, stacked over micro-batches; `()` without has_aux."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Make a dict for a logger: every metric by its name, a dict's entries one by one as `lr/matrix`, `aux/hits`.
+        """Return a dict for a logger: every metric by its name, entries of dicts as `lr/matrix`, `aux/hits`.
 
-        Left out are what no option asked for, and records. Tensors; numbers in a row of `MetricReader`. No sync.
+        Leaves out records and the metrics of options that are not set. The values are tensors; a `MetricReader` turns
+        them into numbers. No sync.
 
         Raises:
-            ValueError: two entries of nested dicts have one name: `{"a/b": ..., "a": {"b": ...}}`.
+            ValueError: two entries of nested dicts have the same name: `{"a/b": ..., "a": {"b": ...}}`.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD, lr=0.5))
@@ -112,14 +113,14 @@ def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def export(state: TrainState) -> dict[str, Tensor]:
-    """Copies of every tensor under its dotted name."""
+    """Return copies of all tensors under their dotted names."""
     found: dict[str, Tensor] = clone(_by_name(_tree.expand(_without_copies(gather_state(state)))))
     return found
 
 
-@torch.inference_mode(False)  # whose tensors no step outside it could differentiate
+@torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
 def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> TrainState:
-    """The inverse of `export`, laid out and placed as like is; of what only one has, like's where not strict."""
+    """Return the state that `export` saved, laid out as like; if not strict, like fills what is missing."""
     if not isinstance(like, TrainState) or not isinstance(saved, dict):
         raise TypeError(
             "load_state_dict: like must be a TrainState and saved a dict; got "
@@ -169,19 +170,20 @@ def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> 
 
 
 def gather_state(state: TrainState) -> TrainState:
-    """The state that one process alone would hold, from the slices of all ranks.
+    """Gather the full state of a step with `DataParallel(shard=True)` from the slices of all ranks.
 
-    One all-gather for each group of the parameters, of each entry of the optimizer and of the average: every rank must
-    call. For saving with the plain names of parameters, for evaluation by another step, for going on without shards.
+    A collective: call it on every rank. It does one all-gather per group of the parameters, of each optimizer entry and
+    of the average. Use it to save under the parameters' plain names, to evaluate with another step, or to continue
+    without shards.
 
     Args:
-        state: a state of a step with `DataParallel(shard=True)`; one of another step is returned as it is.
+        state: a state of a step with `DataParallel(shard=True)`; any other state is returned as it is.
 
     Returns:
-        The `TrainState` whose trees are `FlatParams`; the compute copies come with it. No host sync.
+        The `TrainState` whose trees are `FlatParams`, with compute copies. No host sync.
 
     Raises:
-        TypeError: state is no `TrainState`.
+        TypeError: state is not a `TrainState`.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
@@ -198,20 +200,20 @@ def gather_state(state: TrainState) -> TrainState:
 
 
 def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
-    """A state as torch.distributed.checkpoint saves it: each rank its slices, as DTensors, beside what all hold.
+    """Return a state for torch.distributed.checkpoint: each rank's slices as DTensors, the rest plain.
 
-    `dcp.save(sharded_state_dict(state), checkpoint_id=path)`. To restore, on any number of ranks: make a state by
-    `init`, let `dcp.load` fill `saved = sharded_state_dict(like)`, and give that to `load_sharded_state_dict`. Tensors
-    are copies. Every rank must call; no host sync.
+    `dcp.save(sharded_state_dict(state), checkpoint_id=path)`. To restore, on any number of ranks: create a state with
+    `init`, let `dcp.load` fill `saved = sharded_state_dict(like)`, and pass that to `load_sharded_state_dict`. Tensors
+    are copies. A collective: call it on every rank. No host sync.
 
     Args:
         state: a state of a step with `DataParallel`.
 
     Returns:
-        Tensors by dotted name: of flat storage the groups, not the single parameters. Compute copies are left out.
+        Tensors by dotted name; flat storage gives its groups, not single parameters. Compute copies are left out.
 
     Raises:
-        TypeError: state is no `TrainState`.
+        TypeError: state is not a `TrainState`.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
@@ -223,7 +225,7 @@ def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
     return found
 
 
-#: The entry that tells which parameter lies where in the groups.
+#: The entry with a fingerprint of the layout: which parameter is at which place in the groups.
 _LAYOUT = "layout"
 
 
@@ -242,20 +244,20 @@ def _fingerprint(params: Tree) -> int:
     return int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[:7], "big")
 
 
-@torch.inference_mode(False)  # whose tensors no step outside it could differentiate
+@torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
 def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> TrainState:
-    """The state in what `sharded_state_dict` gave and `torch.distributed.checkpoint.load` filled; no sync.
+    """Return the state in the dict that `torch.distributed.checkpoint.load` filled. No sync.
 
     Args:
-        saved: the dict.
-        like: the state it was made of, from `init`, with this process's ranks.
+        saved: the dict of `sharded_state_dict`, filled.
+        like: the state it was created from, by `init`, with this process's ranks.
 
     Returns:
         The `TrainState`.
 
     Raises:
-        TypeError: like is no `TrainState`.
-        ValueError: saved has other names, shapes or dtypes than like, or its parameters lie in another order.
+        TypeError: like is not a `TrainState`.
+        ValueError: saved has other names, shapes or dtypes than like, or its parameters have another order.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
@@ -287,7 +289,7 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
 
 
 def _check_numbers(call: str, state: TrainState) -> None:
-    """Raise ValueError for a scale, flag or count that no run can have, or from which none recovers; reads the host."""
+    """Raise ValueError for a scale, flag or count that is impossible or unrecoverable; reads the host."""
 
     def check(name: str, value: Tensor, holds: Tensor, rule: str) -> None:
         if not bool(holds.all()):
@@ -313,7 +315,7 @@ def _check_numbers(call: str, state: TrainState) -> None:
 
 
 def with_own_copies(tree: Tree) -> Tree:
-    """The tree with compute copies made anew in states whose copies are not known to be of their parameters."""
+    """Return the tree with new compute copies in states whose copies may not match their parameters."""
 
     def own(node: TrainState) -> TrainState:
         copies, params = node.copies, node.params
@@ -327,7 +329,7 @@ def with_own_copies(tree: Tree) -> Tree:
 
 
 def states(tree: Tree) -> list[TrainState]:
-    """The states in a tree that have compute copies."""
+    """Return the states in a tree that have compute copies."""
     nodes = [tree] if isinstance(tree, TrainState) else _tree.nodes(TrainState, tree)
     return [node for node in nodes if node.copies.values]
 

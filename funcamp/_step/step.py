@@ -1,4 +1,4 @@
-"""The training step: scale, differentiate, judge, clip, step, skip and update as one pure function."""
+"""The training step as one pure function: scale, differentiate, check, clip, step, skip and update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from funcamp._scaler.scale import unscale
 from funcamp._scaler.state import ScalerState
 from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
 from funcamp._step.accumulate import accumulate as accumulate_window
-from funcamp._step.check_and_clip import judge, unscale_and_clip
+from funcamp._step.check_and_clip import check_and_norm, unscale_and_clip
 from funcamp._step.data_parallel import weighed
 from funcamp._step.options import Options, described
 from funcamp._step.state import Metrics, TrainState, export, restore
@@ -61,7 +61,7 @@ class TrainStep:
     def __repr__(self) -> str:
         return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={self._options.policy})"
 
-    @torch.inference_mode(False)  # whose tensors no step outside it could differentiate
+    @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
     def init(
         self,
         params: Tree = None,
@@ -73,40 +73,41 @@ class TrainStep:
     ) -> TrainState:
         """Make the state before the first step.
 
-        Copies every value: the state shares nothing with params or a module, unless consume is set. The scaler's state
-        is on the device of the first parameter. Under torch.inference_mode too its tensors are ordinary ones. No sync.
+        Copies every value: the state shares no memory with params or a module, unless consume is set. The scaler's
+        state is on the device of the first parameter. Tensors are ordinary ones also under torch.inference_mode. No
+        sync.
 
         Args:
-            params: a pytree of floating-point or complex tensors, or a `FlatParams`; by default the module's, for a
-                loss of `module_loss`.
+            params: a pytree of floating-point or complex tensors, or a `FlatParams`; by default the module's, if the
+                loss is of `module_loss`.
             buffers: tensors by name; by default the module's.
-            flat: hold the parameters in a `FlatParams`, so that launches do not grow with the number of tensors; False
-                for the tree as it is.
+            flat: store the parameters in a `FlatParams`, so that the number of kernel launches does not depend on the
+                number of tensors; False keeps the tree as it is.
             group: the groups of flat storage, as in `ravel`; by default those of the optimizer, or matrices and
                 vectors.
-            consume: let the state take the module's place, so that its values are in memory once. The module's
-                trainable parameters and its buffers become views of the state's tensors, one after the other; their own
-                memory is freed and their gradients are dropped. Frozen parameters stay the module's, and are not in
-                the state. The parameters remain the same objects, tied as they were.
-                Afterwards the module has the values of this state: under `jit`, which donates, those of the last step;
-                if steps are eager or `jit(donate=False)`, those of now, and they keep this state's memory alive. What
-                is written into the module (`load_state_dict`, an optimizer of torch's, a forward pass in training mode
-                with BatchNorm) is written into this state, and the next step sees it; writes through `.data` do not
-                reach the compute copies, because torch does not count them.
-                `model.load_state_dict(loss_fn.state_dict(...))` works as before. What gives the module other tensors or
-                other memory ends this, without an error: `Module.to` with another dtype or device, `share_memory`,
-                `load_state_dict(assign=True)`. The module then has values of its own, which no step changes.
-                A donated step counts as an in-place write: `backward` of an earlier loss of the module raises, as after
-                `optimizer.step()`. So does a write into one parameter of a flat group for a loss that reads another one
-                of it; with flat=False they count separately.
+            consume: let the module share the state's memory, so that each value is in memory once. The module's
+                trainable parameters and its buffers become views of the state's tensors. Their previous memory is
+                freed, one tensor after the other, and their gradients are dropped. Frozen parameters stay in the module
+                and are not in the state. The parameters remain the same objects, with the same ties. Afterwards the
+                module has the values of this state. Under `jit`, which donates, these are the values of the last step.
+                With eager steps or `jit(donate=False)` they are the current ones, and the module keeps this state's
+                memory alive. Writes into the module (`load_state_dict`, a torch.optim optimizer, a forward pass in
+                training mode with BatchNorm) change this state, and the next step uses them. Writes through `.data` do
+                not reach the compute copies, because torch does not count them.
+                `model.load_state_dict(loss_fn.state_dict(...))` works as before. If the module gets other tensors or
+                other memory, the sharing ends without an error: `Module.to` with another dtype or device,
+                `share_memory`, `load_state_dict(assign=True)`. The module then has separate values that no step
+                changes. A donated step counts as an in-place write: `backward` of an earlier loss of the module raises,
+                as after `optimizer.step()`. In flat storage, a write into one parameter of a group also counts for a
+                loss that reads another parameter of the group; with flat=False they count separately.
 
         Raises:
-            TypeError: params is missing, or a leaf is an integer or sparse tensor or no tensor; buffers is no dict of
-                tensors; flat or consume is no bool; group is not callable; consume is set for a loss that is not of
-                `module_loss`, or for a module with DTensors or other tensor subclasses.
+            TypeError: params is missing; a leaf is an integer tensor, a sparse tensor or not a tensor; buffers is not a
+                dict of tensors; flat or consume is not a bool; group is not callable; consume is set for a loss that is
+                not of `module_loss`, or for a module with DTensors or other tensor subclasses.
             ValueError: params has no tensor, or not the names of the module; a glob of the policy's keep or copy
-                matches no parameter; flat is False with a `FlatParams`, a group, or a state cut over ranks; consume is
-                set with params or buffers, or for a state cut over ranks.
+                matches no parameter; flat is False with a `FlatParams`, a group, or a sharded state; consume is set
+                with params or buffers, or for a sharded state.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -131,7 +132,7 @@ class TrainStep:
         tree = params.tree() if isinstance(params, FlatParams) else params
         options.policy.check_names(call, self.loss_fn.all_names(tree))
         options.parallel.agree(described(self.loss_fn, self.optimizer, self.config, options, flat))
-        with torch.no_grad():  # parameters given may require it
+        with torch.no_grad():  # params may require grad
             parallel = options.parallel
             stored, plan = store(call, params, options.policy, self.loss_fn, groups, parallel.buckets, consume=consume)
             buffers = clone(buffers) if consumed is None else consumed.take_buffers()
@@ -149,14 +150,14 @@ class TrainStep:
             opt_state=self.optimizer.init(stored),
             scaler=init(self.config, device=device),
             buffers=buffers,
-            copies=refresh(stored, plan),  # after the optimizer's temporaries
+            copies=refresh(stored, plan),  # last, when the optimizer's temporaries are free
             ema=() if options.ema_decay is None else clone(stored),
         )
 
     def _groups(
         self, call: str, params: Tree, flat: bool, group: Callable[[str, Tensor], str] | None
     ) -> Callable[[str, Tensor], str] | None:
-        """The groups of flat storage; None for a plain tree."""
+        """Return the groups of flat storage; None for a plain tree."""
         if group is not None and not callable(group):
             raise TypeError(f"{call}: group must be callable; got {_tree.brief(group)}")
         if boolean(call, "flat", flat):
@@ -179,37 +180,39 @@ class TrainStep:
         if params is not None or buffers is not None:
             name = "buffers" if params is None else "params"
             raise ValueError(
-                f"{call}: consume must be False where params or buffers are given, as it takes the module's own; got "
+                f"{call}: consume must be False if params or buffers are given, as it takes the module's own; got "
                 f"True and {name}={_tree.brief(buffers if params is None else params)}"
             )
         if self._options.parallel.shard:
             raise ValueError(
-                f"{call}: consume must be False with {self._options.parallel!r}, of whose slices no parameter of the "
-                'module is a view; got True. model.to("meta") after init frees the module\'s memory'
+                f"{call}: consume must be False with {self._options.parallel!r}, because a parameter of the module "
+                'cannot be a view of a slice; got True. model.to("meta") after init frees the module\'s memory'
             )
         return self.loss_fn
 
     def loss(self, state: TrainState, batch: Any, *, training: bool = False) -> Tensor:
-        """Evaluate the loss of a batch: no gradient, no dropout, nothing written.
+        """Return the loss of a batch without a gradient, without dropout and without writing anything.
 
-        For validation. In the precision of the step, of one batch without micro-batches. A loss of `module_loss` is
-        evaluated in eval mode: dropout off, BatchNorm by its running statistics. The module's flags are set for the
-        call and put back; another thread that calls the module meanwhile sees them too. A loss of your own is called as
-        it is: the flags of modules in it are yours. What the loss returns beside (buffers, aux) is left out: call
-        `step.loss_fn` on `compute_params(state)` for it. Of a state cut over ranks every rank must call; each has its
-        own batch's loss. No sync.
+        For validation. Evaluates one batch without micro-batches, in the precision of the step. A loss of `module_loss`
+        is evaluated in eval mode: dropout off, BatchNorm with its running statistics. The module's training flags are
+        set during the call and restored; another thread that calls the module meanwhile sees them. Any other loss is
+        called as it is: set the flags of its modules yourself. Further results of the loss (buffers, aux) are dropped;
+        for these call `step.loss_fn` on `compute_params(state)`. With a sharded state this is a collective: call it on
+        every rank; each rank gets the loss of its own batch. No sync.
 
         Args:
             state: from `init` or a step.
-            batch: as the step takes it; of one micro-batch.
+            batch: as for the step, but one micro-batch.
+            training: keep the module's training flags: the loss as the step computes it, with dropout.
             training: leave the module's flags as they stand: the loss that the step would see, with dropout.
 
         Returns:
             The loss, unscaled, shape ().
 
         Raises:
-            TypeError: state is no `TrainState`, or training no bool; the loss returns no pair where it should.
-            ValueError: state is cut over other ranks.
+            TypeError: state is not a `TrainState`, or training not a bool; the loss does not return a pair although it
+                has buffers or aux.
+            ValueError: state is sharded over other ranks.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -238,7 +241,7 @@ class TrainStep:
         self._options.parallel.check(state.params)
 
     def _copies(self, call: str, state: TrainState) -> Copies:
-        """A state's compute copies as this step's policy and loss want them: its own, or new ones."""
+        """Return compute copies as this step's policy and loss need them: the state's own, or new ones."""
         plan, place = state.copies.plan, place_of(state.params)
         if plan.rule != self._rule or plan.place != place:  # another step's
             known = None if torch.compiler.is_compiling() else self._planned
@@ -247,15 +250,16 @@ class TrainStep:
 
     def _plan(self, call: str, params: Tree) -> Plan:
         plan = plan_for(call, params, self._options.policy, self.loss_fn)
-        if not torch.compiler.is_compiling():  # for steps that take turns on one state
+        if not torch.compiler.is_compiling():  # cached for several steps that share one state
             self._planned = plan
         return plan
 
     def compute_params(self, state: TrainState) -> Tree:
-        """The parameters as the loss sees them: copies in the compute dtype where the policy made them.
+        """Return the parameters as the loss gets them: compute copies if the policy makes them.
 
-        For a forward pass outside the loss, under an autocast of your own: another network's turn, acting, validation.
-        Detached copies, which later steps leave alone. Of a state cut over ranks every rank must call. No sync.
+        For a forward pass outside the loss, under your own autocast: another network's turn, acting, validation.
+        Returns detached copies, which later steps do not change. With a sharded state this is a collective: call it on
+        every rank. No sync.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD), policy="bfloat16")
@@ -265,15 +269,16 @@ class TrainStep:
         self._check_state("compute_params", state)
         inputs, build = for_loss(*for_step(state.params, self._copies("compute_params", state)))
         values = [value.detach() for value in inputs]
-        # Outside of a program the next donated step would write new values into these.
+        # Outside a compiled program the next donated step would overwrite these.
         return build(values if torch.compiler.is_dynamo_compiling() else [value.clone() for value in values])
 
     def state_dict(self, state: TrainState) -> dict[str, Tensor]:
-        """Every tensor of a state under a dotted name, for torch.save: `params.` and the module's own names, and so on.
+        """Return every tensor of a state by a dotted name, for torch.save.
 
-        The same names whether the parameters are flat or not; compute copies are left out, for they follow from the
-        parameters. Tensors are copies. Of a state cut over ranks every rank must call: it is made whole, by the
-        all-gathers of `distributed.gather_state`. No sync.
+        Names start with `params.`, `opt_state.` and so on; a parameter's goes on with the module's own name. The names
+        are the same whether the parameters are flat or not. Compute copies are left out, because they follow from the
+        parameters. Tensors are copies. With a sharded state this is a collective: call it on every rank; it gathers the
+        full state, as `distributed.gather_state` does. No sync.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -283,19 +288,19 @@ class TrainStep:
         return export(state)
 
     def load_state_dict(self, saved: dict[str, Tensor], like: TrainState, *, strict: bool = True) -> TrainState:
-        """Return the state that `state_dict` gave, laid out as `like` (from `init`), on its devices.
+        """Return the state saved by `state_dict`, laid out as `like` (from `init`), on its devices.
 
         Syncs: reads the scale and the counts.
 
         Args:
-            saved: what `state_dict` gave.
+            saved: what `state_dict` returned.
             like: a state of this step; not changed.
-            strict: False to continue with other parameters: names that saved lacks keep like's values (a parameter
-                that was added or unfrozen, its optimizer's state as at a first step), names that like lacks are left
-                out (one that was removed or frozen).
+            strict: False to continue with other parameters. Names that saved lacks keep like's values (a parameter that
+                was added or unfrozen; its optimizer state is as before a first step). Names that like lacks are dropped
+                (a parameter that was removed or frozen).
 
         Raises:
-            TypeError: like is no `TrainState`, or saved no dict.
+            TypeError: like is not a `TrainState`, or saved not a dict.
             ValueError: a name is missing or unknown; a tensor has another shape or dtype than like's; the scale is not
                 above 0, or a count is negative; parameters in one group of flat storage differ in their step count.
 
@@ -309,19 +314,19 @@ class TrainStep:
         return restore(saved, like, strict)
 
     def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """Return the state_dicts of a torch loop that continues from a state: its module, optimizer and scaler.
+        """Return the state_dicts with which a torch loop continues: its module, optimizer and scaler.
 
-        torch's optimizer is one of `model.parameters()`, frozen ones included; for `by_group` one parameter group for
-        each label, in their order, or where their classes differ one optimizer for each. With a sharded state this is a
-        collective. Syncs: reads the state.
+        torch's optimizer must be created with `model.parameters()`, frozen ones included. For `by_group` it has one
+        parameter group per label, in their order; if the classes differ, there is one optimizer per label. With a
+        sharded state this is a collective. Syncs: reads the state.
 
         Args:
             state: the state after a step.
-            names: the parameters in the order in which torch's optimizer is given them; by default the module's.
+            names: the parameters in the order in which torch's optimizer got them; by default the module's.
 
         Returns:
-            "model", "optimizer" (by label where classes differ) and "scaler", each for torch's `load_state_dict`.
-            foreach, fused and capturable are the step's or torch's defaults. The average of `ema_decay` has no place.
+            "model", "optimizer" (by label if classes differ) and "scaler", each for torch's `load_state_dict`. foreach,
+            fused and capturable are the step's or torch's defaults. The average of `ema_decay` is left out.
 
         Raises:
             TypeError: an optimizer was not made by `stateless`.
@@ -350,22 +355,24 @@ class TrainStep:
     ) -> TrainState:
         """Return the state that continues a torch loop, from the state_dicts of its optimizer and its scaler.
 
-        Parameters and buffers come with like: load the module first, `model.load_state_dict(...)`, then call `init`.
+        Parameters and buffers are taken from like: load the module first, `model.load_state_dict(...)`, then call
+            `init`.
         Syncs: reads the counts.
 
         Args:
             like: from `init`; not changed.
-            optimizer: `torch.optim.Optimizer.state_dict()` of the step's class; None to start anew. As `to_torch` gives
-                it for `by_group`.
+            optimizer: `torch.optim.Optimizer.state_dict()` of the step's class; None to start anew. For `by_group`, as
+                `to_torch` returns it.
             scaler: `torch.amp.GradScaler.state_dict()`; None to start anew.
-            names: the parameters in the order in which torch's optimizer was given them; by default what it saved
-                (one made of `named_parameters()` does), else the module's order.
-            steps: how many steps were applied, for schedules; by default what the optimizer counted (SGD does not).
+            names: the parameters in the order in which torch's optimizer got them; by default the names it saved (an
+                optimizer created with `named_parameters()` saves them), else the module's order.
+            steps: number of applied steps, for schedules; by default the optimizer's count (SGD has none).
 
         Raises:
-            TypeError: like is no `TrainState`; optimizer is no state_dict, or the step's not made by `stateless`.
+            TypeError: like is not a `TrainState`; optimizer is not a state_dict, or the step's was not made by
+                `stateless`.
             ValueError: optimizer is of another class or has other numbers (lr, betas) than the step; scaler has other
-                constants; names or steps must be given.
+                constants; names or steps are missing and needed.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)
@@ -384,14 +391,14 @@ class TrainStep:
 
         Args:
             state: from `init` or the last call.
-            batch: a pytree, passed to the loss; with accumulate > 1 every tensor in it has micro-batches along its
-                first dimension, accumulate of them, or fewer in a last, partial window.
+            batch: a pytree, passed to the loss. With accumulate > 1 the first dimension of every tensor is the
+                micro-batches: accumulate of them, or fewer in a last, partial window.
 
         Raises:
-            TypeError: state is no `TrainState`; the loss is no floating-point tensor, or returns something else than
-                the options say.
-            ValueError: the loss has a shape other than (); micro-batches are more than accumulate, none, or differ in
-                number.
+            TypeError: state is not a `TrainState`; the loss is not a floating-point tensor, or returns something else
+                than the options say.
+            ValueError: the loss has a shape other than (); the number of micro-batches is 0, above accumulate, or
+                differs between tensors.
         """
         self._check_state("step", state, batch)
         options, parallel, batch = self._options, self._options.parallel, _tree.plain(batch)
@@ -415,7 +422,7 @@ class TrainStep:
                 one, (full_size(state.params), probes), state.buffers, batch, options.accumulate, scan=options.scan
             )
         grads, loss, buffers = parallel.exchanged(share, grads, loss, state.buffers, buffers)
-        scaler, norm = judge(state.scaler, grads, parallel.reduce, parallel.joined)
+        scaler, norm = check_and_norm(state.scaler, grads, parallel.reduce, parallel.joined)
         observed = self._observed(state.scaler, grads)
         grads = unscale_and_clip(state.scaler, grads, norm, options.max_norm, options.max_value)
         new = self.optimizer.update(state.params, grads, state.opt_state)
@@ -456,7 +463,7 @@ class TrainStep:
         return after, metrics
 
     def _observed(self, scaler: ScalerState, grads: Tree) -> dict[str, Any]:
-        """What the functions of observe say of the gradients, unscaled, in the parameters' own tree."""
+        """Return the results of the observe functions on the unscaled gradients, in the parameters' own tree."""
         if not self._options.observe:
             return {}
         unscaled = _tree.expand(unscale(scaler, grads))
@@ -483,7 +490,7 @@ class TrainStep:
         region: Any = contextlib.nullcontext()
         if policy.autocast and policy.compute_dtype != torch.float32:
             device = next(leaf.device.type for leaf in _tree.leaves(tree) if leaf is not None)
-            if device != "meta":  # no values, no autocast
+            if device != "meta":  # autocast does not know the meta device
                 region = torch.autocast(device, policy.compute_dtype)
         with region:
             given = (
@@ -501,7 +508,7 @@ class TrainStep:
         batch: Any,
         weigh: Callable[[Tensor], Tensor],
     ) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
-        """Scaled gradients as a tree like the stored parameters and the probes, the loss, the buffers after it, aux."""
+        """Return scaled gradients (as the stored parameters) and probes, the loss, the new buffers, and aux."""
         inputs, build_params = for_loss(state.params, state.copies)
         rows, spec = _tree.flatten(probes)
         beside = self.loss_fn.has_buffers or self.loss_fn.has_aux

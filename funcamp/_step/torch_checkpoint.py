@@ -1,7 +1,7 @@
-"""A training state as the state_dicts of a torch loop, and back.
+"""Conversion of a training state to and from the state_dicts of a torch loop.
 
-Both ways are a renaming of the tensors that `state_dict` exports: torch numbers parameters, in the order in which the
-optimizer was given them, where funcamp has their names.
+Both directions rename the tensors that `state_dict` exports: torch numbers parameters in the order in which the
+optimizer got them; funcamp uses their names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from funcamp._step.state import TrainState, export, gather_state, restore
 from funcamp._storage.flat import FlatParams
 from funcamp._storage.shards import Shards
 
-#: What a group says of how its class runs, and what a scheduler keeps there: no part of what it computes.
+#: Entries of a torch group that do not affect the result: how the class runs, and what a scheduler stores there.
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr")
 
 
@@ -31,17 +31,17 @@ class _Part(NamedTuple):
     label: str | None
     optimizer: StatelessOptimizer
     prefix: str
-    """Of its entries among the exported names."""
+    """The prefix of its entries among the exported names."""
     names: list[str]
-    """Of its parameters, in torch's order."""
+    """The names of its parameters, in torch's order."""
 
     def entry(self, entry: str, name: str) -> str:
-        """The exported name of what the optimizer keeps for a parameter."""
+        """Return the exported name of an optimizer entry of a parameter."""
         return f"{self.prefix}state.{entry}.{name}"
 
 
 def to_torch(step: Any, state: TrainState, names: Iterable[str] | None) -> dict[str, Any]:
-    """As `TrainStep.to_torch`."""
+    """Return the state_dicts of `TrainStep.to_torch`."""
     saved, several = export(state), _several(step.optimizer)
     found: dict[str | None, dict[str, Any]] = {}
     for part in _parts("to_torch", step, state, names):
@@ -52,7 +52,7 @@ def to_torch(step: Any, state: TrainState, names: Iterable[str] | None) -> dict[
         kept = _entries(saved, part.prefix)
         for number, name in numbers.items():
             entries = {entry: saved[part.entry(entry, name)] for entry in kept if part.entry(entry, name) in saved}
-            if entries and entries.pop(APPLIED, 1) != 0:  # torch keeps the step on the host
+            if entries and entries.pop(APPLIED, 1) != 0:  # torch stores the step counter on the host
                 one["state"][number] = {entry: v.cpu() if entry == "step" else v for entry, v in entries.items()}
     params, scaler = gather_state(state).params, to_state_dict(state.scaler, step.config)
     if isinstance(step.loss_fn, ModuleLoss):
@@ -70,7 +70,7 @@ def from_torch(
     names: Iterable[str] | None,
     steps: int | None,
 ) -> TrainState:
-    """As `TrainStep.from_torch`."""
+    """Return the state of `TrainStep.from_torch`."""
     call = "from_torch"
     if not isinstance(like, TrainState):
         raise TypeError(f"{call}: like must be a TrainState, from init; got {like!r}")
@@ -93,7 +93,7 @@ def from_torch(
         for part in parts:
             if steps is None and not counts and _has_schedule(part.optimizer._hyperparameters.values()):
                 raise ValueError(
-                    f"{call}: steps must be given, the number of steps applied, for a schedule counts them and torch's "
+                    f"{call}: steps must be given, the number of steps applied, as a schedule counts them and torch's "
                     f"{part.optimizer._cls.__name__} does not"
                 )
         applied = max(counts.values(), default=0) if steps is None else steps
@@ -116,14 +116,14 @@ def from_torch(
 def _take(
     call: str, given: Mapping[str, Any], parts: list[_Part], named: bool, saved: dict[str, Tensor]
 ) -> dict[str, int]:
-    """Put a torch optimizer's state into the exported tensors; return the steps that each part counted."""
+    """Write a torch optimizer's state into the exported tensors; return the step count of each part."""
     groups = given["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     order = [name for part in parts for name in part.names]
     own = [name for group in groups for name in group.get("param_names") or ()]
     if not named and len(own) == len(numbers):
         order = own
-    elif not named and len(order) != len(numbers):  # made of the trainable parameters alone
+    elif not named and len(order) != len(numbers):  # torch's optimizer got only the trainable parameters
         order = [name for name in order if f"params.{name}" in saved]
     if len(order) != len(numbers) or (not named and not own and len(groups) != len(parts)):
         raise ValueError(
@@ -179,7 +179,7 @@ def _parts(call: str, step: Any, state: TrainState, names: Iterable[str] | None)
 
 
 def _labelled(optimizer: Any, params: Any) -> dict[str, str | None]:
-    """Every parameter's name, and the label that `by_group` knows it by."""
+    """Return every parameter's name with its `by_group` label."""
     if isinstance(params, (FlatParams, Shards)):
         layout = params.layout
         tree = layout.tree([layout.labels[slot.group] for slot in layout.slots])
@@ -192,25 +192,25 @@ def _labelled(optimizer: Any, params: Any) -> dict[str, str | None]:
 
 
 def _several(optimizer: Any) -> bool:
-    """Whether torch needs an optimizer of its own for each group: their classes differ."""
+    """Return whether torch needs one optimizer per group, because their classes differ."""
     return isinstance(optimizer, GroupedOptimizer) and len({one._cls for one in optimizer.optimizers.values()}) > 1
 
 
 def _entries(saved: Mapping[str, Tensor], prefix: str) -> list[str]:
-    """What an optimizer keeps, by torch's names."""
+    """Return the names of an optimizer's entries, as in torch."""
     start = f"{prefix}state."
     return list(dict.fromkeys(name[len(start) :].partition(".")[0] for name in saved if name.startswith(start)))
 
 
 def _group(optimizer: StatelessOptimizer, applied: Tensor) -> dict[str, Any]:
-    """The numbers of a torch.optim group after some applied steps."""
+    """Return the numbers of a torch.optim group after some applied steps."""
     numbers = optimizer._hyperparameters | optimizer._hyper(applied, [applied])
     made = optimizer._cls([torch.zeros(2, 2)], **{name: _plain(value) for name, value in numbers.items()})
     return {name: value for name, value in made.param_groups[0].items() if name != "params"}
 
 
 def _check_numbers(call: str, optimizer: StatelessOptimizer, group: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError where torch's group has another number than the step would go on with."""
+    """Raise ValueError if torch's group has another number than the step would continue with."""
     made = optimizer._cls([torch.zeros(2, 2)], **optimizer._traits.arguments).param_groups[0]
     for key, own in made.items():
         if key in group and key not in (*_HOW, *optimizer._traits.dynamic) and _plain(group[key]) != _plain(own):

@@ -1,4 +1,4 @@
-"""Compute copies: which stored tensor the loss sees where, in which precision, and how its gradients come together."""
+"""Compute copies: which tensors the loss gets in the compute dtype, and their gradients."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from funcamp._types import Tree
 
 
 class Use(NamedTuple):
-    """One leaf of the tree that the loss sees."""
+    """One leaf of the tree that the loss gets."""
 
     leaf: int | None
-    """The number of the stored tensor (a slot of a FlatParams, a leaf of a plain tree); None for a None."""
+    """The number of the stored tensor: a slot of a FlatParams or a leaf of a plain tree; None for a None."""
     low: bool
-    """Whether the loss sees it in the compute dtype."""
+    """Whether the loss gets it in the compute dtype."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known of the copies before any value; plans that keep the same copies are equal."""
+    """Which copies a state has, without values; plans with the same copies are equal."""
 
     kept: tuple[int, ...]
-    """The groups (of a FlatParams) or leaves (of a plain tree) whose copies are kept in the state."""
+    """The groups (of a FlatParams) or leaves (of a plain tree) whose copies are in the state."""
     dtype: torch.dtype
     uses: tuple[Use, ...] = field(compare=False)
     names: tuple[str, ...] | None = field(compare=False)
-    """The keys of the dict that the loss sees; None where it sees the parameters' own tree."""
+    """The keys of the dict that the loss gets; None if it gets the parameters' own tree."""
     rule: str = field(compare=False)
-    """What `rule_of` says of the step that it was made for."""
+    """The `rule_of` the step that it was made for."""
     place: Any = field(compare=False)
-    """What `place_of` says of the parameters that it was made for."""
+    """The `place_of` the parameters that it was made for."""
 
 
 class Copies:
-    """The compute copies kept from step to step, a pytree: one for every group or leaf that the plan keeps."""
+    """The compute copies in a state, as a pytree: one for every group or leaf of the plan."""
 
     def __init__(self, values: tuple[Tensor, ...], plan: Plan) -> None:
         self.values, self.plan = values, plan
@@ -57,13 +57,13 @@ class Copies:
         return Copies, (self.values, self.plan)
 
     def note(self, params: Tree) -> None:
-        """Note that these are the copies of the parameters as they are now."""
+        """Record that these are copies of the parameters' current values."""
         sources = [] if isinstance(params, Shards) else _sources(params, self.plan)
         tracked = not any(source.is_inference() for source in sources)
         self._of = [(source, source._version) for source in sources] if tracked else None
 
     def are_of(self, params: Tree) -> bool:
-        """Whether they are known to be the copies of these parameters as they are now; reads no value."""
+        """Return whether they are known to be copies of these parameters' current values; reads no tensor."""
         if not self.values:
             return isinstance(params, Shards) or not self.plan.kept
         if self._of is None or isinstance(params, Shards):
@@ -95,14 +95,14 @@ def store(
     *,
     consume: bool = False,
 ) -> tuple[Tree, Plan]:
-    """The parameters as the state holds them, flat where group is given, and what of them the policy copies.
+    """Return the parameters as the state stores them, flat with a group, and the plan of their copies.
 
-    In memory of their own; with consume it is that of the tensors given too, instead of theirs.
+    The result has separate memory; with consume the given tensors get that memory too, instead of their own.
     """
     known: frozenset[str] | None = getattr(loss_fn, "cast_names", None)
     aliases = _aliases(loss_fn)
 
-    def verdicts(name: str, leaf: Tensor) -> list[bool]:
+    def casts_of(name: str, leaf: Tensor) -> list[bool]:
         return [policy.casts(alias, leaf, known) for alias in aliases.get(name, [name])]
 
     if isinstance(params, FlatParams):
@@ -110,7 +110,7 @@ def store(
     elif group is not None:
 
         def apart(name: str, leaf: Tensor) -> object:
-            return leaf.dim() > 1 and sorted(set(verdicts(name, leaf)))
+            return leaf.dim() > 1 and sorted(set(casts_of(name, leaf)))
 
         flat = lay_out(call, params, group, apart, buckets, consume=consume)
     else:
@@ -122,7 +122,7 @@ def store(
 
 
 def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
-    """What of stored parameters the policy copies for a loss."""
+    """Return which stored parameters the policy copies for a loss."""
     known: frozenset[str] | None = getattr(loss_fn, "cast_names", None)
     stored_as: dict[str, str] | None = getattr(loss_fn, "names", None)
     aliases = _aliases(loss_fn)
@@ -132,7 +132,7 @@ def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
     names = _tree.names(tree)
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{call}: every leaf of params must have a dotted name of its own; got {twice!r} twice")
+        raise ValueError(f"{call}: every leaf of params must have a unique dotted name; got {twice!r} twice")
     numbers = list(range(len(leaves))) if flat is None else list(flat.layout.leaves)
     where = {name: (number, leaf) for name, number, leaf in zip(names, numbers, leaves)}
     if stored_as is not None and set(where) != set(aliases):
@@ -152,7 +152,7 @@ def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
 
 
 def _aliases(loss_fn: Any) -> dict[str, list[str]]:
-    """From the names under which parameters are stored to those under which the loss sees them."""
+    """Return, for each stored name, the names under which the loss gets the parameter."""
     aliases: dict[str, list[str]] = {}
     for name, source in (getattr(loss_fn, "names", None) or {}).items():
         aliases.setdefault(source, []).append(name)
@@ -160,7 +160,7 @@ def _aliases(loss_fn: Any) -> dict[str, list[str]]:
 
 
 def rule_of(policy: Policy, loss_fn: Any) -> str:
-    """All but the parameters that decides on a plan, as one string: Dynamo guards on it at no cost."""
+    """Return all that decides on a plan except the parameters, as a string, a cheap guard for Dynamo."""
     known: Any = getattr(loss_fn, "cast_names", None)
     chosen = (policy.keep, policy.copy, None if known is None else sorted(known))
     decides = (policy.compute_dtype, policy.compute_dtype != torch.float32 and chosen, getattr(loss_fn, "names", None))
@@ -168,7 +168,7 @@ def rule_of(policy: Policy, loss_fn: Any) -> str:
 
 
 def place_of(params: Tree) -> Any:
-    """What tells the parameters of one plan from those of another, cheaply: layout or names, and dtypes."""
+    """Return a cheap key of the parameters of a plan: layout or names, and dtypes."""
     flat = isinstance(params, FlatParams)
     leaves: Any = params.groups if flat else _tree.leaves(params)
     dtypes = tuple([None if leaf is None else leaf.dtype for leaf in leaves])
@@ -190,14 +190,14 @@ def _refuse_ties(call: str, params: Tree) -> None:
             other = first.setdefault(identity(leaf), name)
             if other != name:
                 raise ValueError(
-                    f"{call}: params must not hold one tensor twice where flat=False, for only flat storage keeps "
+                    f"{call}: params must not hold one tensor twice with flat=False, as only flat storage keeps "
                     f"it one; got {other!r} and {name!r}"
                 )
 
 
 def refresh(params: Tree, plan: Plan) -> Copies:
-    """The copies of these parameters."""
-    if isinstance(params, Shards):  # a step makes them whole, in the compute dtype
+    """Return the copies of these parameters."""
+    if isinstance(params, Shards):  # the step gathers them in the compute dtype
         return Copies((), plan)
     copies = Copies(tuple(source.to(plan.dtype) for source in _sources(params, plan)), plan)
     if not torch.compiler.is_compiling() and not _upstream.transforms_active():
@@ -206,12 +206,12 @@ def refresh(params: Tree, plan: Plan) -> Copies:
 
 
 def of_plan(call: str, params: Tree, copies: Copies, plan: Plan) -> Copies:
-    """The copies of these parameters under a plan: those given if they are, else made anew.
+    """Return the copies of these parameters under a plan: the given ones if up to date, else new ones.
 
-    A program takes those given: what `jit` was given is right, and later it keeps them so.
+    A compiled program uses the given ones, because `jit` has checked its input and then keeps the copies up to date.
 
     Raises:
-        ValueError: a program would have to change the structure of its state.
+        ValueError: a compiled program would have to change the structure of its state.
     """
     compiling = torch.compiler.is_compiling()
     if copies.plan == plan and (compiling or copies.are_of(params)):
@@ -222,7 +222,7 @@ def of_plan(call: str, params: Tree, copies: Copies, plan: Plan) -> Copies:
         return same
     if compiling:
         raise ValueError(
-            f"{call}: state must have the compute copies of this step's policy where it is compiled, "
+            f"{call}: state must have the compute copies of this step's policy if it is compiled, "
             f"{len(plan.kept)} in {plan.dtype}; got {len(copies.plan.kept)} in {copies.plan.dtype}, another policy's: "
             "take one step uncompiled, state, metrics = step(state, batch), and go on with its state"
         )
@@ -230,24 +230,24 @@ def of_plan(call: str, params: Tree, copies: Copies, plan: Plan) -> Copies:
 
 
 def for_step(params: Tree, copies: Copies) -> tuple[Tree, Copies]:
-    """The parameters and the copies of what the loss sees, whole: one all-gather a group where ranks hold slices."""
+    """Return full parameters and copies for the loss; with shards by one all-gather per large group."""
     if not isinstance(params, Shards):
         return params, copies
     plan, slots = copies.plan, params.layout.slots
     full = {slots[use.leaf].group: None for use in plan.uses if use.leaf is not None and not use.low}
-    # What is seen in both precisions comes in the wider one.
+    # A tensor that is used in both precisions is gathered in the wider one.
     values = whole(params, full | {number: plan.dtype for number in plan.kept if number not in full}).groups
     low = tuple(value.to(plan.dtype) for value in (values[number] for number in plan.kept) if value is not None)
     return FlatParams(values, params.layout), Copies(low, plan)
 
 
 def full_size(params: Tree) -> Tree:
-    """A tree of the parameters' shapes, where ranks hold slices; else the parameters."""
+    """Return a tree of the parameters' full shapes if they are sharded, else the parameters."""
     return outline(params) if isinstance(params, Shards) else params
 
 
 def for_loss(params: Tree, copies: Copies) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
-    """What to differentiate with respect to, each tensor once, and how the loss's tree is built of it."""
+    """Return the distinct inputs of the gradient, and a function that builds the loss's tree of them."""
     plan = copies.plan
     stored = _tree.leaves(params)
     kept: list[Tensor | None] = [None] * len(stored)
@@ -273,7 +273,7 @@ def for_loss(params: Tree, copies: Copies) -> tuple[list[Tensor], Callable[[list
 
 
 def gather(params: Tree, copies: Copies, grads: list[Tensor]) -> Tree:
-    """Gradients of what `for_loss` gave, as a tree like the stored parameters; two of one tensor are summed."""
+    """Return gradients of `for_loss`'s inputs as a tree like the parameters; sum those of one tensor."""
     flat = isinstance(params, FlatParams)
     by_leaf: list[Tensor | None] = [None] * (len(params.layout.slots) if flat else len(_tree.leaves(params)))
     for (number, _), grad in zip(_distinct(copies.plan), grads):
@@ -290,7 +290,7 @@ def gather(params: Tree, copies: Copies, grads: list[Tensor]) -> Tree:
 
 
 def clone(tree: Tree) -> Tree:
-    """Copy every tensor of a pytree: a branch of a state that a donated step would consume.
+    """Copy every tensor of a pytree, for example to keep a state that a donated step would consume.
 
     Pure; no sync.
 
@@ -298,7 +298,7 @@ def clone(tree: Tree) -> Tree:
         tree: any pytree.
 
     Returns:
-        The same structure; tensors cloned and detached, other leaves as they are.
+        The same structure, with tensors cloned and detached and other leaves unchanged.
 
     Raises:
         Nothing.

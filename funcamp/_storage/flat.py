@@ -1,4 +1,4 @@
-"""Flat storage: a pytree of tensors as a few one-dimensional tensors, so that a function of it is a few kernels."""
+"""Flat storage: a pytree as a few one-dimensional tensors, so that functions of it run few kernels."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from funcamp._types import Tree
 
 
 class FlatParams(_tree.Stored):
-    """A pytree of tensors held as one 1-D tensor per group; made by `ravel`, immutable, itself a pytree.
+    """A pytree of tensors stored as one 1-D tensor per group; made by `ravel`; immutable; a pytree.
 
-    `flat["weight"]` is one tensor, a view, as `flat.tree()["weight"]` is. Its leaves are the groups, so every function
-    of pytrees (the scaler's, an optimizer's, `clip_grad_norm`, a tree_map) does per group what it would do per tensor.
-    Copy a state of several FlatParams freely: the layout is shared.
+    `flat["weight"]` is one tensor, a view, as is `flat.tree()["weight"]`. Its leaves are the groups, so every function
+    of pytrees (the scaler's, an optimizer's, `clip_grad_norm`, a tree_map) runs per group instead of per tensor. The
+    layout is shared between copies.
     """
 
     groups: Groups
-    """One tensor a group, shape (size,); None where a tree function was given or made a None, shape () where an
-    optimizer keeps one number a tensor (a step count)."""
+    """One tensor per group, shape (size,); None for a group of Nones; shape () for one number per group, such as an
+    optimizer's step count."""
     layout: Layout
-    """Where every tensor lies; the same object for trees of the same layout."""
+    """The position of every tensor; the same object for trees of the same layout."""
 
     def __init__(self, groups: Groups, layout: Layout) -> None:
         self.groups, self.layout = groups, layout
@@ -43,15 +43,15 @@ class FlatParams(_tree.Stored):
     def __iter__(self) -> NoReturn:
         raise TypeError("FlatParams: it must not be iterated over: .tree() is the pytree of its tensors")
 
-    if not TYPE_CHECKING:  # or every misspelt attribute would pass
+    if not TYPE_CHECKING:  # a type checker would otherwise accept any attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(f"FlatParams has no attribute {name!r}: .tree() is the pytree of its tensors")
 
     def tree(self) -> Tree:
-        """The original pytree, its leaves views of the groups; leaves that were one tensor are one view.
+        """Return the original pytree, with views of the groups as leaves; tied leaves are one view.
 
-        Differentiable: the gradient of a group is one concatenation. No copy, no sync.
+        Differentiable: the gradient of a group is one concatenation. No copy; no sync.
 
         Example:
             >>> ravel({"w": torch.ones(2, 2), "b": torch.zeros(2)}).tree()["b"]
@@ -60,19 +60,19 @@ class FlatParams(_tree.Stored):
         return self.layout.tree(self.layout.views(self.groups))
 
     def placeholders(self) -> Tree:
-        """The original pytree with an empty tensor for every leaf."""
+        """Return the original pytree with an empty tensor for every leaf."""
         groups = [None if group is None else group.new_empty(0) for group in self.groups]
         return self.layout.tree([groups[slot.group] for slot in self.layout.slots])
 
     def ravel(self, tree: Tree) -> FlatParams:
-        """Lay another tree of the same structure and shapes out as this one is.
+        """Lay out another tree of the same structure and shapes like this one.
 
         Args:
-            tree: a pytree of tensors, of any dtypes and devices, one of each within a group; a None counts as zeros.
-                Of tied leaves the first counts.
+            tree: a pytree of tensors of any dtype and device, the same within a group; None stands for zeros. For tied
+                leaves the first counts.
 
         Raises:
-            TypeError: a leaf is no tensor.
+            TypeError: a leaf is not a tensor.
             ValueError: the trees differ in structure, or a leaf in shape.
 
         Example:
@@ -91,12 +91,12 @@ class FlatParams(_tree.Stored):
         return FlatParams(tuple(groups), self.layout)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every tensor under its dotted name, as `torch.nn.Module.state_dict` names it; tied names share one tensor.
+        """Return every tensor under its dotted name, as `torch.nn.Module.state_dict` does.
 
-        The tensors are copies, contiguous: saving one saves no more than itself.
+        Tied names share a tensor. The tensors are contiguous copies, so that saving one does not save its group.
 
         Raises:
-            ValueError: two leaves have one dotted name.
+            ValueError: two leaves have the same dotted name.
 
         Example:
             >>> list(ravel({"layer": {"weight": torch.ones(2, 2), "bias": torch.zeros(2)}}).state_dict())
@@ -106,7 +106,7 @@ class FlatParams(_tree.Stored):
         names = _tree.names(self.layout.tree(copies))
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"state_dict: every leaf must have a dotted name of its own; got {twice!r} twice")
+            raise ValueError(f"state_dict: every leaf must have a unique dotted name; got {twice!r} twice")
         found = {name: copies[slot] for name, slot in zip(names, self.layout.leaves) if slot is not None}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -120,7 +120,7 @@ _tree.register(
 
 
 def matrix_or_vector(name: str, leaf: Tensor) -> str:  # noqa: ARG001  what `group` is called with
-    """The group "matrix" for tensors of two or more dimensions, "vector" for the rest: who decays, and who does not.
+    """Return "matrix" for a tensor of two or more dimensions, otherwise "vector".
 
     Pure; no sync.
 
@@ -139,24 +139,25 @@ def matrix_or_vector(name: str, leaf: Tensor) -> str:  # noqa: ARG001  what `gro
 
 
 def ravel(params: Tree, *, group: Callable[[str, Tensor], str] = matrix_or_vector) -> FlatParams:
-    """Lay a pytree of tensors out in a few 1-D ones.
+    """Store a pytree of tensors in a few 1-D tensors.
 
-    Tensors of one dtype and device for which `group` returns the same lie together, in the tree's order, each on a
-    boundary of 256 bytes; the padding is zero. Matrices whose rows have one length lie in a group of their own, for
-    the four lengths with most elements: a compiled step writes their gradients in place. A tensor that stands under
-    two names (tied weights) lies there once. Copies the values; no sync.
+    Tensors with the same dtype, device and `group` label are stored together, in the tree's order. Each starts at a
+    multiple of 256 bytes; the padding is zero. Matrices with rows of equal length get a separate group, for the four
+    lengths with the most elements, so that a compiled step can write their gradients in place. A tensor with two names
+    (tied weights) is stored once. Copies the values; no sync.
 
     Args:
         params: a pytree of dense floating-point or complex tensors; None passes through.
-        group: from a leaf's dotted name and the tensor to a label: tensors whose labels differ are kept apart, so that
-            they can have hyperparameters of their own (`by_group`). The names of tied leaves must agree.
+        group: a function from a leaf's dotted name and the tensor to a label. Tensors with different labels are stored
+            separately, so that they can have separate hyperparameters (`by_group`). The names of tied leaves must
+            agree.
 
     Returns:
-        A `FlatParams`; `.tree()` is the same pytree of views.
+        A `FlatParams`; `.tree()` is the same pytree, of views.
 
     Raises:
         TypeError: a leaf is an integer or sparse tensor, or neither a tensor nor None.
-        ValueError: group differs between two names of one tensor.
+        ValueError: group returns different labels for two names of one tensor.
 
     Example:
         >>> flat = ravel({"w": torch.ones(2, 2), "b": torch.zeros(2), "tied": None})
@@ -175,16 +176,17 @@ def lay_out(
     *,
     consume: bool = False,
 ) -> FlatParams:
-    """As `ravel`; tensors of one label for which `apart` differs, or in another bucket, lie in groups of their own.
+    """Lay out a tree as `ravel` does, with further criteria.
 
-    With consume the tensors given become views of the groups.
+    Tensors with different values of `apart` or in different buckets are in separate groups. With consume the given
+    tensors become views of the groups.
     """
     layout, distinct = arrange(call, params, group, apart, buckets)
     return FlatParams(layout.take(distinct) if consume else layout.join(distinct), layout)
 
 
 def _collect(call: str, like: FlatParams, tree: Tree) -> list[Tensor | None]:
-    """The values of a tree, one a slot of a FlatParams, checked against its structure and shapes."""
+    """Return the values of a tree, one per slot of a FlatParams; check its structure and shapes."""
     layout = like.layout
     values, spec = _tree.tensors(call, "tree", tree)
     if spec != layout.spec:

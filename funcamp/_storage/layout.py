@@ -1,12 +1,12 @@
-"""Where every tensor of a tree lies in flat storage.
+"""The position of every tensor of a tree in flat storage.
 
 A group, in elements of its one-dimensional tensor:
 
     | w, n elements | 0 ... 0 | v, m elements | 0 ... 0 |
     0                         64 k                      size
 
-A matrix starts at a multiple of 128 elements (256 bytes in a two-byte copy of the group), a vector at one of 64 (256
-bytes in float32). The rest is zero and has a zero gradient, so no norm or check sees it.
+A matrix starts at a multiple of 128 elements (256 bytes in a two-byte copy of the group), a vector at a multiple of 64
+(256 bytes in float32). The rest is zero and has a zero gradient, so it affects no norm and no check.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ Groups: TypeAlias = "tuple[Tensor | None, ...]"
 
 
 class Slot(NamedTuple):
-    """Where one tensor lies."""
+    """The position of one tensor."""
 
     group: int
     place: int
-    """Its place among the tensors of its group."""
+    """Its index among the tensors of its group."""
     shape: tuple[int, ...]
 
 
 class Layout:
-    """How a tree lies in its groups. Layouts with one content are one object: equality is identity."""
+    """The layout of a tree in groups. Layouts of equal content are one object."""
 
     spec: _tree.TreeSpec
     """The structure of the tree."""
     leaves: tuple[int | None, ...]
-    """For every leaf of the tree the number of its slot, one number for tied leaves; None for a None."""
+    """For every leaf of the tree the number of its slot (the same for tied leaves), or None for a None."""
     slots: tuple[Slot, ...]
     labels: tuple[str, ...]
-    """For every group what `group` returned for its tensors."""
+    """For every group the label that `group` returned for its tensors."""
     pieces: tuple[tuple[int, ...], ...]
     """For every group the padded sizes of its tensors."""
     columns: tuple[int | None, ...]
-    """For every group the length of a row, where all its tensors are matrices with rows of one length, else None."""
+    """For every group the row length if all its tensors are matrices with rows of that length, else None."""
     buckets: tuple[int, ...]
-    """For every group in which part of the tree its tensors are."""
+    """For every group the number of its bucket: a consecutive part of the tree."""
 
     def __init__(self, *content: Any) -> None:
         self.spec, self.leaves, self.slots, self.labels, self.pieces, self.columns, self.buckets = content
 
     def __reduce__(self) -> tuple[Any, ...]:
-        numbers = _tree.unflatten(list(self.leaves), self.spec)  # a TreeSpec's own pickle is tied to torch's version
+        numbers = _tree.unflatten(list(self.leaves), self.spec)  # a pickled TreeSpec depends on torch's version
         return _restore, (numbers, self.slots, self.labels, self.pieces, self.columns, self.buckets)
 
     def __copy__(self) -> Layout:
@@ -67,9 +67,9 @@ class Layout:
         return self
 
     def views(self, groups: Groups, wanted: Container[int] | None = None) -> list[Tensor | None]:
-        """A view for every slot; None for those of a group that is None, the group itself where its shape is ().
+        """Return a view per slot; None if its group is None, the group itself if its shape is ().
 
-        wanted: the numbers of the slots to look at; None for all. In a trace every view is an operation.
+        wanted: the numbers of the slots to view; None for all. Under tracing every view is an operation.
         """
         for group, columns in zip(groups, self.columns):
             if group is not None and group.dim() > (1 if columns is None else 2):
@@ -94,7 +94,7 @@ class Layout:
         return views
 
     def join(self, values: Sequence[Tensor | None]) -> Groups:
-        """One tensor a group from one a slot, promoted to one type; None for a group whose first value is."""
+        """Return one tensor per group from one per slot, in one dtype; None for a group without values."""
         parts: list[list[Tensor]] = [[] for _ in self.pieces]
         for slot, value in zip(self.slots, values):
             if value is None:
@@ -106,7 +106,7 @@ class Layout:
         return tuple(torch.cat(part).reshape(-1) if part else None for part in parts)
 
     def take(self, tensors: Sequence[Tensor]) -> Groups:
-        """As `join`; each tensor is given its place as its memory, and its own is freed before the next is copied."""
+        """Make groups as `join` does, but turn each tensor into a view of its group, one by one."""
         groups: list[Tensor | None] = [None] * len(self.pieces)
         for number, sizes in enumerate(self.pieces):
             mine = [(slot, tensor) for slot, tensor in zip(self.slots, tensors) if slot.group == number]
@@ -117,11 +117,11 @@ class Layout:
         return tuple(groups)
 
     def last_first(self) -> list[int]:
-        """The numbers of the groups, the end of the tree first: in the order in which their gradients are complete."""
+        """Return the groups' numbers from the end of the tree: the order in which gradients complete."""
         return sorted(range(len(self.buckets)), key=lambda number: -self.buckets[number])
 
     def tree(self, values: Sequence[Any]) -> Tree:
-        """The tree from one value a slot."""
+        """Return the tree with one value per slot."""
         return _tree.unflatten([None if slot is None else values[slot] for slot in self.leaves], self.spec)
 
 
@@ -144,9 +144,9 @@ def arrange(
     apart: Callable[[str, Tensor], object],
     buckets: int,
 ) -> tuple[Layout, list[Tensor]]:
-    """The layout of a tree, and its tensors, one a slot.
+    """Return the layout of a tree and its tensors, one per slot.
 
-    One group for each label, type, device, value of apart and bucket: so many parts of the tree, in its order.
+    One group per label, dtype, device, value of apart and bucket; buckets are consecutive parts of the tree.
     """
     flat, spec = _tree.parameters(call, "params", params)
     whole, before = sum(leaf.numel() for leaf in flat if leaf is not None), 0
@@ -193,10 +193,10 @@ def arrange(
 
 
 def _row_lengths(keys: list[tuple[Any, ...]], tensors: list[Tensor], most: int) -> list[int | None]:
-    """For every tensor the length of its rows if it is to lie with its like, None if in the group of all the rest.
+    """Return the row length of every tensor that is grouped by row length, None for the rest.
 
-    A concatenation of matrices along their rows is one that Inductor never performs: each product that makes a weight's
-    gradient writes straight into its slice. Of one-dimensional pieces it copies every one.
+    Inductor never performs a concatenation of matrices along their rows: each product that computes a weight's gradient
+    writes directly into its slice. One-dimensional pieces it copies.
     """
     sizes: dict[Any, int] = {}
     for key, leaf in zip(keys, tensors):

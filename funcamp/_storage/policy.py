@@ -1,8 +1,8 @@
-"""The precision policy: which parameters the loss sees in the compute dtype, and where those copies are kept.
+"""The precision policy: which parameters the loss gets in the compute dtype.
 
-torch.autocast casts a weight at its first use in a region, keeps the cast in a hidden cache, and so sums the gradients
-of several uses in the low precision before they reach the float32 weight. Here the copy is a value: the gradient is
-taken with respect to it, the uses sum in the low precision by themselves, and no cache can go stale.
+torch.autocast casts a weight at its first use in a region and stores the cast in a hidden cache, so the gradients of
+several uses are summed in the low precision before they reach the float32 weight. Here the copy is an explicit value
+and the gradient is taken with respect to it: the sum is the same, and no cache can become stale.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
-#: What Lightning, Accelerate, Hugging Face and torch call them; "16-true" is another thing, parameters in float16.
+#: Names used by Lightning, Accelerate, Hugging Face and torch. "16-true" means float16 parameters, so it is not here.
 _SHORT = {
     **dict.fromkeys(("fp16", "f16", "half", "16-mixed"), "float16"),
     **dict.fromkeys(("bf16", "bf16-mixed"), "bfloat16"),
@@ -32,24 +32,24 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Policy:
-    """Which precision the loss computes in, and for which parameters a copy in it is kept.
+    """The precision in which the loss computes, and the parameters that get a copy in it.
 
-    Parameters stay in float32. The loss sees a copy of the chosen ones and runs under torch.autocast, which casts
-    activations and leaves the copies alone. Chosen are, for a loss made by `module_loss`, the weights and biases that
-    autocast would cast (those of Linear, convolutions and attention projections whose forward is torch's own; not
-    embeddings, not norms), and for any other loss the float32 tensors of two or more dimensions. `keep` and `copy`
-    overrule both, by name: name in `keep` a layer's weight that is used outside the layer too (in a penalty, say).
+    Parameters stay in float32. The loss gets copies of the selected ones and runs under torch.autocast, which casts
+    activations and does not change the copies. For a loss of `module_loss` these are the weights and biases that
+    autocast would cast: those of Linear, convolutions and attention projections whose forward is torch's, without
+    embeddings and norms. For any other loss they are the float32 tensors of two or more dimensions. `keep` and `copy`
+    overrule both by name: put a layer's weight into `keep` if it is also used outside the layer (in a penalty).
 
     Args:
         compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for neither copies nor autocast.
         autocast: whether the loss runs under torch.autocast.
-        keep: globs of dotted names, `*` for any characters: these stay float32 (an embedding in a loss of your own).
-        copy: globs of dotted names: these are copied, whatever their module or shape. `keep` goes first. A step's
-            `init` refuses a glob of either that matches no parameter, trainable or frozen.
+        keep: globs of dotted names, `*` for any characters: these stay float32 (an embedding in your own loss).
+        copy: globs of dotted names: these are copied, whatever their module or shape. `keep` takes precedence. A step's
+            `init` raises for a glob of either that matches no parameter, trainable or frozen.
 
     Raises:
-        TypeError: a value is of another type than said above.
-        ValueError: compute_dtype is another dtype; a glob is empty or holds a comma or a bar.
+        TypeError: a value is not of the type given above.
+        ValueError: compute_dtype is another dtype; a glob is empty or contains a comma, bar, equals sign or space.
 
     Example:
         >>> str(Policy(torch.float16, keep=("embed.*",)))
@@ -90,14 +90,14 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """The policy that prints as `text`: `dtype[,autocast=on|off][,keep=glob|glob][,copy=glob|glob]`.
+        """Return the policy that prints as `text`.
 
-        The dtype may have one of its other names: fp16, f16, half or 16-mixed; bf16 or bf16-mixed; fp32, f32, float,
-        32-true or no.
+        The form is `dtype[,autocast=on|off][,keep=glob|glob][,copy=glob|glob]`. The dtype may have another name: fp16,
+        f16, half or 16-mixed; bf16 or bf16-mixed; fp32, f32, float, 32-true or no.
 
         Raises:
-            TypeError: text is no string.
-            ValueError: a part is none of these.
+            TypeError: text is not a string.
+            ValueError: a part of it is invalid.
 
         Example:
             >>> Policy.parse("float16,keep=embed.*|pos,autocast=off")
@@ -126,9 +126,9 @@ class Policy:
         return cls(dtype, **given)
 
     def casts(self, name: str, leaf: Tensor, known: frozenset[str] | None) -> bool:
-        """Whether the loss sees the tensor of this name in the compute dtype.
+        """Return whether the loss gets the tensor of this name in the compute dtype.
 
-        `known` holds the names that autocast would cast, where the loss knows them.
+        `known`: the names that autocast would cast, if the loss knows them.
         """
         if self.compute_dtype == torch.float32 or leaf.dtype != torch.float32:
             return False
@@ -139,7 +139,7 @@ class Policy:
         return leaf.dim() >= 2 if known is None else name in known
 
     def check_names(self, call: str, names: Sequence[str]) -> None:
-        """Raise ValueError if a glob of keep or copy matches none of the parameters' names: a typo protects nothing."""
+        """Raise ValueError if a glob of keep or copy matches no parameter's name: a typo would have no effect."""
         for kind in ("keep", "copy"):
             for glob in getattr(self, kind):
                 if not any(_matches(glob, name) for name in names):
@@ -151,7 +151,7 @@ class Policy:
 
 
 def check_policy(call: str, policy: object) -> Policy | None:
-    """Return the policy, made of a string or a dtype; raise TypeError if it is none."""
+    """Return the policy, created from a string or a dtype if needed; raise TypeError for anything else."""
     if isinstance(policy, str):
         return Policy.parse(policy)
     if isinstance(policy, torch.dtype):

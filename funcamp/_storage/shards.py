@@ -1,8 +1,8 @@
-"""Flat storage cut over ranks: of every group each rank holds one slice.
+"""Flat storage sharded over ranks: each rank stores one slice of every group.
 
-    group  | rank 0 | rank 1 | ... | rank n - 1, its end zeros |      slice = ceil(size / n) elements
+    group  | rank 0 | rank 1 | ... | rank n - 1, zeros at the end |      slice = ceil(size / n) elements
 
-The cut of a DTensor with Shard(0), so torch.distributed.checkpoint reads it on any number of ranks.
+The slices are those of a DTensor with Shard(0), so torch.distributed.checkpoint reads them on any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from funcamp._types import Tree
 
 
 class Shards(FlatParams):
-    """The slices of a `FlatParams` that one rank holds: itself a pytree, what elementwise functions work on."""
+    """The slices of a `FlatParams` on one rank: a pytree that elementwise functions work on."""
 
     whole = False
     ranks: Ranks
@@ -35,22 +35,22 @@ class Shards(FlatParams):
         return f"rank {self.ranks.rank} of {self.ranks.size} of {super().__repr__()}"
 
     def tree(self) -> NoReturn:
-        """Raise: a rank has slices only."""
+        """Raise, because a rank has only slices."""
         self._refuse("tree")
 
     def ravel(self, tree: Tree) -> NoReturn:  # noqa: ARG002  the interface of what it refuses
-        """Raise: a rank has slices only."""
+        """Raise, because a rank has only slices."""
         self._refuse("ravel")
 
     def state_dict(self) -> NoReturn:
-        """Raise: a rank has slices only."""
+        """Raise, because a rank has only slices."""
         self._refuse("state_dict")
 
     def _refuse(self, call: str) -> NoReturn:
         raise TypeError(
-            f"{call}: params must not be cut over ranks: a rank holds a slice of every group, no whole tensor, so only "
-            "an elementwise optimizer takes them (not Muon, not Adafactor), and distributed.gather_state makes them "
-            f"whole; got {self!r}"
+            f"{call}: params must not be sharded over ranks: a rank has a slice of every group, so only an "
+            "elementwise optimizer takes them (not Muon, not Adafactor), and distributed.gather_state makes them "
+            f"complete; got {self!r}"
         )
 
 
@@ -63,7 +63,7 @@ _tree.register(
 
 
 def cut(flat: FlatParams, ranks: Ranks) -> Shards:
-    """This rank's slices of what every rank holds whole: no collective."""
+    """Return this rank's slices of storage that every rank has in full; no collective."""
 
     def part(group: Tensor) -> Tensor:
         length = slice_length(group.numel(), ranks)
@@ -73,7 +73,7 @@ def cut(flat: FlatParams, ranks: Ranks) -> Shards:
 
 
 def summed_slices(flat: FlatParams, ranks: Ranks) -> Shards:
-    """This rank's slices of the sum over ranks: one reduce-scatter a group, or for small ones."""
+    """Return this rank's slices of the sum over ranks, by one reduce-scatter per large group and dtype."""
     groups = list(flat.groups)
     present = [number for number in flat.layout.last_first() if groups[number] is not None]
     padded = [_padded(group, ranks) for group in [groups[number] for number in present] if group is not None]
@@ -83,9 +83,9 @@ def summed_slices(flat: FlatParams, ranks: Ranks) -> Shards:
 
 
 def whole(shards: Shards, dtypes: Mapping[int, torch.dtype | None] | None = None) -> FlatParams:
-    """The groups whole, in these dtypes where given, None for those that are not asked for.
+    """Gather the full groups, in these dtypes if given; None for groups that are not requested.
 
-    One all-gather a group, or for small ones.
+    One all-gather per large group, and one per dtype for small ones.
     """
     groups: list[Tensor | None] = [None] * len(shards.groups)
     sent: dict[int, Tensor] = {}
@@ -101,7 +101,7 @@ def whole(shards: Shards, dtypes: Mapping[int, torch.dtype | None] | None = None
 
 
 def outline(shards: Shards) -> FlatParams:
-    """Groups of the whole size, of one zero each."""
+    """Return groups of full size that store one zero each."""
     groups = [
         group if group is None or not group.dim() else group.new_zeros(()).expand(sum(sizes))
         for group, sizes in zip(shards.groups, shards.layout.pieces)
@@ -110,7 +110,7 @@ def outline(shards: Shards) -> FlatParams:
 
 
 def slice_of(flat: FlatParams) -> list[Tensor | None]:
-    """The groups of flat storage, a rank's slices as DTensors without the padding: what a checkpoint keeps."""
+    """Return the groups of flat storage for a checkpoint: a rank's slices as DTensors without the padding."""
     if not isinstance(flat, Shards):
         return list(flat.groups)
     from torch.distributed.device_mesh import DeviceMesh  # half a second to import
@@ -130,7 +130,7 @@ def slice_of(flat: FlatParams) -> list[Tensor | None]:
 
 
 def joined_slice(saved: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `slice_of` for one leaf: of a rank's slice plain, with its padding; on like's device."""
+    """Invert `slice_of` for one leaf: return a rank's plain, padded slice on like's device."""
     if is_distributed(like) or not is_distributed(saved):
         return saved.detach().to(like.device, copy=True)
     part = local(saved).detach().to(like.device)
@@ -138,7 +138,7 @@ def joined_slice(saved: Tensor, like: Tensor) -> Tensor:
 
 
 def slice_length(size: int, ranks: Ranks) -> int:
-    """How many elements of a group of this size every rank holds, zeros at the end of the last ones' included."""
+    """Return the number of elements per rank for a group of this size, including padding."""
     return -(-size // ranks.size)
 
 
@@ -148,5 +148,5 @@ def _padded(group: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _each(fn: Any, groups: Groups) -> Groups:
-    # An optimizer's one number a tensor (a step count) is every rank's.
+    # A scalar per tensor (an optimizer's step count) is the same on every rank.
     return tuple(group if group is None or not group.dim() else fn(group) for group in groups)

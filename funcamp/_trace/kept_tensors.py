@@ -1,8 +1,8 @@
-"""Tensors of a trace that Python keeps, in a module's cache for instance, get values.
+"""Give values to tensors of a trace that Python keeps, for example in a module's cache.
 
-A trace runs the step's Python on tensors without values. A mask or a table of positions that a module makes at its
-first call and keeps is such a tensor afterwards. The part of the graph that made it is computed, and the result put in
-its place.
+A trace runs the step's Python on tensors without values. A mask or a table of positions that a module creates at its
+first call and keeps is then such a tensor. The part of the graph that created it is computed, and the result replaces
+it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def settle(kept: list[tuple[Tensor, fx.Node]], root: Any, values: dict[fx.Node, 
     """Give tensors of a trace the values that they have after the step.
 
     Args:
-        kept: those that are still there, and their nodes.
-        root: holds the graph's constants.
-        values: of placeholders, and of constants that are not in root.
-        failed: the trace has failed, and its frames are still there: only what depends on no argument can be meant.
+        kept: the tensors that still exist, and their nodes.
+        root: has the graph's constants.
+        values: values of placeholders, and of constants that are not in root.
+        failed: whether the trace failed. Its frames then still exist, so only tensors that depend on no argument count.
 
     Raises:
-        RuntimeError: one is held where nothing can be put in its place.
+        RuntimeError: a tensor is referenced from a place in which it cannot be replaced.
     """
     graph = kept[0][1].graph
     inputs = Memory(value for node, value in values.items() if node.op == "placeholder")
@@ -60,9 +60,9 @@ def settle(kept: list[tuple[Tensor, fx.Node]], root: Any, values: dict[fx.Node, 
     kept.clear()
     tensor = value = None  # type: ignore[assignment]
     held = _put(pairs)
-    for told, what in ((fixed, _FIXED), (redrawn, _DRAWN)):
-        if told and not failed:
-            names = ", ".join(told[:4]) + ", ..." * (len(told) > 4)
+    for found, what in ((fixed, _FIXED), (redrawn, _DRAWN)):
+        if found and not failed:
+            names = ", ".join(found[:4]) + ", ..." * (len(found) > 4)
             _log.warning("jit: Python keeps tensors of the step that %s: %s", what, names)
     if held is not None and not failed:
         raise RuntimeError(
@@ -76,7 +76,7 @@ _DRAWN = "are random, and a program draws them anew at every call: make them bef
 
 
 class _Aliases:
-    """Which nodes share memory, and which write."""
+    """The nodes that share memory, and the nodes that write it."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.root: dict[fx.Node, fx.Node] = {}
@@ -85,7 +85,7 @@ class _Aliases:
             self.root[node] = self._find(node)
             for written in _arguments(node, written=True):
                 memory = self.root[written]
-                if memory.op == "call_function":  # what the step was given is not written here
+                if memory.op == "call_function":  # inputs of the step are not written here
                     self._writers.setdefault(memory, []).append(node)
 
     def _find(self, node: fx.Node) -> fx.Node:
@@ -98,7 +98,7 @@ class _Aliases:
         return self.root[sources[0]] if sources else node
 
     def behind(self, node: fx.Node) -> set[fx.Node]:
-        """A node, all that it is computed from, and all that writes to any of them."""
+        """Return a node, everything that it is computed from, and everything that writes to any of these."""
         found, rest = {node}, [node]
         while rest:
             now = rest.pop()
@@ -120,7 +120,7 @@ def _value(node: fx.Node, root: Any, values: dict[fx.Node, Any], aliases: _Alias
     target: Any = node.target
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
     held = [other for other in _arguments(node, written=True) if aliases.root[other].op != "call_function"]
-    if held:  # nothing that a user holds is written
+    if held:  # clone, so that no tensor of a user is written
         own = {other: values[other].clone() for other in held}
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda other: own.get(other, values[other]))
     return target(*args, **kwargs)
@@ -133,9 +133,9 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def _put(pairs: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """Swap the first of each pair for the second; return one that is held where that cannot be."""
+    """Swap the first of each pair for the second; return one that could not be replaced, if any."""
     count = -1
-    while pairs and len(pairs) != count:  # a view goes first, then nothing refers to what it is a view of
+    while pairs and len(pairs) != count:  # views first; afterwards nothing refers to their bases
         count, left = len(pairs), []
         while pairs:
             try:

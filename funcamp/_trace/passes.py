@@ -1,4 +1,4 @@
-"""The pass over a step's graph that a room above has registered: `jit` runs it and need not know it."""
+"""Registration of a pass over a step's graph, so that `jit` can run the pass of a later room."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ class Pass(NamedTuple):
     """A pass over the graph of a step, before Inductor's own."""
 
     usable: Callable[[], bool]
-    """Whether torch has what it needs."""
+    """Return whether torch has what it needs."""
     tracing: Callable[[], contextlib.AbstractContextManager[None]]
-    """A region in which graphs are traced that it will change."""
+    """Return a context manager for tracing graphs that it will change."""
     make: Callable[[], Any]
-    """From nothing to a `CustomGraphPass`."""
+    """Return a `CustomGraphPass`."""
 
 
 _registered: list[Pass] = []
 
 
 def register(one: Pass) -> None:
-    """Have every step that is compiled from now on go through a pass. Inductor has room for one."""
+    """Register a pass for all steps compiled from now on; Inductor supports only one."""
     if _registered:
         raise RuntimeError("register: one pass must be the only one; compose it with the one that is there")
     _registered.append(one)
 
 
 def registered() -> Pass | None:
-    """The pass, if there is one and torch has what it needs."""
+    """Return the pass, if one is registered and torch has what it needs."""
     return next((one for one in _registered if one.usable()), None)

@@ -1,7 +1,7 @@
-"""Random numbers while a step is traced: none is drawn, and a generator that is set back draws the same again.
+"""Random numbers in a trace: none is drawn, and a generator that is set back repeats its numbers.
 
-While a trace is made, the seed of torch's default generator stands for the position in its sequence. What
-`torch.utils.checkpoint` computes again it draws again, at the position of the forward pass: it gets those numbers.
+During a trace, the seed of torch's default generator is used as the position in its sequence. `torch.utils.checkpoint`
+sets the generator back to the position of the forward pass and draws again: it gets the same numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from funcamp import _tree
 from funcamp._trace.schema import aliased
 from funcamp._trace.user_line import in_stack
 
-#: No seed of a user's is as large.
+#: Larger than any user's seed.
 _FIRST = 1 << 63
 _aten = torch.ops.aten
 _RANGE = getattr(_aten.random_, "from")
@@ -25,10 +25,10 @@ _SAME_VALUES = (_aten.clone.default, _aten.detach.default, _aten.alias.default)
 
 
 class Draws:
-    """What has been drawn in a trace.
+    """The random draws of a trace.
 
     Args:
-        node_of: the node of the graph that a tensor of the trace stands for.
+        node_of: returns the graph node of a tensor of the trace.
     """
 
     def __init__(self, node_of: Callable[[Tensor], fx.Node | None]) -> None:
@@ -38,7 +38,7 @@ class Draws:
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        """Where they are drawn; the generator is afterwards what it was."""
+        """Context manager: a trace with draws; restores the generator afterwards."""
         before = torch.get_rng_state()
         torch.default_generator.manual_seed(_FIRST)
         try:
@@ -48,16 +48,16 @@ class Draws:
             self._drawn.clear()
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operation that draws.
+        """Call an operation that draws random numbers.
 
         Raises:
-            RuntimeError: it draws from another generator, or from one that was seeded, or set back for other numbers.
+            RuntimeError: it uses another generator, a seeded one, or one that was set back and now draws other numbers.
         """
         turn = torch.default_generator.initial_seed()
         leaves = _tree.leaves((args, kwargs))
         if turn < _FIRST or any(isinstance(leaf, torch.Generator) for leaf in leaves):
             raise RuntimeError(
-                "jit: step must draw from torch's default generator and not seed it, for the state of a generator "
+                "jit: step must draw from torch's default generator and not seed it, as the state of a generator "
                 f"cannot be part of a program; {in_stack()} does: seed before the call, or pass a seed's numbers in "
                 "the batch"
             )
@@ -73,21 +73,21 @@ class Draws:
             before, drawn = self._drawn.get(key, ([], None))
             if drawn is None or not all(map(_same, before, behind)):
                 raise RuntimeError(
-                    "jit: step must not set the generator back and then draw other numbers than before, for a program "
+                    "jit: step must not set the generator back and then draw other numbers than before, as a program "
                     f"cannot draw at a place in the sequence; {in_stack()} does: draw once and compute both from it"
                 )
             return _again(drawn, written, target)
         self._next = turn + 1
-        # Copies are kept, since what was drawn may be written (dropout divides it); unused ones are dropped.
+        # Store copies, because a draw may be written later (dropout divides it); unused copies are removed.
         if target is None:
             out = func(*args, **kwargs)
             self._drawn[key] = behind, (_copies(out), _copies(written))
             return out
-        # Eager code fills memory in its order; made functional, the call would fill a contiguous tensor.
+        # Eager mode fills memory in its order; functionalized, the call would fill a contiguous tensor.
         memory = _in_order(target)
         if (
             func is _RANGE and len(args) == 3 and args[2] is not None
-        ):  # a graph cannot call what is named like a keyword
+        ):  # an argument named like a keyword (`from`) cannot be passed by name in a graph
             memory.copy_(_aten.randint.low(*args[1:], memory.shape, dtype=memory.dtype, device=memory.device))
         else:
             func(memory, *args[1:], **kwargs)
@@ -115,7 +115,7 @@ def _copies(out: Any) -> Any:
 
 
 def _same(one: fx.Node | None, other: fx.Node | None) -> bool:
-    """Whether two nodes have the same values because they were computed in the same way from the same."""
+    """Return whether two nodes have equal values because their computations are equal."""
     rest, seen = [(one, other)], set()
     while rest:
         pair = _origin(rest[-1][0]), _origin(rest[-1][1])

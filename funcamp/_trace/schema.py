@@ -1,4 +1,4 @@
-"""Which arguments of an operation its schema says share memory with its results, or are written."""
+"""The arguments of an operation that, by its schema, share memory with its results or are written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from funcamp import _tree
 
 
 def aliased(func: Any, args: Any, kwargs: Any, *, written: bool = False) -> list[Any]:
-    """Return the leaves of such arguments; with written only of those that it writes."""
+    """Return the leaves of such arguments; with `written` only of those that it writes."""
     schema = getattr(func, "_schema", None)
     found: list[Any] = []
     for index, argument in enumerate(() if schema is None else schema.arguments):

@@ -1,9 +1,9 @@
-"""Trace a function of a flat list of tensors into one graph of aten operations, by running its Python once.
+"""Trace a function of a list of tensors into one graph of aten operations by running it once.
 
-The function runs on tensors without values (torch's fake tensors), under torch's `make_fx`: what Python does, it does
-at that time, and the graph holds what was done to tensors. Autograd, torch.func, autocast, hooks, loggers and
-autograd.Functions act as in eager code. Tensors that the function reads of its own become inputs of the graph, by
-reference. Nothing is computed, and no random number is drawn.
+The function runs on tensors without values (torch's fake tensors) under torch's `make_fx`: the graph contains the
+operations on tensors. Autograd, torch.func, autocast, hooks, loggers and autograd.Functions act as in
+eager mode. Tensors that the function reads besides its arguments become inputs of the graph, by reference. Nothing is
+computed, and no random number is drawn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ else:
     FakeTensorMode = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
     TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
     is_traceable_wrapper_subclass = _upstream.find("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
-#: What torch raises for a branch, a number or a shape that follows from the values of a fake tensor.
+#: torch's errors for a branch, a number or a shape that depends on the values of a fake tensor.
 _FROM_VALUES = tuple(
     error
     for error in (
@@ -46,7 +46,7 @@ _FROM_VALUES = tuple(
 )
 
 _aten = torch.ops.aten
-#: What torch says of a fake tensor whose values or memory are asked for.
+#: Texts of torch's errors when the values or the memory of a fake tensor are read.
 _ASKED = (
     "is not supported for tensor subclasses",
     "data is not allocated",
@@ -66,18 +66,18 @@ class Outline(NamedTuple):
 
     spec: _tree.TreeSpec
     constants: list[Any]
-    """Its leaves, with None in place of every tensor."""
+    """Its leaves, with None instead of every tensor."""
     tensors: list[int]
-    """The places of the tensors."""
+    """The positions of the tensors."""
 
 
 class Wrapper(NamedTuple):
-    """What is around the plain tensors of a tensor subclass (DTensor)."""
+    """Everything about a tensor subclass (DTensor) except its plain tensors."""
 
     kind: Any
     inner: dict[str, Wrapper | None]
     beside: dict[str, Any]
-    """What it holds that is no tensor: a mesh of devices, since torch 2.13."""
+    """Attributes that are not tensors: a device mesh, since torch 2.13."""
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -87,45 +87,45 @@ class Graph(NamedTuple):
     """A traced function."""
 
     module: torch.fx.GraphModule
-    """From the plain parts of its arguments, and captured tensors, to the plain parts of its results."""
+    """From the plain parts of the arguments and captured tensors to the plain parts of the results."""
     examples: list[Tensor]
-    """Fake tensors like these inputs."""
+    """Fake tensors like its inputs."""
     mode: FakeTensorMode
-    """Theirs."""
+    """The mode of the examples."""
     captured: list[Tensor]
-    """What it reads of its own."""
+    """The tensors that it reads besides its arguments."""
     wrappers: list[Wrapper | None]
-    """Those of its results: the list's, then the pytree's."""
+    """The wrappers of its results: the list's, then the pytree's."""
     rest: Outline
-    """The pytree that the function returned beside its list."""
+    """The pytree that the function returned with its list."""
     wrapped: bool
-    """Whether an argument or a result is no plain tensor."""
+    """Whether an argument or a result is not a plain tensor."""
 
 
 def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Tensor], home: Set[str]) -> Graph:
     """Trace fn for arguments like these.
 
     Args:
-        fn: from a list of tensors to a list of tensors and a pytree; may write to its arguments.
-        args: distinct tensors, none an alias of another.
-        home: types of device that it must not leave.
+        fn: a function from a list of tensors to a list of tensors and a pytree; may write to its arguments.
+        args: distinct tensors without aliases.
+        home: the types of device that it must not leave.
 
     Raises:
-        HostError: an operation takes a tensor from home elsewhere, or reads it.
-        RuntimeError: fn accumulates gradients in a tensor of its own.
-        Exception: what fn raises.
+        HostError: an operation moves a tensor from home to another type of device, or reads it.
+        RuntimeError: fn accumulates gradients in a tensor that is not an argument.
+        Exception: any error of fn.
     """
     for name in (FakeTensor, FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass):
         _upstream.check(name)
     if _upstream.ENDED_THREAD.present:
         stay()
-    # Inductor turns scan into a loop with an index that no shape tells; the function's own reads are refused below.
+    # Inductor turns scan into a loop whose index depends on no shape; the function's own reads raise below.
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     watch = _Watch(home, fake)
     around = [wrapper_of(arg) for arg in args]
     plain = [part for arg in args for part in parts(arg)]
-    with fake:  # new ones: what later arguments share with each other is not known now
+    with fake:  # new tensors, because it is unknown what later arguments share with each other
         examples: list[Tensor] = [
             torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device) for part in plain
         ]
@@ -135,7 +135,7 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
 
     def flat(*given: Tensor) -> list[Tensor]:
         pieces = iter(given)
-        # make_fx turns it off, and the gradients of a weight that is used twice would be summed in float32.
+        # make_fx turns the cache off; the gradients of a weight that is used twice would then be summed in float32.
         torch.set_autocast_cache_enabled(cached)
         with watch.on():
             first, rest = fn([with_parts(wrapper, pieces) for wrapper in around])
@@ -147,7 +147,7 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
         return [part for result in results for part in parts(result)]
 
     try:
-        # On a GPU autograd would call backward in a thread of its own, outside of these modes.
+        # On a GPU autograd would call backward in another thread, outside these modes.
         with _as_if_compiling(), _fresh_casts(), torch.autograd.set_multithreading_enabled(False), fake:
             module = make_fx(flat, tracing_mode="real")(*examples)
     except Exception as error:
@@ -172,13 +172,13 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
 
 
 def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch.fx.GraphModule, list[Tensor]]:
-    """Trace a part of a function that is being traced: a graph, and what it reads besides its arguments."""
+    """Trace a part of a traced function; return its graph and what it reads besides its arguments."""
     module = make_fx(fn, tracing_mode="real")(*args)
     return module, _lift(module, {})
 
 
 def parts(value: Tensor) -> list[Tensor]:
-    """Return the plain tensors of a tensor subclass that has some (DTensor), of another tensor itself."""
+    """Return the plain tensors of a tensor subclass that has parts (DTensor), or any other tensor itself."""
     if not is_traceable_wrapper_subclass(value):
         return [value]
     held = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
@@ -186,7 +186,7 @@ def parts(value: Tensor) -> list[Tensor]:
 
 
 def wrapper_of(value: Tensor) -> Wrapper | None:
-    """Return what is around a tensor's plain tensors; None of a plain one."""
+    """Return the wrapper of a tensor subclass; None for a plain tensor."""
     if not is_traceable_wrapper_subclass(value):
         return None
     names, context = value.__tensor_flatten__()
@@ -197,7 +197,7 @@ def wrapper_of(value: Tensor) -> Wrapper | None:
 
 
 def with_parts(wrapper: Wrapper | None, plain: Iterator[Tensor]) -> Tensor:
-    """Return a tensor of the next plain ones."""
+    """Return a tensor of this wrapper from the next plain ones."""
     if wrapper is None:
         return next(plain)
     inner = {name: with_parts(around, plain) for name, around in wrapper.inner.items()}
@@ -209,7 +209,7 @@ def with_parts(wrapper: Wrapper | None, plain: Iterator[Tensor]) -> Tensor:
 
 @functools.cache
 def stay() -> None:
-    """Enter a FakeTensorMode in a thread that stays: torch keeps what the first such thread holds, though it ends."""
+    """Enter a FakeTensorMode in a thread that never ends, because torch refers to the first one."""
     entered = threading.Event()
 
     def first() -> None:
@@ -223,7 +223,7 @@ def stay() -> None:
 
 @contextlib.contextmanager
 def _as_if_compiling() -> Iterator[None]:
-    """Let torch.compiler.is_compiling say so, which models and torch itself ask before they read a value."""
+    """Context manager: torch.compiler.is_compiling returns True, as models check before reading values."""
     flags: Any = torch.compiler
     before, flags._is_compiling_flag = flags._is_compiling_flag, True
     try:
@@ -234,7 +234,7 @@ def _as_if_compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fresh_casts() -> Iterator[None]:
-    """Keep an autocast around the call from meeting its copies of fake weights, and the trace from real ones."""
+    """Context manager: separate the autocast cache of the trace from the one around the call."""
     torch.clear_autocast_cache()
     try:
         yield
@@ -247,13 +247,14 @@ def _refuse_gradients(real: Mapping[int, Tensor]) -> None:
         if leaf.is_leaf and isinstance(leaf.grad, FakeTensor):
             leaf.grad = None
             raise RuntimeError(
-                "jit: step must not call backward() on tensors of its own, whose .grad only this trace would see; "
-                f"got {_tree.describe(leaf)}: take torch.autograd.grad, or gradients with respect to the state"
+                "jit: step must not call backward() on tensors other than its arguments, whose .grad only this "
+                f"trace would see; got {_tree.describe(leaf)}: take torch.autograd.grad, or gradients with respect to "
+                "the state"
             )
 
 
 def _lift(module: torch.fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tensor]:
-    """Make inputs of the tensors that a graph holds, but for constants that it copies at once (torch.tensor)."""
+    """Turn the tensors in a graph into inputs, except constants that it copies at once (torch.tensor)."""
     captured: list[Tensor] = []
     inputs: dict[int, torch.fx.Node] = {}
     graph = module.graph
@@ -280,7 +281,7 @@ def _lift(module: torch.fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tens
 
 
 class _Watch(TorchDispatchMode):
-    """Looks at every operation of a trace: reads, devices, random numbers, tensors of its own, what outlives it."""
+    """Watches every operation of a trace: reads, devices, random numbers, captured and kept tensors."""
 
     supports_higher_order_operators = True
 
@@ -294,14 +295,14 @@ class _Watch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """Watch in this region."""
+        """Context manager: watch."""
         mode: Any = get_proxy_mode()
         self._tracer = mode.tracer
         with self._draws.region(), self:
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls, so keep this fast
             return args[0].fake_device
         args, kwargs = self._without_values(func, args, kwargs or {})
         tags = getattr(func, "tags", ())
@@ -316,7 +317,7 @@ class _Watch(TorchDispatchMode):
         return out
 
     def _without_values(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Fake tensors for those that the step reads of its own: torch computes some operations on values at once."""
+        """Replace captured tensors by fake ones, because torch computes some operations on them at once."""
         if func in _CONSTANTS:
             return args, kwargs
         leaves, spec = _tree.flatten((args, kwargs))
@@ -331,14 +332,14 @@ class _Watch(TorchDispatchMode):
                     f"layout {leaf.layout}: make it dense, or pass its indices and values as a leaf of the batch each"
                 )
             if id(leaf) not in self._seen:
-                with disable_proxy_modes_tracing():  # a view is made of its base, which is not to be in the graph
+                with disable_proxy_modes_tracing():  # from_tensor views its base, which must not be in the graph
                     self._seen[id(leaf)] = leaf, self._mode.from_tensor(leaf, static_shapes=True)
             leaves[index] = self._seen[id(leaf)][1]
         args, kwargs = _tree.unflatten(leaves, spec)
         return args, kwargs
 
     def real(self) -> dict[int, Tensor]:
-        """What the step read of its own, by the identity of the fake tensors in its place."""
+        """Return the captured tensors, by the identity of the fake tensors that replace them."""
         return {id(fake): leaf for leaf, fake in self._seen.values()}
 
     def _node_of(self, value: Tensor) -> torch.fx.Node | None:
@@ -347,7 +348,7 @@ class _Watch(TorchDispatchMode):
 
     def _look(self, func: Any, out: FakeTensor, args: Any, kwargs: Any) -> None:
         device = out.fake_device
-        # torch.func looks at shapes on meta by itself, but moves nothing there.
+        # torch.func computes shapes on the meta device, but moves nothing there.
         if device.type not in self._home and (device.type != "meta" or func in _MOVES):
             given = [leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if any(leaf.device.type in self._home for leaf in given):
@@ -358,14 +359,14 @@ class _Watch(TorchDispatchMode):
                 self._made[id(out)] = weakref.ref(out), node
 
     def settle(self, given: list[Tensor], *, failed: bool = False) -> None:
-        """Give the tensors that Python has kept of a trace values, from these arguments."""
+        """Give the tensors of a trace that Python has kept their values, computed from these arguments."""
         if any(ref() is not None for ref, _ in self._made.values()):
-            gc.collect()  # autograd's nodes and what they hold refer to each other
+            gc.collect()  # autograd's nodes and what they refer to form cycles
         kept: list[Any] = [(ref(), node) for ref, node in self._made.values() if ref() is not None]
         self._made.clear()
         if not kept:
             return
-        # Weak references to them stand in the way of swap_tensors.
+        # Weak references to them prevent swap_tensors.
         self._tracer.tensor_tracker.clear()
         kept[0][0].fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
         graph, root, real = self._tracer.graph, self._tracer.root, self.real()

@@ -1,4 +1,4 @@
-"""Which line of a user's code did something."""
+"""Find the line of a user's code that did something."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<
 
 
 def in_traceback(error: BaseException) -> str:
-    """Return the innermost line of an error's traceback that is the user's."""
+    """Return the innermost line of user code in an error's traceback."""
     frames: list[tuple[FrameType, int]] = []
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
@@ -26,7 +26,7 @@ def in_traceback(error: BaseException) -> str:
 
 
 def in_stack() -> str:
-    """Return the innermost line of the current call stack that is the user's."""
+    """Return the innermost line of user code in the current call stack."""
     frames: list[tuple[FrameType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,11 +1,10 @@
-"""The torch beneath funcamp: its version, the defects that are worked around, and the private names that are used.
+"""torch's version, its defects that funcamp works around, and the private names that funcamp uses.
 
-`tests/upstream/test_upstream.py` shows each defect on the versions named here and its absence on the others, on every
-version that the tests run on: when a test fails, the range is wrong; when the oldest supported version no longer has a
-defect, the workaround can go.
+`tests/upstream/test_upstream.py` shows that each defect is present in the versions named here and absent in the others.
+If a test fails, the range is wrong. If the oldest supported version no longer has a defect, remove the workaround.
 
-A private name may be gone in a later torch. `find` then warns once and returns a replacement, or an object that raises
-when it is used: `import funcamp` never fails, and no result is wrong. tests/upstream/test_private_names.py hides each.
+A later torch may lack a private name. `find` then warns once and returns a replacement, or an object that raises when
+it is used: `import funcamp` never fails, and no result is wrong. tests/upstream/test_private_names.py hides each name.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-#: Major and minor: (2, 13) for 2.13.0, 2.13.0+cpu and 2.13.0a0+git1234. Strings do not compare: "2.9" > "2.13".
+#: Major and minor: (2, 13) for 2.13.0, 2.13.0+cpu and 2.13.0a0+git1234. As strings, "2.9" > "2.13".
 VERSION: tuple[int, int] = (0, 0)
 if _numbers := re.match(r"(\d+)\.(\d+)", str(torch.__version__)):
     VERSION = (int(_numbers[1]), int(_numbers[2]))
@@ -31,48 +30,49 @@ class Defect(NamedTuple):
     first: tuple[int, int]
     """The first version with it, or the oldest supported one."""
     fixed: tuple[int, int] | None
-    """The first version without it; None where 2.15 still has it."""
+    """The first version without it; None if 2.15 still has it."""
 
     @property
     def present(self) -> bool:
-        """Whether the torch at hand has it."""
+        """Return whether the installed torch has it."""
         return self.first <= VERSION and (self.fixed is None or self.fixed > VERSION)
 
 
-#: `NamedTuple._replace` under torch.compile gives an empty tuple: `_scaler.state.replace`.
+#: `NamedTuple._replace` under torch.compile returns an empty tuple: `_scaler.state.replace`.
 #: https://github.com/pytorch/pytorch/issues/158772
 EMPTY_REPLACE = Defect((2, 11), (2, 12))
-#: Dynamo does not trace `requires_grad_` of a tensor that it made: `_autograd.scaled_grad.put_leaves_in_graphs`.
+#: Dynamo does not trace `requires_grad_` of a tensor that it created: `_autograd.scaled_grad.put_leaves_in_graphs`.
 NO_LEAVES = Defect((2, 11), (2, 12))
 #: Inductor loses the order of a write after a read when it fuses loops of different ranges: `inductor_cpu.keep_order`.
 #: https://github.com/pytorch/pytorch/issues/177631
 LOST_ORDER = Defect((2, 11), (2, 12))
-#: Inductor reads a rounded value back unrounded, whatever emulate_precision_casts is: `inductor_cpu.forget`.
+#: Inductor reads a rounded value back unrounded, even with emulate_precision_casts: `inductor_cpu.forget`.
 #: https://github.com/pytorch/pytorch/issues/185337
 UNROUNDED = Defect((2, 11), (2, 13))
-#: Inductor loses the offset of a view inside `as_strided`: `_tree.settled` takes no view.
+#: Inductor loses the offset of a view inside `as_strided`: `_tree.settled` accepts no view.
 LOST_OFFSET = Defect((2, 11), (2, 13))
 #: vmap has no rule for `view(dtype)`: `_numerics.counting._Bits`.
 NO_RULE_FOR_BITS = Defect((2, 11), (2, 13))
-#: Inductor draws for dropout and torch.rand in another order: no workaround; `jit(exact=True)` says so.
+#: Inductor draws for dropout and torch.rand in another order: no workaround; documented in `jit(exact=True)`.
 SWAPPED_DRAWS = Defect((2, 11), (2, 12))
-#: Inductor writes inputs back in their order, though one is the new value of another: `inductor_writeback`.
+#: Inductor writes inputs back in their order, even if one is the new value of another: `inductor_writeback`.
 #: https://github.com/pytorch/pytorch/issues/198131
 WRITE_BACK_ORDER = Defect((2, 11), (2, 15))
-#: Inductor does not know that a view of a complex input's parts reads that input: `inductor_writeback._read_early`.
+#: Inductor does not see that a view of a complex input's parts reads that input: `inductor_writeback._read_early`.
 COMPLEX_PARTS = Defect((2, 11), None)
-#: Under torch.func.grad Dynamo differentiates an autograd.Function's forward, not its backward: `autograd_function`.
+#: Under torch.func.grad Dynamo differentiates an autograd.Function's forward instead of its backward:
+#: `autograd_function`.
 LOST_BACKWARD = Defect((2, 11), (2, 15))
 #: The same between two levels of grad: `autograd_function`.
 LOST_NESTED_BACKWARD = Defect((2, 11), None)
-#: Dynamo refuses an autograd.Function under vmap of torch.func.grad: `autograd_function`.
+#: Dynamo rejects an autograd.Function under vmap of torch.func.grad: `autograd_function`.
 REFUSED_UNDER_VMAP = Defect((2, 11), None)
-#: Where a CUDA build finds no GPU, the first thread that enters a FakeTensorMode must not end: `_trace.trace.stay`.
+#: With a CUDA build and no GPU, the first thread that enters a FakeTensorMode must not end: `_trace.trace.stay`.
 ENDED_THREAD = Defect((2, 11), (2, 12))
-#: Dynamo's one None keeps the source of the first `.grad` that is None: GradScaler says to return a value.
+#: Dynamo's None keeps the source of the first `.grad` that is None: GradScaler's docstring says to return a value.
 SOURCE_ON_NONE = Defect((2, 13), (2, 15))
 
-#: Every private name of torch that `find` is asked for, and what its loss means.
+#: Every private name of torch that `find` looks up, and what does not work without it.
 PRIVATE = {
     "torch._C._are_functorch_transforms_active": "a custom_function whose forward takes ctx is refused by torch.func",
     "torch._C._cuda_endAllocateToPool": "after a capture that failed no other step can be captured in this process",
@@ -126,7 +126,7 @@ PRIVATE = {
 
 
 class Missing:
-    """Stands for a private name that torch no longer has; any use of it raises RuntimeError."""
+    """Replaces a private name that torch no longer has; any use of it raises RuntimeError."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -147,11 +147,11 @@ class Missing:
 
 
 class _Unusable:
-    """In place of a missing base class."""
+    """Replaces a missing base class."""
 
 
 def message(path: str) -> str:
-    """What a warning, an error and `doctor` say of a private name that is gone."""
+    """Return the text of the warning, the error and `doctor` for a missing private name."""
     return (
         f"funcamp: torch {torch.__version__} has no {path}, so {PRIVATE[path]}; "
         "install a torch that funcamp is tested with, 2.11 to 2.15"
@@ -162,7 +162,7 @@ _looked_up: dict[str, Any] = {}
 
 
 def find(path: str, instead: Any = None) -> Any:
-    """Return what a private name stands for; where torch lacks it, warn once and return `instead`, or a `Missing`."""
+    """Return the object of a private name; if it is missing, warn once and return `instead` or `Missing`."""
     if path not in _looked_up:
         _looked_up[path] = look_up(path)
         if isinstance(_looked_up[path], Missing):
@@ -172,18 +172,18 @@ def find(path: str, instead: Any = None) -> Any:
 
 
 def usable(*found: Any) -> bool:
-    """Whether torch has everything that `find` returned here."""
+    """Return whether torch has everything that `find` returned here."""
     return not any(isinstance(one, Missing) for one in found)
 
 
 def check(found: Any) -> None:
-    """Raise RuntimeError where torch lacks what `find` returned here."""
+    """Raise RuntimeError if torch lacks what `find` returned here."""
     if isinstance(found, Missing):
         found.fail()
 
 
 def look_up(path: str) -> Any:
-    """The object, or a `Missing`."""
+    """Return the object of a name, or a `Missing`."""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -197,7 +197,7 @@ def look_up(path: str) -> Any:
 
 
 def lost() -> list[str]:
-    """What this torch lacks, one message a name; imports the parts of torch that the names are in."""
+    """Return a message per name that this torch lacks; imports the parts of torch that the names are in."""
     return [message(path) for path in PRIVATE if isinstance(look_up(path), Missing)]
 
 
@@ -237,7 +237,7 @@ def _unscale_each(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> 
         grad.copy_((grad.float() * inv_scale) if grad.dtype.itemsize < 4 else grad * inv_scale)
 
 
-#: Whether a transform of torch.func surrounds this call. torch.func itself refuses what False lets through.
+#: Whether a transform of torch.func surrounds this call. False is safe, because torch.func then raises itself.
 transforms_active: Callable[[], bool] = find("torch._C._are_functorch_transforms_active", _never)
 is_batched: Callable[[Tensor], bool] = find("torch._C._functorch.is_batchedtensor", _always)
 is_wrapped: Callable[[Tensor], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor", _has_no_storage)
@@ -247,5 +247,5 @@ copy_each: Callable[..., None] = find("torch._foreach_copy_", _copy_each)
 multiply_each: Callable[..., None] = find("torch._foreach_mul_", _multiply_each)
 norm_of_each: Callable[..., list[Tensor]] = find("torch._foreach_norm", _norm_of_each)
 unscale_each: Callable[..., None] = find("torch._amp_foreach_non_finite_check_and_unscale_", _unscale_each)
-#: torch's kernel of the scale's rule; False where torch has none.
+#: torch's kernel for the scale's rule; False if torch has none.
 update_scale: Any = find("torch._amp_update_scale_", False)

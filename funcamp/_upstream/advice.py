@@ -1,4 +1,4 @@
-"""What to do where torch says no: its own text, told from a part of it, and a way out."""
+"""Advice for torch's errors: a fix for each text that is known."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TWO_DTYPES = (
     "{layer} met an input and parameters of two dtypes, as torch says: {text}; cast the one to the other: the batch to "
     "the parameters' dtype, batch.float() for float32 (numpy's arrays are float64)"
 )
-#: What torch calls the dtypes of compute copies in its texts.
+#: torch's names for the dtypes of compute copies in error texts.
 _LOW = {torch.float16: "half", torch.bfloat16: "bfloat16"}
-_WAYS_OUT = {
+_FIXES = {
     **dict.fromkeys(
         (
             "have the same dtype",
@@ -36,11 +36,11 @@ _WAYS_OUT = {
     "(a full backward hook is one); decorate it with funcamp.custom_function, or pass engine='autograd'",
     "call Tensor.requires_grad_() (or perhaps": "engine='autograd' does not nest in torch.func's transforms, vmap and "
     "grad; pass engine='func'",
-    "trampoline_autograd_apply": "an autograd.Function goes into the program whole, so that its backward is not lost; "
+    "trampoline_autograd_apply": "an autograd.Function is one call in the program, so that its backward is not lost; "
     "give it tensors, numbers and strings as arguments, and let it read no other tensor; or pass engine='autograd'",
     "element 0 of tensors does not require grad": "the state's tensors do not require gradients; differentiate with "
     "scaled_grad_and_value, torch.func.grad, or torch.autograd.grad with respect to `w.detach().requires_grad_()`",
-    "appears to not have been used in the graph": "under torch.func the loss has tensors of its own, of which "
+    "appears to not have been used in the graph": "under torch.func the loss has separate tensors, of which "
     "torch.autograd.grad finds no way to those around it; take torch.func.grad there, or pass engine='autograd'",
     "incompatible with .grad()": "torch.autograd.grad does not take torch.utils.checkpoint with use_reentrant=True; "
     "pass use_reentrant=False",
@@ -48,15 +48,15 @@ _WAYS_OUT = {
 
 
 def advise(call: str, error: Exception, low: tuple[torch.dtype, ...] = tuple(_LOW)) -> None:
-    """Raise RuntimeError with a way out, where one is known.
+    """Raise RuntimeError with the fix for an error of torch, if one is known.
 
     Args:
-        call: the function called.
-        error: what torch raised.
+        call: the function that was called.
+        error: torch's error.
         low: the dtypes that compute copies may have.
     """
     text = str(error)
-    if error.__cause__ is not None and str(error.__cause__) in text:  # advice that quotes torch
+    if error.__cause__ is not None and str(error.__cause__) in text:  # already advice that quotes torch
         return
     if isinstance(error, ZeroDivisionError):
         if _raised_in(error).startswith(("torch._decomp", "torch._refs", "torch._prims")):
@@ -65,31 +65,31 @@ def advise(call: str, error: Exception, low: tuple[torch.dtype, ...] = tuple(_LO
                 "mean; leave a batch of 0 rows out, or take it by the eager step"
             ) from error
         return
-    for part, way_out in _WAYS_OUT.items():
+    for part, fix in _FIXES.items():
         if part in text:
-            if way_out is _PRECISIONS:
+            if fix is _PRECISIONS:
                 name = _layer(error)
                 kept, glob = (f"{name!r}", f"{name}.*") if name else ("its parameters", "...")
                 layer = f"layer {name!r}" if name else "a layer"
-                way_out = _PRECISIONS if _between_copies(text, low) else _TWO_DTYPES
-                way_out = way_out.format(kept=kept, glob=glob, layer=layer, text=text)
-            raise RuntimeError(f"{call}: {way_out}") from error
+                fix = _PRECISIONS if _between_copies(text, low) else _TWO_DTYPES
+                fix = fix.format(kept=kept, glob=glob, layer=layer, text=text)
+            raise RuntimeError(f"{call}: {fix}") from error
 
 
 def _between_copies(text: str, low: tuple[torch.dtype, ...]) -> bool:
-    """Whether torch speaks of float32 and the dtype of compute copies."""
+    """Return whether the text names float32 and the dtype of compute copies."""
     words = text.lower()
     return any(_LOW.get(dtype, "none") in words for dtype in low) and "float" in words.replace("bfloat16", "")
 
 
 def _raised_in(error: Exception) -> str:
-    """The name of the module whose code raised."""
+    """Return the name of the module whose code raised."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__"))
 
 
 def _layer(error: Exception) -> str | None:
-    """The path of the module that raised, in the outermost one that was called."""
+    """Return the path of the module that raised, inside the outermost module that was called."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "_call_impl"]
     modules = [frame.f_locals.get("self") for frame in frames]
     if not modules or not isinstance(modules[0], nn.Module):

@@ -1,9 +1,9 @@
-"""Keep an autograd.Function whole where Dynamo meets it under torch.func: its own backward, never its forward's.
+"""Make Dynamo keep an autograd.Function as one call under torch.func, so that its backward is used.
 
-Dynamo inlines the forward of an autograd.Function unless an argument says requires_grad, which an input of
-torch.func.grad does not: the custom backward is lost without a word. Between two levels of grad it gives zeros, under
-vmap it fails. Put into the graph as one call, the Function is right in each (tests/upstream/test_upstream.py tells when
-this can go).
+Dynamo inlines the forward of an autograd.Function unless an argument has requires_grad, which an input of
+torch.func.grad does not: the custom backward is silently dropped. Between two levels of grad the result is zero, and
+under vmap it fails. As one call in the graph, the Function is correct in all three cases
+(tests/upstream/test_upstream.py fails when this is no longer needed).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 
 @contextlib.contextmanager
 def whole_functions() -> Iterator[None]:
-    """A region in which Dynamo puts every autograd.Function that it meets under torch.func into its graph."""
-    if "torch._dynamo" not in sys.modules:  # an import of seconds
+    """Context manager: Dynamo puts every autograd.Function under torch.func into its graph as one call."""
+    if "torch._dynamo" not in sys.modules:  # not imported, because that takes seconds
         yield
         return
     undo = _change()
@@ -32,7 +32,7 @@ def whole_functions() -> Iterator[None]:
 
 
 def keep_functions_whole() -> None:
-    """The same from here to the end of the compilation that traces this call; only to be called in one."""
+    """Do the same until the end of the compilation that traces this call; call it only inside one."""
     from torch._dynamo.comptime import comptime
 
     comptime(_until_the_end)
@@ -43,7 +43,7 @@ def _until_the_end(context: Any) -> None:
     undo = _change()
     if tracer.output.root_tx.one_graph:
         tracer.output.add_cleanup_hook(undo)
-    # else frames after a graph break will be compiled later, nobody knows when: for good
+    # else frames after a graph break are compiled at unknown later times: keep it for good
 
 
 _active = 0
@@ -51,7 +51,7 @@ _lock = threading.Lock()
 
 
 def _change() -> Callable[[], None]:
-    """Change Dynamo for as long as any compilation wants it; what undoes that for this one."""
+    """Change Dynamo while any compilation needs it; return the function that undoes it for this one."""
     global _active
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 

@@ -1,4 +1,4 @@
-"""Corrections of Inductor on a CPU, for the torch versions that `_upstream` names."""
+"""Corrections of Inductor on a CPU, for the torch versions in `_upstream`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from funcamp import _upstream
 
 
 @contextlib.contextmanager
-def mended(*, exact: bool) -> Iterator[None]:
-    """A region in which Inductor compiles a step right: the order of reads and writes, with exact its rounding too."""
+def corrected(*, exact: bool) -> Iterator[None]:
+    """Context manager: Inductor keeps the order of reads and writes, and with exact also the rounding."""
     if not (_upstream.LOST_ORDER.present or (exact and _upstream.UNROUNDED.present)):
         yield
         return
@@ -23,7 +23,7 @@ def mended(*, exact: bool) -> Iterator[None]:
 
     recompute = SchedulerNode.recompute_size_and_body
 
-    # LOST_ORDER: a metric or a leaf gets a new value for an old one.
+    # LOST_ORDER: a metric or a leaf would get a new value instead of an old one.
     def keep_order(node: Any, *args: Any, **kwargs: Any) -> None:
         order = OrderedSet(dep for dep in node.read_writes.reads if isinstance(dep, (WeakDep, StarDep)))
         recompute(node, *args, **kwargs)

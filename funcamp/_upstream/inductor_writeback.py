@@ -1,8 +1,8 @@
-"""A pass over Inductor's graph that keeps donated state right where a new leaf is an old one, or a view of it.
+"""An Inductor pass that keeps donated state correct if a new leaf is an old one, or a view of it.
 
-A donated step ends in one `old.copy_(new)` a leaf. Every new value is a snapshot, taken before the first write; but
+A donated step ends in one `old.copy_(new)` per leaf. Every new value is a snapshot, taken before the first write. But
 Inductor removes a snapshot that only copies an input (`remove_noop_ops`), and then writes back in the order of the
-leaves: with `prev := cur; cur := f(cur)` prev gets the new cur, silently, and so does a part of prev that is returned
+leaves: with `prev := cur; cur := f(cur)` prev silently gets the new cur, and so does a part of prev that is returned
 (`_upstream.WRITE_BACK_ORDER`, fixed in 2.15). A read of a part of a complex leaf still comes too late
 (`_upstream.COMPLEX_PARTS`).
 """
@@ -26,10 +26,10 @@ _COPY = _aten.copy_.default
 
 
 class SnapshotWriteBacks(CustomGraphPass):
-    """Computes, before the first write, what is written or returned and is an input that will be written itself.
+    """Computes, before the first write, written or returned values that are inputs to be written.
 
     Args:
-        exact: part of the name in Inductor's cache, which does not know what `mended` changes.
+        exact: part of the pass's name in Inductor's cache, which does not know what `corrected` changes.
     """
 
     def __init__(self, exact: bool) -> None:
@@ -66,19 +66,19 @@ class SnapshotWriteBacks(CustomGraphPass):
         output.args = (type(results)(early(result) for result in results),)
 
     def uuid(self) -> bytes:
-        """What Inductor's cache knows this pass by: raise it with every change of it, or of `mended`."""
+        """Return the name in Inductor's cache; change it with every change of the pass or of `corrected`."""
         return b"funcamp-snapshot-write-backs-6" + b"-exact" * self._exact
 
 
 def _root(node: torch.fx.Node) -> torch.fx.Node:
-    """Where a chain of operations on one tensor begins: any of them may be a view, or come to nothing in the end."""
+    """Return the start of a chain of operations on one tensor, any of which may be a view or be removed."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node
 
 
 def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:
-    """Let all who read a complex input read a copy (`_upstream.COMPLEX_PARTS`)."""
+    """Make all readers of a complex input read a copy (`_upstream.COMPLEX_PARTS`)."""
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         copy = _recomputed(graph, target)
     for reader in list(target.users):
@@ -87,7 +87,7 @@ def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:
 
 
 def _recomputed(graph: torch.fx.Graph, source: torch.fx.Node) -> torch.fx.Node:
-    """The same values by an operation that no clean-up takes for a copy."""
+    """Return the same values by an operation that Inductor does not remove as a copy."""
     value = source.meta["val"]
     if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
         node = graph.call_function(_aten.mul.Tensor, (source, 1))

@@ -548,7 +548,7 @@ def test_fused_optimizer_without_gradients_does_nothing() -> None:
         ({"skip": "never"}, ValueError, 'skip must be "select", "host" or None; got \'never\''),
         ({"allow_fp16": 1}, TypeError, "allow_fp16 must be True or False; got 1"),
         ({"config": 3}, TypeError, "config must be a ScalerConfig"),
-        ({"config": ScalerConfig(), "init_scale": 4.0}, ValueError, "must be left out where config is given"),
+        ({"config": ScalerConfig(), "init_scale": 4.0}, ValueError, "must be left out if config is given"),
         ({"init_scale": 0.0}, ValueError, "init_scale must be positive and finite"),
         ({"backoff_factor": -1.0}, ValueError, "backoff_factor must be above 0 and at most 1; got -1.0"),
     ],

@@ -234,7 +234,7 @@ def test_what_does_not_compile_breaks_the_graph_and_follows_torch() -> None:
         assert_same(*results)
         torch._dynamo.reset()
         weight = torch.nn.Parameter(torch.ones(2))
-        with pytest.raises(Exception, match=r"compiles where optimizer is of a class of torch\.optim's own"):
+        with pytest.raises(Exception, match=r"compiles only if optimizer is of an unmodified class of torch\.optim"):
             torch.compile(one_step(weight, case(weight), make(GradScaler)), fullgraph=True, backend="aot_eager")(
                 torch.ones(2)
             )

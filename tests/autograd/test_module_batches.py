@@ -210,7 +210,7 @@ def test_a_batch_of_the_wrong_form(name: str, call: str) -> None:
 @pytest.mark.parametrize(("form", "got"), [("tuple", "a tuple of a torch.float32 tensor"), ("vector", r"shape \(1,\)")])
 def test_a_model_that_returns_no_loss(form: str, got: str) -> None:
     step = make_train_step(module_loss(Words(form)), SGD)
-    with pytest.raises(TypeError, match=f"model must return its loss where there is no criterion.*got .*{got}"):
+    with pytest.raises(TypeError, match=f"model must return its loss if there is no criterion.*got .*{got}"):
         step(step.init(), batch_of(dict, 0))
 
 

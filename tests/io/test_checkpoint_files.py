@@ -265,7 +265,7 @@ def test_bad_file_is_named_with_its_fault_and_never_run(
     with pytest.raises(ValueError, match=message) as caught:
         load(file)
     text = str(caught.value)
-    assert text.startswith(f"load: path must name a whole checkpoint; got {str(file)!r}, which ")
+    assert text.startswith(f"load: path must name a complete checkpoint; got {str(file)!r}, which ")
     assert "\n" not in text
     assert "\x1b" not in text
     assert "weights_only" not in text or "TorchScript" in text
@@ -288,7 +288,7 @@ def test_file_cut_anywhere_is_refused(name: str, tmp_path: Path) -> None:
     spread = {len(whole) * part // 40 for part in range(40)}
     for length in sorted(spread | {1, 4, 8, 30, len(whole) - 1, len(whole) - 22, len(whole) - 23}):
         (tmp_path / name).write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="must name a whole checkpoint"):
+        with pytest.raises(ValueError, match="must name a complete checkpoint"):
             load(tmp_path / name)
 
 
@@ -477,7 +477,7 @@ def test_pipe_is_not_read(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name.replace("link", "pipe"))
     if name == "link":
         os.symlink(tmp_path / "pipe", tmp_path / "link")
-    with pytest.raises(ValueError, match=r"load: path must name a whole checkpoint; got .* a folder or a device"):
+    with pytest.raises(ValueError, match=r"load: path must name a complete checkpoint; got .* a folder or a device"):
         load(tmp_path / name)
 
 

@@ -15,7 +15,7 @@ from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
 from funcamp import ScalerConfig, ScalerState, TrainState, TrainStep, init, jit, make_train_step, module_loss, stateless
 from funcamp._jit import compile as compiler
-from funcamp._step.check_and_clip import judge
+from funcamp._step.check_and_clip import check_and_norm
 from tests.support.generated import code_of, written
 
 pytestmark = pytest.mark.inductor
@@ -104,8 +104,8 @@ def test_a_gradient_is_judged_in_one_pass_whatever_the_number_of_tensors() -> No
     """The innermost loops that take the check take the sum of squares of the same elements."""
 
     def verdict(state: ScalerState, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
-        judged, norm = judge(state, grads, None)
-        return judged.found_inf, norm
+        checked, norm = check_and_norm(state, grads, None)
+        return checked.found_inf, norm
 
     # Of other lengths, so that no two gradients share a loop.
     grads = [torch.randn(2048 * (rows + 2)) for rows in range(40)]

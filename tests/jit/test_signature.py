@@ -110,7 +110,7 @@ def test_a_compiled_step_inside_another_says_what_to_do() -> None:
             return used(state, batch)
 
         outer = jit(calls, backend="aot_eager")
-        with pytest.raises(RuntimeError, match=r"jit: jit\(.*add.*\) must be called .* not inside another jit"):
+        with pytest.raises(RuntimeError, match=r"jit: jit\(.*add.*\) must not be called inside another jit"):
             outer(plain(), {"x": torch.eye(2)})
     state, _ = inner(state, {"x": torch.eye(2)})
     assert_same(state["a"], torch.full((2, 2), 4.0))
@@ -119,7 +119,7 @@ def test_a_compiled_step_inside_another_says_what_to_do() -> None:
 def test_a_compiled_step_inside_a_transform_says_what_to_do() -> None:
     run = jit(add, backend="aot_eager")
     run(plain(), {"x": torch.ones(2)})
-    with pytest.raises(RuntimeError, match=r"not inside .* a transform of torch\.func"):
+    with pytest.raises(RuntimeError, match=r"not be called inside .* a transform of torch\.func"):
         torch.vmap(lambda row: run(plain(), {"x": row})[0])(torch.ones(3, 2))
 
 
@@ -196,7 +196,7 @@ OBJECTS = {
     "frozen dataclass": (Frozen, "a Frozen with some in it"),
     "dataclass": (Unfrozen, "an? Unfrozen with some in it"),
     "nested": (lambda x: Frozen({"deep": Frozen(x)}), "a Frozen with some in it"),
-    "empty object": (lambda _: Box(None), "a Box, equal to itself alone"),
+    "empty object": (lambda _: Box(None), "a Box, equal only to itself"),
     "frozen set": (lambda x: frozenset([x]), "a frozenset with some in it"),
     "module": (lambda _: torch.nn.Linear(2, 2), "a Linear with some in it"),
 }

@@ -349,7 +349,7 @@ def test_a_tracker_beyond_a_shortened_interval_grows_as_the_library_does(
 
 
 def test_a_state_of_another_rule_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"update: state must count clean steps alone, .* 'dynamic'; got .* hysteresis"):
+    with pytest.raises(TypeError, match=r"update: state must count clean steps only, .* 'dynamic'; got .* hysteresis"):
         update(init(presets.megatron()))
     with pytest.raises(TypeError, match=r"update: state must count hysteresis_tracker, .* 'megatron'; got .* clean"):
         update(init(), presets.megatron())

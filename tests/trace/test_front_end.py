@@ -252,7 +252,7 @@ def accumulates(state: Any, batch: Tensor) -> Any:
         (seeds, r"default generator and not seed it.*test_front_end.py:\d+ \(.*torch.rand\(2\).*\) does"),
         (draws, r"default generator.*test_front_end.py:\d+ \(.*generator=GENERATOR.*\) does"),
         (reads_its_own, r"must not read.*test_front_end.py:\d+ \(.*COUNTER.item\(\).*\) does"),
-        (accumulates, r"must not call backward\(\) on tensors of its own"),
+        (accumulates, r"must not call backward\(\) on tensors other than its arguments"),
     ],
 )
 def test_what_would_be_fixed_without_a_word_is_refused(step: Any, text: str) -> None:

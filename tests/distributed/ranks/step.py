@@ -369,13 +369,13 @@ def a_state_of_another_layout_is_refused() -> None:
         made(mlp(), parallel=distributed.DataParallel(shard=True)),
     )
     batch = mine(mlp().batch(0))
-    with pytest.raises(ValueError, match="state must be cut over this step's ranks"):
+    with pytest.raises(ValueError, match="state must be sharded over this step's ranks"):
         cut(whole.init(), batch)
-    with pytest.raises(ValueError, match="state must be whole"):
+    with pytest.raises(ValueError, match="state must not be sharded"):
         whole(cut.init(), batch)
     slices = cut.init().params
     for call in (funcamp.all_finite, lambda tree: funcamp.clip_grad_norm(tree, 1.0)):
-        with pytest.raises(TypeError, match="must be whole, not cut over ranks"):
+        with pytest.raises(TypeError, match="must not be sharded over ranks"):
             call(slices)
 
 
@@ -454,7 +454,7 @@ def what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(TypeError, match="only an elementwise optimizer takes them"):
         muon.init()
     state = funcamp.make_train_step(loss_fn, adamw, parallel=parallel).init()
-    with pytest.raises(TypeError, match=r"distributed\.gather_state makes them whole"):
+    with pytest.raises(TypeError, match=r"distributed\.gather_state makes them complete"):
         state.params.tree()
 
 

@@ -73,7 +73,7 @@ gpu gpu-tests gpu-step gpu-phase gpu-price gpu-rest:
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	sed 's/^torch==.*/torch==$(TORCH)/$(if $(filter $(PINNED),$(TORCH)),,;/^triton==/d)' constraints.txt > $(VENV)/constraints.txt
 	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --editable '.[demo,plot,test,clients,dev]'
 	touch $@
 

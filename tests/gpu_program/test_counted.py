@@ -1,0 +1,106 @@
+"""What one call of the GPU's program does: launches, bytes, allocations, reads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from funcamp import stateless
+from tests.gpu_program.steps import step_of
+from tests.support.gpu_program import Program, program_of
+from tests.support.models import Block, cross_entropy
+
+WIDTH, WORDS, CONTEXT = 128, 64, 8
+
+adamw = stateless(torch.optim.AdamW)
+
+
+class Gpt(nn.Module):
+    """With a head of its own."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.zeros(CONTEXT, WIDTH))
+        self.blocks = nn.Sequential(*(Block(WIDTH) for _ in range(blocks)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.norm(self.blocks(self.words(tokens) + self.positions)))
+        return logits
+
+
+@functools.cache
+def gpt(blocks: int) -> Program:
+    step = step_of(Gpt(blocks), cross_entropy, adamw, max_norm=1.0)
+    tokens = torch.zeros(4, CONTEXT, dtype=torch.int64)
+    return program_of(step, step.init(), (tokens, tokens))
+
+
+@functools.cache
+def mlp(policy: str | None) -> Program:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
+    step, batch = (
+        step_of(model, cross_entropy, adamw, policy, max_norm=1.0),
+        (torch.zeros(8, 256), torch.zeros(8, dtype=torch.int64)),
+    )
+    return program_of(step, step.init(), batch)
+
+
+def bytes_an_element(program: Program) -> tuple[set[float], set[float]]:
+    """Of the kernels that check gradients and of those that update parameters, both ways; small groups apart."""
+    kinds = [
+        [kernel for kernel in program.of(*names) if kernel.elements >= 2**16] for names in (["abs", "sum"], ["lerp"])
+    ]
+    check, update = ({round(sum(kernel.traffic) / kernel.elements, 2) for kernel in kind} for kind in kinds)
+    return check, update
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_nothing_is_read_or_allocated_on_the_host(blocks: int) -> None:
+    assert gpt(blocks).on_host == []
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_every_matrix_of_a_block_has_its_gradient_written_in_place(blocks: int) -> None:
+    """Four products a block and the head's; the embedding's gradient is a scatter."""
+    program = gpt(blocks)
+    assert program.products_in_place == 4 * blocks + 1
+    assert program.libraries["mm"] + program.libraries["addmm"] == 12 * blocks + 3
+    assert [kernel.name for kernel in program.of("triton_poi_fused", "cat") if "lerp" not in kernel.name] == []
+
+
+def test_a_block_is_so_many_launches_and_the_rest_is_the_same_at_any_depth() -> None:
+    small, large = gpt(1), gpt(3)
+    block = (large.launches - small.launches) / 2
+    assert block <= 14
+    assert small.launches - block <= 36
+
+
+def test_the_optimizers_launches_do_not_depend_on_the_number_of_tensors() -> None:
+    small, large = gpt(1), gpt(3)
+    updates = [sum(kernel.launches for kernel in program.of("lerp")) for program in (small, large)]
+    assert updates[0] == updates[1] <= 5
+    # The sum of a gradient is one kernel or two, as it is large.
+    checks = [sum(kernel.launches for kernel in program.of("mul", "sum", "stack")) for program in (small, large)]
+    assert max(checks) <= 8
+
+
+@pytest.mark.parametrize("program", [lambda: gpt(1), lambda: gpt(3), lambda: mlp("float16")])
+def test_check_and_update_move_thirty_bytes_a_parameter(program: Callable[[], Program]) -> None:
+    """A float16 gradient is read twice; parameter, two moments and copy are written, all but the copy read."""
+    assert bytes_an_element(program()) == ({2.0}, {28.0})
+
+
+def test_in_float32_they_move_thirty_two() -> None:
+    assert bytes_an_element(mlp(None)) == ({4.0}, {28.0})
+
+
+def test_ten_layers_are_so_many_launches_and_allocations() -> None:
+    program = mlp("float16")
+    assert program.products_in_place == 10
+    assert program.launches <= 30
+    assert program.allocations <= 60

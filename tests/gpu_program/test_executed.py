@@ -1,0 +1,166 @@
+"""The GPU's program of a step, executed, against the step run eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import funcamp
+from funcamp import by_group, jit, numerics, stateless
+from tests.gpu_program.steps import step_of
+from tests.support.gpu_program import gpu_backend, on_gpu
+from tests.support.helpers import assert_close, assert_same
+from tests.support.models import Task, cnn, mlp, tied
+
+#: What of a step's metrics is decided by whether a number overflowed.
+DECIDED = ("scale", "found_inf", "exhausted", "saturated", "applied", "skipped", "consecutive_skips")
+
+adamw = stateless(torch.optim.AdamW, lr=1e-2)
+
+
+def compare(step: Any, batch: Callable[[int], Any], tolerance: float, steps: int, *, exact: bool = True) -> None:
+    """Run both; what overflows decide must be equal bit for bit at every step, the rest close."""
+    program, flags = jit(step, exact=exact), []
+    state, gpu = step.init(), step.init()
+    with on_gpu():
+        for number in range(steps):
+            state, expected = step(state, batch(number))
+            gpu, metrics = program(gpu, batch(number))
+            assert_same(gpu.scaler, state.scaler)
+            for name in DECIDED:
+                assert_same(getattr(metrics, name), getattr(expected, name))
+            assert_close(metrics.loss, expected.loss, tolerance)
+            flags.append(expected.found_inf.item())
+    assert_same((gpu.step, gpu.skipped, gpu.consecutive_skips), (state.step, state.skipped, state.consecutive_skips))
+    assert_close((gpu.params, gpu.ema, gpu.buffers), (state.params, state.ema, state.buffers), tolerance)
+    assert_close(gpu.opt_state, state.opt_state, 5 * tolerance)
+    assert flags.count(1.0) >= 2, flags
+    assert flags.count(0.0) >= 2, flags
+
+
+def micro_batches(batch: Callable[[int], tuple[Tensor, Tensor]], count: int = 2) -> Callable[[int], Any]:
+    """So many in each batch."""
+    return lambda number: [torch.stack(parts) for parts in zip(*[batch(count * number + i) for i in range(count)])]
+
+
+def wide() -> Task:
+    """A matrix of 65,536 elements: its check is summed in two kernels, its update has blocks without a mask."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4))
+    return Task(model, lambda output, _: (output.sum(1) - 4).square().mean(), mlp().batch)
+
+
+def test_mlp() -> None:
+    task = mlp()
+    compare(step_of(task.model, task.criterion, adamw, max_norm=1.0), task.batch, 1e-2, 10)
+
+
+def test_gpt() -> None:
+    task = tied()
+    compare(step_of(task.model, task.criterion, adamw, scale=2.0**16, max_value=0.1), task.batch, 1e-2, 10)
+
+
+def test_cnn_in_cudnns_layout_with_a_tensor_a_parameter() -> None:
+    task = cnn()
+    sgd = stateless(torch.optim.SGD, lr=0.05, momentum=0.9)
+    with torch._inductor.config.patch(force_layout_optimization=True):  # small as it is
+        compare(step_of(task.model, task.criterion, sgd, scale=2.0**16, flat=False), task.batch, 2e-2, 7)
+
+
+def test_muon_and_adamw_with_micro_batches_and_an_average() -> None:
+    task = mlp()
+    optimizer = by_group({"matrix": stateless(torch.optim.Muon, lr=0.01), "vector": adamw})
+    step = step_of(task.model, task.criterion, optimizer, scale=2.0**20, accumulate=2, ema_decay=0.9)
+    compare(step, micro_batches(task.batch), 3e-2, 7)
+
+
+def test_float32_with_large_matrices_and_without_exact() -> None:
+    task = wide()
+    compare(
+        step_of(task.model, task.criterion, adamw, policy=None, scale=2.0**127, max_norm=1.0),
+        task.batch,
+        1e-3,
+        10,
+        exact=False,
+    )
+
+
+def test_tracked_and_unrolled() -> None:
+    """Three steps a call, and what every layer holds is counted in each."""
+    task = mlp()
+    step = step_of(task.model, task.criterion, adamw, policy=None, scale=2.0**10, tracked=True)
+    state, gpu, program = step.init(), step.init(), jit(step, unroll=3)
+    with on_gpu():
+        for call in range(2):
+            gpu, metrics = program(gpu, micro_batches(task.batch, 3)(call))
+            for number in range(3):
+                state, expected = step(state, task.batch(3 * call + number))
+                for name, record in expected.records.items():
+                    found = metrics.records[name]
+                    assert_close(_moments(found, number), _moments(record), 1e-2)
+    assert_same(gpu.scaler, state.scaler)
+    assert_close((gpu.params, gpu.opt_state), (state.params, state.opt_state), 1e-4)
+
+
+def _moments(record: numerics.Record, row: int | None = None) -> list[Tensor]:
+    """How many were counted in each pass, and their standard deviation."""
+    parts = [value for one in (record.forward, record.backward) for value in (one.count, one.std)]
+    return parts if row is None else [part[row] for part in parts]
+
+
+def test_grad_scalers_compiled_loop() -> None:
+    def run(scaler: Any, compiled: bool) -> tuple[list[Tensor], list[float]]:
+        task, scales = mlp(), []
+        optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-2)
+
+        def loop(x: Tensor, y: Tensor) -> Tensor:
+            task.model.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = task.criterion(task.model(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            return loss.detach()
+
+        call = torch.compile(loop, fullgraph=True, backend=gpu_backend) if compiled else loop
+        for number in range(8):
+            call(*task.batch(number))
+            scales.append(scaler.get_scale())
+        return [param.detach() for param in task.model.parameters()], scales
+
+    def make(cls: Any) -> Any:
+        return cls("cpu", init_scale=2.0**20, growth_interval=2)
+
+    expected, scales = run(make(torch.amp.GradScaler), compiled=False)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        found, seen = run(make(funcamp.GradScaler), compiled=True)
+    assert seen == scales
+    assert len(set(scales)) >= 3
+    assert_close(found, expected, 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_dropout_drops_the_same_in_both_passes_and_as_many_as_it_says(dtype: torch.dtype) -> None:
+    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        leaf = state.detach().requires_grad_()
+        out = F.dropout(leaf * batch, 0.25)
+        (grad,) = torch.autograd.grad(out.sum(), leaf)
+        return state, (out.detach(), grad)
+
+    ones = torch.ones(5000, dtype=dtype)
+    program = jit(step)
+    with on_gpu():
+        seen = [program(ones, ones)[1] for _ in range(3)]
+    for out, grad in seen:
+        assert_same(out, grad)
+        assert set(out.unique().tolist()) == {0.0, torch.tensor(1 / 0.75, dtype=dtype).item()}
+        # Four standard deviations.
+        assert abs((out == 0).float().mean().item() - 0.25) < 4 * (0.25 * 0.75 / 5000) ** 0.5
+    assert not torch.equal(seen[0][0], seen[1][0])

@@ -1,0 +1,196 @@
+"""A GPU's program executed on the CPU: Triton's interpreter, what it lacks, and stand-ins for CUDA's libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.language.extra import libdevice
+from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+_aten = torch.ops.aten
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _elementwise(function: Callable[..., Any], dtype: tl.dtype | None = None) -> Callable[..., tl.tensor]:
+    """An external function of CUDA's, in numpy; its result has the type of its first argument, or dtype."""
+
+    def call(*args: Any, **_: Any) -> tl.tensor:
+        given = next(arg for arg in args if isinstance(arg, tl.tensor))
+        arrays = [arg.handle.data if isinstance(arg, tl.tensor) else arg for arg in args]
+        with np.errstate(all="ignore"):
+            data = np.asarray(function(*arrays))
+        out = given.dtype if dtype is None else dtype
+        data = data.astype({tl.int32: np.int32, tl.int1: np.bool_}.get(out, given.handle.data.dtype))
+        shape = tl.block_type(out, list(data.shape)) if given.type.is_block() else out
+        return tl.tensor(TensorHandle(data, out), shape)
+
+    return call
+
+
+_EXTERNAL = {
+    **{name: _elementwise(getattr(np, name)) for name in ("exp", "exp2", "expm1", "log", "log1p", "log2", "sqrt")},
+    **{name: _elementwise(getattr(np, name)) for name in ("sin", "cos", "tanh", "floor", "ceil", "trunc", "fmod")},
+    "rsqrt": _elementwise(lambda x: 1 / np.sqrt(x)),
+    "pow": _elementwise(lambda x, y: np.power(x, np.asarray(y).astype(x.dtype))),
+    "erf": _elementwise(_erf),
+    "abs": _elementwise(np.abs),
+    "nearbyint": _elementwise(np.rint),
+    "mul_rn": _elementwise(np.multiply),
+    "add_rn": _elementwise(np.add),
+    "sub_rn": _elementwise(np.subtract),
+    "div_rn": _elementwise(np.divide),
+    "ldexp": _elementwise(np.ldexp),
+    "ilogb": _elementwise(lambda x: np.frexp(x)[1] - 1, tl.int32),
+    "isinf": _elementwise(np.isinf, tl.int1),
+    "isnan": _elementwise(np.isnan, tl.int1),
+    "finitef": _elementwise(np.isfinite, tl.int1),
+    "signbit": _elementwise(np.signbit, tl.int32),
+}
+
+
+def _fma(self: Any, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+    """With one rounding, as the GPU's; Triton's interpreter rounds the product too."""
+    wide = np.float64 if x.data.dtype == np.float32 else x.data.dtype
+    with np.errstate(all="ignore"):
+        data = x.data.astype(wide) * y.data.astype(wide) + z.data.astype(wide)
+    return TensorHandle(data.astype(x.data.dtype), z.dtype.scalar)
+
+
+def _erf_of(self: Any, x: TensorHandle) -> TensorHandle:
+    return TensorHandle(_erf(x.data).astype(x.data.dtype), x.dtype.scalar)
+
+
+def complete() -> None:
+    """Give Triton's interpreter what it lacks of CUDA's functions; for good."""
+    for name, function in _EXTERNAL.items():
+        setattr(libdevice, name, function)
+    builder: Any = type(interpreter_builder)
+    builder.create_fma, builder.create_erf = _fma, _erf_of
+
+
+@contextlib.contextmanager
+def loaded() -> Iterator[None]:
+    """A region in which programs are imported."""
+    guards: Any = torch._C._dynamo.guards
+    check = guards.assert_size_stride
+
+    def lay_out(value: Tensor, size: tuple[int, ...], stride: tuple[int, ...], *library: str) -> None:
+        """Before the program checks what a library gave it: lay it out as CUDA's would have."""
+        if library not in ((), ("input",)) and value.stride() != stride and value.shape == size:
+            value.set_(torch.empty_strided(size, stride, dtype=value.dtype).copy_(value))  # type: ignore[call-overload]
+        check(value, size, stride, *library)
+
+    with mock.patch.multiple(guards, _empty_strided_cuda=guards._empty_strided_cpu, assert_size_stride=lay_out):
+        yield
+
+
+_SWITCHES: Any = dict.fromkeys(("_exchange_device", "_maybe_exchange_device", "set_device"), lambda device: 0)
+
+
+@contextlib.contextmanager
+def executed() -> Iterator[None]:
+    """A region in which programs are called with tensors of this machine."""
+    launch = CachingAutotuner.run
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        """With the largest of the blocks that Inductor would try: every instance costs the interpreter as much."""
+        kernel.configs.sort(key=lambda config: -math.prod(v for k, v in config.kwargs.items() if k.endswith("BLOCK")))
+        return launch(kernel, *args, **kwargs)
+
+    with (
+        mock.patch.object(CachingAutotuner, "run", run),
+        mock.patch.multiple(torch.cuda, **_SWITCHES),
+        np.errstate(all="ignore"),
+        Libraries(),
+    ):
+        yield
+
+
+class Libraries(TorchDispatchMode):
+    """What a program calls besides its own kernels, done here; what it makes on the GPU is made here."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")
+        return _INSTEAD.get(func, func)(*args, **kwargs)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, float]:
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = q.float() @ k.float().mT * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return scores, scale
+
+
+def _rows_first(value: Tensor) -> Tensor:
+    """The layout of flash attention's results: (batch, time, heads, width) in memory."""
+    return value.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    scores, _ = _scores(q, k, causal, scale)
+    logsumexp = scores.logsumexp(-1)
+    out = (scores - logsumexp[..., None]).exp() @ v.float()
+    return _rows_first(out.to(q.dtype)), logsumexp
+
+
+def _attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores, scale = _scores(q, k, causal, scale)
+    shares, grad = (scores - logsumexp[..., None]).exp(), grad.float()
+    inner = shares * (grad @ v.float().mT - (grad * out.float()).sum(-1, keepdim=True)) * scale
+    found = inner @ k.float(), inner.mT @ q.float(), shares.mT @ grad
+    return tuple(_rows_first(one.to(q.dtype)) for one in found)  # type: ignore[return-value]
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, _: bool = False, *, scale: Any = None
+) -> tuple[Any, ...]:
+    assert dropout == 0.0
+    seed, offset = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+    out, logsumexp = _attention(q, k, v, causal, scale)
+    return out, logsumexp, None, None, q.shape[2], k.shape[2], seed, offset, torch.empty(0)
+
+
+def _flash_backward(*args: Any, scale: float | None = None) -> tuple[Tensor, ...]:
+    grad, q, k, v, out, logsumexp = args[:6]
+    return _attention_backward(grad, q, k, v, out, logsumexp, args[11], scale)
+
+
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Any, wanted: bool, dropout: float = 0.0, causal: bool = False, *,
+    scale: Any = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert dropout == 0.0
+    assert bias is None
+    out, logsumexp = _attention(q, k, v, causal, scale)
+    padded = torch.zeros(*logsumexp.shape[:2], -(-q.shape[2] // 32) * 32)  # its rows are aligned
+    padded[..., : q.shape[2]] = logsumexp
+    zero = torch.zeros((), dtype=torch.int64)
+    return out, padded, zero, zero
+
+
+def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, scale: Any = None) -> Any:
+    _, out, logsumexp, *_ = args
+    return *_attention_backward(grad, q, k, v, out, logsumexp[..., : q.shape[2]], args[7], scale), None
+
+
+_INSTEAD: dict[Any, Callable[..., Any]] = {
+    _aten._scaled_dot_product_flash_attention.default: _flash,
+    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    _aten._scaled_dot_product_efficient_attention.default: _efficient,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+}

@@ -17,14 +17,8 @@ if sys.platform != "linux":
     collect_ignore_glob = ["test_*.py"]  # Triton is made for Linux
 
 #: Triton decides when it is imported whether to interpret functions or to compile them.
-COMPILED = ("test_compiled",)
+COMPILED = ("test_counted",)
 _errors: dict[Path, dict[str, str]] = {}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.inductor)  # for the C++ compiler
 
 
 @pytest.hookimpl(tryfirst=True)

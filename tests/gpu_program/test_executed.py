@@ -17,6 +17,8 @@ from tests.support.gpu_program import gpu_backend, on_gpu
 from tests.support.helpers import assert_close, assert_same
 from tests.support.models import Task, cnn, mlp, tied
 
+pytestmark = pytest.mark.inductor  # for the C++ compiler
+
 #: What of a step's metrics is decided by whether a number overflowed.
 DECIDED = ("scale", "found_inf", "exhausted", "saturated", "applied", "skipped", "consecutive_skips")
 

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from funcamp import jit
 from funcamp._jit import jit_step as _jit_step
@@ -80,6 +81,8 @@ class Program(NamedTuple):
     """The text of a program, and what one call of it does."""
 
     code: str
+    flops: int
+    """Of matrix products, convolutions and attention."""
 
     @property
     def body(self) -> str:
@@ -145,10 +148,12 @@ def program_of(step: Callable[[Any, Any], Any], state: Any, batch: Any, **option
     given = [leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     with on_gpu(stop):
         graph = run._trace(owned, batch, given)
+        with pretended(), graph.mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
+            graph.module(*graph.examples)
         try:
             run._compile_graph(graph, "inductor", None, None)
         except _Written as written:
-            return Program(str(written))
+            return Program(str(written), counter.get_total_flops())
     raise AssertionError("nothing was compiled")
 
 

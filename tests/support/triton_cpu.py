@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
 from triton.language.extra import libdevice
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
@@ -71,7 +72,9 @@ def _erf_of(self: Any, x: TensorHandle) -> TensorHandle:
 
 
 def complete() -> None:
-    """Give Triton's interpreter what it lacks of CUDA's functions; for good."""
+    """Give Triton's interpreter, if this process has it, what it lacks of CUDA's functions; for good."""
+    if not knobs.runtime.interpret:
+        return
     for name, function in _EXTERNAL.items():
         setattr(libdevice, name, function)
     builder: Any = type(interpreter_builder)

@@ -1,0 +1,143 @@
+"""The program of a step on an H100, read without one, and a model of its time: nothing here is measured.
+
+    python benchmarks/gpu_program.py [--sizes "MLP 134 M;GPT 124 M"] [--out benchmarks/results]
+
+The step is traced and compiled for CUDA with tensors without values; Triton and ptxas compile its kernels for sm_90.
+
+    products = FLOPs of products and attention / (peak * share reached)
+    memory = bytes that generated kernels read and write / (bandwidth * share reached)
+    gaps = (generated kernels + calls of libraries) * time from one kernel's end to the next one's begin in a CUDA graph
+    step = products + memory + gaps
+
+Bytes are counted load by load and store by store, whatever the caches hold, and what a mask leaves out too. It leaves
+out what products read and write where that takes longer than their arithmetic, and kernels too small to fill the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "0"
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.support import fake_cuda
+
+fake_cuda.load()  # before torch is imported
+
+import torch  # noqa: E402
+from _models import Size, build, cross_entropy  # noqa: E402
+from _timing import about, arguments, table, write  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+import funcamp  # noqa: E402
+from tests.support.gpu_program import Kernel, Program, program_of  # noqa: E402
+from tests.support.ptxas import Compiled, compiled  # noqa: E402
+
+PEAK, PEAK_REACHED = 989e12, 0.6  # dense float16 FLOPs a second of an H100 SXM, and what large products reach
+BANDWIDTH, BANDWIDTH_REACHED = 3.35e12, 0.9
+GAP = 1.3e-6  # seconds
+SIZES = {
+    "MLP 0.14 M": Size("mlp", 4, 64, 32),
+    "MLP 134 M": Size("mlp", 16, 1024, 1024),
+    "GPT 124 M, 16,384 tokens": Size("gpt", 12, 768, 16, 1024, 50304),
+    "GPT 1.3 B, 8,192 tokens": Size("gpt", 24, 2048, 8, 1024, 50304),
+}
+#: Kernels of each model in the table: those that move most.
+SHOWN = 8
+
+
+def program(size: Size) -> tuple[Program, int]:
+    """A step's program, and the number of parameters."""
+    stays = mock.patch.object(torch.nn.Module, "to", lambda model, *_: model)  # fake parameters cannot be moved
+    with FakeTensorMode(allow_non_fake_inputs=True), stays:
+        model, x, y = build(size, "cpu")
+        adamw = funcamp.stateless(torch.optim.AdamW)
+        step = funcamp.make_train_step(funcamp.module_loss(model, cross_entropy), adamw, policy="float16", max_norm=1.0)
+        state = step.init()
+    return program_of(step, state, (x, y)), sum(param.numel() for param in model.parameters())
+
+
+def row(name: str, made: Program, parameters: int, kernels: dict[Kernel, Compiled]) -> dict[str, Any]:
+    """One model."""
+    calls = made.launches + sum(made.libraries.values())
+    moved = sum(sum(kernel.traffic) * kernel.launches for kernel in kernels)
+    ends = {kernel: sum(kernel.traffic) * kernel.launches for kernel in (*made.of("abs", "sum"), *made.of("lerp"))}
+    products = made.flops / (PEAK * PEAK_REACHED)
+    memory = moved / (BANDWIDTH * BANDWIDTH_REACHED)
+    return {
+        "model": name,
+        "parameters": parameters,
+        "launches": made.launches,
+        "library_calls": sum(made.libraries.values()),
+        "allocations": made.allocations,
+        "kernels": len(kernels),
+        "most_registers": max(one.registers for one in kernels.values()),
+        "spilling": sum(one.spilled > 0 for one in kernels.values()),
+        "gigabytes": round(moved / 1e9, 3),
+        "check_and_update_bytes_a_parameter": round(sum(ends.values()) / parameters, 2),
+        "teraflops": round(made.flops / 1e12, 3),
+        "products_ms": round(products * 1e3, 3),
+        "memory_ms": round(memory * 1e3, 3),
+        "of_it_check_and_update_ms": round(sum(ends.values()) / (BANDWIDTH * BANDWIDTH_REACHED) * 1e3, 3),
+        "gaps_ms": round(calls * GAP * 1e3, 3),
+        "step_ms": round((products + memory + calls * GAP) * 1e3, 3),
+    }
+
+
+def shown(name: str, kernels: dict[Kernel, Compiled]) -> list[tuple[Any, ...]]:
+    """Rows of the kernels that move most."""
+    order = sorted(kernels, key=lambda kernel: -sum(kernel.traffic) * kernel.launches)[:SHOWN]
+    rows = []
+    for kernel in order:
+        one, (read, written) = kernels[kernel], kernel.traffic
+        widths = ", ".join(f"{count} of {size}" for size, count in sorted(one.accesses.items(), reverse=True))
+        numbers = f"{read / 1e6:.1f}", f"{written / 1e6:.1f}", one.registers, one.spilled, one.shared, one.warps, widths
+        rows.append((name, _short(kernel.name), kernel.launches, kernel.elements, *numbers))
+    return rows
+
+
+def _short(name: str) -> str:
+    kind, number = name.removeprefix("triton_").split("_fused_", 1)[0], name.rsplit("_", 1)[1]
+    parts = name.split("_fused_", 1)[1].rsplit("_", 1)[0]
+    return f"{kind} {number}: {parts[:40]}{'...' * (len(parts) > 40)}"
+
+
+def main() -> None:
+    """Print, and write the result files where asked."""
+    parser = arguments(__doc__)
+    parser.add_argument("--sizes", help="names of SIZES, with ; between them")
+    args = parser.parse_args()
+    rows, largest = [], []
+    for name in args.sizes.split(";") if args.sizes else SIZES:
+        made, parameters = program(SIZES[name])
+        kernels = {kernel: compiled(kernel) for kernel in made.kernels}
+        rows.append(row(name, made, parameters, kernels))
+        largest += shown(name, kernels)
+    columns = (
+        *("model", "parameters", "launches", "calls of libraries", "allocations", "kernels", "registers, most"),
+        *("kernels that spill", "GB read and written", "bytes a parameter, check and update", "TFLOP"),
+        *("products, ms", "memory, ms", "of it check and update", "gaps, ms", "step, ms"),
+    )
+    each = (
+        *("model", "kernel", "launches", "elements", "MB read", "MB written", "registers", "bytes spilled"),
+        *("shared bytes", "warps", "accesses, by bytes a thread"),
+    )
+    said = [line.strip() for line in (__doc__ or "").splitlines()[4:]]
+    facts = about(
+        "cpu",
+        step='AdamW, policy="float16", max_norm, one CUDA graph',
+        GPU=f"H100 SXM: {PEAK / 1e12:.0f} TFLOP/s * {PEAK_REACHED}, {BANDWIDTH / 1e12} TB/s * {BANDWIDTH_REACHED}, "
+        f"gap {GAP * 1e6} us",
+        measured="nothing",
+    )
+    body = [*said, "", *table(columns, [tuple(one.values()) for one in rows])]
+    body += ["", f"The {SHOWN} kernels of each model that move most, one launch:", "", *table(each, largest)]
+    write(args.out, "gpu-program", "The GPU's program of a step: a model", facts, body, rows)
+
+
+if __name__ == "__main__":
+    main()

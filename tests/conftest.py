@@ -15,7 +15,10 @@ from tests.support.helpers import assert_same, clone
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 #: The longest files, which run first: each is one worker's, and at the end the other workers would wait for it.
-LONG = ("distributed", "private_names", "elastic", "step_parity", "donation", "stats", "step", "joint_counts", "fusion")
+LONG = (
+    *("executed", "distributed", "private_names", "counted", "elastic", "step_parity", "donation", "stats", "step"),
+    *("joint_counts", "fusion"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,7 +78,9 @@ def _built(torch: Path) -> Path:
         built.parent.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=built.parent) as folder:
             made = Path(folder) / "made.so"
-            subprocess.run([os.environ.get("CXX", "c++"), *flags, "-o", str(made)], check=True)
+            names = [os.environ.get("CXX", "c++"), "g++", "clang++"]
+            compiler = next(name for name in names if shutil.which(name))
+            subprocess.run([compiler, *flags, "-o", str(made)], check=True)
             made.rename(built)
     return built
 

@@ -76,7 +76,7 @@ def test_cnn_in_cudnns_layout_with_a_tensor_a_parameter() -> None:
 
 def test_muon_and_adamw_with_micro_batches_and_an_average() -> None:
     task = mlp()
-    optimizer = by_group({"matrix": stateless(torch.optim.Muon, lr=0.01), "vector": adamw})
+    optimizer = by_group({"matrix": stateless(torch.optim.Muon, lr=0.01, ns_steps=2), "vector": adamw})
     step = step_of(task.model, task.criterion, optimizer, scale=2.0**20, accumulate=2, ema_decay=0.9)
     compare(step, micro_batches(task.batch), 3e-2, 7)
 

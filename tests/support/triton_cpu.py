@@ -16,6 +16,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.language.extra import libdevice
+from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
 _aten = torch.ops.aten
@@ -71,14 +72,27 @@ def _erf_of(self: Any, x: TensorHandle) -> TensorHandle:
     return TensorHandle(_erf(x.data).astype(x.data.dtype), x.dtype.scalar)
 
 
+_complete = False
+
+
 def complete() -> None:
     """Give Triton's interpreter, if this process has it, what it lacks of CUDA's functions; for good."""
-    if not knobs.runtime.interpret:
+    global _complete
+    if not knobs.runtime.interpret or _complete:
         return
+    _complete = True
     for name, function in _EXTERNAL.items():
         setattr(libdevice, name, function)
     builder: Any = type(interpreter_builder)
     builder.create_fma, builder.create_erf = _fma, _erf_of
+    methods = interpreter._patch_lang_tensor
+
+    def with_index(tensor: Any, scope: Any) -> None:
+        """A number may be an array of one, which numpy 2.4 does not convert: Triton 3.6."""
+        methods(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = with_index
 
 
 @contextlib.contextmanager

@@ -55,6 +55,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/track.py --out $(RESULTS)
 	$(BIN)/python benchmarks/ranks.py --out $(RESULTS)
 	$(BIN)/python benchmarks/scaling_model.py --out $(RESULTS)
+	$(BIN)/python benchmarks/gpu_program.py --out $(RESULTS)
 	$(BIN)/python benchmarks/overhead.py --out $(RESULTS)
 	$(BIN)/python benchmarks/grad_scaler.py --out $(RESULTS)
 	$(BIN)/python benchmarks/warm_start.py --out $(RESULTS)

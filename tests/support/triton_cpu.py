@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -72,6 +74,17 @@ def _erf_of(self: Any, x: TensorHandle) -> TensorHandle:
     return TensorHandle(_erf(x.data).astype(x.data.dtype), x.dtype.scalar)
 
 
+@functools.cache
+def _builtins(package: Any) -> list[tuple[str, Any]]:
+    return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    """As Triton's, which looks for them anew in every function that it calls: a quarter of the time."""
+    for name, member in _builtins(package):
+        interpreter._patch_attr(package, name, member, builder, scope)
+
+
 _complete = False
 
 
@@ -93,6 +106,7 @@ def complete() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     interpreter._patch_lang_tensor = with_index
+    interpreter._patch_builtin = _patch_builtin
 
 
 @contextlib.contextmanager

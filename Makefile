@@ -1,8 +1,10 @@
 # make demo    train a small language model in float16
+# make check   lint, types and the eager tests, in under two minutes: for use while you work
 # make test    lint, types, tests; TORCH=2.11.0 runs the tests on the other end, in an environment of its own
 # make docs    the site, from docs/ into site/; a warning is an error
 # make bench   measure on this machine's CPU: over an hour; results under benchmarks/results
 # make peers   the rules of jmp, flax, Keras and DeepSpeed against the packages themselves
+# make package build the wheel and the source archive, and check what is in them and that the wheel works
 # make gpu     the CUDA tests and benchmarks, with the Python at hand: it installs nothing. In parts of at most 8 minutes:
 #              make gpu-tests gpu-step gpu-phase gpu-price gpu-rest
 
@@ -14,19 +16,30 @@ BIN := $(VENV)/bin
 CXX_FOUND := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
 RESULTS ?= benchmarks/results
 DEVICE ?= cuda
-SELECT := not cuda and not peers$(if $(CXX_FOUND),, and not inductor)
+MODELS := timm torchvision transformers tokenizers regex
+SELECT := not cuda and not peers and not models$(if $(CXX_FOUND),, and not inductor)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint docs bench peers gpu gpu-tests gpu-step gpu-phase gpu-price gpu-rest clean
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+.PHONY: help demo check test lint docs bench peers package gpu gpu-tests gpu-step gpu-phase gpu-price gpu-rest clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-# mypy uses the stubs of the pinned torch.
-test: $(if $(filter $(PINNED),$(TORCH)),lint) $(VENV)/installed
+check: lint
+	$(PYTEST) -m "$(SELECT) and not inductor and not compiled and not processes and not slow" $(ARGS)
+
+# mypy uses the stubs of the pinned torch. The packages of models are on the path of their own tests only: Lightning imports
+# any torchvision that it finds, and the import fails if that was built for another torch.
+test: $(if $(filter $(PINNED),$(TORCH)),lint) $(VENV)/installed $(VENV)/models/installed
 	@$(if $(CXX_FOUND),,echo "No C++ compiler: leaving out the tests marked inductor (install g++ to run them).")
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "$(SELECT)" $(ARGS)
+	$(PYTEST) -m "$(SELECT)" $(ARGS)
+	PYTHONPATH=$(VENV)/models $(BIN)/python -m pytest -q -m "models$(if $(CXX_FOUND),, and not inductor)" tests/examples/test_tutorials.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -44,11 +57,11 @@ docs: .venv-docs/installed
 	.venv-docs/bin/pip install --quiet --constraint constraints.txt --requirement .venv-docs/requirements.txt
 	touch $@
 
-bench: $(VENV)/installed
-	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --editable '.[bench,models]'
+bench: $(VENV)/installed $(VENV)/models/installed
+	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --editable '.[bench]'
 	$(BIN)/python benchmarks/step.py --out $(RESULTS) $(ARGS)
 	$(BIN)/python benchmarks/step.py --out $(RESULTS) --forms --sizes "MLP 0.14 M;MLP 3.2 M;MLP 38 M"
-	$(BIN)/python benchmarks/step.py --out $(RESULTS) --public
+	PYTHONPATH=$(VENV)/models $(BIN)/python benchmarks/step.py --out $(RESULTS) --public
 	$(BIN)/python benchmarks/phase.py --out $(RESULTS)
 	$(BIN)/python benchmarks/price.py --out $(RESULTS)
 	$(BIN)/python benchmarks/footprint.py --out $(RESULTS)
@@ -67,6 +80,14 @@ peers:
 	PIP_CONSTRAINT=constraints.txt .venv-peers/bin/pip install --quiet --no-deps deepspeed==0.19.8
 	KERAS_BACKEND=torch .venv-peers/bin/python -m pytest -q -m peers tests/peers $(ARGS)
 
+package:
+	$(PYTHON) -m venv .venv-package
+	PIP_CONSTRAINT=constraints.txt .venv-package/bin/pip install --quiet build twine
+	rm -rf dist
+	.venv-package/bin/python -m build
+	.venv-package/bin/twine check --strict dist/*
+	PIP_CONSTRAINT=constraints.txt .venv-package/bin/python .github/check_package.py dist
+
 # DEVICE=cpu SIZES="..." ROUNDS=2 rehearse a part where there is no GPU.
 gpu gpu-tests gpu-step gpu-phase gpu-price gpu-rest:
 	$(PYTHON) benchmarks/gpu.py $(patsubst gpu-%,%,$(filter gpu-%,$@)) --device $(DEVICE) --out $(RESULTS) \
@@ -78,5 +99,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --editable '.[demo,plot,test,clients,dev]'
 	touch $@
 
+# Not their dependencies: torch is installed, and no torchvision may replace it.
+$(VENV)/models/installed: $(VENV)/installed
+	PIP_CONSTRAINT=$(VENV)/constraints.txt $(BIN)/pip install --quiet --upgrade --no-deps --target $(@D) $(MODELS)
+	touch $@
+
 clean:
-	rm -rf .venv-* demo-out site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv-* dist demo-out site .pytest_cache .mypy_cache .ruff_cache .hypothesis

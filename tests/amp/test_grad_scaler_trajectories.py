@@ -19,6 +19,8 @@ from torch.amp.grad_scaler import OptState as Stage
 
 from funcamp import GradScaler
 
+pytestmark = pytest.mark.slow
+
 STEPS, LOOPS, PARTS = 5, 1000, 4
 NUMBERS: dict[str, Any] = {"init_scale": 2.0**10, "growth_factor": 1.7, "backoff_factor": 0.4, "growth_interval": 2}
 

@@ -326,6 +326,7 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_backward_is_not_lost_in_a_step(name: str) -> None:
     step = make_train_step(LOSSES[name], stateless(torch.optim.SGD, lr=0.1), ScalerConfig(8.0))

@@ -197,6 +197,7 @@ WITHOUT_A_GRAPH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["eager", "jit", "scan", "compile"])
 @pytest.mark.parametrize("engine", [None, "autograd", "func"])
 @pytest.mark.parametrize("kind", [*WITHOUT_A_GRAPH])

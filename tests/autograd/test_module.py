@@ -287,6 +287,7 @@ def test_aux_of_a_criterion_is_in_the_metrics(make: Any, tracked: bool, engine: 
     assert bool(state.buffers) == (make is cnn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [cnn, mlp])
 def test_aux_of_a_window_is_stacked(make: Any) -> None:
     task = make()

@@ -103,6 +103,7 @@ def test_that_way_out_works(function: Loss, engine: Any) -> None:
         assert torch.equal(call(run, step)[0].params.tree()["w"], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [selects, masks, unique, slices, branches])
 def test_shape_or_branch_that_follows_from_values(function: Loss) -> None:
     step = step_of(function)
@@ -350,6 +351,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_outside_of_autocast(name: str, policy: str) -> None:

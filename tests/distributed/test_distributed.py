@@ -9,6 +9,8 @@ import pytest
 from tests.distributed.ranks import CASES
 from tests.support.launch import torchrun
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[dict[str, str]], str]]:

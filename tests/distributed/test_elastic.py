@@ -24,6 +24,8 @@ from tests.distributed.elastic import TINY, read
 from tests.support.helpers import assert_same
 from tests.support.launch import BOUND, ENVIRONMENT, ROOT, lines, torchrun
 
+pytestmark = pytest.mark.processes
+
 sys.path.insert(0, str(ROOT / "examples"))
 processes = importlib.import_module("_processes")
 train_ddp = importlib.import_module("train_ddp")

@@ -152,6 +152,7 @@ def test_accelerate_examples_schedule_counts_applied_steps(fused: bool) -> None:
     assert numbers["loss_last"] < numbers["loss_first"]
 
 
+@pytest.mark.slow
 def test_numerics_example_looks_inside_the_demo(tmp_path: Path) -> None:
     found = numerics_gpt.main(["--steps=21", "--width=16", f"--out={tmp_path}"])
     assert {path.name for path in tmp_path.iterdir()} == {"before.png", "after.png", "flushed.png"}

@@ -59,6 +59,7 @@ def sgd(lr: float = 0.05) -> Any:
 # One engine against the other.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [eager, compiled, kept])
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
 def test_engines_give_the_same_bits(make: Any, wrap: Wrap) -> None:

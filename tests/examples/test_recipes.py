@@ -45,6 +45,7 @@ def test_recipe_is_the_torch_loop(name: str, wrap: Wrap) -> None:
     assert_close(params, expected_params, oracle(name).TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_main_shows_a_result(name: str) -> None:
     with one_thread():

@@ -16,6 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import funcamp
 from tests.support.helpers import assert_close, assert_same, to
 
+pytestmark = pytest.mark.slow
+
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
 gpt = importlib.import_module("_gpt")
 demo = importlib.import_module("train_gpt")

@@ -683,6 +683,7 @@ def saves_that_die(name: str) -> None:
 SYSTEM = ("posix", "fcntl", "io", "_io")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", FORMATS)
 def test_kill_at_any_moment_leaves_a_whole_checkpoint(name: str, tmp_path: Path) -> None:
     program = f"from tests.io.test_checkpoint_files import saves_that_die as run; run({str(tmp_path / name)!r})"

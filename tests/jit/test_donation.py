@@ -90,6 +90,7 @@ def random_step(program: list[tuple[int, int, int]]) -> Callable[[Any, Any], Any
     return step
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAM)
 def test_random_aliasing_is_the_eager_step(program: list[tuple[int, int, int]]) -> None:

@@ -257,5 +257,6 @@ def one_rank(rank: int, store: str, x: Tensor) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.processes
 def test_records_add_up_over_ranks(tmp_path: Path) -> None:
     spawn(one_rank, (str(tmp_path / "store"), torch.randn(1001)), nprocs=2)

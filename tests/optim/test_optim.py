@@ -350,6 +350,7 @@ STATES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", STATES)
 @pytest.mark.parametrize("after", STATES)
 def test_a_state_of_another_optimizer_is_refused(before: str, after: str) -> None:

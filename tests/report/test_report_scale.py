@@ -131,6 +131,7 @@ def is_finite(grads: list[Tensor]) -> bool:
     return all(bool(grad.isfinite().all()) for grad in grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch", "GradScaler", "step", "jit"])
 @pytest.mark.parametrize(
     ("kind", "factor"),

@@ -205,12 +205,14 @@ def follow(case: str, flags: Iterable[bool], step: Callable[[ScalerState, Scaler
             assert bool(stuck) == (rule.raised or (flag and rule.scale == math.inf)), f"{seen}: {state} against {rule}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_preset_follows_its_library_through_every_short_sequence(case: str) -> None:
     for flags in itertools.product([False, True], repeat=7):
         follow(case, flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probability", [0.05, 0.3, 0.7])
 @pytest.mark.parametrize("case", CASES)
 def test_preset_follows_its_library_through_random_sequences(case: str, probability: float) -> None:

@@ -79,6 +79,7 @@ def rates(expected: Any) -> Any:
     return torch.tensor(expected) if isinstance(expected, float) else expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("flat", [True, False])
 def test_the_rate_of_a_step(name: str, flat: bool) -> None:

@@ -162,6 +162,7 @@ def test_every_number_is_as_without_under_inductor() -> None:
     assert_same(dict(model.state_dict()), step.loss_fn.state_dict(state.params, state.buffers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_modules_memory_is_the_states(name: str, flat: bool) -> None:

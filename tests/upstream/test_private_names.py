@@ -16,6 +16,8 @@ import funcamp
 from funcamp import _doctor, _upstream
 from tests.support.launch import ENVIRONMENT, ROOT
 
+pytestmark = pytest.mark.processes
+
 FOLDER = Path(funcamp.__file__).parent
 FILES = sorted(FOLDER.rglob("*.py"))
 

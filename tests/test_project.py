@@ -1,0 +1,84 @@
+"""The files around the code: versions, Pythons and pins that are written in several places agree."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from packaging.specifiers import SpecifierSet
+
+import funcamp
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PINS = dict(re.findall(r"^([\w-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+PYTHONS = [
+    text.rsplit(" ", 1)[1] for text in PROJECT["project"]["classifiers"] if re.search(r"Python :: 3\.\d+$", text)
+]
+
+
+def in_yaml(name: str) -> Any:
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def matrix() -> list[dict[str, str]]:
+    found: list[dict[str, str]] = in_yaml(".github/workflows/test.yml")["jobs"]["test"]["strategy"]["matrix"]["include"]
+    return found
+
+
+def test_newest_version_in_the_changelog_and_the_citation_is_the_packages() -> None:
+    versions = re.findall(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == funcamp.__version__
+    assert in_yaml("CITATION.cff")["version"] == funcamp.__version__
+
+
+def test_date_of_the_version_is_one() -> None:
+    dated = re.search(r"^## \d\S* - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert dated is not None
+    assert str(in_yaml("CITATION.cff")["date-released"]) == dated[1]
+
+
+def test_classifiers_are_the_pythons_that_pip_accepts() -> None:
+    accepted = SpecifierSet(PROJECT["project"]["requires-python"])
+    assert [f"3.{minor}" for minor in range(30) if f"3.{minor}" in accepted] == PYTHONS
+    assert PROJECT["tool"]["ruff"]["target-version"] == f"py{PYTHONS[0].replace('.', '')}"
+
+
+def test_workflow_runs_every_python_and_the_oldest_torch() -> None:
+    assert [pair["python"] for pair in matrix()] == PYTHONS
+    torches = [pair["torch"] for pair in matrix()]
+    (required,) = (text for text in PROJECT["project"]["dependencies"] if text.startswith("torch"))
+    assert required == f"torch>={torches[0].rsplit('.', 1)[0]}"
+    assert PINS["torch"] in torches
+
+
+def test_workflows_call_targets_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for file in (ROOT / ".github" / "workflows").iterdir():
+        for target in re.findall(r"run: make (\w+)", file.read_text()):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{file.name}: make {target}"
+
+
+def test_pre_commit_has_the_pinned_ruff() -> None:
+    (repo,) = in_yaml(".pre-commit-config.yaml")["repos"]
+    assert repo["rev"] == f"v{PINS['ruff']}"
+
+
+def test_contributing_explains_every_marker() -> None:
+    names = [marker.split(":")[0] for marker in PROJECT["tool"]["pytest"]["ini_options"]["markers"]]
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert [name for name in names if f"| `{name}` |" not in text] == []
+
+
+def test_changelog_of_the_release_is_short() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    release = [number for number, line in enumerate(lines) if line.startswith("## 0.1.0")]
+    assert len(lines) - release[0] <= 80

@@ -25,10 +25,12 @@ DECIDED = ("scale", "found_inf", "exhausted", "saturated", "applied", "skipped",
 adamw = stateless(torch.optim.AdamW, lr=1e-2)
 
 
-def compare(step: Any, batch: Callable[[int], Any], tolerance: float, steps: int, *, exact: bool = True) -> None:
+def compare(
+    step: Any, batch: Callable[[int], Any], tolerance: float, steps: int, *, exact: bool = True, flat: bool = True
+) -> None:
     """Run both; what overflows decide must be equal bit for bit at every step, the rest close."""
     program, flags = jit(step, exact=exact), []
-    state, gpu = step.init(), step.init()
+    state, gpu = step.init(flat=flat), step.init(flat=flat)
     with on_gpu():
         for number in range(steps):
             state, expected = step(state, batch(number))
@@ -71,7 +73,7 @@ def test_cnn_in_cudnns_layout_with_a_tensor_a_parameter() -> None:
     task = cnn()
     sgd = stateless(torch.optim.SGD, lr=0.05, momentum=0.9)
     with torch._inductor.config.patch(force_layout_optimization=True):  # small as it is
-        compare(step_of(task.model, task.criterion, sgd, scale=2.0**16, flat=False), task.batch, 2e-2, 7)
+        compare(step_of(task.model, task.criterion, sgd, scale=2.0**16), task.batch, 2e-2, 7, flat=False)
 
 
 def test_muon_and_adamw_with_micro_batches_and_an_average() -> None:

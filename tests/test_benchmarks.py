@@ -73,6 +73,7 @@ def test_the_gpus_run_names_sizes_and_variants_that_there_are() -> None:
     assert max(sum(line.seconds for line in lines) for lines in gpu.PARTS.values()) <= 8 * 60
 
 
+@pytest.mark.processes
 def test_a_command_that_takes_too_long_is_ended_and_a_failure_is_told(tmp_path: Path) -> None:
     gpu = import_module("gpu")
     child = "import signal; signal.pause()"

@@ -499,6 +499,7 @@ def test_complex_inputs_and_a_graph_kept_on_ctx() -> None:
 
 
 # Dynamo's own, at a frame that takes a tensor with a graph.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_backward_is_not_lost_in_a_frame_after_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.variables.misc import AutogradFunctionVariable

@@ -77,6 +77,7 @@ def test_tutorials_compile_as_they_are_written(tmp_path: Path, monkeypatch: pyte
     assert len(module.main(1, tmp_path / "timm.pt")) == 1
 
 
+@pytest.mark.slow
 def test_numerics_finds_the_planted_cause() -> None:
     module = tutorial("numerics")
     found = module.main()

@@ -202,6 +202,7 @@ def test_step_with_taps_is_the_step_without(name: str, compiled: bool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_steps_on_one_state_track_at_a_cadence() -> None:
     task = mlp()
     loss_fn = module_loss(task.model, task.criterion)

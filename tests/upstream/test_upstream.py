@@ -261,6 +261,7 @@ enter()
 """
 
 
+@pytest.mark.slow
 def test_a_fake_tensor_mode_in_a_thread_that_ended() -> None:
     # A build for CPUs has no such guard, and where there is a GPU torch leaves it as it is.
     replaced = torch.version.cuda is not None and not torch.cuda.is_available()

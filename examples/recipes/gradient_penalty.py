@@ -44,8 +44,7 @@ def train(
     )
 
     def penalized(params: dict[str, Tensor], scaler: funcamp.ScalerState, batch: tuple[Tensor, Tensor]) -> Any:
-        # Needs no separate flag: if it is not finite, the outer gradient is not either.
-        (grads, _), loss = inner(scaler, params, *batch)
+        (grads, _), loss = inner(scaler, params, *batch)  # if these are not finite, the outer gradient is not either
         norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
         return loss + WEIGHT * norm, (loss, norm)
 

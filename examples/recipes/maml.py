@@ -58,9 +58,8 @@ def train(
         return after.mean(), before.mean()
 
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
-    # keep=*: the inner step moves the parameters themselves; autocast casts them when they are used.
     loss_fn = funcamp.loss(tasks, has_scaler=True, has_aux=True)
-    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16,keep=*")
+    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16,keep=*")  # the inner step moves the parameters
     run, state, history = wrap(step), step.init(dict(model.named_parameters())), []
     for index in range(steps):
         state, metrics = run(state, batch(index, device))

@@ -325,7 +325,7 @@ def test_bad_input_is_named() -> None:
         track_scales(model, ["no"])
     with pytest.raises(ValueError, match="track_scales: sample must be 1 or more; got 0"):
         track_scales(model, sample=0)
-    with pytest.raises(TypeError, match=r"tap: sample must be an integer; got 1.5"):
+    with pytest.raises(TypeError, match=r"tap: sample must be an integer or None; got 1.5"):
         tap(torch.ones(1), probe(), sample=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="modules must differ"):
         track_scales(tied().model, ["head", "head"])

@@ -48,6 +48,10 @@ class Loss:
         """Return the initial parameters, if the loss knows them."""
         raise TypeError("init: params must be given, because the loss was not made by module_loss; got None")
 
+    def fresh(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the buffers that the function is called with: copies, because it may write them."""
+        return {name: value.clone() for name, value in buffers.items()}
+
     def buffers(self) -> dict[str, Tensor]:
         """Return the initial buffers."""
         return {}
@@ -111,9 +115,11 @@ def loss(
     """
     call = "loss"
     check_function(call, function)
-    if isinstance(function, Loss):
+    if isinstance(function, Loss) or isinstance(getattr(function, "func", None), Loss):  # a functools.partial
         raise TypeError(f"{call}: function must not be a loss already: describe it where it is made; got {function!r}")
     flags = {"has_aux": has_aux, "has_buffers": has_buffers, "keep_buffers": keep_buffers, "has_scaler": has_scaler}
+    if keep_buffers and not has_buffers:
+        raise ValueError(f"{call}: keep_buffers must be False without has_buffers; got True")
     checked = {name: boolean(call, name, flag) for name, flag in flags.items()}
     return Loss(function, **checked, probes=_names(call, probes), engine=check_engine(call, engine))
 
@@ -131,6 +137,8 @@ def check_function(call: str, function: object) -> None:
 
 
 def _names(call: str, probes: Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(probes, Iterable):
+        raise TypeError(f"{call}: probes must be names; got {_tree.brief(probes)}")
     names = (probes,) if isinstance(probes, str) else tuple(probes)
     for name in names:
         if not isinstance(name, str):

@@ -211,6 +211,10 @@ class ModuleLoss(Loss):
         values |= {name: value for name, value in params.items() if name not in self.names}  # read by taps
         return self._with(values, run)
 
+    def fresh(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the buffers as they are: a call copies them."""
+        return buffers
+
     def all_names(self, params: Any) -> list[str]:  # noqa: ARG002
         """Return the names of all parameters, including frozen ones."""
         return [name for name, part in self._parts.items() if part != "a buffer"]
@@ -359,6 +363,8 @@ def module_loss(
         raise TypeError(f"module_loss: model must be a torch.nn.Module; got {_tree.brief(model)}")
     if criterion is not None and not callable(criterion):
         raise TypeError(f"module_loss: criterion must be callable; got {_tree.brief(criterion)}")
+    if isinstance(criterion, Loss):
+        raise TypeError(f"module_loss: criterion must be a plain function; pass has_aux here; got {criterion!r}")
     for name, flag in (("has_aux", has_aux), ("keep_buffers", keep_buffers)):
         boolean("module_loss", name, flag)
     if has_aux and criterion is None:

@@ -74,7 +74,7 @@ def scaled_grad_and_value(
             given = iter(inner)
             return _tree.unflatten([None if leaf is None else next(given) for leaf in flat], spec)
 
-        chosen = choose(engine, (state, params, args, kwargs))
+        chosen = choose(engine or getattr(loss_fn, "engine", None), (state, params, args, kwargs))
 
         def loss_of(inner: list[Tensor]) -> Any:
             return loss_fn(build(inner), *args, **kwargs)
@@ -111,12 +111,14 @@ def differentiate(
 
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()
-        return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(scaled_loss, inputs, None)
+        return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(call, scaled_loss, inputs, None)
     if torch.is_inference_mode_enabled():
         raise RuntimeError(f"{call}: a loss must not be differentiated under torch.inference_mode()")
     try:
         with whole_functions(), _inside():  # the loss may contain frames that torch.compile compiles one by one
-            return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(scaled_loss, inputs, holding)
+            if engine == "func":
+                return _by_func(scaled_loss, inputs)
+            return _by_autograd(call, scaled_loss, inputs, holding)
     except (RuntimeError, ZeroDivisionError) as error:
         advise(call, error, low)
         raise
@@ -166,7 +168,7 @@ def _by_func(scaled_loss: _Scaled, inputs: list[Tensor]) -> tuple[list[Tensor], 
 
 
 def _by_autograd(
-    scaled_loss: _Scaled, inputs: list[Tensor], holding: Holding | None
+    call: str, scaled_loss: _Scaled, inputs: list[Tensor], holding: Holding | None
 ) -> tuple[list[Tensor], Tensor, Any]:
     allow_hooks()
     watch = same_parameters() if holding is None else contextlib.nullcontext(lambda: None)
@@ -174,11 +176,17 @@ def _by_autograd(
         leaves = [_leaf(value) for value in inputs]
         scaled, (loss, aux) = scaled_loss(leaves)
 
-        def backward() -> Sequence[Tensor]:
-            return torch.autograd.grad(scaled, leaves, allow_unused=True, materialize_grads=True)
+        def backward() -> Sequence[Tensor | None]:
+            return torch.autograd.grad(scaled, leaves, allow_unused=True)
 
         begin_backward()
-        grads = backward() if holding is None else holding(leaves, aux, backward)
+        found: Sequence[Tensor | None] = backward() if holding is None else holding(leaves, aux, backward)
+    if all(grad is None for grad in found):
+        raise ValueError(
+            f"{call}: loss_fn must return a loss that depends on the parameters it is given; it uses none: take "
+            "them from the argument, or write module_loss(model, criterion), which puts them into the module"
+        )
+    grads = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(found, inputs)]
     grads = [
         grad.detach() if grad.requires_grad else grad for grad in grads
     ]  # a sparse one cannot be detached in a trace

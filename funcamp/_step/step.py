@@ -106,8 +106,9 @@ class TrainStep:
                 dict of tensors; flat or consume is not a bool; group is not callable; consume is set for a loss that is
                 not of `module_loss`, or for a module with DTensors or other tensor subclasses.
             ValueError: params has no tensor, or not the names of the module; a glob of the policy's keep or copy
-                matches no parameter; flat is False with a `FlatParams`, a group, or a sharded state; consume is set
-                with params or buffers, or for a sharded state.
+                matches no parameter; buffers are given for a loss without, or with other names than the module's; group
+                is given with a `FlatParams`; flat is False with a `FlatParams`, a group, or a sharded state; consume is
+                set with params or buffers, or for a sharded state.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -129,6 +130,12 @@ class TrainStep:
         buffers = self.loss_fn.buffers() if buffers is None else buffers
         if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
             raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
+        if buffers and not self.loss_fn.has_buffers:
+            raise ValueError(f"init: buffers must be None for a loss without; got {_tree.brief(buffers)}")
+        known = self.loss_fn.buffers()
+        if known and consumed is None and buffers.keys() != known.keys():
+            odd = min(buffers.keys() ^ known.keys())
+            raise ValueError(f"init: buffers must have the names of the module's; they differ in {odd!r}")
         tree = params.tree() if isinstance(params, FlatParams) else params
         options.policy.check_names(call, self.loss_fn.all_names(tree))
         options.parallel.agree(described(self.loss_fn, self.optimizer, self.config, options, flat))
@@ -161,6 +168,8 @@ class TrainStep:
         if group is not None and not callable(group):
             raise TypeError(f"{call}: group must be callable; got {_tree.brief(group)}")
         if boolean(call, "flat", flat):
+            if group is not None and isinstance(params, FlatParams):
+                raise ValueError(f"{call}: group must be None with a FlatParams, which has groups; got {group!r}")
             own = self.optimizer.group if isinstance(self.optimizer, GroupedOptimizer) else matrix_or_vector
             return group or own
         parallel = self._options.parallel
@@ -204,7 +213,6 @@ class TrainStep:
             state: from `init` or a step.
             batch: as for the step, but one micro-batch.
             training: keep the module's training flags: the loss as the step computes it, with dropout.
-            training: leave the module's flags as they stand: the loss that the step would see, with dropout.
 
         Returns:
             The loss, unscaled, shape ().
@@ -430,7 +438,9 @@ class TrainStep:
         ema = state.ema
         if options.ema_decay is not None:
             ema = skip_step(scaler, new=ema_update(ema, params, options.ema_decay), old=ema)
-        if not self.loss_fn.keep_buffers:
+        if self.loss_fn.keep_buffers:
+            buffers = clone(buffers)  # a buffer may be a tensor of the batch
+        else:
             buffers = skip_step(scaler, new=buffers, old=state.buffers)
         found = scaler.found_inf.long()
         step, skipped = state.step + 1, state.skipped + found
@@ -495,7 +505,7 @@ class TrainStep:
         with region:
             given = (
                 (probes, self.loss_fn.probes),
-                (buffers, self.loss_fn.has_buffers),
+                (self.loss_fn.fresh(buffers), self.loss_fn.has_buffers),
                 (scaler, self.loss_fn.has_scaler),
             )
             return self.loss_fn(tree, *(value for value, wanted in given if wanted), batch)
@@ -528,5 +538,27 @@ class TrainStep:
         records = _tree.unflatten(grads[len(inputs) :], spec)
         after = buffers
         if self.loss_fn.has_buffers:
-            after, aux = aux if self.loss_fn.has_aux else (aux, ())
+            after, aux = self._buffers_and_aux(buffers, aux)
         return (gather(state.params, state.copies, grads[: len(inputs)]), records), loss, after, clone(aux)
+
+    def _buffers_and_aux(self, before: dict[str, Tensor], beside: Any) -> tuple[dict[str, Tensor], Any]:
+        """Return the new buffers and aux of what a loss returned besides itself.
+
+        Raises:
+            TypeError: this is not a dict of buffers, or not a pair with one.
+            ValueError: the buffers have other names, shapes or dtypes than those given.
+        """
+        after, aux = beside, ()
+        if self.loss_fn.has_aux:
+            if not isinstance(beside, tuple) or len(beside) != 2:
+                got = _tree.brief(beside)
+                raise TypeError(f"step: loss_fn must return (loss, (buffers, aux)) with both; got {got} besides loss")
+            after, aux = beside
+        if not isinstance(after, dict):
+            raise TypeError(f"step: loss_fn must return its buffers as a dict; got {_tree.brief(after)}")
+        for name in {**before, **after}:
+            old, new = before.get(name), after.get(name)
+            if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
+                was, now = (_tree.describe(value) if value is not None else "nothing" for value in (old, new))
+                raise ValueError(f"step: loss_fn must return buffers like those given; {name!r} was {was}, is {now}")
+        return after, aux

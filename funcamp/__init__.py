@@ -1,5 +1,8 @@
 """Mixed-precision gradient scaling for PyTorch as pure functions on an immutable state."""
 
+import importlib
+from typing import Any
+
 from funcamp import presets as presets
 from funcamp._amp.grad_scaler import GradScaler
 from funcamp._autograd.custom_function import custom_function
@@ -67,3 +70,10 @@ __all__ = [
     "unscale_and_check",
     "update",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import funcamp.numerics and funcamp.distributed when they are first used."""
+    if name in ("distributed", "numerics"):
+        return importlib.import_module(f"funcamp.{name}")
+    raise AttributeError(f"module 'funcamp' has no attribute {name!r}")

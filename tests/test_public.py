@@ -106,9 +106,12 @@ def test_readme_is_short_and_the_files_it_names_exist() -> None:
 
 
 def test_importing_funcamp_does_not_import_the_compiler() -> None:
-    found = "import sys, funcamp; print([m for m in ('torch._dynamo', 'torch._inductor', 'sympy') if m in sys.modules])"
+    found = (
+        "import sys, funcamp; print([m for m in ('torch._dynamo', 'torch._inductor', 'sympy') if m in sys.modules]);"
+        "print(funcamp.numerics.__name__, funcamp.distributed.__name__, hasattr(funcamp, 'other'))"
+    )
     ran = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert ran.stdout.strip() == "[]"
+    assert ran.stdout.splitlines() == ["[]", "funcamp.numerics funcamp.distributed False"]
 
 
 def test_torch_is_a_supported_version() -> None:

@@ -118,9 +118,9 @@ def loss(
     if isinstance(function, Loss) or isinstance(getattr(function, "func", None), Loss):  # a functools.partial
         raise TypeError(f"{call}: function must not be a loss already: describe it where it is made; got {function!r}")
     flags = {"has_aux": has_aux, "has_buffers": has_buffers, "keep_buffers": keep_buffers, "has_scaler": has_scaler}
+    checked = {name: boolean(call, name, flag) for name, flag in flags.items()}
     if keep_buffers and not has_buffers:
         raise ValueError(f"{call}: keep_buffers must be False without has_buffers; got True")
-    checked = {name: boolean(call, name, flag) for name, flag in flags.items()}
     return Loss(function, **checked, probes=_names(call, probes), engine=check_engine(call, engine))
 
 

@@ -172,9 +172,10 @@ def test_an_optimizer_is_given_the_scaler_or_its_tensors(scaler_of: Any) -> None
 
     model, scaler = torch.nn.Linear(4, 1), scaler_of(init_scale=2.0)
     scaler.scale(model(torch.randn(4, 4)).mean()).backward()
+    given, tensors = WithScaler(model.parameters()), WithTensors(model.parameters())  # known by their ids: both live
     with pytest.warns(FutureWarning, match="going to stop passing itself"):
-        scaler.step(WithScaler(model.parameters()))
-    scaler.step(WithTensors(model.parameters()))
+        scaler.step(given)
+    scaler.step(tensors)
     scaler.update()
 
 

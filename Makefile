@@ -22,7 +22,8 @@ SELECT := not cuda and not peers and not models$(if $(CXX_FOUND),, and not induc
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Without the policy the OpenMP threads of the test processes spin: twice the time for `make check`.
-PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxprocesses 4
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo check test lint docs bench peers package gpu gpu-tests gpu-step gpu-phase gpu-price gpu-rest clean
 
@@ -33,14 +34,14 @@ demo: $(VENV)/installed
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 check: lint
-	$(PYTEST) -m "$(SELECT) and not inductor and not compiled and not processes and not slow" $(ARGS)
+	$(PYTEST) $(BY_FILE) -m "$(SELECT) and not inductor and not compiled and not processes and not slow" $(ARGS)
 
 # mypy uses the stubs of the pinned torch. The packages of models are on the path of their own tests only: Lightning imports
 # any torchvision that it finds, and the import fails if that was built for another torch.
 test: $(if $(filter $(PINNED),$(TORCH)),lint) $(VENV)/installed $(VENV)/models/installed
 	@$(if $(CXX_FOUND),,echo "No C++ compiler: leaving out the tests marked inductor (install g++ to run them).")
-	$(PYTEST) -m "$(SELECT)" $(ARGS)
-	PYTHONPATH=$(VENV)/models OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m "models$(if $(CXX_FOUND),, and not inductor)" tests/examples/test_tutorials.py
+	$(PYTEST) $(BY_FILE) -m "$(SELECT)" $(ARGS)
+	PYTHONPATH=$(VENV)/models $(PYTEST) -m "models$(if $(CXX_FOUND),, and not inductor)" tests/examples/test_tutorials.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -34,13 +34,16 @@ class Variant(NamedTuple):
     """Returns when the device has done what was called."""
 
 
-def in_fresh_processes(script: str, arguments: list[str], times: int) -> list[Any]:
-    """The JSON that a benchmark prints last, so many times; at the first nothing is compiled yet, headers neither."""
+def in_fresh_processes(script: str, arguments: list[str], times: int, limit: float | None = None) -> list[Any]:
+    """The JSON that a benchmark prints last, so many times; at the first nothing is compiled yet, headers neither.
+
+    limit: the seconds after which one is stopped by TimeoutExpired.
+    """
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": cache}
         command = [sys.executable, script, *arguments]
         outs = [
-            subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+            subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=limit)
             for _ in range(times)
         ]
     return [json.loads(out.stdout.splitlines()[-1]) for out in outs]

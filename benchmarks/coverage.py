@@ -15,14 +15,13 @@ import importlib.metadata
 import json
 import math
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from _public import PACKAGES
-from _timing import Report, Row, Variant, about, arguments, chosen, measured, torch_variant
+from _timing import Report, Row, Variant, about, arguments, chosen, in_fresh_processes, measured, torch_variant
 from _zoo import ZOO, Task, task
 from torch import Tensor
 
@@ -187,13 +186,11 @@ def speed(name: str, dtype: str) -> Row:
 def in_a_process(name: str, dtype: str) -> Row:
     """A row of a process of its own."""
     row: Row = {"size": name, "variant": dtype}
-    command = [sys.executable, __file__, "--sizes", name, "--one", dtype]
     try:
-        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=True)
+        found: list[Row] = in_fresh_processes(__file__, ["--sizes", name, "--one", dtype], 1, SECONDS)
+        return found[0]
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
         return row | {"failed": type(error).__name__}
-    found: Row = json.loads(ran.stdout.splitlines()[-1])
-    return found
 
 
 def main() -> None:

@@ -12,18 +12,15 @@ import pytest
 
 import funcamp
 from docs import hooks
-from funcamp import distributed, numerics, presets
+from funcamp import presets
+from tests.support.public import CODE, PUBLIC, python_blocks, run_python
 
 DOCS = Path(hooks.__file__).parent
 PAGES = sorted(DOCS.rglob("*.md"))
 #: These compile what they show.
 COMPILED = {"index.md"}
-PRESETS = [name for name, value in vars(presets).items() if inspect.isfunction(value) and name[0] != "_"]
-PRESETS.remove("real")  # a check that presets imports
-PUBLIC = [*funcamp.__all__]
-PUBLIC += [f"numerics.{name}" for name in numerics.__all__] + [f"distributed.{name}" for name in distributed.__all__]
-PUBLIC += [f"presets.{name}" for name in PRESETS]
-CODE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OWN = [value for value in vars(presets).values() if getattr(value, "__module__", "") == presets.__name__]
+SHOWN = [*PUBLIC, *(f"presets.{preset.__name__}" for preset in OWN if preset.__name__[0] != "_")]
 #: Words to avoid, and what to write instead.
 AVOID = {
     r"verdict": "the flag",
@@ -41,10 +38,6 @@ def name_of(page: Path) -> str:
     return page.relative_to(DOCS).as_posix()
 
 
-def python_blocks(page: Path) -> list[str]:
-    return [code for language, code in CODE.findall(page.read_text()) if language == "python"]
-
-
 def prose(page: Path) -> str:
     """The text of a page, without code and without the targets of links."""
     text = re.sub(r"`[^`]*`", "", CODE.sub("", page.read_text()))
@@ -60,9 +53,7 @@ def prose(page: Path) -> str:
     ],
 )
 def test_code_of_a_page_runs(page: Path) -> None:
-    names: dict[str, object] = {}
-    for block in python_blocks(page):
-        exec(compile(block, str(page), "exec"), names)
+    run_python(page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -82,10 +73,10 @@ def test_words_of_a_page_are_plain(page: Path) -> None:
 
 def test_api_pages_have_every_public_name_once() -> None:
     shown = [name for page in PAGES for name in re.findall(r"^::: funcamp\.([\w.]+)$", page.read_text(), re.MULTILINE)]
-    assert sorted(shown) == sorted(PUBLIC)
+    assert sorted(shown) == sorted(SHOWN)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", SHOWN)
 def test_first_line_of_a_docstring_is_short(name: str) -> None:
     first = (inspect.getdoc(operator.attrgetter(name)(funcamp)) or "").split("\n")[0]
     assert 0 < len(first) <= 100

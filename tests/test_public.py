@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import funcamp
-from funcamp import _upstream, distributed, numerics
+from funcamp import _upstream
+from tests.support.public import PUBLIC, python_blocks, run_python
 
 ROOT = Path(__file__).parent.parent
 #: Each imports from those before it only: packages, and files at the top.
@@ -42,10 +43,6 @@ ROOMS = [
     "__main__",
     "__init__",
 ]
-
-
-PUBLIC = [*funcamp.__all__]
-PUBLIC += [f"{module.__name__[8:]}.{name}" for module in (numerics, distributed) for name in module.__all__]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -91,11 +88,8 @@ def test_only_tree_touches_the_private_pytree_module() -> None:
 
 @pytest.mark.inductor
 def test_readme_code_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
+    assert python_blocks(ROOT / "README.md")
+    run_python(ROOT / "README.md")
 
 
 def test_readme_is_short_and_the_files_it_names_exist() -> None:

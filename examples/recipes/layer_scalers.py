@@ -46,19 +46,19 @@ def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "c
 
     def step(state: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, Row]:
         (params, opt_state, scalers), (x, y) = state, batch
-        grads, after, verdicts, backward = [*params], [*scalers], [*scalers, scalers[-1]], [*BLOCKS]
+        grads, after, checked, backward = [*params], [*scalers], [*scalers, scalers[-1]], [*BLOCKS]
         with torch.autocast(device, torch.float16):
             for i, block in enumerate(BLOCKS):
                 x, backward[i] = torch.func.vjp(block, params[i], x)[:2]
         *below, loss = torch.func.grad_and_value(mse_loss)(x, y)
         for i in (2, 1, 0):  # from the loss down, each under its own scale; the data, below block 0, need no gradient
             scaled = backward[i](funcamp.scale(scalers[i], below[0]))
-            (grads[i], *below), verdicts[i] = funcamp.unscale_and_check(scalers[i], scaled[: i + 1])
+            (grads[i], *below), checked[i] = funcamp.unscale_and_check(scalers[i], scaled[: i + 1])
             # An overflow above propagates down to here and does not concern this block: its scale stays.
-            after[i] = funcamp.skip_step(verdicts[i + 1], new=funcamp.update(verdicts[i], CONFIGS[i]), old=scalers[i])
+            after[i] = funcamp.skip_step(checked[i + 1], new=funcamp.update(checked[i], CONFIGS[i]), old=scalers[i])
         new, old = adam.update(params, grads, opt_state), (params, opt_state)  # skips if any block overflowed
-        scale, _, found_inf = [torch.stack(column) for column in zip(*verdicts[:3])]
-        return (*funcamp.skip_step(funcamp.merge(*verdicts), new=new, old=old), after), Row(loss, scale, found_inf)
+        scale, _, found_inf = [torch.stack(column) for column in zip(*checked[:3])]
+        return (*funcamp.skip_step(funcamp.merge(*checked), new=new, old=old), after), Row(loss, scale, found_inf)
 
     run, state, history = wrap(step), (params, adam.init(params), [funcamp.init(c, device=device) for c in CONFIGS]), []
     for index in range(steps):

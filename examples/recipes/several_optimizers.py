@@ -47,16 +47,16 @@ def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "c
     optimizers = [funcamp.stateless(torch.optim.AdamW, lr=1e-2), funcamp.stateless(torch.optim.SGD, lr=1e-3)]
 
     def step(state: Any, batch: tuple[Tensor, ...]) -> tuple[Any, Row]:
-        (old, scaler), new, verdicts = state, [], []
+        (old, scaler), new, checked = state, [], []
         losses, backward = torch.func.vjp(lambda own: losses_of(models, own, *batch), [own for own, _ in old])[:2]
         # A backward pass for each loss, as in torch's loop: their gradients add up in float32.
         (first,), (second,) = map(backward, funcamp.scale(scaler, torch.eye(2, device=device)))
         for optimizer, (params, opt), grads0, grads1 in zip(optimizers, old, first, second):
-            grads, verdict = funcamp.unscale_and_check(scaler, {name: grads0[name] + grads1[name] for name in params})
-            new.append(funcamp.skip_step(verdict, new=optimizer.update(params, grads, opt), old=(params, opt)))
-            verdicts.append(verdict)
-        row = Row(losses, scaler.scale, torch.stack([verdict.found_inf for verdict in verdicts]))
-        return (new, funcamp.update(funcamp.merge(*verdicts), CONFIG)), row
+            grads, own = funcamp.unscale_and_check(scaler, {name: grads0[name] + grads1[name] for name in params})
+            new.append(funcamp.skip_step(own, new=optimizer.update(params, grads, opt), old=(params, opt)))
+            checked.append(own)
+        row = Row(losses, scaler.scale, torch.stack([state.found_inf for state in checked]))
+        return (new, funcamp.update(funcamp.merge(*checked), CONFIG)), row
 
     params = [funcamp.clone(dict(model.named_parameters())) for model in models]
     trained = [(p, optimizer.init(p)) for p, optimizer in zip(params, optimizers)]

@@ -22,7 +22,7 @@ class Loss:
 
     def __init__(
         self,
-        function: Callable[..., Any] | None,
+        function: Callable[..., Any],
         *,
         has_aux: bool = False,
         has_buffers: bool = False,
@@ -41,7 +41,6 @@ class Loss:
 
     def __call__(self, *args: Any) -> Any:
         """Return what the function returns."""
-        assert self.function is not None
         return self.function(*args)
 
     def params(self) -> dict[str, Tensor]:

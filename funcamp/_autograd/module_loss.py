@@ -50,7 +50,7 @@ class ModuleLoss(Loss):
         keep_buffers: bool = False,
         engine: Engine | None = None,
     ) -> None:
-        super().__init__(criterion, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
+        super().__init__(model, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
         self.model, self.criterion = model, criterion
         self._made_of = model
         self._holder = Holder(model, model)

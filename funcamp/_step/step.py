@@ -127,12 +127,12 @@ class TrainStep:
         if consumed is not None:
             params, buffers = consumed.own_params(), {}
         params = self.loss_fn.params() if params is None else params
-        buffers = self.loss_fn.buffers() if buffers is None else buffers
+        known = self.loss_fn.buffers()
+        buffers = known if buffers is None else buffers
         if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
             raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
         if buffers and not self.loss_fn.has_buffers:
             raise ValueError(f"init: buffers must be None for a loss without; got {_tree.brief(buffers)}")
-        known = self.loss_fn.buffers()
         if known and consumed is None and buffers.keys() != known.keys():
             odd = min(buffers.keys() ^ known.keys())
             raise ValueError(f"init: buffers must have the names of the module's; they differ in {odd!r}")

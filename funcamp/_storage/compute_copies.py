@@ -99,7 +99,7 @@ def store(
 
     The result has separate memory; with consume the given tensors get that memory too, instead of their own.
     """
-    known: frozenset[str] | None = getattr(loss_fn, "cast_names", None)
+    known: frozenset[str] | None = loss_fn.cast_names
     aliases = _aliases(loss_fn)
 
     def casts_of(name: str, leaf: Tensor) -> list[bool]:
@@ -123,8 +123,8 @@ def store(
 
 def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
     """Return which stored parameters the policy copies for a loss."""
-    known: frozenset[str] | None = getattr(loss_fn, "cast_names", None)
-    stored_as: dict[str, str] | None = getattr(loss_fn, "names", None)
+    known: frozenset[str] | None = loss_fn.cast_names
+    stored_as: dict[str, str] | None = loss_fn.names
     aliases = _aliases(loss_fn)
     flat = full_size(params) if isinstance(params, FlatParams) else None
     tree = params if flat is None else flat.tree()
@@ -154,16 +154,16 @@ def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
 def _aliases(loss_fn: Any) -> dict[str, list[str]]:
     """Return, for each stored name, the names under which the loss gets the parameter."""
     aliases: dict[str, list[str]] = {}
-    for name, source in (getattr(loss_fn, "names", None) or {}).items():
+    for name, source in (loss_fn.names or {}).items():
         aliases.setdefault(source, []).append(name)
     return aliases
 
 
 def rule_of(policy: Policy, loss_fn: Any) -> str:
     """Return all that decides on a plan except the parameters, as a string, a cheap guard for Dynamo."""
-    known: Any = getattr(loss_fn, "cast_names", None)
+    known: Any = loss_fn.cast_names
     chosen = (policy.keep, policy.copy, None if known is None else sorted(known))
-    decides = (policy.compute_dtype, policy.compute_dtype != torch.float32 and chosen, getattr(loss_fn, "names", None))
+    decides = (policy.compute_dtype, policy.compute_dtype != torch.float32 and chosen, loss_fn.names)
     return hashlib.sha256(repr(decides).encode()).hexdigest()
 
 

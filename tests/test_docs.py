@@ -61,7 +61,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
     text = hooks.fill(page.read_text())
     assert "{{" not in CODE.sub("", text)
     for target in re.findall(r"\]\((?!https?://|#)([^)]+)\)", CODE.sub("", text)):
-        assert (page.parent / target.split("#")[0]).exists(), target
+        assert (page.parent / target.split("#")[0]).is_file(), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -44,6 +44,8 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ah
     with _no_autocast(kinds), torch.no_grad():
         if backend == "inductor":
             keep_layouts(graph.module, graph.mode)
+        graph.module.recompile()
+        if backend == "inductor":
             inner = _inductor(graph.module, graph.examples, patches, ahead)
         elif backend == "eager":
             inner = graph.module

@@ -23,7 +23,7 @@ def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any]) -> N
     """Give such results the layout of the trace.
 
     Args:
-        module: changed in place.
+        module: its graph is changed in place; not recompiled.
         mode: the mode of its fake tensors.
     """
     table = _upstream.find("torch._inductor.decomposition.select_decomp_table")()
@@ -38,7 +38,6 @@ def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any]) -> N
             for index, order in known[key]:
                 for result in [node] if index is None else [user for user in node.users if _picks(user, index)]:
                     _lay_out(result, order)
-    module.recompile()
 
 
 def _kinds(node: fx.Node) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -371,10 +372,23 @@ def _compiling(task: str) -> Iterator[Progress]:
     with _lock:  # make_fx and Inductor's options are global to the process
         _thread.compiling = True
         try:
-            with Progress(task) as progress:
+            with _without_old_objects(), Progress(task) as progress:
                 yield progress
         finally:
             _thread.compiling = False
+
+
+@contextlib.contextmanager
+def _without_old_objects() -> Iterator[None]:
+    """Context manager: the garbage collector looks at new objects only. Those of torch alone take 0.2 s every time."""
+    free = gc.get_freeze_count() == 0
+    if free:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if free:
+            gc.unfreeze()
 
 
 def _on_cpu(owned: Owned) -> bool:

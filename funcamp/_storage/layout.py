@@ -19,6 +19,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._memory import identity, rebind
+from funcamp._trace.trace import slices
 from funcamp._types import Tree
 
 _ALIGNMENT = 128
@@ -69,7 +70,7 @@ class Layout:
     def views(self, groups: Groups, wanted: Container[int] | None = None) -> list[Tensor | None]:
         """Return a view per slot; None if its group is None, the group itself if its shape is ().
 
-        wanted: the numbers of the slots to view; None for all. Under tracing every view is an operation.
+        wanted: the numbers of the slots to view; None for all.
         """
         for group, columns in zip(groups, self.columns):
             if group is not None and group.dim() > (1 if columns is None else 2):
@@ -77,20 +78,17 @@ class Layout:
                     f"tree: groups must have no batch dimension; got {tuple(group.shape)}: take the tree under vmap, "
                     "vmap(lambda params: params.tree())(params)"
                 )
-        wanted = range(len(self.slots)) if wanted is None else wanted
-        chosen = {slot.group for number, slot in enumerate(self.slots) if number in wanted}
-        parts: list[Any] = [None] * len(groups)
-        for number, (group, sizes) in enumerate(zip(groups, self.pieces)):
-            if group is not None and number in chosen:
-                parts[number] = torch.split(group, list(sizes)) if group.dim() else [group] * len(sizes)
-        views: list[Tensor | None] = []
+        chosen: list[list[tuple[int, Slot]]] = [[] for _ in groups]
         for number, slot in enumerate(self.slots):
-            part = parts[slot.group]
-            piece = None if part is None or number not in wanted else part[slot.place]
-            if piece is not None and piece.dim():
-                count = _count(slot.shape)
-                piece = (piece if piece.numel() == count else piece[:count]).view(slot.shape)
-            views.append(piece)
+            if wanted is None or number in wanted:
+                chosen[slot.group].append((number, slot))
+        views: list[Tensor | None] = [None] * len(self.slots)
+        for group, sizes, mine in zip(groups, self.pieces, chosen):
+            if group is not None and mine:
+                asked = [(slot.place, slot.shape) for _, slot in mine]
+                found = slices(group, sizes, asked) if group.dim() else [group] * len(mine)
+                for (number, _), view in zip(mine, found):
+                    views[number] = view
         return views
 
     def join(self, values: Sequence[Tensor | None]) -> Groups:
@@ -209,10 +207,3 @@ def _row_lengths(keys: list[tuple[Any, ...]], tensors: list[Tensor], most: int) 
         leaf.shape[1] if fits and (key, leaf.shape[1]) in chosen else None
         for key, leaf, fits in zip(keys, tensors, aligned)
     ]
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

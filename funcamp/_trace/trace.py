@@ -11,14 +11,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot, make_fx
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    track_tensor_tree,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from funcamp import _tree, _upstream
@@ -87,7 +95,7 @@ class Graph(NamedTuple):
     """A traced function."""
 
     module: torch.fx.GraphModule
-    """From the plain parts of the arguments and captured tensors to the plain parts of the results."""
+    """From the plain parts of the arguments and captured tensors to the plain parts of the results; not recompiled."""
     examples: list[Tensor]
     """Fake tensors like its inputs."""
     mode: FakeTensorMode
@@ -174,7 +182,31 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
 def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch.fx.GraphModule, list[Tensor]]:
     """Trace a part of a traced function; return its graph and what it reads besides its arguments."""
     module = make_fx(fn, tracing_mode="real")(*args)
-    return module, _lift(module, {})
+    captured = _lift(module, {})
+    module.recompile()
+    return module, captured
+
+
+def slices(tensor: Tensor, sizes: Sequence[int], wanted: Sequence[tuple[int, tuple[int, ...]]]) -> list[Tensor]:
+    """Return views of consecutive parts of a one-dimensional tensor.
+
+    A trace records them without dispatching operations, and with an offset of zero: torch computes what an operation
+    returns once for every offset of its arguments, and so once for every block of a model.
+
+    Args:
+        tensor: the tensor.
+        sizes: the sizes of its parts.
+        wanted: for every view the number of its part and its shape, of at most as many elements.
+    """
+    watch = None if torch.compiler.is_dynamo_compiling() else _watches.current
+    recorded = None if watch is None else watch.slices(tensor, sizes, wanted)
+    if recorded is not None:
+        return recorded
+    parts, views = torch.split(tensor, list(sizes)), []
+    for number, shape in wanted:
+        count = math.prod(shape)
+        views.append((parts[number] if sizes[number] == count else parts[number][:count]).view(shape))
+    return views
 
 
 def parts(value: Tensor) -> list[Tensor]:
@@ -254,7 +286,10 @@ def _refuse_gradients(real: Mapping[int, Tensor]) -> None:
 
 
 def _lift(module: torch.fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tensor]:
-    """Turn the tensors in a graph into inputs, except constants that it copies at once (torch.tensor)."""
+    """Turn the tensors in a graph into inputs, except constants that it copies at once (torch.tensor).
+
+    The module is not recompiled.
+    """
     captured: list[Tensor] = []
     inputs: dict[int, torch.fx.Node] = {}
     graph = module.graph
@@ -276,7 +311,6 @@ def _lift(module: torch.fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tens
     for node in reversed(graph.nodes):
         if node.target is _aten.clone.default and not node.users:
             graph.erase_node(node)
-    module.recompile()
     return captured
 
 
@@ -291,6 +325,7 @@ class _Watch(TorchDispatchMode):
         self._tracer: Any = None
         self._made: dict[int, tuple[weakref.ref[Tensor], torch.fx.Node]] = {}
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self._slices: set[int] = set()
         self._draws = Draws(self._node_of)
 
     @contextlib.contextmanager
@@ -298,12 +333,18 @@ class _Watch(TorchDispatchMode):
         """Context manager: watch."""
         mode: Any = get_proxy_mode()
         self._tracer = mode.tracer
-        with self._draws.region(), self:
-            yield
+        before, _watches.current = _watches.current, self
+        try:
+            with self._draws.region(), self:
+                yield
+        finally:
+            _watches.current = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls, so keep this fast
             return args[0].fake_device
+        if func in _OFFSET:
+            self._refuse_offset(func, args, kwargs or {})
         args, kwargs = self._without_values(func, args, kwargs or {})
         tags = getattr(func, "tags", ())
         # torch.tensor(2.0).item() is a constant.
@@ -315,6 +356,14 @@ class _Watch(TorchDispatchMode):
             if isinstance(value, FakeTensor):
                 self._look(func, value, args, kwargs)
         return out
+
+    def _refuse_offset(self, func: Any, args: Any, kwargs: Any) -> None:
+        given = kwargs.get("storage_offset", [*args, None, None][_OFFSET[func]])
+        if given is not None and args[0].untyped_storage()._cdata in self._slices:
+            raise HostError(
+                f"not pass the offset of a parameter in memory, which differs between trace and state; {in_stack()} "
+                "does: call as_strided without storage_offset, or with a clone of the parameter"
+            )
 
     def _without_values(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Replace captured tensors by fake ones, because torch computes some operations on them at once."""
@@ -341,6 +390,27 @@ class _Watch(TorchDispatchMode):
     def real(self) -> dict[int, Tensor]:
         """Return the captured tensors, by the identity of the fake tensors that replace them."""
         return {id(fake): leaf for leaf, fake in self._seen.values()}
+
+    def slices(
+        self, tensor: Tensor, sizes: Sequence[int], wanted: Sequence[tuple[int, tuple[int, ...]]]
+    ) -> list[Tensor] | None:
+        """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
+        mode: Any = get_proxy_mode()
+        found: Any = get_proxy_slot(tensor, self._tracer, None) if mode and mode.tracer is self._tracer else None
+        if found is None or tensor.requires_grad or forward_ad._current_level >= 0:
+            return None
+        split, views = _aten.split_with_sizes.default(found.proxy, list(sizes)), []
+        for number, shape in wanted:
+            part, count = split[number], math.prod(shape)
+            if count < sizes[number]:
+                part = _aten.slice.Tensor(part, 0, 0, count)
+            with disable_proxy_modes_tracing():
+                view = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            proxy = _aten.view.default(part, list(shape))
+            views.append(track_tensor_tree(view, proxy, constant=None, tracer=self._tracer))
+            self._made[id(view)] = weakref.ref(view), proxy.node
+            self._slices.add(view.untyped_storage()._cdata)
+        return views
 
     def _node_of(self, value: Tensor) -> torch.fx.Node | None:
         found: Any = get_proxy_slot(value, self._tracer, None)
@@ -378,6 +448,20 @@ class _Watch(TorchDispatchMode):
         settle(kept, root, values, failed=failed)
 
 
+#: The place of an offset in the memory of the first argument.
+_OFFSET = {
+    _aten.as_strided.default: 3,
+    _aten.as_strided_.default: 3,
+    _aten.as_strided_copy.default: 3,
+    _aten.as_strided_scatter.default: 4,
+}
+
+
+class _Watches(threading.local):
+    current: _Watch | None = None
+
+
+_watches = _Watches()
 _DEVICE = torch.ops.prim.device.default
 _MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
 _PLAIN = {Tensor, torch.nn.Parameter}

@@ -1,0 +1,100 @@
+"""A trace records parameters of flat storage without dispatching views: what a program does with them is unchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from funcamp import FlatParams, jit, loss, make_train_step, module_loss, ravel, stateless
+
+SGD = stateless(torch.optim.SGD, lr=0.1)
+X = torch.arange(6.0).reshape(2, 3)
+
+
+def flat() -> FlatParams:
+    return ravel({"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1.0, 2.0]), "s": torch.tensor(3.0)})
+
+
+def product(params: Any, x: Tensor) -> Any:
+    return (x @ params["w"].t() + params["b"]).square().sum() * params["s"]
+
+
+def written(params: Any, x: Tensor) -> tuple[Any, Tensor]:
+    tree = params.tree()
+    tree["w"].mul_(2)
+    tree["b"][1:].add_(x.sum())
+    return params, tree["w"].sum() + params.groups[0].sum()
+
+
+def differentiated(params: Any, x: Tensor) -> tuple[Any, Tensor]:
+    groups = [group.detach().requires_grad_() for group in params.groups]
+    lost = product(FlatParams(tuple(groups), params.layout).tree(), x)
+    grads = torch.autograd.grad(lost, groups)
+    return FlatParams(tuple(g - 0.1 * d for g, d in zip(params.groups, grads)), params.layout), lost.detach()
+
+
+def transformed(params: Any, x: Tensor) -> tuple[Any, Tensor]:
+    grads, lost = torch.func.grad_and_value(lambda p: product(p.tree(), x))(params)
+    moved = torch.func.vmap(lambda row: product(params.tree(), row[None]))(x)
+    tangent = torch.func.jvp(lambda p: product(p.tree(), x), (params,), (grads,))[1]
+    new = FlatParams(tuple(g - 0.1 * d for g, d in zip(params.groups, grads.groups)), params.layout)
+    return new, torch.stack([lost, moved.sum(), tangent])
+
+
+def strided(params: Any, x: Tensor) -> tuple[Any, Tensor]:
+    b = params.tree()["b"]
+    return params, torch.as_strided(b, (3,), (0,)) * x.sum() + b.clone().as_strided((3,), (0,), 1)
+
+
+@pytest.mark.parametrize("step", [written, differentiated, transformed, strided])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_program_is_that_of_views(step: Any, backend: str) -> None:
+    eager, run = flat(), jit(step, backend=backend)
+    compiled = flat()
+    for _ in range(2):
+        eager, expected = step(eager, X)
+        compiled, got = run(compiled, X)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(compiled.tree(), eager.tree(), rtol=1e-6, atol=0)
+
+
+def test_parameters_of_identical_blocks_are_alike_in_a_trace() -> None:
+    offsets: set[int] = set()
+
+    def fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        offsets.update(int(param.storage_offset()) for param in params.values())
+        return sum((x * param).sum() for param in params.values())  # type: ignore[return-value]
+
+    step = make_train_step(loss(fn), SGD)
+    params = {f"{number}": torch.ones(3) for number in range(4)}
+    state = step.init(params)
+    step(state, X)
+    assert offsets == {0, 64, 128, 192}
+    offsets.clear()
+    jit(step, backend="eager")(state, X)
+    assert offsets == {0}
+
+
+class Strided(nn.Module):
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.bias, self.weight, self.method = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4)), method
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, offset = self.weight, self.weight.storage_offset() + 1
+        if self.method == "scatter":
+            rest = torch.as_strided_scatter(weight, x[0, :1], (1,), (1,), storage_offset=offset)
+        else:
+            rest = getattr(torch, self.method)(weight, (3,), (1,), offset)
+        return (x + self.bias).sum() * rest.sum()
+
+
+@pytest.mark.parametrize("method", ["as_strided", "as_strided_copy", "scatter"])
+def test_offset_of_a_parameter_is_refused(method: str) -> None:
+    step = make_train_step(module_loss(Strided(method), lambda out, _: out), SGD)
+    state = step.init()
+    with pytest.raises(RuntimeError, match=r"must not pass the offset of a parameter.*test_slices\.py:\d+"):
+        jit(step, backend="eager")(state, (X, X))

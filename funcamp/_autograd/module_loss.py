@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,6 +34,10 @@ _CAST: dict[type[nn.Module], frozenset[str]] = {
         {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"}
     ),
 }
+
+
+#: While a thread calls a module with other tensors, others wait: torch puts the tensors into the module itself.
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 class ModuleLoss(Loss):
@@ -127,12 +133,15 @@ class ModuleLoss(Loss):
             both = self.names.keys() | self.buffer_names.keys()
             held |= {f"made_of.{name}": value for name, value in values.items() if name in both}
         # Without torch's tying, which would replace the two precisions of a tied tensor by one.
-        try:
+        if torch.compiler.is_dynamo_compiling():
             out = functional_call(self._holder, held, (run,), tie_weights=False)
-        finally:
-            if not torch.compiler.is_dynamo_compiling():
-                for layer in self._recurrent:  # an RNN keeps a list of its last call's tensors; __getstate__ resets it
-                    layer.__getstate__()  # type: ignore[no-untyped-call]
+        else:
+            with _locks.setdefault(self._made_of, threading.RLock()):
+                try:
+                    out = functional_call(self._holder, held, (run,), tie_weights=False)
+                finally:
+                    for layer in self._recurrent:  # an RNN keeps a list of its last tensors; __getstate__ resets it
+                        layer.__getstate__()  # type: ignore[no-untyped-call]
         values |= {name: held[f"model.{name}"] for name in values}
         return out
 

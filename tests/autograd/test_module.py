@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -313,3 +316,35 @@ def test_keep_buffers_of_a_module_keeps_those_of_a_skipped_step(has_aux: bool) -
             state, metrics = step(step.init(), task.batch(0))
             assert metrics.found_inf == 1
             assert state.buffers["1.num_batches_tracked"] == int(keep)
+
+
+class Paused(nn.Module):
+    """Lets another thread run while it has its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.barrier = nn.Linear(4, 4), threading.Barrier(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.pause()
+        out: Tensor = self.layer(x)
+        self.pause()
+        return out
+
+    def pause(self) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.barrier.wait(1)  # until both threads are here, if nothing keeps one out
+
+
+def test_threads_call_one_module_with_parameters_of_their_own() -> None:
+    model = Paused()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    states = [step.init({name: value * factor for name, value in model.named_parameters()}) for factor in (1.0, 2.0)]
+    batch = torch.ones(2, 4), torch.zeros(2, 4)
+    alone = [step(state, batch) for state in states]
+    model.barrier = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda state: step(state, batch), states))
+    assert_same(together, alone)
+    assert_same(dict(model.state_dict()), before)

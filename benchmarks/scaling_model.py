@@ -5,7 +5,7 @@
         latency = 2 log2(8) hop_nvlink + 2 log2(nodes) hop_network
     reduce-scatter and all-gather take half of that each, so cutting the state over ranks moves the same bytes.
     gradients: 2 bytes a parameter (the compute copies'); DDP under autocast 4 (the float32 parameters').
-    small: vectors, loss and buffers share one all-reduce, of latency alone; cut over ranks one more, for verdict and
+    small: vectors, loss and buffers share one all-reduce, of latency alone; cut over ranks one more, for flag and
         norm, that the optimizer waits for.
     compute: 6 FLOPs a parameter and token, at a share of the peak that large models reach.
 

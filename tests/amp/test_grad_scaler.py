@@ -115,7 +115,7 @@ def test_loop_follows_torch(name: str, skip: Any) -> None:
 
 
 @pytest.mark.parametrize("skip", ["select", "host"])
-def test_several_optimizers_each_skip_by_their_own_verdict(skip: Any) -> None:
+def test_several_optimizers_each_skip_by_their_own_flag(skip: Any) -> None:
     names = ("AdamW", "SGD momentum", "AdamW fused")
     same_runs(Loop(make(GradScaler, skip=skip), *names), Loop(make(torch.amp.GradScaler), *names), steps=40)
 

@@ -131,7 +131,7 @@ def test_a_skipped_step_changes_nothing_and_an_eager_one_goes_on() -> None:
 
 
 def test_several_optimizers_in_one_graph() -> None:
-    """Each by its own verdict: the loss of the second alone overflows."""
+    """Each by its own flag: the loss of the second alone overflows."""
     torch.manual_seed(0)
     models = [torch.nn.Linear(2, 1) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]

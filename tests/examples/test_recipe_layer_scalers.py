@@ -1,4 +1,4 @@
-"""A scale for each block: whose verdict moves it, what one scale for all would lose, and rescaling within one graph."""
+"""A scale for each block: whose flag moves it, what one scale for all would lose, and rescaling within one graph."""
 
 from __future__ import annotations
 

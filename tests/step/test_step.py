@@ -1,4 +1,4 @@
-"""What the step builder does beside following torch's loop: averages, buffers, windows, limits, verdicts."""
+"""What the step builder does beside following torch's loop: averages, buffers, windows, limits, flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DTensors: verdicts on parts are verdicts on the whole, whatever the placements and meshes."""
+"""DTensors: the flag of parts is the flag of the whole, whatever the placements and meshes."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from _public import without_operators
 from torch import Tensor, nn
+from torch.distributions import Bernoulli, Normal, kl_divergence
 
 LABELS, VOCABULARY, SIDE = 10, 96, 32
 
@@ -143,17 +144,7 @@ def _whisper() -> Task:
 def _wav2vec2() -> Task:
     from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
 
-    config = Wav2Vec2Config(
-        conv_dim=(16, 16),
-        conv_stride=(5, 4),
-        conv_kernel=(10, 8),
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=4,
-        num_labels=LABELS,
-        mask_time_prob=0.0,  # its masks are drawn by numpy
-        layerdrop=0.0,
-        **_SMALL,
-    )
+    config = Wav2Vec2Config(num_labels=LABELS, **_SOUND)
     return Task(
         Wav2Vec2ForSequenceClassification(config),
         lambda: {"input_values": torch.randn(2, 800), "labels": torch.randint(LABELS, (2,))},
@@ -218,6 +209,50 @@ def _segformer() -> Task:
         return {"pixel_values": torch.randn(2, 3, SIDE, SIDE), "labels": torch.randint(4, (2, SIDE, SIDE))}
 
     return Task(SegformerForSemanticSegmentation(config), batch)
+
+
+def _hugging(name: str, batch: Callable[[], Any], **options: Any) -> Task:
+    import transformers
+
+    kind = name.split("For")[0].removesuffix("LMHeadModel").removesuffix("Model")
+    return Task(getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**options)), batch)
+
+
+def _words() -> dict[str, Tensor]:
+    return _labelled("input_ids", "labels")
+
+
+def _pictures() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 3, SIDE, SIDE), "labels": torch.randint(LABELS, (2,))}
+
+
+def _pairs() -> dict[str, Any]:
+    return {"input_ids": _tokens(), "pixel_values": torch.randn(2, 3, SIDE, SIDE), "return_loss": True}
+
+
+def _films() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(1, 4, 3, SIDE, SIDE), "labels": torch.randint(LABELS, (1,))}
+
+
+def _speech() -> dict[str, Tensor]:
+    return {"input_values": torch.randn(2, 1600), "labels": torch.randint(1, VOCABULARY, (2, 6))}
+
+
+def _series() -> dict[str, Tensor]:
+    return {"past_values": torch.randn(2, 32, 2), "future_values": torch.randn(2, 8, 2)}
+
+
+_PATCHES = {"image_size": SIDE, "patch_size": 8}
+_SOUND = {
+    "conv_dim": (16, 16),
+    "conv_stride": (5, 4),
+    "conv_kernel": (10, 8),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "mask_time_prob": 0.0,  # its masks are drawn by numpy
+    "layerdrop": 0.0,  # read on the host
+    **_SMALL,
+}
 
 
 class _Denoiser(nn.Module):
@@ -329,6 +364,27 @@ def _translator() -> Task:
     )
 
 
+class _Autoencoder(nn.Module):
+    """A variational autoencoder, of torch.distributions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.decoder = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 24))
+
+    def forward(self, x: Tensor) -> Any:
+        mean, log_scale = self.encoder(x).float().chunk(2, -1)
+        posterior = Normal(mean, log_scale.exp())
+        rebuilt = Bernoulli(logits=self.decoder(posterior.rsample()).float())
+        prior = Normal(torch.zeros_like(mean), torch.ones_like(mean))
+        likelihood = rebuilt.log_prob(x)  # type: ignore[no-untyped-call]
+        return (kl_divergence(posterior, prior).sum(-1) - likelihood.sum(-1)).mean()
+
+
+def _autoencoder() -> Task:
+    return Task(_Autoencoder(), lambda: {"x": (torch.rand(8, 24) > 0.5).float()})
+
+
 class _Recommender(nn.Module):
     """DLRM: embeddings of categories and a small network of numbers, and the products of each pair."""
 
@@ -382,6 +438,9 @@ ZOO: dict[str, Callable[[], Task]] = {
     "timm levit_128s": _make(_timm, "levit_128s", side=224),
     "timm coatnet_nano": _make(_timm, "coatnet_nano_rw_224", img_size=64, side=64),
     "timm mobilevit_xxs": _make(_timm, "mobilevit_xxs", side=64),
+    "timm xcit_nano": _make(_timm, "xcit_nano_12_p16_224", img_size=SIDE, depth=2),
+    "timm eva02_tiny": _make(_timm, "eva02_tiny_patch14_224", img_size=28, side=28, depth=2),
+    "timm resnest14d": _make(_timm, "resnest14d"),
     "GPT-2": _make(_causal, "GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=32),
     "Llama": _make(_causal, "Llama", **_GROUPED),
     "Qwen2": _make(_causal, "Qwen2", **_SMALL, num_key_value_heads=2),
@@ -401,6 +460,107 @@ ZOO: dict[str, Callable[[], Task]] = {
     "DeBERTa v2": _make(_masked, "DebertaV2"),
     "T5": _make(_sequence, "T5"),
     "BART": _make(_sequence, "Bart"),
+    "ALBERT": _make(_hugging, "AlbertForMaskedLM", _words, vocab_size=VOCABULARY, embedding_size=16, **_SMALL),
+    "ELECTRA": _make(_hugging, "ElectraForMaskedLM", _words, vocab_size=VOCABULARY, embedding_size=16, **_SMALL),
+    "XLNet": _make(_hugging, "XLNetLMHeadModel", _words, vocab_size=VOCABULARY, d_model=32, n_layer=2, n_head=4),
+    "Longformer": _make(_hugging, "LongformerForMaskedLM", _words, vocab_size=VOCABULARY, attention_window=4, **_SMALL),
+    "Perceiver": _make(
+        _hugging,
+        "PerceiverForMaskedLM",
+        _words,
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_latents=32,
+        num_latents=8,
+        max_position_embeddings=16,
+        num_self_attends_per_block=2,
+        num_self_attention_heads=4,
+        num_cross_attention_heads=4,
+        qk_channels=32,
+        v_channels=32,
+    ),
+    "GPT-NeoX": _make(_causal, "GPTNeoX", **_SMALL),
+    "Falcon": _make(_causal, "Falcon", hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    "Qwen3, mixture of experts": _make(
+        _causal, "Qwen3Moe", **_GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "DeepSeek V3": _make(
+        _causal,
+        "DeepseekV3",
+        **{**_SMALL, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8},
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
+    "gpt-oss": _make(_causal, "GptOss", **_GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "Mamba 2": _make(
+        _causal,
+        "Mamba2",
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=8,
+        num_heads=8,
+        head_dim=8,
+        n_groups=2,
+    ),
+    "RWKV": _make(_causal, "Rwkv", hidden_size=32, num_hidden_layers=2, attention_hidden_size=32),
+    "Jamba": _make(
+        _causal,
+        "Jamba",
+        **{**_SMALL, "num_key_value_heads": 2, "num_experts": 2, "use_mamba_kernels": False},
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=4,
+    ),
+    "Wav2Vec2, CTC": _make(_hugging, "Wav2Vec2ForCTC", _speech, vocab_size=VOCABULARY, pad_token_id=0, **_SOUND),
+    "Swin v2": _make(
+        _hugging,
+        "Swinv2ForImageClassification",
+        _pictures,
+        image_size=SIDE,
+        patch_size=4,
+        embed_dim=16,
+        depths=[1, 1],
+        num_heads=[2, 4],
+        window_size=4,
+        num_labels=LABELS,
+    ),
+    "BEiT": _make(_hugging, "BeitForImageClassification", _pictures, num_labels=LABELS, **_PATCHES, **_SMALL),
+    "DINOv2": _make(
+        _hugging,
+        "Dinov2ForImageClassification",
+        _pictures,
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": LABELS, **_PATCHES},
+    ),
+    "VideoMAE": _make(
+        _hugging, "VideoMAEForVideoClassification", _films, num_frames=4, num_labels=LABELS, **_PATCHES, **_SMALL
+    ),
+    "SigLIP": _make(
+        _hugging,
+        "SiglipModel",
+        _pairs,
+        text_config={"vocab_size": VOCABULARY, "max_position_embeddings": 16, **_SMALL},
+        vision_config={**_PATCHES, **_SMALL},
+    ),
+    "PatchTST": _make(
+        _hugging,
+        "PatchTSTForPrediction",
+        _series,
+        num_input_channels=2,
+        context_length=32,
+        prediction_length=8,
+        patch_length=8,
+        patch_stride=8,
+        d_model=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=64,
+    ),
     "ViT of transformers": _hugging_vit,
     "CLIP": _clip,
     "Whisper": _whisper,
@@ -418,6 +578,7 @@ ZOO: dict[str, Callable[[], Task]] = {
     "GRU": _make(_recurrent, nn.GRU),
     "Transformer of torch": _translator,
     "DLRM": _recommender,
+    "variational autoencoder of torch.distributions": _autoencoder,
     "LoRA of peft on Llama": _adapters,
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from funcamp._jit.ahead import Ahead
-from funcamp._jit.eager_layouts import keep_layouts
+from funcamp._jit.eager_layouts import keep_layouts, one_by_one
 from funcamp._trace.trace import Graph, parts, with_parts
 
 _log = logging.getLogger("funcamp")
@@ -48,7 +48,7 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ah
         if backend == "inductor":
             inner = _inductor(graph.module, graph.examples, patches, ahead)
         elif backend == "eager":
-            inner = graph.module
+            inner = one_by_one(graph.module)
         else:
             from torch._dynamo.backends.registry import lookup_backend
 

@@ -1,12 +1,15 @@
-"""Keep the layouts of the trace if Inductor's decomposition of an operation has another one.
+"""Keep the layouts of the trace where a program has others, for which a traced view may be impossible.
 
-A graph's views were traced with the layouts of eager mode. For example, `cat` of a tensor and an empty one is
-contiguous; Inductor's decomposition is a clone in the tensor's own order, for which the traced `view` is impossible.
+Inductor decomposes operations: `cat` of a tensor and an empty one is contiguous, and Inductor's clone of the tensor has
+the tensor's own order. And torch's rules for tensors without values err: a batch norm of a transposed input is
+contiguous on a CPU, and transposed in a trace.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,6 +43,54 @@ def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any]) -> N
                     _lay_out(result, order)
 
 
+def one_by_one(module: fx.GraphModule) -> Callable[..., Any]:
+    """Return a function that runs the operations one by one; those of other layouts are found in its first call."""
+    run: Callable[..., Any] | None = None
+
+    def call(*values: Tensor) -> Any:
+        nonlocal run
+        if run is not None:
+            return run(*values)
+        first = _Checked(module)
+        out = first.run(*values)
+        run = module
+        if first.odd:
+            run = fx.GraphModule(module, copy.deepcopy(module.graph))  # Inductor may compile this one later
+            for node in [node for node in run.graph.nodes if node.name in first.odd]:
+                _lay_out(node, _order(node.meta["val"]))
+            run.recompile()
+        return out
+
+    return call
+
+
+class _Checked(fx.Interpreter):
+    """Gives every result its layout in the trace, and notes the names of those that had another."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.odd: set[str] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        out, wanted = super().run_node(n), n.meta.get("val")
+        if not isinstance(out, Tensor) or not isinstance(wanted, Tensor) or _steps(out) == _steps(wanted):
+            return out
+        order = _order(wanted)
+        if _steps(wanted) != _steps(wanted.permute(order).contiguous().permute(_inverse(order))):
+            return out
+        self.odd.add(n.name)
+        return out.permute(order).contiguous().permute(_inverse(order))
+
+
+def _order(value: Tensor) -> list[int]:
+    """Return the dimensions from the outermost in memory to the innermost."""
+    return sorted(range(value.dim()), key=value.stride, reverse=True)
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
 def _kinds(node: fx.Node) -> list[Any]:
     leaves, spec = _tree.flatten((node.args, node.kwargs))
     values = [leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
@@ -69,7 +120,7 @@ def _orders(node: fx.Node, decomposition: Any) -> list[_Order]:
         return []
     pairs = list(enumerate(zip(wanted, found))) if several else [(None, (wanted, found))]
     return [
-        (index, sorted(range(value.dim()), key=value.stride, reverse=True))
+        (index, _order(value))
         for index, (value, other) in pairs
         if isinstance(value, Tensor) and isinstance(other, Tensor) and _steps(value) != _steps(other)
     ]
@@ -85,13 +136,12 @@ def _picks(user: fx.Node, index: int) -> bool:
 
 def _lay_out(result: fx.Node, order: list[int]) -> None:
     graph, aten = result.graph, torch.ops.aten
-    back = sorted(range(len(order)), key=order.__getitem__)
     with graph.inserting_after(result):
         permuted = graph.call_function(aten.permute.default, (result, order))
     with graph.inserting_after(permuted):
         copied = graph.call_function(aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format})
     with graph.inserting_after(copied):
-        laid_out = graph.call_function(aten.permute.default, (copied, back))
+        laid_out = graph.call_function(aten.permute.default, (copied, _inverse(order)))
     for node, shape in ((permuted, order), (copied, order), (laid_out, None)):
         value = result.meta["val"]
         node.meta = {**result.meta, "val": value if shape is None else value.permute(shape)}

@@ -156,7 +156,13 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
 
     try:
         # On a GPU autograd would call backward in another thread, outside these modes.
-        with _as_if_compiling(), _fresh_casts(), torch.autograd.set_multithreading_enabled(False), fake:
+        with (
+            _as_if_compiling(),
+            _unchecked_distributions(),
+            _fresh_casts(),
+            torch.autograd.set_multithreading_enabled(False),
+            fake,
+        ):
             module = make_fx(flat, tracing_mode="real")(*examples)
     except Exception as error:
         watch.settle(plain, failed=True)
@@ -262,6 +268,18 @@ def _as_if_compiling() -> Iterator[None]:
         yield
     finally:
         flags._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Context manager: torch.distributions does not check the values it is given, as under torch.compile."""
+    kind: Any = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
 
 
 @contextlib.contextmanager

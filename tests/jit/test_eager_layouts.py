@@ -1,0 +1,77 @@
+"""Operations whose results lie in memory otherwise than a trace without values expects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from funcamp import jit, make_train_step, module_loss, stateless
+
+SGD = stateless(torch.optim.SGD, lr=0.1)
+
+
+@torch.library.custom_op("funcamp_tests::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    return x.t().contiguous().t()
+
+
+@turned.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+class Normalized(nn.Module):
+    """A batch norm over the last dimension: its input is transposed, and its result is read as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        return out
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 4, 6, generator=made), torch.randn(rows, 4, 2, generator=made)
+
+
+def losses(wrap: Any, rows: list[int]) -> list[Tensor]:
+    torch.manual_seed(0)
+    step = make_train_step(module_loss(Normalized(), F.mse_loss), SGD)
+    run, state, found = wrap(step), step.init(), []
+    for count in rows:
+        state, metrics = run(state, batch(count))
+        found.append(metrics.loss.clone())
+    return found
+
+
+@pytest.mark.parametrize("rows", [[3, 3, 3], [3, 2, 3, 2]])
+def test_batch_norm_of_a_transposed_input(rows: list[int]) -> None:
+    def traced(step: Any) -> Any:
+        return jit(step, backend="eager")
+
+    torch.testing.assert_close(losses(traced, rows), losses(lambda step: step, rows))
+
+
+def test_operation_that_promised_another_layout() -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return state + 1, (turned(x) * state).view(-1) + turned(x).view(3, 2, 2).sum(1).view(-1).sum()
+
+    state, run = torch.ones(()), jit(step, backend="eager", donate=False)
+    x = torch.arange(12.0).view(3, 4)
+    for count in (1, 2, 3):
+        state, out = run(state, x)
+        assert torch.equal(out, x.view(-1) * count + x.sum())
+
+
+@pytest.mark.inductor
+def test_batch_norm_compiled_then_run_one_by_one() -> None:
+    """The second batch's size is not compiled at its first call."""
+    rows = [3, 2, 2, 3]
+    torch.testing.assert_close(losses(jit, rows), losses(lambda step: step, rows))

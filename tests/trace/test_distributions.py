@@ -1,0 +1,95 @@
+"""torch.distributions in a jitted step: samples and densities of the eager step, without reads that check values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributions as d
+
+from funcamp import jit, loss, make_train_step, stateless
+from tests.support.helpers import assert_same, clone
+
+SGD = stateless(torch.optim.SGD, lr=0.1)
+X = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
+Params = dict[str, Tensor]
+
+KINDS: dict[str, Callable[[Params], Any]] = {
+    "Normal": lambda p: d.Normal(p["a"], p["b"].exp()),
+    "LogNormal": lambda p: d.LogNormal(p["a"], p["b"].exp()),
+    "Laplace": lambda p: d.Laplace(p["a"], p["b"].exp()),
+    "Uniform": lambda p: d.Uniform(p["a"] - 2, p["b"].exp() + 2),
+    "Exponential": lambda p: d.Exponential(p["b"].exp()),
+    "Gumbel": lambda p: d.Gumbel(p["a"], p["b"].exp()),
+    "Beta": lambda p: d.Beta(p["a"].exp(), p["b"].exp()),
+    "Gamma": lambda p: d.Gamma(p["a"].exp(), p["b"].exp()),
+    "Dirichlet": lambda p: d.Dirichlet(p["a"].exp()),
+    "StudentT": lambda p: d.StudentT(4.0, p["a"], p["b"].exp()),
+    "LowRank": lambda p: d.LowRankMultivariateNormal(p["a"], p["b"][:, None], p["b"].exp()),
+    "Independent": lambda p: d.Independent(d.Normal(p["a"], p["b"].exp()), 1),
+    "tanh of Normal": lambda p: d.TransformedDistribution(
+        d.Normal(p["a"], p["b"].exp()), [d.TanhTransform(cache_size=1)]
+    ),
+    "RelaxedBernoulli": lambda p: d.RelaxedBernoulli(torch.tensor(0.5), logits=p["a"]),
+}
+
+
+def start() -> Params:
+    return {"a": torch.tensor([0.1, -0.2, 0.3]), "b": torch.tensor([0.2, 0.1, -0.3])}
+
+
+def trained(fn: Callable[[Params, Tensor], Any], wrap: Callable[[Any], Any]) -> Any:
+    step = make_train_step(loss(fn), SGD)
+    run, state, losses = wrap(step), step.init(start()), []
+    torch.manual_seed(1)
+    for _ in range(3):
+        state, metrics = run(state, X)
+        losses.append(metrics.loss)
+    return clone(losses), dict(state.params.tree())
+
+
+def same_as_eager(fn: Callable[[Params, Tensor], Any]) -> None:
+    assert_same(trained(fn, jit_eager), trained(fn, lambda step: step))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_densities_and_differentiable_samples(kind: str) -> None:
+    def fn(params: Params, x: Tensor) -> Any:
+        made = KINDS[kind](params)
+        x = x / x.sum(-1, keepdim=True) if kind == "Dirichlet" else x
+        return made.rsample((4,)).square().mean() - made.log_prob(x).mean()
+
+    same_as_eager(fn)
+
+
+def test_an_autoencoders_loss() -> None:
+    def fn(params: Params, x: Tensor) -> Any:
+        posterior, prior = d.Normal(x * params["a"], params["b"].exp()), d.Normal(torch.zeros(3), torch.ones(3))
+        rebuilt = d.Bernoulli(logits=posterior.rsample() * params["b"])
+        return d.kl_divergence(posterior, prior).mean() - rebuilt.log_prob((x > 0.5).float()).mean()
+
+    same_as_eager(fn)
+
+
+def test_a_policys_loss() -> None:
+    def fn(params: Params, x: Tensor) -> Any:
+        policy = d.Categorical(logits=x * params["a"])
+        with torch.no_grad():
+            actions = policy.sample()
+        rewards = x.gather(1, actions[:, None])[:, 0]
+        return -(policy.log_prob(actions) * rewards).mean() - 0.1 * policy.entropy().mean() + params["b"].square().sum()
+
+    same_as_eager(fn)
+
+
+def test_checks_are_on_again_after_the_trace() -> None:
+    trained(lambda params, _: d.Normal(params["a"], params["b"].exp()).log_prob(X).mean(), jit_eager)
+    with pytest.raises(ValueError, match="scale"):
+        d.Normal(0.0, -1.0)
+
+
+def jit_eager(step: Any) -> Any:
+    return jit(step, backend="eager")

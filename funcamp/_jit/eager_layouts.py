@@ -2,7 +2,7 @@
 
 Inductor decomposes operations: `cat` of a tensor and an empty one is contiguous, and Inductor's clone of the tensor has
 the tensor's own order. And torch's rules for tensors without values err: a batch norm of a transposed input is
-contiguous on a CPU, and transposed in a trace.
+contiguous on a CPU, and transposed in a trace (pytorch#192668, open).
 """
 
 from __future__ import annotations

@@ -16,7 +16,10 @@ BIN := $(VENV)/bin
 CXX_FOUND := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
 RESULTS ?= benchmarks/results
 DEVICE ?= cuda
-MODELS := timm torchvision transformers tokenizers regex
+MODELS := timm torchvision transformers tokenizers regex peft
+# TRL and what it needs of its own. It needs Python 3.11.
+MODELS += $(foreach name,trl datasets dill multiprocess pandas pyarrow xxhash,"$(name); python_version >= '3.11'")
+MODELS_TESTS := tests/examples/test_tutorials.py tests/examples/test_clients.py tests/amp/test_trainers.py tests/amp/test_timm.py
 SELECT := not cuda and not peers and not models$(if $(CXX_FOUND),, and not inductor)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -41,7 +44,7 @@ check: lint
 test: $(if $(filter $(PINNED),$(TORCH)),lint) $(VENV)/installed $(VENV)/models/installed
 	@$(if $(CXX_FOUND),,echo "No C++ compiler: leaving out the tests marked inductor (install g++ to run them).")
 	$(PYTEST) $(BY_FILE) -m "$(SELECT)" $(ARGS)
-	PYTHONPATH=$(VENV)/models $(PYTEST) -m "models$(if $(CXX_FOUND),, and not inductor)" tests/examples/test_tutorials.py
+	PYTHONPATH=$(VENV)/models $(PYTEST) $(BY_FILE) -m "models$(if $(CXX_FOUND),, and not inductor)" $(MODELS_TESTS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -1,0 +1,76 @@
+"""Transformers' Trainer and TRL's with `GradScaler` in Accelerate's slot: what they do with torch's, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import funcamp
+from tests.support import trainers
+from tests.support.accelerated import alone
+from tests.support.helpers import assert_same
+from tests.support.trainers import NUMBERS, STEPS, record
+
+pytestmark = [
+    pytest.mark.models,
+    # TRL's own use of names that transformers deprecates.
+    pytest.mark.filterwarnings("ignore:`[a-z_]*gradient_checkpointing[a-z_]*` is deprecated:FutureWarning"),
+]
+
+TORCH = functools.partial(torch.amp.GradScaler, "cpu")
+FUNCAMP = functools.partial(funcamp.GradScaler, "cpu")
+
+CLIENTS: dict[str, Any] = {
+    "trainer": trainers.make_trainer,
+    "trainer, fused": functools.partial(trainers.make_trainer, optim="adamw_torch_fused"),
+    "trainer, accumulate": functools.partial(trainers.make_trainer, gradient_accumulation_steps=2),
+}
+if sys.version_info >= (3, 11):  # as TRL needs
+    CLIENTS |= {"sft": trainers.make_sft, "grpo": trainers.make_grpo}
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    with alone():
+        yield
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_run_equals_the_one_with_torchs_scaler(client: str, tmp_path: Path) -> None:
+    rows = []
+    for make in (TORCH, FUNCAMP):
+        trainer = CLIENTS[client](tmp_path)
+        rows.append(record(trainer, functools.partial(make, **NUMBERS)))
+        trainer.train()
+    expected, actual = rows
+    scales = [row["scaler"]["scale"] for row in expected]
+    assert any(b < a for a, b in itertools.pairwise(scales))
+    assert any(b > a for a, b in itertools.pairwise(scales))
+    assert len(actual) == STEPS
+    assert_same(actual, expected)
+    if client != "trainer, fused":  # which Accelerate takes for applied, with either scaler
+        assert {row["skipped"] for row in expected} == {True, False}
+
+
+@pytest.mark.parametrize("client", [name for name in CLIENTS if name != "grpo"])  # its samples are not in a checkpoint
+@pytest.mark.parametrize(("first", "second"), [(TORCH, FUNCAMP), (FUNCAMP, TORCH)], ids=["to funcamp", "to torch"])
+def test_loaded_checkpoint_continues_as_the_uninterrupted_run(
+    client: str, first: Any, second: Any, tmp_path: Path
+) -> None:
+    half = STEPS // 2
+    saving = {"save_strategy": "steps", "save_steps": half}
+    whole = CLIENTS[client](tmp_path / "whole", **saving)
+    expected = record(whole, functools.partial(first, **NUMBERS))
+    whole.train()
+    after = CLIENTS[client](tmp_path / "after", **saving)
+    actual = record(after, second)  # the file's numbers count, not the constructor's
+    after.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{half}"))
+    assert_same(actual, expected[half:])
+    assert_same(after.optimizer.state_dict(), whole.optimizer.state_dict())

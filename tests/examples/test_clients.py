@@ -1,0 +1,81 @@
+"""The examples of clients: a Trainer whose step is funcamp's against the Trainer with torch's scaler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import funcamp
+from tests.support import trainers
+from tests.support.accelerated import alone
+from tests.support.helpers import assert_close, assert_same
+from tests.support.trainers import NUMBERS, STEPS, record
+
+pytestmark = pytest.mark.models
+
+#: Traced, donated, and run operation by operation.
+TRACED = functools.partial(funcamp.jit, backend="eager")
+TORCH = functools.partial(torch.amp.GradScaler, "cpu", **NUMBERS)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1, "max_grad_norm": 0.1},
+    "accumulate": {"gradient_accumulation_steps": 3},
+    "no clipping": {"max_grad_norm": 0.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    with alone():
+        yield
+
+
+def step_trainer(folder: Path, **more: Any) -> Any:
+    example = trainers.imported("hf_trainer")
+    config = funcamp.ScalerConfig(**NUMBERS)
+    return trainers.make_trainer(folder, example.StepTrainer, config=config, wrap=TRACED, **more)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_trainer_with_a_step_skips_and_learns_as_with_torchs_scaler(variant: str, tmp_path: Path) -> None:
+    expected_trainer = trainers.make_trainer(tmp_path, **VARIANTS[variant])
+    expected = record(expected_trainer, TORCH)
+    expected_trainer.train()
+    trainer = step_trainer(tmp_path, **VARIANTS[variant])
+    rows = record(trainer)
+    trainer.train()
+    assert {row["skipped"] for row in rows} == {True, False}
+    for name in ("skipped", "lr", "scaler"):
+        assert [row[name] for row in rows] == [row[name] for row in expected]
+    # The rate is a float32 tensor, and the norm's sums have another order.
+    assert_close([row["params"] for row in rows], [row["params"] for row in expected], 1e-3)
+    logs = [one.state.log_history for one in (trainer, expected_trainer)]
+    for name in ("loss", "grad_norm"):
+        actual, wanted = (torch.tensor([row[name] for row in log if name in row]) for log in logs)
+        assert torch.equal(actual.isfinite(), wanted.isfinite())
+        assert_close(actual[actual.isfinite()], wanted[wanted.isfinite()], 1e-3)
+    evaluated = [one.evaluate()["eval_loss"] for one in (trainer, expected_trainer)]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-3)
+
+
+def test_trainer_with_a_step_resumes_bit_for_bit(tmp_path: Path) -> None:
+    half = STEPS // 2
+    saving = {"save_strategy": "steps", "save_steps": half, "gradient_accumulation_steps": 2}
+    whole = step_trainer(tmp_path / "whole", **saving)
+    expected = record(whole)
+    whole.train()
+    after = step_trainer(tmp_path / "after", **saving)
+    actual = record(after)
+    after.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{half}"))
+    assert_same(actual, expected[half:])
+    assert_same(after.step.state_dict(after.train_state), whole.step.state_dict(whole.train_state))
+
+
+@pytest.mark.parametrize("step", [False, True], ids=["scaler", "step"])
+def test_trainer_example_learns(step: bool, tmp_path: Path) -> None:
+    assert trainers.imported("hf_trainer").main(step=step, folder=str(tmp_path), wrap=TRACED) < 3.2

@@ -212,9 +212,9 @@ def test_clipping_with_a_fused_optimizer_is_refused_by_lightning(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("first", "second"), [*itertools.product(["torch", "select"], repeat=2), ("host", "default")])
-def test_resumed_run_equals_the_uninterrupted_one(first: str, second: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", [Net, TwoOptimizers], ids=["", "two optimizers by hand"])
+def test_resumed_run_equals_the_uninterrupted_one(module: Any, first: str, second: str, tmp_path: Path) -> None:
     numbers = NUMBERS | {"growth_interval": 7}
-    module = functools.partial(Net, "adamw")
     whole = train(Scaler("cpu", **numbers), module(), tmp_path, epochs=2)
     before = train(MAKERS[first]("cpu", **numbers), module(), tmp_path, epochs=1)
     before[1].save_checkpoint(tmp_path / "half.ckpt")
@@ -224,7 +224,8 @@ def test_resumed_run_equals_the_uninterrupted_one(first: str, second: str, tmp_p
     # the file's numbers count, not the constructor's
     after = train(MAKERS[second]("cpu"), module(), tmp_path, epochs=2, start=tmp_path / "half.ckpt")
     assert_same(before[0].rows + after[0].rows, whole[0].rows)
-    assert_same(after[1].optimizers[0].state_dict(), whole[1].optimizers[0].state_dict())
+    for optimizer, other in zip(after[1].optimizers, whole[1].optimizers, strict=True):
+        assert_same(optimizer.state_dict(), other.state_dict())
 
 
 class Loop(pl.Callback):

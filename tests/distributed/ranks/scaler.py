@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import funcamp
 from tests.distributed.ranks import case
+from tests.distributed.ranks.checkpoint import shared_folder
 from tests.distributed.ranks.tools import assert_equal_on_all_ranks, mine, rank, world
-from tests.support.helpers import difference
+from tests.support.helpers import assert_same, clone, difference
 
 #: Growth and backoff by 128, for the reason that tests/distributed/ranks/step.py gives.
 RULE = {"growth_factor": 128.0, "backoff_factor": 1 / 128, "growth_interval": 3}
@@ -106,6 +110,87 @@ def sharded(mesh: DeviceMesh) -> nn.Module:
 def fsdp2_equals_one_process() -> None:
     for options in ({}, {"clip": True}, {"fused": True}):
         agree(sharded(init_device_mesh("cpu", (world(),))), mine, **options)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(nn.functional.silu(self.up(self.norm(x))))
+        return x + hidden
+
+
+class Titan:
+    """A run in torchtitan's style: every block compiled and sharded, float16 without autocast, float32 sums."""
+
+    def __init__(self, scaler: torch.amp.GradScaler, fused: bool) -> None:
+        torch.manual_seed(0)
+        precision = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (world(),))
+        self.model = nn.Sequential(nn.Linear(8, 16), Block(16), Block(16), nn.Linear(16, 4))
+        for block in list(self.model)[1:3]:
+            block.compile(backend="aot_eager", fullgraph=True)
+            fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(self.model, mesh=mesh, mp_policy=precision)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=fused)
+        self.scaler, self.taken, self.seen = scaler, 0, []
+
+    def train(self, last: int) -> Titan:
+        """Accumulate two micro-batches a step; keep what every step leaves."""
+        while self.taken < last:
+            self.optimizer.zero_grad()
+            for part in range(2):
+                x, y = mine(batch(2 * self.taken + part))
+                self.model.set_requires_gradient_sync(part == 1)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
+                    loss = nn.functional.cross_entropy(self.model(x).float(), y) / 2
+                self.scaler.scale(loss).backward()
+            self.scaler.unscale_(self.optimizer)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.taken += 1
+            params = clone([param.to_local() for param in self.model.parameters()])
+            self.seen.append((params, full(norm), self.scaler.state_dict()))
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict(), "taken": self.taken}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        model, optimizer = saved["model"], saved["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        self.scaler.load_state_dict(saved["scaler"])
+        self.taken = saved["taken"]
+
+
+MAKERS: tuple[Any, ...] = (torch.amp.GradScaler, funcamp.GradScaler)
+
+
+@case(2)
+def torchtitans_style_equals_torchs_scaler() -> None:
+    for fused in (False, True):
+        expected, actual = (Titan(make("cpu", **SCALER), fused).train(STEPS).seen for make in MAKERS)
+        scales = [scaler["scale"] for _, _, scaler in expected]
+        assert any(b < a for a, b in itertools.pairwise(scales)), scales
+        assert any(b > a for a, b in itertools.pairwise(scales)), scales
+        assert_same(actual, expected)
+
+
+@case(2)
+def torchtitans_style_resumes_from_torchs_checkpoint_with_the_other_scaler() -> None:
+    for first, second in (MAKERS, MAKERS[::-1]):
+        run, folder = Titan(first("cpu", **SCALER), fused=True).train(STEPS // 2), shared_folder()
+        save(run.state_dict(), checkpoint_id=folder)
+        after = Titan(second("cpu"), fused=True)
+        saved = after.state_dict()
+        load(saved, checkpoint_id=folder)
+        after.load_state_dict(saved)
+        assert_same(after.train(STEPS).seen, run.train(STEPS).seen[STEPS // 2 :])
 
 
 @case(4)

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the mean over micro-batches with one scale."""
+"""Gradient accumulation: the mean over micro-batches with one scale, weighted if they differ."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
+from funcamp._step.shares import Shares
 from funcamp._types import Tree
 
-#: (buffers, one micro-batch, their number) -> (scaled gradients of loss / number, the loss, the buffers, aux).
-One = Callable[[dict[str, Tensor], Any, int], tuple[Tree, Tensor, dict[str, Tensor], Any]]
+#: (buffers, one micro-batch, its share or None) -> (scaled gradients of its part of the loss, the loss, buffers, aux).
+One = Callable[[dict[str, Tensor], Any, "Tensor | None"], tuple[Tree, Tensor, dict[str, Tensor], Any]]
 
 
-def accumulate(
-    one: One, params: Tree, buffers: dict[str, Tensor], batch: Any, limit: int, *, scan: bool
-) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
-    """Sum gradients over the micro-batches along the first dimension of a batch.
-
-    A non-finite gradient of one micro-batch makes the sum non-finite, so one check afterwards covers all. Buffers pass
-    from one micro-batch to the next; aux is stacked.
+def micro_batches(batch: Any, limit: int) -> list[Any]:
+    """Return the micro-batches along the first dimension of a batch.
 
     Raises:
         ValueError: tensors of batch have no micro-batch, more than limit, or different numbers of them.
@@ -35,29 +31,41 @@ def accumulate(
             f"step: every tensor of batch must hold 1 to {limit} micro-batches along its first dimension, all the same "
             f"number; got {[tuple(leaf.shape) for leaf in tensors]}"
         )
-    (parts,) = counts
+    return [
+        _tree.unflatten([leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        for index in range(min(counts))
+    ]
+
+
+def accumulate(
+    one: One, params: Tree, buffers: dict[str, Tensor], batch: Any, pieces: list[Any], shares: Shares, *, scan: bool
+) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
+    """Sum gradients over the micro-batches of a batch, and return the mean of their losses.
+
+    A non-finite gradient of one micro-batch makes the sum non-finite, so one check afterwards covers all. Buffers pass
+    from one micro-batch to the next; aux is stacked.
+    """
     like = _tree.leaves(params)
 
-    def part(total: list[Any], buffers: dict[str, Tensor], slices: list[Tensor]) -> Any:
-        given = iter(slices)
-        piece = _tree.unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        grads, loss, buffers, aux = one(buffers, piece, parts)
-        total = [
-            a if a is None or grad is None else a + grad.to(a.dtype) for a, grad in zip(total, _tree.leaves(grads))
-        ]
+    def part(total: list[Any], buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Any:
+        grads, loss, buffers, aux = one(buffers, piece, share)
+        new = _tree.leaves(grads)
+        if share is not None:  # the backward pass of a mean over 0 examples gives NaN
+            new = [None if grad is None else torch.where(share == 0, 0.0, grad) for grad in new]
+        total = [a if a is None or grad is None else a + grad.to(a.dtype) for a, grad in zip(total, new)]
         return total, buffers, loss, aux
 
     total: list[Any] = [None if leaf is None else torch.zeros_like(leaf) for leaf in like]
     if scan and torch.compiler.is_compiling():
-        total, buffers, losses, aux = _scanned(part, total, buffers, tensors)
+        total, buffers, losses, aux = _scanned(part, total, buffers, batch, shares.each)
     else:
         kept = []
-        for index in range(parts):
-            total, buffers, loss, aux = part(total, buffers, [leaf[index] for leaf in tensors])
+        for index, piece in enumerate(pieces):
+            total, buffers, loss, aux = part(total, buffers, piece, shares.of(index))
             kept.append((loss, aux))
         losses = torch.stack([loss for loss, _ in kept])
         aux = _tree.stacked([aux for _, aux in kept])
-    return _tree.unflatten(total, _tree.flatten(params)[1]), losses.mean(), buffers, aux
+    return _tree.unflatten(total, _tree.flatten(params)[1]), shares.mean(losses), buffers, aux
 
 
 _scans: tuple[Any, Any] | None = None
@@ -72,19 +80,21 @@ def can_scan() -> bool:
     return _scans is not None
 
 
-def _scanned(part: Any, total: list[Any], buffers: dict[str, Tensor], tensors: list[Tensor]) -> Any:
+def _scanned(part: Any, total: list[Any], buffers: dict[str, Tensor], batch: Any, each: Tensor | None) -> Any:
     present = [a is not None for a in total]
+    leaves, spec = _tree.flatten((batch, each))
 
     def combine(carry: Any, slices: list[Tensor]) -> Any:
         sums, before = carry
-        given = iter(sums)
+        given, taken = iter(sums), iter(slices)
         full = [next(given) if there else None for there in present]
-        after, buffers, loss, aux = part(full, before, slices)
+        piece, share = _tree.unflatten([next(taken) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        after, buffers, loss, aux = part(full, before, piece, share)
         # scan does not accept an output that is one of its inputs.
         return ([a for a in after if a is not None], _fresh(buffers)), _fresh((loss, aux))
 
     start = ([a for a in total if a is not None], buffers)
-    (sums, buffers), (losses, aux) = _scan(combine, start, tensors)
+    (sums, buffers), (losses, aux) = _scan(combine, start, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
     given = iter(sums)
     return [next(given) if there else None for there in present], buffers, losses, aux
 

@@ -1,17 +1,12 @@
 """Communication in a data-parallel step; a no-op on one process.
 
-    share_r = w_r / sum over ranks of w        the weight of a rank's batch; 1 / ranks without weights
-    grads   = sum over ranks of d(scale * share_r * loss_r) / d(params)
-
-The share multiplies the loss instead of the gradient, so that each example's gradient is what one process with all
-examples would compute, also if it underflows or overflows.
+share_r = w_r / sum over ranks of w        the weight of a rank's batch; 1 / ranks without weights
+grads   = sum over ranks of d(scale * share_r * loss_r) / d(params)
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +15,10 @@ from funcamp import _tree
 from funcamp._check import boolean, integer
 from funcamp._distributed.collectives import Ranks, all_reduce, all_reduce_each, broadcast, check_alike, ranks_of
 from funcamp._distributed.dtensor import as_part_of, local, settled_sum
+from funcamp._step.shares import Share, Weight, weighed
 from funcamp._storage.flat import FlatParams
 from funcamp._storage.shards import Shards, cut, summed_slices
 from funcamp._types import Reduce, Tree
-
-#: The factor of a rank's loss: a number, or a tensor of shape ().
-Share: TypeAlias = "float | Tensor"
 
 
 class Alone:
@@ -33,13 +26,16 @@ class Alone:
 
     shard = False
     buckets = 1
+    even = 1.0
+    """The factor of this process's loss if all count equally."""
+    weight: Weight | None = None
 
     def __init__(self, reduce: Reduce | None = None) -> None:
         self.reduce = reduce
 
-    def share(self, batch: Any, device: torch.device) -> Share:  # noqa: ARG002
-        """Return the factor of this process's loss."""
-        return 1.0
+    def total(self, weight: Tensor) -> Tensor:
+        """Return the sum of a weight over all ranks."""
+        return weight
 
     def check(self, params: Tree) -> None:
         """Raise ValueError if the parameters are not laid out as `stored` does it."""
@@ -94,10 +90,9 @@ class DataParallel(Alone):
         shard: shard the state over the ranks; needs flat storage and elementwise optimizers (your own sees slices).
         dtype: the dtype in which gradients are summed, if not their own: float32 for precision, bfloat16 for less
             traffic.
-        weight: `(batch) -> number or tensor of shape ()`: the weight of a rank's batch, such as its number of examples
-            or tokens, if batches differ (a last, uneven one). A rank with weight 0 changes nothing. NaN, or 0 on all
-            ranks, skips the step. It gets the batch with all micro-batches, which count equally. Costs one all-reduce
-            of a number before the backward pass. By default all ranks count equally.
+        weight: as `weight` of `make_train_step`, for a rank's batches: their number of examples or tokens, if they
+            differ (a last, uneven one). A rank with weight 0 changes nothing. Costs one all-reduce of a number before
+            the backward pass. By default all ranks count equally.
         buckets: number of parts of flat storage, in the order of the parameters. Under `jit` the collective of a part
             starts when its gradients are ready and overlaps the backward pass of the earlier parts. Useful if
             communication is slow; each part adds a few collectives and kernels.
@@ -131,7 +126,7 @@ class DataParallel(Alone):
         *,
         shard: bool = False,
         dtype: torch.dtype | None = None,
-        weight: Callable[[Any], float | Tensor] | None = None,
+        weight: Weight | None = None,
         buckets: int = 1,
         mean_buffers: bool = True,
     ) -> None:
@@ -145,27 +140,15 @@ class DataParallel(Alone):
             raise TypeError(f"{call}: weight must be a function of the batch; got {weight!r}")
         super().__init__()
         self.shard, self.buckets = boolean(call, "shard", shard), integer(call, "buckets", buckets, 1)
-        self._dtype, self._weight = dtype, weight
+        self._dtype, self.weight, self.even = dtype, weight, 1.0 / self.ranks.size
         self._mean_buffers = boolean(call, "mean_buffers", mean_buffers)
 
     def __repr__(self) -> str:
         return f"DataParallel(rank {self.ranks.rank} of {self.ranks.size}{', shard=True' if self.shard else ''})"
 
-    def share(self, batch: Any, device: torch.device) -> Share:
-        """Return the factor of this rank's loss; NaN if a tensor of weight is negative."""
-        if self._weight is None:
-            return 1.0 / self.ranks.size
-        weight = self._weight(batch)
-        if isinstance(weight, Tensor):
-            if weight.dim():
-                raise ValueError(f"DataParallel: weight must return a tensor of shape (); got {_tree.describe(weight)}")
-            weight = weight.to(device, torch.float64)
-            weight = torch.where(weight < 0, math.nan, weight)
-        else:
-            if not 0 <= weight < math.inf:
-                raise ValueError(f"DataParallel: weight must return 0 or a positive number; got {weight!r}")
-            weight = torch.full((), float(weight), dtype=torch.float64, device=device)
-        return weight / all_reduce(weight, "sum", self.ranks)
+    def total(self, weight: Tensor) -> Tensor:
+        """Return the sum of a weight over all ranks."""
+        return all_reduce(weight, "sum", self.ranks)
 
     def check(self, params: Tree) -> None:
         """Raise ValueError if the parameters are not laid out as `stored` does it."""
@@ -243,12 +226,3 @@ class DataParallel(Alone):
         for number, value in zip(held, sums):
             values[number] = as_part_of(values[number], value)
         return _tree.unflatten(values, spec), sums[len(held) :]
-
-
-def weighed(value: Tensor, share: Share, parts: int = 1) -> Tensor:
-    """Multiply a value by a rank's share; 0 if the share is 0, even for NaN (a mean of no examples)."""
-    value = value if parts == 1 else value / parts
-    if not isinstance(share, Tensor):
-        return value if share == 1.0 else value * share
-    share = share.to(torch.promote_types(value.dtype, torch.float32))
-    return torch.where(share == 0, torch.zeros_like(value), value * share)

@@ -35,6 +35,7 @@ def make_train_step(
     max_value: float | Tensor | None = None,
     accumulate: int = 1,
     scan: bool = False,
+    weight: Callable[[Any], float | Tensor] | None = None,
     ema_decay: float | None = None,
     parallel: Alone | Reduce | None = None,
     observe: Mapping[str, Callable[[Any], Any]] | None = None,
@@ -57,8 +58,12 @@ def make_train_step(
         max_norm: clip gradients to this global 2-norm; a positive number or a tensor of shape ().
         max_value: clamp gradients to this magnitude; not with max_norm.
         accumulate: number of micro-batches in a step. Their gradients of loss / count are summed in the parameters'
-            dtype, with one scale, one check and one update.
+            dtype, with one scale, one check and one update; see weight for micro-batches that differ.
         scan: compile the micro-batch once, with torch's scan, instead of accumulate times; no effect in eager mode.
+        weight: `(batch) -> number or tensor of shape ()`: how much a micro-batch counts, such as the number of tokens
+            of which its loss is the mean. The step is then that of the mean over all tokens of the window, on all
+            ranks. Gets one micro-batch. A micro-batch with weight 0 changes nothing. NaN, or 0 for all, skips the step.
+            By default micro-batches count equally.
         ema_decay: store an average of the parameters with this decay in `TrainState.ema`.
         parallel: a `distributed.DataParallel`, with which every rank takes its own batch of one common step; or a pure
             function of the flag only, as `reduce` of `unscale_and_check`.
@@ -73,8 +78,8 @@ def make_train_step(
 
     Raises:
         TypeError: an argument is not of the type given above.
-        ValueError: a number is out of range; both max_norm and max_value are given; observe is given with
-            `DataParallel(shard=True)`, whose ranks have slices.
+        ValueError: a number is out of range; both max_norm and max_value are given, or two weights; observe is given
+            with `DataParallel(shard=True)`, whose ranks have slices.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(4, 1), torch.nn.functional.mse_loss)
@@ -100,14 +105,20 @@ def make_train_step(
         raise ValueError(f"{call}: max_norm and max_value must not both be given; got {max_norm} and {max_value}")
     if ema_decay is not None:
         check_decay(call, "ema_decay", ema_decay)
+    across = _parallel(call, parallel)
+    if weight is not None and not callable(weight):
+        raise TypeError(f"{call}: weight must be a function of a micro-batch; got {_tree.brief(weight)}")
+    if weight is not None and across.weight is not None:
+        raise ValueError(f"{call}: weight must not be given with {across!r}, which has one; got {_tree.brief(weight)}")
     options = Options(
         policy=checked or _NO_POLICY,
         max_norm=max_norm,
         max_value=max_value,
         accumulate=integer(call, "accumulate", accumulate, 1),
         scan=boolean(call, "scan", scan) and can_scan(),
+        weight=across.weight if weight is None else weight,
         ema_decay=ema_decay,
-        parallel=_parallel(call, parallel),
+        parallel=across,
         observe=_observers(call, observe),
     )
     if options.observe and options.parallel.shard:

@@ -12,6 +12,7 @@ from torch import Tensor
 from funcamp._autograd.loss import Loss
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.data_parallel import Alone
+from funcamp._step.shares import Weight
 from funcamp._storage.policy import Policy
 
 
@@ -23,6 +24,7 @@ class Options(NamedTuple):
     max_value: float | Tensor | None
     accumulate: int
     scan: bool
+    weight: Weight | None
     ema_decay: float | None
     parallel: Alone
     observe: Mapping[str, Callable[[Any], Any]]

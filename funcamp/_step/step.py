@@ -22,9 +22,10 @@ from funcamp._scaler.scale import unscale
 from funcamp._scaler.state import ScalerState
 from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
 from funcamp._step.accumulate import accumulate as accumulate_window
+from funcamp._step.accumulate import micro_batches
 from funcamp._step.check_and_clip import check_and_norm, unscale_and_clip
-from funcamp._step.data_parallel import weighed
 from funcamp._step.options import Options, described
+from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, export, restore
 from funcamp._step.torch_checkpoint import from_torch, to_torch
 from funcamp._storage.compute_copies import (
@@ -415,21 +416,23 @@ class TrainStep:
                 f"step: state must have an average for ema_decay={options.ema_decay}; got a state without: "
                 "begin one with state._replace(ema=funcamp.clone(state.params))"
             )
-        probes, share = self._probes(state), parallel.share(batch, state.scaler.scale.device)
+        probes, device = self._probes(state), state.scaler.scale.device
+        pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
+        shares = shares_of(options.weight, pieces, parallel.even, parallel.total, device)
         own = self._copies("step", state)
         params, copies = for_step(state.params, own)
         held = state._replace(params=params, copies=copies)
 
-        def one(buffers: dict[str, Tensor], piece: Any, parts: int) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
-            return self._gradients(held, probes, buffers, piece, lambda loss: weighed(loss, share, parts))
+        def one(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Any:
+            return self._gradients(held, probes, buffers, piece, lambda loss: shares.weigh(loss, share))
 
         if options.accumulate == 1:
-            (grads, records), loss, buffers, aux = one(state.buffers, batch, 1)
+            (grads, records), loss, buffers, aux = one(state.buffers, batch, None)
         else:
             (grads, records), loss, buffers, aux = accumulate_window(
-                one, (full_size(state.params), probes), state.buffers, batch, options.accumulate, scan=options.scan
+                one, (full_size(state.params), probes), state.buffers, batch, pieces, shares, scan=options.scan
             )
-        grads, loss, buffers = parallel.exchanged(share, grads, loss, state.buffers, buffers)
+        grads, loss, buffers = parallel.exchanged(shares.own, grads, loss, state.buffers, buffers)
         scaler, norm = check_and_norm(state.scaler, grads, parallel.reduce, parallel.joined)
         observed = self._observed(state.scaler, grads)
         grads = unscale_and_clip(state.scaler, grads, norm, options.max_norm, options.max_value)

@@ -129,13 +129,14 @@ class Titan:
         torch.manual_seed(0)
         precision = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
         mesh = init_device_mesh("cpu", (world(),))
-        self.model = nn.Sequential(nn.Linear(8, 16), Block(16), Block(16), nn.Linear(16, 4))
+        self.model: Any = nn.Sequential(nn.Linear(8, 16), Block(16), Block(16), nn.Linear(16, 4))
         for block in list(self.model)[1:3]:
             block.compile(backend="aot_eager", fullgraph=True)
             fully_shard(block, mesh=mesh, mp_policy=precision)
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=fused)
-        self.scaler, self.taken, self.seen = scaler, 0, []
+        self.scaler, self.taken = scaler, 0
+        self.seen: list[Any] = []
 
     def train(self, last: int) -> Titan:
         """Accumulate two micro-batches a step; keep what every step leaves."""

@@ -250,6 +250,25 @@ def uneven_batches_count_by_their_weight() -> None:
 
 
 @case(2)
+def micro_batches_count_by_their_weight_on_all_ranks() -> None:
+    x = torch.randint(-8, 9, (2, 2, 8, 3), generator=torch.Generator().manual_seed(0)).float()
+    counts = torch.tensor([[1, 8], [0, 7]])  # 16, so that no share is rounded
+    mask = (torch.arange(8) < counts[..., None]).float()
+    alone = funcamp.make_train_step(masked, SGD)
+    expected, expected_metrics = alone(alone.init({"w": torch.ones(3)}), (x.flatten(0, 2), mask.flatten()))
+    for shard in (False, True):
+        for place in ("step", "parallel"):
+            inner, outer = (tokens if place == here else None for here in ("parallel", "step"))
+            parallel = distributed.DataParallel(shard=shard, weight=inner)
+            step = funcamp.make_train_step(masked, SGD, accumulate=2, parallel=parallel, weight=outer)
+            state, metrics = step(step.init({"w": torch.ones(3)}), (x[rank()], mask[rank()]))
+            assert_same(distributed.gather_state(state).params["w"], expected.params["w"])
+            assert_same(metrics.loss, expected_metrics.loss)
+    with pytest.raises(ValueError, match=r"weight must not be given with DataParallel.*, which has one"):
+        funcamp.make_train_step(masked, SGD, parallel=distributed.DataParallel(weight=tokens), weight=tokens)
+
+
+@case(2)
 def weights_must_be_numbers_or_scalars() -> None:
     for weight, message in (
         (lambda batch: batch[1], r"a tensor of shape \(\)"),
@@ -260,16 +279,24 @@ def weights_must_be_numbers_or_scalars() -> None:
             step(step.init(), mine(mlp().batch(0)))
 
 
-def linear(**options: Any) -> funcamp.TrainStep:
+def masked(params: Any, batch: Any) -> Tensor:
     """The mean over unmasked rows of x w."""
+    x, mask = batch
+    loss: Tensor = ((x @ params["w"]) * mask).sum() / mask.sum()
+    return loss
 
-    def masked(params: Any, batch: Any) -> Tensor:
-        x, mask = batch
-        loss: Tensor = ((x @ params["w"]) * mask).sum() / mask.sum()
-        return loss
 
-    parallel = distributed.DataParallel(weight=lambda batch: batch[1].sum(), **options)
-    return funcamp.make_train_step(masked, funcamp.stateless(torch.optim.SGD, lr=0.1), parallel=parallel)
+def tokens(batch: Any) -> Tensor:
+    count: Tensor = batch[1].sum()
+    return count
+
+
+SGD = funcamp.stateless(torch.optim.SGD, lr=0.1)
+
+
+def linear(**options: Any) -> funcamp.TrainStep:
+    """A step of `masked`, whose ranks count by their unmasked rows."""
+    return funcamp.make_train_step(masked, SGD, parallel=distributed.DataParallel(weight=tokens, **options))
 
 
 @case(2)

@@ -1,0 +1,83 @@
+"""How much each micro-batch and each rank counts in a step: equally, or by a weight such as its number of tokens.
+
+    share_i = w_i / sum of w over the window's micro-batches and over ranks
+
+A share multiplies the loss instead of the gradient, so that each example's gradient is what one process with all
+examples in one batch would compute, also if it underflows or overflows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+
+#: The factor of a loss: a number, or a tensor of shape ().
+Share: TypeAlias = "float | Tensor"
+#: How much a micro-batch counts.
+Weight: TypeAlias = "Callable[[Any], float | Tensor]"
+
+
+class Shares(NamedTuple):
+    """The factors of the losses in one step of this process."""
+
+    own: Share
+    """Of the mean over its micro-batches, in the sum over ranks."""
+    parts: int
+    """The number of micro-batches."""
+    each: Tensor | None = None
+    """Of every micro-batch, float64, shape (parts,); None if they count equally."""
+
+    def of(self, index: int) -> Tensor | None:
+        """Return the share of a micro-batch; None if they count equally."""
+        return None if self.each is None else self.each[index]
+
+    def weigh(self, loss: Tensor, share: Tensor | None) -> Tensor:
+        """Multiply the loss of a micro-batch with this share by its factor."""
+        return weighed(loss, self.own, self.parts) if share is None else weighed(loss, share)
+
+    def mean(self, losses: Tensor) -> Tensor:
+        """Return the mean of the losses of the micro-batches, shape (parts,)."""
+        if self.each is None:
+            return losses.mean()
+        return (weighed(losses, self.each).sum() / self.own).to(losses.dtype)
+
+
+def shares_of(
+    weight: Weight | None, pieces: list[Any], even: float, total: Callable[[Tensor], Tensor], device: torch.device
+) -> Shares:
+    """Return the factors of micro-batches; NaN if a tensor of weight is negative, or if all weights are 0.
+
+    even: this process's share without weights. total: the sum of a tensor over ranks.
+    """
+    if weight is None:
+        return Shares(even, len(pieces))
+    weights = torch.stack([_number(weight(piece), device) for piece in pieces])
+    own = weights.sum()
+    whole = total(own)
+    return Shares(own / whole, len(pieces), weights / whole)
+
+
+def _number(weight: Any, device: torch.device) -> Tensor:
+    if isinstance(weight, Tensor):
+        if weight.dim():
+            raise ValueError(f"step: weight must return a tensor of shape (); got {_tree.describe(weight)}")
+        weight = weight.to(device, torch.float64)
+        return torch.where(weight < 0, math.nan, weight)
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"step: weight must return 0 or a positive number; got {weight!r}")
+    return torch.full((), float(weight), dtype=torch.float64, device=device)
+
+
+def weighed(value: Tensor, share: Share, parts: int = 1) -> Tensor:
+    """Multiply a value by a share; 0 if the share is 0, even for NaN (a mean of no examples)."""
+    value = value if parts == 1 else value / parts
+    if not isinstance(share, Tensor):
+        return value if share == 1.0 else value * share
+    share = share.to(torch.promote_types(value.dtype, torch.float32))
+    return torch.where(share == 0, torch.zeros_like(value), value * share)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -119,8 +119,17 @@ def export(state: TrainState) -> dict[str, Tensor]:
 
 
 @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
-def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> TrainState:
-    """Return the state that `export` saved, laid out as like; if not strict, like fills what is missing."""
+def restore(
+    saved: dict[str, Tensor],
+    like: TrainState,
+    strict: bool = True,
+    *,
+    split: Callable[[TrainState, Mapping[str, object]], TrainState],
+) -> TrainState:
+    """Return the state that `export` saved, laid out as like; if not strict, like fills what is missing.
+
+    split: lays out like again, with parameters of different values in separate groups.
+    """
     if not isinstance(like, TrainState) or not isinstance(saved, dict):
         raise TypeError(
             "load_state_dict: like must be a TrainState and saved a dict; got "
@@ -156,10 +165,14 @@ def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> 
             got = f"{_tree.describe(value)}, {value.layout}"
             raise ValueError(f"load_state_dict: saved[{name!r}] must be dense and have values; got {got}: {fix}")
         new.append(value.detach().to(leaf.device, copy=True))
-    full = _tree.collapse(full, _tree.unflatten(new, spec))
+    values = _tree.unflatten(new, spec)
+    full = _tree.collapse(full, values)
     _check_numbers("load_state_dict", full)
     for name, given, kept in zip(names, new, _tree.leaves(_tree.expand(full))):
         if given is not None and kept is not given and kept.dim() == 0 and not torch.equal(given, kept):
+            # Flat storage has one count a group: parameters that were frozen or added later have another.
+            if isinstance(like.params, FlatParams):
+                return restore(saved, split(like, _counts(stored, values)), split=split)
             raise ValueError(
                 "load_state_dict: saved must hold one count for all parameters that lie in one group of flat storage; "
                 f"got {given.item():g} for {name!r} and {kept.item():g} for another. Give parameters that were added "
@@ -167,6 +180,21 @@ def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> 
             )
     state: TrainState = _tree.map_nodes(Shards, lambda node, part: cut(part, node.ranks), stored, full)
     return state._replace(copies=refresh(state.params, like.copies.plan))
+
+
+def _counts(like: TrainState, values: Tree) -> dict[str, object]:
+    """Return, for every parameter, the numbers in values of which flat storage has one a group."""
+    names = _tree.names(like.params.tree())
+    found: list[list[float]] = [[] for _ in names]
+
+    def note(node: FlatParams, part: Tree) -> FlatParams:
+        if all(group is None or group.dim() == 0 for group in node.groups):
+            for numbers, leaf in zip(found, _tree.leaves(part)):
+                numbers += [] if leaf is None else [leaf.item()]
+        return node
+
+    _tree.map_nodes(FlatParams, note, like, values)
+    return dict(zip(names, found))
 
 
 def gather_state(state: TrainState) -> TrainState:

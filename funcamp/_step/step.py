@@ -299,7 +299,8 @@ class TrainStep:
     def load_state_dict(self, saved: dict[str, Tensor], like: TrainState, *, strict: bool = True) -> TrainState:
         """Return the state saved by `state_dict`, laid out as `like` (from `init`), on its devices.
 
-        Syncs: reads the scale and the counts.
+        Flat storage has one step count for each group. Parameters whose counts differ, because some were frozen or
+        added later, get separate groups. Syncs: reads the scale and the counts.
 
         Args:
             saved: what `state_dict` returned.
@@ -311,7 +312,8 @@ class TrainStep:
         Raises:
             TypeError: like is not a `TrainState`, or saved not a dict.
             ValueError: a name is missing or unknown; a tensor has another shape or dtype than like's; the scale is not
-                above 0, or a count is negative; parameters in one group of flat storage differ in their step count.
+                above 0, or a count is negative; like is sharded, and parameters in one of its groups differ in their
+                step count.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -320,7 +322,21 @@ class TrainStep:
             >>> step.load_state_dict(saved, like=state).params.tree()
             {'w': tensor([1., 1.])}
         """
-        return restore(saved, like, strict)
+        return restore(saved, like, strict, split=self._split)
+
+    def _split(self, like: TrainState, by: Mapping[str, object]) -> TrainState:
+        """Return a new state like a flat one, in which parameters with different values are in separate groups."""
+        flat: FlatParams = like.params
+        labels, options = flat.layout.label_of(), self._options
+
+        def group(name: str, _: Tensor) -> str:
+            return labels[name]
+
+        buckets = options.parallel.buckets
+        stored, plan = store("load_state_dict", flat.tree(), options.policy, self.loss_fn, group, buckets, split=by)
+        ema = clone(stored) if isinstance(like.ema, FlatParams) else like.ema
+        opt_state = self.optimizer.init(stored)
+        return like._replace(params=stored, opt_state=opt_state, copies=refresh(stored, plan), ema=ema)
 
     def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Return the state_dicts with which a torch loop continues: its module, optimizer and scaler.

@@ -110,7 +110,7 @@ def from_torch(
                     f"ScalerConfig({name}={value})"
                 )
         saved |= {f"scaler.{name}": value for name, value in held._asdict().items()}
-    return restore(saved, like)
+    return restore(saved, like, split=step._split)
 
 
 def _take(
@@ -181,9 +181,7 @@ def _parts(call: str, step: Any, state: TrainState, names: Iterable[str] | None)
 def _labelled(optimizer: Any, params: Any) -> dict[str, str | None]:
     """Return every parameter's name with its `by_group` label."""
     if isinstance(params, (FlatParams, Shards)):
-        layout = params.layout
-        tree = layout.tree([layout.labels[slot.group] for slot in layout.slots])
-        found = {name: label for name, label in zip(_tree.names(tree), _tree.leaves(tree)) if label is not None}
+        found: dict[str, str | None] = dict(params.layout.label_of())
     else:
         leaves = dict(zip(_tree.names(params), _tree.leaves(params)))
         grouped = isinstance(optimizer, GroupedOptimizer)

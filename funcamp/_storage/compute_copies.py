@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -94,10 +94,12 @@ def store(
     buckets: int = 1,
     *,
     consume: bool = False,
+    split: Mapping[str, object] | None = None,
 ) -> tuple[Tree, Plan]:
     """Return the parameters as the state stores them, flat with a group, and the plan of their copies.
 
-    The result has separate memory; with consume the given tensors get that memory too, instead of their own.
+    The result has separate memory; with consume the given tensors get that memory too, instead of their own. Names with
+    different values of split are in separate groups.
     """
     known: frozenset[str] | None = loss_fn.cast_names
     aliases = _aliases(loss_fn)
@@ -110,7 +112,7 @@ def store(
     elif group is not None:
 
         def apart(name: str, leaf: Tensor) -> object:
-            return leaf.dim() > 1 and sorted(set(casts_of(name, leaf)))
+            return leaf.dim() > 1 and sorted(set(casts_of(name, leaf))), (split or {}).get(name)
 
         flat = lay_out(call, params, group, apart, buckets, consume=consume)
     else:

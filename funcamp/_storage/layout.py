@@ -122,6 +122,11 @@ class Layout:
         """Return the tree with one value per slot."""
         return _tree.unflatten([None if slot is None else values[slot] for slot in self.leaves], self.spec)
 
+    def label_of(self) -> dict[str, str]:
+        """Return the label of every leaf, by the leaf's name."""
+        tree = self.tree([self.labels[slot.group] for slot in self.slots])
+        return {name: label for name, label in zip(_tree.names(tree), _tree.leaves(tree)) if label is not None}
+
 
 _layouts: dict[Any, Layout] = {}
 

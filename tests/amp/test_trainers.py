@@ -59,7 +59,7 @@ def test_run_equals_the_one_with_torchs_scaler(client: str, tmp_path: Path) -> N
         assert {row["skipped"] for row in expected} == {True, False}
 
 
-@pytest.mark.parametrize("client", [name for name in CLIENTS if name != "grpo"])  # its samples are not in a checkpoint
+@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize(("first", "second"), [(TORCH, FUNCAMP), (FUNCAMP, TORCH)], ids=["to funcamp", "to torch"])
 def test_loaded_checkpoint_continues_as_the_uninterrupted_run(
     client: str, first: Any, second: Any, tmp_path: Path

@@ -324,6 +324,7 @@ class TrainStep:
         """
         return restore(saved, like, strict, split=self._split)
 
+    @torch.no_grad()
     def _split(self, like: TrainState, by: Mapping[str, object]) -> TrainState:
         """Return a new state like a flat one, in which parameters with different values are in separate groups."""
         flat: FlatParams = like.params

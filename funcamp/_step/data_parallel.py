@@ -1,6 +1,6 @@
 """Communication in a data-parallel step; a no-op on one process.
 
-share_r = w_r / sum over ranks of w        the weight of a rank's batch; 1 / ranks without weights
+share_r = w_r / sum over ranks of w        the weight of a rank's batch (`shares.py`); 1 / ranks without weights
 grads   = sum over ranks of d(scale * share_r * loss_r) / d(params)
 """
 
@@ -15,7 +15,7 @@ from funcamp import _tree
 from funcamp._check import boolean, integer
 from funcamp._distributed.collectives import Ranks, all_reduce, all_reduce_each, broadcast, check_alike, ranks_of
 from funcamp._distributed.dtensor import as_part_of, local, settled_sum
-from funcamp._step.shares import Share, Weight, weighed
+from funcamp._step.shares import Share, weighed
 from funcamp._storage.flat import FlatParams
 from funcamp._storage.shards import Shards, cut, summed_slices
 from funcamp._types import Reduce, Tree
@@ -28,7 +28,6 @@ class Alone:
     buckets = 1
     even = 1.0
     """The factor of this process's loss if all count equally."""
-    weight: Weight | None = None
 
     def __init__(self, reduce: Reduce | None = None) -> None:
         self.reduce = reduce
@@ -90,9 +89,6 @@ class DataParallel(Alone):
         shard: shard the state over the ranks; needs flat storage and elementwise optimizers (your own sees slices).
         dtype: the dtype in which gradients are summed, if not their own: float32 for precision, bfloat16 for less
             traffic.
-        weight: as `weight` of `make_train_step`, for a rank's batches: their number of examples or tokens, if they
-            differ (a last, uneven one). A rank with weight 0 changes nothing. Costs one all-reduce of a number before
-            the backward pass. By default all ranks count equally.
         buckets: number of parts of flat storage, in the order of the parameters. Under `jit` the collective of a part
             starts when its gradients are ready and overlaps the backward pass of the earlier parts. Useful if
             communication is slow; each part adds a few collectives and kernels.
@@ -126,7 +122,6 @@ class DataParallel(Alone):
         *,
         shard: bool = False,
         dtype: torch.dtype | None = None,
-        weight: Weight | None = None,
         buckets: int = 1,
         mean_buffers: bool = True,
     ) -> None:
@@ -136,11 +131,9 @@ class DataParallel(Alone):
             raise TypeError(f"{call}: dtype must be a torch.dtype; got {dtype!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"{call}: dtype must be a floating-point type; got {dtype}")
-        if weight is not None and not callable(weight):
-            raise TypeError(f"{call}: weight must be a function of the batch; got {weight!r}")
         super().__init__()
         self.shard, self.buckets = boolean(call, "shard", shard), integer(call, "buckets", buckets, 1)
-        self._dtype, self.weight, self.even = dtype, weight, 1.0 / self.ranks.size
+        self._dtype, self.even = dtype, 1.0 / self.ranks.size
         self._mean_buffers = boolean(call, "mean_buffers", mean_buffers)
 
     def __repr__(self) -> str:

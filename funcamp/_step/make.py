@@ -62,8 +62,9 @@ def make_train_step(
         scan: compile the micro-batch once, with torch's scan, instead of accumulate times; no effect in eager mode.
         weight: `(batch) -> number or tensor of shape ()`: how much a micro-batch counts, such as the number of tokens
             of which its loss is the mean. The step is then that of the mean over all tokens of the window, on all
-            ranks. Gets one micro-batch. A micro-batch with weight 0 changes nothing. NaN, or 0 for all, skips the step.
-            By default micro-batches count equally.
+            ranks; over ranks it costs an all-reduce of a number before the backward pass. Gets one micro-batch: without
+            accumulate the batch. One with weight 0 changes nothing. NaN, or 0 for all, skips the step. By default
+            micro-batches and ranks count equally.
         ema_decay: store an average of the parameters with this decay in `TrainState.ema`.
         parallel: a `distributed.DataParallel`, with which every rank takes its own batch of one common step; or a pure
             function of the flag only, as `reduce` of `unscale_and_check`.
@@ -78,7 +79,7 @@ def make_train_step(
 
     Raises:
         TypeError: an argument is not of the type given above.
-        ValueError: a number is out of range; both max_norm and max_value are given, or two weights; observe is given
+        ValueError: a number is out of range; both max_norm and max_value are given; observe is given
             with `DataParallel(shard=True)`, whose ranks have slices.
 
     Example:
@@ -108,15 +109,13 @@ def make_train_step(
     across = _parallel(call, parallel)
     if weight is not None and not callable(weight):
         raise TypeError(f"{call}: weight must be a function of a micro-batch; got {_tree.brief(weight)}")
-    if weight is not None and across.weight is not None:
-        raise ValueError(f"{call}: weight must not be given with {across!r}, which has one; got {_tree.brief(weight)}")
     options = Options(
         policy=checked or _NO_POLICY,
         max_norm=max_norm,
         max_value=max_value,
         accumulate=integer(call, "accumulate", accumulate, 1),
         scan=boolean(call, "scan", scan) and can_scan(),
-        weight=across.weight if weight is None else weight,
+        weight=weight,
         ema_decay=ema_decay,
         parallel=across,
         observe=_observers(call, observe),

@@ -89,7 +89,6 @@ def bad_groups_are_refused() -> None:
         (lambda: parallel(mesh), ValueError, "group must be a mesh of one dimension"),
         (lambda: parallel(dtype="bfloat16"), TypeError, "dtype must be a torch.dtype"),
         (lambda: parallel(dtype=torch.int32), ValueError, "dtype must be a floating-point type"),
-        (lambda: parallel(weight=3), TypeError, "weight must be a function of the batch; got 3"),
         (lambda: parallel(shard=1), TypeError, "shard must be True or False; got 1"),
     ]
     for make, kind, message in wrong:

@@ -240,7 +240,7 @@ def uneven_batches_count_by_their_weight() -> None:
     ]
     for weight in weights:
         for shard in (False, True):
-            step = made(task, low, parallel=distributed.DataParallel(shard=shard, weight=weight))
+            step = made(task, low, parallel=distributed.DataParallel(shard=shard), weight=weight)
             state, metrics = step(step.init(), my_batch)
             torch.testing.assert_close(metrics.loss, expected_metrics.loss, rtol=1e-3, atol=1e-3)
             torch.testing.assert_close(metrics.grad_norm, expected_metrics.grad_norm, rtol=1e-2, atol=1e-4)
@@ -257,15 +257,11 @@ def micro_batches_count_by_their_weight_on_all_ranks() -> None:
     alone = funcamp.make_train_step(masked, SGD)
     expected, expected_metrics = alone(alone.init({"w": torch.ones(3)}), (x.flatten(0, 2), mask.flatten()))
     for shard in (False, True):
-        for place in ("step", "parallel"):
-            inner, outer = (tokens if place == here else None for here in ("parallel", "step"))
-            parallel = distributed.DataParallel(shard=shard, weight=inner)
-            step = funcamp.make_train_step(masked, SGD, accumulate=2, parallel=parallel, weight=outer)
-            state, metrics = step(step.init({"w": torch.ones(3)}), (x[rank()], mask[rank()]))
-            assert_same(distributed.gather_state(state).params["w"], expected.params["w"])
-            assert_same(metrics.loss, expected_metrics.loss)
-    with pytest.raises(ValueError, match=r"weight must not be given with DataParallel.*, which has one"):
-        funcamp.make_train_step(masked, SGD, parallel=distributed.DataParallel(weight=tokens), weight=tokens)
+        parallel = distributed.DataParallel(shard=shard)
+        step = funcamp.make_train_step(masked, SGD, accumulate=2, parallel=parallel, weight=tokens)
+        state, metrics = step(step.init({"w": torch.ones(3)}), (x[rank()], mask[rank()]))
+        assert_same(distributed.gather_state(state).params["w"], expected.params["w"])
+        assert_same(metrics.loss, expected_metrics.loss)
 
 
 @case(2)
@@ -274,7 +270,7 @@ def weights_must_be_numbers_or_scalars() -> None:
         (lambda batch: batch[1], r"a tensor of shape \(\)"),
         (lambda _: -1, "0 or a positive number"),
     ):
-        step = made(mlp(), parallel=distributed.DataParallel(weight=weight))
+        step = made(mlp(), parallel=distributed.DataParallel(), weight=weight)
         with pytest.raises(ValueError, match=f"weight must return {message}"):
             step(step.init(), mine(mlp().batch(0)))
 
@@ -296,7 +292,7 @@ SGD = funcamp.stateless(torch.optim.SGD, lr=0.1)
 
 def linear(**options: Any) -> funcamp.TrainStep:
     """A step of `masked`, whose ranks count by their unmasked rows."""
-    return funcamp.make_train_step(masked, SGD, parallel=distributed.DataParallel(weight=tokens, **options))
+    return funcamp.make_train_step(masked, SGD, parallel=distributed.DataParallel(**options), weight=tokens)
 
 
 @case(2)

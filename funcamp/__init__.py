@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from funcamp import float8 as float8
 from funcamp import presets as presets
 from funcamp._amp.grad_scaler import GradScaler
 from funcamp._autograd.custom_function import custom_function

@@ -28,6 +28,8 @@ ROOMS = [
     "_trace",
     "_scaler",
     "presets",
+    "_float8",
+    "float8",
     "_io",
     "_storage",
     "_optim",

@@ -69,6 +69,8 @@ LOST_NESTED_BACKWARD = Defect((2, 11), None)
 REFUSED_UNDER_VMAP = Defect((2, 11), None)
 #: With a CUDA build and no GPU, the first thread that enters a FakeTensorMode must not end: `_trace.trace.stay`.
 ENDED_THREAD = Defect((2, 11), (2, 12))
+#: A CPU has no float8 products with a scale per row: `_float8.product.check_device`.
+NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: Dynamo's None keeps the source of the first `.grad` that is None: GradScaler's docstring says to return a value.
 SOURCE_ON_NONE = Defect((2, 13), (2, 15))
 
@@ -101,6 +103,7 @@ PRIVATE = {
     "torch._inductor.decomposition.select_decomp_table": "tracked samples are counted one by one",
     "torch._inductor.metrics": "doctor does not count launches",
     "torch._inductor.pattern_matcher.stable_topological_sort": "tracked samples are counted one by one",
+    "torch._scaled_mm": "float8 products work with emulate=True only",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "jit names no line where a step reads a value",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "jit names no line where a shape follows from values",
     "torch._subclasses.fake_tensor.FakeTensor": "jit does not work",

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import funcamp
-from funcamp import distributed, numerics
+from funcamp import distributed, float8, numerics
 
 PUBLIC = [*funcamp.__all__]
-PUBLIC += [f"{module.__name__[8:]}.{name}" for module in (numerics, distributed) for name in module.__all__]
+PUBLIC += [f"{module.__name__[8:]}.{name}" for module in (numerics, distributed, float8) for name in module.__all__]
 CODE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

@@ -224,6 +224,10 @@ def launches(funcamp: Any) -> Any:
     return doctor._launches("cpu")
 
 
+def product(funcamp: Any) -> Any:
+    return funcamp.float8.scaled_mm(torch.ones(16, 16), torch.ones(16, 16))
+
+
 PARTS: dict[str, Callable[[Any], Any]] = {
     "step": lambda funcamp: trained(funcamp, eager),
     "select": lambda funcamp: scaler(funcamp, skip="select"),
@@ -234,6 +238,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
     "ties": ties,
     "consumed": consumed,
     "ranks": ranks,
+    "product": product,
 }
 _TRACED = ("torch._C._are", "torch._C._functorch", "torch._dynamo", "torch.utils")
 #: What takes seconds, and the names that it may need: no other is in a file whose code it runs.

@@ -241,6 +241,12 @@ def test_views_of_another_dtype_have_no_batching_rule() -> None:
         assert torch.func.vmap(lambda x: x.view(torch.int32))(torch.ones(2, 3)).dtype == torch.int32
 
 
+def test_float8_products_on_a_cpu_with_a_scale_per_row() -> None:
+    x = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    with raises_where(_upstream.NO_ROWS_ON_CPU.present, RuntimeError, match="only supports per-tensor scaling"):
+        torch._scaled_mm(x, x.t(), scale_a=torch.ones(16, 1), scale_b=torch.ones(1, 16), out_dtype=torch.bfloat16)
+
+
 TWO_THREADS = """
 import threading
 import torch

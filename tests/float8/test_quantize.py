@@ -1,0 +1,112 @@
+"""The claim: a tensor becomes the nearest float8 numbers at torchao's scale, saturated; no overflow is hidden."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from funcamp import float8
+from tests.conftest import Transform
+from tests.float8.peer_rules import torchao_scale
+from tests.support.helpers import assert_same
+
+settings.register_profile("funcamp", deadline=None, max_examples=60, derandomize=True)
+settings.load_profile("funcamp")
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TOP = {E4M3: 448.0, E5M2: 57344.0}
+
+numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
+dtypes = st.sampled_from([E4M3, E5M2])
+
+
+def nearest(value: float, dtype: torch.dtype) -> float:
+    """The float8 number nearest to a value, the even one of two: by search among all 256."""
+    known = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    finite = [(number, code) for code, number in enumerate(known.tolist()) if math.isfinite(number)]
+    sign = math.copysign(1.0, value)
+
+    def rank(one: tuple[float, int]) -> tuple[float, int, bool]:
+        return abs(one[0] - value), one[1] % 2, math.copysign(1.0, one[0]) != sign
+
+    found: float = min(finite, key=rank)[0]
+    return found
+
+
+@given(st.lists(numbers, min_size=1, max_size=6), dtypes, st.booleans())
+def test_the_scale_and_the_values_are_torchaos(values: list[float], dtype: torch.dtype, power: bool) -> None:
+    x = torch.tensor(values)
+    found = float8.quantize(x, dtype, power_of_two=power)
+    scale = torchao_scale(max(abs(value) for value in x.tolist()), TOP[dtype], power)
+    assert found.scale.item() == scale
+    clamped = (x * scale).clamp(-TOP[dtype], TOP[dtype]).tolist()
+    assert found.values.float().tolist() == [nearest(value, dtype) for value in clamped]
+
+
+@given(numbers, st.integers(-100, 100), dtypes)
+def test_a_delayed_scale_saturates(value: float, exponent: int, dtype: torch.dtype) -> None:
+    x, scale = torch.tensor([value]), torch.tensor(2.0**exponent)
+    product = max(-TOP[dtype], min(TOP[dtype], (x * scale).item()))
+    assert float8.quantize(x, dtype, scale=scale).values.float().item() == nearest(product, dtype)
+
+
+def test_powers_of_two_round_down_exactly() -> None:
+    for exponent in range(-40, 40):
+        for amax in (
+            448.0 * 2.0**exponent,
+            448.0 * 2.0**exponent * (1 + 2.0**-23),
+            448.0 * 2.0**exponent * (1 - 2.0**-24),
+        ):
+            scale = float8.quantize(torch.tensor([amax]), power_of_two=True).scale.item()
+            assert math.frexp(scale)[0] == 0.5
+            assert scale <= float8.quantize(torch.tensor([amax])).scale.item() < 2 * scale or amax < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("scale", [None, torch.tensor(1.0), torch.tensor(2.0**-100)])
+def test_an_overflow_is_never_hidden(dtype: torch.dtype, bad: float, scale: Tensor | None) -> None:
+    found = float8.quantize(torch.tensor([1.0, bad]), dtype, scale=scale)
+    assert not torch.isfinite(found.values.float()[1])
+    assert not torch.isfinite(found.dequantize()[1])
+    row = float8.quantize(torch.tensor([[1.0, 2.0], [bad, 3.0]]), dtype, dim=1)
+    assert torch.isfinite(row.dequantize()).tolist() == [[True, True], [False, False]]
+
+
+def test_zeros_and_the_ends_of_the_range() -> None:
+    for dtype, top in TOP.items():
+        zeros = float8.quantize(torch.tensor([0.0, -0.0]), dtype)
+        assert zeros.scale.item() == torchao_scale(0.0, top)
+        assert_same(zeros.dequantize(), torch.tensor([0.0, -0.0]))
+        large = torch.tensor([torch.finfo(torch.float32).max, 1.0])
+        assert float8.quantize(large, dtype).values.float().tolist() == [top, 0.0]
+        assert float8.quantize(torch.tensor([1e-30]), dtype).values.float().item() == 0.0  # below torchao's 1e-12
+        assert float8.quantize(large, dtype, scale=large[0]).values.float().tolist() == [top, top]
+
+
+def test_a_scale_per_row_is_the_scale_of_the_row() -> None:
+    x = torch.randn(5, 7).bfloat16()
+    for dim in (0, 1):
+        found = float8.quantize(x, dim=dim)
+        rows = [float8.quantize(row) for row in x.unbind(1 - dim)]
+        assert_same(found.scale.flatten(), torch.stack([row.scale for row in rows]))
+        expected = torch.stack([row.values.float() for row in rows], 1 - dim)
+        assert_same(found.values.float(), expected)
+        assert_same(found.t().dequantize(), found.dequantize().t().contiguous())
+
+
+def test_quantize_under_every_transform(transform: Transform) -> None:
+    x = torch.cat([torch.randn(4, 6), torch.tensor([[math.inf, -0.0, 1e-30, 1.0, 2.0, math.nan]])])
+
+    def all_kinds(x: Tensor, scale: Tensor) -> list[Tensor]:
+        found = [float8.quantize(x[:4], E5M2), float8.quantize(x, dim=1, power_of_two=True)]
+        found.append(float8.quantize(x, scale=scale))
+        return [part for one in found for part in (one.values.float().nan_to_num(9e9), one.scale)]
+
+    scale = torch.tensor(300.0)
+    assert_same(transform(all_kinds)(x, scale), all_kinds(x, scale))

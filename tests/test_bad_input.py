@@ -179,7 +179,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "policy autocast": (lambda: Policy(autocast=1), TypeError, "Policy: autocast must be True or False; got 1"),  # type: ignore[arg-type]
     "policy glob": (lambda: Policy(keep=("a,b",)), ValueError, "keep must hold globs.*got 'a,b'"),
     "policy string": (lambda: Policy(keep="a"), TypeError, "keep must be a tuple of strings; got 'a'"),  # type: ignore[arg-type]
-    "parse dtype": (lambda: Policy.parse("fp8"), ValueError, "text must begin with a dtype.*got 'fp8'"),
+    "parse dtype": (lambda: Policy.parse("fp4"), ValueError, "text must begin with a dtype.*got 'fp4'"),
     "parse empty": (lambda: Policy.parse(""), ValueError, "text must begin with a dtype"),
     "parse option": (lambda: Policy.parse("f16,lr=1"), ValueError, "got 'lr=1'"),
     "parse twice": (lambda: Policy.parse("f16,keep=a,keep=b"), ValueError, "once each; got 'keep=b'"),

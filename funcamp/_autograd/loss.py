@@ -19,6 +19,8 @@ class Loss:
     #: The module's parameter names, and the names that autocast would cast; None for other losses.
     names: dict[str, str] | None = None
     cast_names: frozenset[str] | None = None
+    #: The names of the weights of a module's linear layers.
+    linear_names: frozenset[str] = frozenset()
 
     def __init__(
         self,

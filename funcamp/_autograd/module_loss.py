@@ -59,7 +59,7 @@ class ModuleLoss(Loss):
         super().__init__(model, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
         self.model, self.criterion = model, criterion
         self._made_of = model
-        self._holder = Holder(model, model)
+        self.holder = Holder(model, model)
         self._looked = False
         self._parts = _parts(model)
         self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
@@ -72,6 +72,8 @@ class ModuleLoss(Loss):
             _join(prefix, name) for prefix, module in model.named_modules() for name in _cast_by_autocast(module)
         )
         """The names of the parameters that torch.autocast would cast."""
+        self.linear_names = frozenset(_linear_weights(model))
+        """The names of the weights that only a linear layer's own forward multiplies by."""
         self.has_buffers = bool(self.buffer_names)
 
     def __repr__(self) -> str:
@@ -113,7 +115,7 @@ class ModuleLoss(Loss):
 
         def run() -> Any:
             try:
-                outputs = self.model(*inputs, **named)
+                outputs = self.holder.model(*inputs, **named)
             except TypeError as error:
                 if _fits(self.model, inputs, named):
                     raise
@@ -134,11 +136,11 @@ class ModuleLoss(Loss):
             held |= {f"made_of.{name}": value for name, value in values.items() if name in both}
         # Without torch's tying, which would replace the two precisions of a tied tensor by one.
         if torch.compiler.is_dynamo_compiling():
-            out = functional_call(self._holder, held, (run,), tie_weights=False)
+            out = functional_call(self.holder, held, (run,), tie_weights=False)
         else:
             with _locks.setdefault(self._made_of, threading.RLock()):
                 try:
-                    out = functional_call(self._holder, held, (run,), tie_weights=False)
+                    out = functional_call(self.holder, held, (run,), tie_weights=False)
                 finally:
                     for layer in self._recurrent:  # an RNN keeps a list of its last tensors; __getstate__ resets it
                         layer.__getstate__()  # type: ignore[no-untyped-call]
@@ -198,7 +200,7 @@ class ModuleLoss(Loss):
 
         Sets the flags without calling `train` or `eval`, because a class may do more there, such as merging weights.
         """
-        flags = [(part, part.training) for part in self._holder.modules()]
+        flags = [(part, part.training) for part in self.holder.modules()]
         try:
             for part, _ in flags:
                 part.training = False
@@ -549,3 +551,12 @@ def _cast_by_autocast(module: nn.Module) -> frozenset[str]:
             )
             return frozenset(n for n in names if module._parameters.get(n) is not None) if own else frozenset()
     return frozenset()
+
+
+def _linear_weights(model: nn.Module) -> Iterator[str]:
+    attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    inner = {id(part) for module in attention for part in module.children()}
+    for prefix, module in model.named_modules():
+        # Attention reads the weight of its projection and does not call the layer.
+        if isinstance(module, nn.Linear) and id(module) not in inner and "weight" in _cast_by_autocast(module):
+            yield _join(prefix, "weight")

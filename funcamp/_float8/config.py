@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -72,10 +72,42 @@ class Float8Config:
                     f"rounded; got {getattr(self, name)!r}"
                 )
 
+    def __str__(self) -> str:
+        parts = [f"{name}={value}" for name, value in vars(self).items() if name != "scaling" and value != _PLAIN[name]]
+        return "|".join([self.scaling, *parts])
+
+    @classmethod
+    def parse(cls, text: str) -> Float8Config:
+        """Return the configuration that prints as `text`: `delayed|history=16|emulate=True`.
+
+        Raises:
+            TypeError: text is not a string.
+            ValueError: a part of it is invalid.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"{_CALL}.parse: text must be a string; got {text!r}")
+        scaling, *parts = text.split("|")
+        given: dict[str, Any] = {"scaling": scaling}
+        for part in parts:
+            name, _, value = part.partition("=")
+            plain = _PLAIN.get(name)
+            if name in given or plain is None or (isinstance(plain, bool) and value not in ("True", "False")):
+                raise ValueError(
+                    f"{_CALL}.parse: text must name each of {', '.join(_PLAIN)} once at most; got {part!r}"
+                )
+            try:
+                given[name] = value == "True" if isinstance(plain, bool) else type(plain)(value)
+            except ValueError:
+                raise ValueError(f"{_CALL}.parse: {name} must be a number; got {value!r}") from None
+        return cls(**given)
+
     @property
     def by_row(self) -> bool:
         """Whether every row has a scale."""
         return self.granularity == "row"
+
+
+_PLAIN: dict[str, Any] = {field.name: field.default for field in fields(Float8Config)}
 
 
 def check_config(call: str, config: object, scaling: Scaling | None = None) -> Float8Config:

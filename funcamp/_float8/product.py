@@ -88,7 +88,8 @@ def _multiply(
     """Return a b^T in a dtype, both operands with a scale per row or one."""
     made = torch.bfloat16 if by_row else dtype  # the GPU's kernel with scales per row makes no other
     scales = reciprocal(a.scale), reciprocal(b.scale.t() if by_row else b.scale)
-    product: Tensor = _apply_kernel(a.values.contiguous(), b.values.contiguous(), *scales, made, emulate, fast)
+    kernel: Any = _Kernel
+    product: Tensor = kernel.apply(a.values.contiguous(), b.values.contiguous(), *scales, made, emulate, fast)
     return product.to(dtype)
 
 
@@ -124,11 +125,8 @@ class _Kernel(Function):
             [value if dim is None else value.select(dim, number) for value, dim in zip(args, in_dims)]
             for number in range(info.batch_size)
         ]
-        return torch.stack([_apply_kernel(*one) for one in each]), 0
-
-
-_apply_kernel: Any = _Kernel.apply
-_apply: Any = _Product.apply
+        kernel: Any = _Kernel
+        return torch.stack([kernel.apply(*one) for one in each]), 0
 
 
 @overload
@@ -216,7 +214,8 @@ def scaled_mm(
         flat = F.pad(flat, (0, 0, 0, filling))
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()
-    out = _apply(flat, weight, scale, amax, config.by_row, config.power_of_two, config.emulate)
+    function: Any = _Product
+    out = function.apply(flat, weight, scale, amax, config.by_row, config.power_of_two, config.emulate)
     y, *merged = (out,) if amax is None else out
     y = y[:rows].reshape(*x.shape[:-1], weight.shape[0])
     return (y, *merged) if merged else y

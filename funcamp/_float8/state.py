@@ -15,6 +15,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import integer
 from funcamp._float8.config import BACKWARD, FORWARD, LARGEST, Float8Config, check_config
+from funcamp._float8.quantize import reciprocal
 from funcamp._scaler.torch_rule import widen
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -109,10 +110,23 @@ def update(state: Float8State, amax: Tensor, config: Float8Config, *, found_inf:
         enters = enters & (found_inf == 0)
     entered = torch.cat([amax[None], history[:-1]])
     present = entered.amax(0) if config.amax == "max" else amax
-    is_gradient = torch.arange(3, device=scale.device) == 2  # torch.tensor([...]) would copy from the host
-    largest = torch.where(is_gradient, LARGEST[BACKWARD], LARGEST[FORWARD]) * 2.0**-config.margin
+    largest = torch.where(_is_gradient(scale), LARGEST[BACKWARD], LARGEST[FORWARD]) * 2.0**-config.margin
     moved = (widen(largest) / widen(present)).float().clamp(max=_FLOAT32_MAX)
     return Float8State(torch.where(enters, entered, history), torch.where(enters, moved, scale))
+
+
+def with_loss_scale(scale: Tensor, loss_scale: Tensor) -> Tensor:
+    """Return the scales for the gradients of a loss that is multiplied by a loss scale."""
+    return torch.where(_is_gradient(scale), (scale * reciprocal(loss_scale)).clamp(max=_FLOAT32_MAX), scale)
+
+
+def without_loss_scale(amax: Tensor, loss_scale: Tensor) -> Tensor:
+    """Return the amaxes for the gradients of the loss itself."""
+    return torch.where(_is_gradient(amax), amax * reciprocal(loss_scale), amax)
+
+
+def _is_gradient(values: Tensor) -> Tensor:
+    return torch.arange(3, device=values.device) == 2  # torch.tensor([...]) would copy from the host
 
 
 def check_state(call: str, state: object, config: Float8Config) -> Float8State:

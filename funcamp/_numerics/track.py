@@ -63,7 +63,7 @@ class TrackedLoss(ModuleLoss):
             engine=loss_fn.engine,
         )
         self.model, self.probes = _with_taps(loss_fn.model, chosen, sample)
-        self._holder = Holder(self.model, loss_fn.model)
+        self.holder = Holder(self.model, loss_fn.model)
 
     def __repr__(self) -> str:
         return f"track_scales({super().__repr__()}, {len(self.probes)} modules)"

@@ -12,8 +12,9 @@ from funcamp import _tree, _upstream
 from funcamp._step.shares import Shares
 from funcamp._types import Tree
 
-#: (buffers, one micro-batch, its share or None) -> (scaled gradients of its part of the loss, the loss, buffers, aux).
-One = Callable[[dict[str, Tensor], Any, "Tensor | None"], tuple[Tree, Tensor, dict[str, Tensor], Any]]
+#: (what is carried on, one micro-batch, its share or None) -> (scaled gradients of its part of the loss, the loss, what is
+#: carried on, aux).
+One = Callable[[Tree, Any, "Tensor | None"], tuple[Tree, Tensor, Tree, Any]]
 
 
 def micro_batches(batch: Any, limit: int) -> list[Any]:
@@ -38,34 +39,36 @@ def micro_batches(batch: Any, limit: int) -> list[Any]:
 
 
 def accumulate(
-    one: One, params: Tree, buffers: dict[str, Tensor], batch: Any, pieces: list[Any], shares: Shares, *, scan: bool
-) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
+    one: One, params: Tree, carried: Tree, batch: Any, pieces: list[Any], shares: Shares, *, scan: bool
+) -> tuple[Tree, Tensor, Tree, Any]:
     """Sum gradients over the micro-batches of a batch, and return the mean of their losses.
 
-    A non-finite gradient of one micro-batch makes the sum non-finite, so one check afterwards covers all. Buffers pass
-    from one micro-batch to the next; aux is stacked.
+    A non-finite gradient of one micro-batch makes the sum non-finite, so one check afterwards covers all. What is
+    carried (buffers, amaxes) passes from one micro-batch to the next; aux is stacked.
     """
     like = _tree.leaves(params)
 
-    def part(total: list[Any], buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Any:
-        grads, loss, buffers, aux = one(buffers, piece, share)
+    def part(total: list[Any], carried: Tree, piece: Any, share: Tensor | None) -> Any:
+        before, (grads, loss, carried, aux) = carried, one(carried, piece, share)
         new = _tree.leaves(grads)
         if share is not None:  # the backward pass of a mean over 0 examples gives NaN
             new = [None if grad is None else torch.where(share == 0, 0.0, grad) for grad in new]
+            pairs, spec = zip(_tree.leaves(before), _tree.leaves(carried)), _tree.flatten(before)[1]
+            carried = _tree.unflatten([torch.where(share == 0, old, value) for old, value in pairs], spec)
         total = [a if a is None or grad is None else a + grad.to(a.dtype) for a, grad in zip(total, new)]
-        return total, buffers, loss, aux
+        return total, carried, loss, aux
 
     total: list[Any] = [None if leaf is None else torch.zeros_like(leaf) for leaf in like]
     if scan and torch.compiler.is_compiling():
-        total, buffers, losses, aux = _scanned(part, total, buffers, batch, shares.each)
+        total, carried, losses, aux = _scanned(part, total, carried, batch, shares.each)
     else:
         kept = []
         for index, piece in enumerate(pieces):
-            total, buffers, loss, aux = part(total, buffers, piece, shares.of(index))
+            total, carried, loss, aux = part(total, carried, piece, shares.of(index))
             kept.append((loss, aux))
         losses = torch.stack([loss for loss, _ in kept])
         aux = _tree.stacked([aux for _, aux in kept])
-    return _tree.unflatten(total, _tree.flatten(params)[1]), shares.mean(losses), buffers, aux
+    return _tree.unflatten(total, _tree.flatten(params)[1]), shares.mean(losses), carried, aux
 
 
 _scans: tuple[Any, Any] | None = None
@@ -80,7 +83,7 @@ def can_scan() -> bool:
     return _scans is not None
 
 
-def _scanned(part: Any, total: list[Any], buffers: dict[str, Tensor], batch: Any, each: Tensor | None) -> Any:
+def _scanned(part: Any, total: list[Any], carried: Tree, batch: Any, each: Tensor | None) -> Any:
     present = [a is not None for a in total]
     leaves, spec = _tree.flatten((batch, each))
 
@@ -89,14 +92,14 @@ def _scanned(part: Any, total: list[Any], buffers: dict[str, Tensor], batch: Any
         given, taken = iter(sums), iter(slices)
         full = [next(given) if there else None for there in present]
         piece, share = _tree.unflatten([next(taken) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        after, buffers, loss, aux = part(full, before, piece, share)
+        after, carried, loss, aux = part(full, before, piece, share)
         # scan does not accept an output that is one of its inputs.
-        return ([a for a in after if a is not None], _fresh(buffers)), _fresh((loss, aux))
+        return ([a for a in after if a is not None], _fresh(carried)), _fresh((loss, aux))
 
-    start = ([a for a in total if a is not None], buffers)
-    (sums, buffers), (losses, aux) = _scan(combine, start, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    start = ([a for a in total if a is not None], carried)
+    (sums, carried), (losses, aux) = _scan(combine, start, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
     given = iter(sums)
-    return [next(given) if there else None for there in present], buffers, losses, aux
+    return [next(given) if there else None for there in present], carried, losses, aux
 
 
 def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tree, xs: list[Tensor]) -> Any:

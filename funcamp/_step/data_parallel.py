@@ -57,6 +57,10 @@ class Alone:
         """Reduce the sum of squares and the finite flag over the parts of all ranks."""
         return squares, finite
 
+    def largest(self, share: Share, amax: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the largest amaxes of all processes."""
+        return amax
+
     def exchanged(
         self,
         share: Share,  # noqa: ARG002
@@ -180,6 +184,12 @@ class DataParallel(Alone):
             return squares, finite
         total = all_reduce(torch.stack([squares, (~finite).to(squares.dtype)]), "sum", self.ranks)
         return total[0], total[1] == 0
+
+    def largest(self, share: Share, amax: Tensor) -> Tensor:
+        """Return the largest amaxes of all ranks that have a share, in one all-reduce; infinite for NaN."""
+        if isinstance(share, Tensor):
+            amax = torch.where(share == 0, 0.0, amax)
+        return all_reduce(torch.where(torch.isfinite(amax), amax, math.inf), "max", self.ranks)
 
     def exchanged(
         self, share: Share, grads: Tree, loss: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]

@@ -40,6 +40,8 @@ class TrainState(NamedTuple):
     """The compute copies of the parameters that the policy chose."""
     ema: Tree
     """The average of the parameters, in the same layout; `()` without ema_decay."""
+    float8: Any = ()
+    """The `float8.Float8State` of the layers that multiply in float8; `()` without delayed scaling."""
 
 
 class Metrics(NamedTuple):

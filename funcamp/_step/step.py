@@ -24,6 +24,7 @@ from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
 from funcamp._step.accumulate import accumulate as accumulate_window
 from funcamp._step.accumulate import micro_batches
 from funcamp._step.check_and_clip import check_and_norm, unscale_and_clip
+from funcamp._step.float8_layers import Float8Layers, begin, inside, larger
 from funcamp._step.options import Options, described
 from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, export, restore
@@ -58,9 +59,10 @@ class TrainStep:
         self.loss_fn, self.optimizer, self.config, self._options = loss_fn, optimizer, config, options
         self._rule = rule_of(options.policy, loss_fn)
         self._planned: Plan | None = None
+        self._float8 = Float8Layers(options.policy, loss_fn)
 
     def __repr__(self) -> str:
-        return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={self._options.policy})"
+        return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={self._options.policy}{self._float8!r})"
 
     @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
     def init(
@@ -160,6 +162,7 @@ class TrainStep:
             buffers=buffers,
             copies=refresh(stored, plan),  # last, when the optimizer's temporaries are free
             ema=() if options.ema_decay is None else clone(stored),
+            float8=self._float8.init(plan, device),
         )
 
     def _groups(
@@ -231,8 +234,14 @@ class TrainStep:
         self._check_state("loss", state, batch)
         mode = contextlib.nullcontext() if boolean("loss", "training", training) else self.loss_fn.evaluating()
         with torch.no_grad(), mode:
-            inputs, build = for_loss(*for_step(state.params, self._copies("loss", state)))
-            returned = self._call(build(inputs), self._probes(state), state.buffers, state.scaler, _tree.plain(batch))
+            params, copies = for_step(state.params, self._copies("loss", state))
+            inputs, build = for_loss(params, copies)
+            held = state._replace(params=params, copies=copies)
+            linears = self._float8.around(held)
+            begin(linears, copies.plan, inputs, self._float8.amax(held))
+            with inside(linears):
+                given = self._probes(state), state.buffers, state.scaler, _tree.plain(batch)
+                returned = self._call(build(inputs), *given)
         loss_fn = self.loss_fn
         if loss_fn.has_buffers or loss_fn.has_aux:
             if not isinstance(returned, tuple) or len(returned) != 2:
@@ -440,14 +449,15 @@ class TrainStep:
         params, copies = for_step(state.params, own)
         held = state._replace(params=params, copies=copies)
 
-        def one(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Any:
-            return self._gradients(held, probes, buffers, piece, lambda loss: shares.weigh(loss, share))
+        def one(carried: Tree, piece: Any, share: Tensor | None) -> Any:
+            return self._gradients(held, probes, carried, piece, lambda loss: shares.weigh(loss, share))
 
+        carried = (state.buffers, self._float8.amax(held))
         if options.accumulate == 1:
-            (grads, records), loss, buffers, aux = one(state.buffers, batch, None)
+            (grads, records), loss, (buffers, amax), aux = one(carried, batch, None)
         else:
-            (grads, records), loss, buffers, aux = accumulate_window(
-                one, (full_size(state.params), probes), state.buffers, batch, pieces, shares, scan=options.scan
+            (grads, records), loss, (buffers, amax), aux = accumulate_window(
+                one, (full_size(state.params), probes), carried, batch, pieces, shares, scan=options.scan
             )
         grads, loss, buffers = parallel.exchanged(shares.own, grads, loss, state.buffers, buffers)
         scaler, norm = check_and_norm(state.scaler, grads, parallel.reduce, parallel.joined)
@@ -474,6 +484,7 @@ class TrainStep:
             buffers=buffers,
             copies=refresh(params, own.plan),
             ema=ema,
+            float8=self._float8.after(state, amax, scaler, parallel, shares.own),
         )
         metrics = Metrics(
             loss=loss,
@@ -534,32 +545,42 @@ class TrainStep:
         self,
         state: TrainState,
         probes: dict[str, Record],
-        buffers: dict[str, Tensor],
+        carried: Tree,
         batch: Any,
         weigh: Callable[[Tensor], Tensor],
-    ) -> tuple[Tree, Tensor, dict[str, Tensor], Any]:
-        """Return scaled gradients (as the stored parameters) and probes, the loss, the new buffers, and aux."""
+    ) -> tuple[Tree, Tensor, Tree, Any]:
+        """Return scaled gradients (as the stored parameters) and probes, the loss, what is carried on, and aux.
+
+        carried: the buffers, and the largest amaxes of the layers in float8.
+        """
+        buffers, amax = carried
         inputs, build_params = for_loss(state.params, state.copies)
-        rows, spec = _tree.flatten(probes)
+        rows, spec = _tree.flatten((probes, self._float8.amax(state)))
         beside = self.loss_fn.has_buffers or self.loss_fn.has_aux
 
-        def build(values: list[Tensor]) -> tuple[Tree, dict[str, Record]]:
-            return build_params(values[: len(inputs)]), _tree.unflatten(values[len(inputs) :], spec)
+        def build(values: list[Tensor]) -> Tree:
+            params, (records, _) = build_params(values[: len(inputs)]), _tree.unflatten(values[len(inputs) :], spec)
+            return (params, records) if probes else params
 
         def loss_of(values: list[Tensor]) -> Any:
-            return self._call(*build(values), buffers, state.scaler, batch)
+            params, (records, zeros) = build_params(values[: len(inputs)]), _tree.unflatten(values[len(inputs) :], spec)
+            begin(linears, state.copies.plan, values, zeros)
+            return self._call(params, records, buffers, state.scaler, batch)
 
-        holding = around_backward(self.loss_fn, build if rows else build_params)
+        holding = around_backward(self.loss_fn, build)
         engine = choose(self.loss_fn.engine, state)
         low = (self._options.policy.compute_dtype,)
-        grads, loss, aux = differentiate(
-            "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding, low=low
-        )
-        records = _tree.unflatten(grads[len(inputs) :], spec)
+        linears = self._float8.around(state)
+        with inside(linears):
+            grads, loss, aux = differentiate(
+                "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding, low=low
+            )
+        records, found = _tree.unflatten(grads[len(inputs) :], spec)
         after = buffers
         if self.loss_fn.has_buffers:
             after, aux = self._buffers_and_aux(buffers, aux)
-        return (gather(state.params, state.copies, grads[: len(inputs)]), records), loss, after, clone(aux)
+        grads = gather(state.params, state.copies, grads[: len(inputs)])
+        return (grads, records), loss, (after, larger(amax, found)), clone(aux)
 
     def _buffers_and_aux(self, before: dict[str, Tensor], beside: Any) -> tuple[dict[str, Tensor], Any]:
         """Return the new buffers and aux of what a loss returned besides itself.
@@ -581,4 +602,4 @@ class TrainStep:
             if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
                 was, now = (_tree.describe(value) if value is not None else "nothing" for value in (old, new))
                 raise ValueError(f"step: loss_fn must return buffers like those given; {name!r} was {was}, is {now}")
-        return after, aux
+        return {name: after[name] for name in before}, aux

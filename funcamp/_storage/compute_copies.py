@@ -25,6 +25,8 @@ class Use(NamedTuple):
     """The number of the stored tensor: a slot of a FlatParams or a leaf of a plain tree; None for a None."""
     low: bool
     """Whether the loss gets it in the compute dtype."""
+    float8: bool = False
+    """Whether the loss multiplies by it in float8."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,10 @@ def store(
     The result has separate memory; with consume the given tensors get that memory too, instead of their own. Names with
     different values of split are in separate groups.
     """
-    known: frozenset[str] | None = loss_fn.cast_names
     aliases = _aliases(loss_fn)
 
     def casts_of(name: str, leaf: Tensor) -> list[bool]:
-        return [policy.casts(alias, leaf, known) for alias in aliases.get(name, [name])]
+        return [_use(policy, loss_fn, alias, leaf).low for alias in aliases.get(name, [name])]
 
     if isinstance(params, FlatParams):
         flat = clone(params)
@@ -125,7 +126,6 @@ def store(
 
 def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
     """Return which stored parameters the policy copies for a loss."""
-    known: frozenset[str] | None = loss_fn.cast_names
     stored_as: dict[str, str] | None = loss_fn.names
     aliases = _aliases(loss_fn)
     flat = full_size(params) if isinstance(params, FlatParams) else None
@@ -144,13 +144,24 @@ def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
     uses, kept = [], set()
     for name, source in seen:
         number, leaf = where[source]
-        low = leaf is not None and policy.casts(name, leaf, known)
-        uses.append(Use(None if leaf is None else number, low))
-        if low and number is not None:
+        use = Use(None, False) if leaf is None else _use(policy, loss_fn, name, leaf, number)
+        uses.append(use)
+        if use.low and number is not None:
             kept.add(number if flat is None else flat.layout.slots[number].group)
     keys = None if stored_as is None else tuple(stored_as)
     rule, place = rule_of(policy, loss_fn), place_of(params)
     return Plan(tuple(sorted(kept)), policy.compute_dtype, tuple(uses), keys, rule, place)
+
+
+def _use(policy: Policy, loss_fn: Any, name: str, leaf: Tensor, number: int | None = None) -> Use:
+    float8 = not policy.no_float8(name, leaf, loss_fn.linear_names)
+    return Use(number, not float8 and policy.casts(name, leaf, loss_fn.cast_names), float8)
+
+
+def products(plan: Plan) -> list[int]:
+    """Return the places, among `for_loss`'s inputs, of the weights that multiply in float8."""
+    places = _distinct(plan)
+    return list(dict.fromkeys(places[use.leaf, False] for use in plan.uses if use.float8 and use.leaf is not None))
 
 
 def _aliases(loss_fn: Any) -> dict[str, list[str]]:
@@ -165,7 +176,8 @@ def rule_of(policy: Policy, loss_fn: Any) -> str:
     """Return all that decides on a plan except the parameters, as a string, a cheap guard for Dynamo."""
     known: Any = loss_fn.cast_names
     chosen = (policy.keep, policy.copy, None if known is None else sorted(known))
-    decides = (policy.compute_dtype, policy.compute_dtype != torch.float32 and chosen, loss_fn.names)
+    float8 = None if policy.float8 is None else (policy.keep, policy.copy, sorted(loss_fn.linear_names))
+    decides = (policy.compute_dtype, policy.compute_dtype != torch.float32 and chosen, loss_fn.names, float8)
     return hashlib.sha256(repr(decides).encode()).hexdigest()
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from funcamp._check import boolean
+from funcamp._float8.config import Float8Config
+from funcamp._float8.product import MULTIPLE, fits
 from funcamp._types import name_of
 
 _DTYPES = {
@@ -40,12 +42,19 @@ class Policy:
     embeddings and norms. For any other loss they are the float32 tensors of two or more dimensions. `keep` and `copy`
     overrule both by name: put a layer's weight into `keep` if it is also used outside the layer (in a penalty).
 
+    With float8, the Linear layers of `module_loss` multiply in float8, as `float8.scaled_mm` does, if both sizes are
+    multiples of 16 and neither `keep` nor `copy` names the weight; the rest computes in compute_dtype. Their weights
+    get no copy: the gradient is taken with respect to the float32 parameter. The `repr` of a step says which layers
+    do not, and why. In a function of your own call `float8.scaled_mm`.
+
     Args:
-        compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for neither copies nor autocast.
+        compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for neither copies nor autocast. "float8" is
+            torch.bfloat16 with float8 products.
         autocast: whether the loss runs under torch.autocast.
         keep: globs of dotted names, `*` for any characters: these stay float32 (an embedding in your own loss).
         copy: globs of dotted names: these are copied, whatever their module or shape. `keep` takes precedence. A step's
             `init` raises for a glob of either that matches no parameter, trainable or frozen.
+        float8: how linear layers multiply in float8; None if they do not.
 
     Raises:
         TypeError: a value is not of the type given above.
@@ -56,14 +65,33 @@ class Policy:
         'float16,keep=embed.*'
         >>> Policy.parse("bf16").compute_dtype
         torch.bfloat16
+        >>> str(Policy("float8", keep=("head.*",)))
+        'bfloat16,keep=head.*,float8=current'
     """
 
     compute_dtype: torch.dtype = torch.float16
     autocast: bool = True
     keep: tuple[str, ...] = ()
     copy: tuple[str, ...] = ()
+    float8: Float8Config | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            compute_dtype: torch.dtype | Literal["float8"] = torch.float16,
+            autocast: bool = True,
+            keep: tuple[str, ...] = (),
+            copy: tuple[str, ...] = (),
+            float8: Float8Config | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
+        if str(self.compute_dtype) == "float8":
+            object.__setattr__(self, "compute_dtype", torch.bfloat16)
+            object.__setattr__(self, "float8", Float8Config() if self.float8 is None else self.float8)
+        if self.float8 is not None and not isinstance(self.float8, Float8Config):
+            raise TypeError(f"Policy: float8 must be a Float8Config or None; got {self.float8!r}")
         if not isinstance(self.compute_dtype, torch.dtype):
             fix = f", write Policy.parse({self.compute_dtype!r})" if isinstance(self.compute_dtype, str) else ""
             raise TypeError(f"Policy: compute_dtype must be a torch.dtype; got {self.compute_dtype!r}{fix}")
@@ -86,14 +114,17 @@ class Policy:
         if not self.autocast:
             parts.append("autocast=off")
         parts += [f"{name}={'|'.join(getattr(self, name))}" for name in ("keep", "copy") if getattr(self, name)]
+        if self.float8 is not None:
+            parts.append(f"float8={self.float8}")
         return ",".join(parts)
 
     @classmethod
     def parse(cls, text: str) -> Policy:
         """Return the policy that prints as `text`.
 
-        The form is `dtype[,autocast=on|off][,keep=glob|glob][,copy=glob|glob]`. The dtype may have another name: fp16,
-        f16, half or 16-mixed; bf16 or bf16-mixed; fp32, f32, float, 32-true or no.
+        The form is `dtype[,autocast=on|off][,keep=glob|glob][,copy=glob|glob][,float8=scaling|name=value]`. The dtype
+        may have another name: fp16, f16, half or 16-mixed; bf16 or bf16-mixed; fp32, f32, float, 32-true or no;
+        float8 or fp8 is bfloat16 with float8=current.
 
         Raises:
             TypeError: text is not a string.
@@ -101,28 +132,37 @@ class Policy:
 
         Example:
             >>> Policy.parse("float16,keep=embed.*|pos,autocast=off")
-            Policy(compute_dtype=torch.float16, autocast=False, keep=('embed.*', 'pos'), copy=())
+            Policy(compute_dtype=torch.float16, autocast=False, keep=('embed.*', 'pos'), copy=(), float8=None)
         """
         if not isinstance(text, str):
             raise TypeError(f"Policy.parse: text must be a string; got {text!r}")
         head, *rest = [part.strip() for part in text.split(",")]
         name = head.lower().removeprefix("torch.")
         dtype = _DTYPES.get(_SHORT.get(name, name))
+        given: dict[str, Any] = {}
+        if name in ("float8", "fp8"):
+            dtype, given = torch.bfloat16, {"float8": None}
         if dtype is None:
             raise ValueError(
-                f"Policy.parse: text must begin with a dtype, one of {', '.join([*_DTYPES, *_SHORT])}; got {text!r}"
+                f"Policy.parse: text must begin with a dtype, one of {', '.join([*_DTYPES, *_SHORT, 'float8'])}; "
+                f"got {text!r}"
             )
-        given: dict[str, Any] = {}
         for part in rest:
             name, _, value = part.partition("=")
-            if name not in ("autocast", "keep", "copy") or name in given:
-                raise ValueError(f"Policy.parse: text must have autocast=, keep= or copy= once each; got {part!r}")
-            if name == "autocast":
+            if name not in ("autocast", "keep", "copy", "float8") or given.get(name) is not None:
+                raise ValueError(
+                    f"Policy.parse: text must have autocast=, keep=, copy= or float8= once each; got {part!r}"
+                )
+            if name == "float8":
+                given[name] = Float8Config.parse(value)
+            elif name == "autocast":
                 if value not in ("on", "off"):
                     raise ValueError(f"Policy.parse: autocast must be on or off; got {value!r}")
                 given[name] = value == "on"
             else:
                 given[name] = tuple(value.split("|"))
+        if given.get("float8", False) is None:
+            given["float8"] = Float8Config()
         return cls(dtype, **given)
 
     def casts(self, name: str, leaf: Tensor, known: frozenset[str] | None) -> bool:
@@ -137,6 +177,20 @@ class Policy:
         if any(_matches(glob, name) for glob in self.copy):
             return True
         return leaf.dim() >= 2 if known is None else name in known
+
+    def no_float8(self, name: str, leaf: Tensor, linear: frozenset[str]) -> str:
+        """Return why the loss does not multiply by this tensor in float8; "" if it does.
+
+        `linear`: the names of the weights of linear layers.
+        """
+        if self.float8 is None or name not in linear:
+            return "it is no linear layer's weight"
+        for kind in ("keep", "copy"):
+            if any(_matches(glob, name) for glob in getattr(self, kind)):
+                return f"the policy's {kind} names it"
+        if leaf.dtype != torch.float32:
+            return f"it is {name_of(leaf.dtype)}, not float32"
+        return "" if fits(leaf) else f"its sizes {tuple(leaf.shape)} are not multiples of {MULTIPLE}"
 
     def check_names(self, call: str, names: Sequence[str]) -> None:
         """Raise ValueError if a glob of keep or copy matches no parameter's name: a typo would have no effect."""

@@ -1,0 +1,97 @@
+"""The linear layers of a module in float8: each gets a stand-in while a loss and its backward pass run.
+
+`functional_call` puts other parameters into a module for a call; this puts other layers into it. A stand-in shares
+everything with its layer, parameters and hooks too, and has another forward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from funcamp._float8.config import Float8Config
+from funcamp._float8.product import scaled_mm
+
+
+class StandIns:
+    """The stand-ins of a module's linear layers, made once."""
+
+    def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
+        made = {id(layer): _stand_in(layer) for layer in layers}
+        self.layers = list(made.values())
+        """The stand-ins, a layer with several names once."""
+        self.places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+        """Where each one goes: a module's dict, and the name in it."""
+        for part in model.modules():
+            for name, child in part._modules.items():
+                if id(child) in made:
+                    self.places.append((part._modules, name, made[id(child)]))
+
+
+def _stand_in(layer: nn.Module) -> _InFloat8:
+    found: Any = copy.copy(layer)
+    found.__class__ = type(type(layer).__name__, (_InFloat8, type(layer)), {})
+    found._funcamp_float8 = None
+    own: _InFloat8 = found
+    return own
+
+
+class _InFloat8(nn.Module):
+    """The forward of a stand-in."""
+
+    _funcamp_float8: Float8Linears | None
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._funcamp_float8 is None:
+            return F.linear(x, self.weight, self.bias)
+        return self._funcamp_float8.linear(x, self.weight, self.bias)
+
+
+class Float8Linears:
+    """Context manager: the linear layers of a module multiply in float8 if their weight is one of those of `begin`.
+
+    Around the forward and the backward pass, because activation checkpoints call layers again in the latter.
+    """
+
+    def __init__(self, stand_ins: StandIns, config: Float8Config, scale: Tensor | None) -> None:
+        self._stand_ins, self._config, self._scale = stand_ins, config, scale
+        self._weights: Sequence[Tensor] = ()
+        self._amaxes: list[Tensor] = []
+        self._before: list[nn.Module | None] = []
+
+    def begin(self, weights: Sequence[Tensor], amax: Tensor | None) -> None:
+        """Take these weights, and with delayed scaling the amax to differentiate with respect to."""
+        self._weights = weights
+        self._amaxes = [] if amax is None else list(amax.unbind())
+
+    def __enter__(self) -> None:
+        self._before = [modules[name] for modules, name, _ in self._stand_ins.places]
+        for layer in self._stand_ins.layers:
+            layer._funcamp_float8 = self
+        for modules, name, stand_in in self._stand_ins.places:
+            modules[name] = stand_in
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._stand_ins.layers:
+            layer._funcamp_float8 = None
+        for place, before in zip(self._stand_ins.places, self._before):
+            place[0][place[1]] = before
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return what torch.nn.functional.linear does, in float8 if the weight is among those of `begin`."""
+        place = next((place for place, known in enumerate(self._weights) if known is weight), None)
+        if place is None:
+            return F.linear(x, weight, bias)
+        if self._scale is None:
+            y = scaled_mm(x, weight, self._config)
+        else:
+            # The next use of this weight takes the amaxes of this one.
+            scale, amax = self._scale[place], self._amaxes[place]
+            y, self._amaxes[place] = scaled_mm(x, weight, self._config, scale=scale, amax=amax)
+        return y if bias is None else y + bias.to(y.dtype)

@@ -1,0 +1,119 @@
+"""Float8 in the step: which layers, their context, and the state of delayed scaling.
+
+The history has amaxes of gradients of the unscaled loss. So it stays right when the loss scale moves: the scale of a
+gradient is divided by the loss scale before the step, and its amax is multiplied by the reciprocal after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp._autograd.loss import Loss
+from funcamp._autograd.module_loss import ModuleLoss
+from funcamp._float8.linears import Float8Linears, StandIns
+from funcamp._float8.state import check_state, init, update, with_loss_scale, without_loss_scale
+from funcamp._scaler.state import ScalerState
+from funcamp._step.data_parallel import Alone, Share
+from funcamp._step.state import TrainState
+from funcamp._storage.compute_copies import Plan, products
+from funcamp._storage.policy import Policy
+from funcamp._types import Tree
+
+
+class Float8Layers:
+    """The layers of a step that multiply in float8, if its policy has any."""
+
+    def __init__(self, policy: Policy, loss_fn: Loss) -> None:
+        self._policy, self._loss_fn = policy, loss_fn
+        self.config = policy.float8
+        self.delayed = self.config is not None and self.config.scaling == "delayed"
+        if self.config is None:
+            return
+        if not isinstance(loss_fn, ModuleLoss):
+            raise ValueError(
+                "make_train_step: policy must have float8 only for a loss of module_loss, whose linear layers it "
+                f"finds; got {policy} with {loss_fn!r}: call float8.scaled_mm in a function of your own"
+            )
+        parts = [loss_fn.model.get_submodule(name.rpartition(".")[0]) for name in sorted(loss_fn.linear_names)]
+        self._stand_ins = StandIns(loss_fn.holder, parts)
+
+    def init(self, plan: Plan, device: torch.device) -> Any:
+        """Return the state of delayed scaling, or ().
+
+        Raises:
+            ValueError: the policy has float8, and no layer takes it.
+        """
+        if self.config is None:
+            return ()
+        if not products(plan):
+            raise ValueError(
+                f"init: policy must have float8 only with a layer to multiply in it; got {self._policy} and none: a "
+                f"Linear layer with sizes that are multiples of 16{self}"
+            )
+        return init(self.config, len(products(plan)), device=device) if self.delayed else ()
+
+    def __repr__(self) -> str:
+        """Return how many linear layers multiply in float8, and why not the others."""
+        names, linear = self._loss_fn.names or {}, self._loss_fn.linear_names
+        if self.config is None:
+            return ""
+        params = self._loss_fn.params()
+        why = {name: "it is frozen" for name in sorted(linear) if name not in names}
+        why |= {name: self._policy.no_float8(name, params[names[name]], linear) for name in names if name in linear}
+        others = "".join(f", not {name}: {reason}" for name, reason in why.items() if reason)
+        return f"; float8 in {list(why.values()).count('')} of {len(why)} linear layers{others}"
+
+    def around(self, state: TrainState) -> Float8Linears | None:
+        """Return the context of the forward and the backward pass, if there is one."""
+        if self.config is None:
+            return None
+        scale = with_loss_scale(self._scale(state), state.scaler.scale) if self.delayed else None
+        return Float8Linears(self._stand_ins, self.config, scale)
+
+    def _scale(self, state: TrainState) -> Tensor:
+        """Return the scales of delayed scaling.
+
+        Raises:
+            TypeError: the state has none.
+            ValueError: it is of another configuration, or of other layers.
+        """
+        assert self.config is not None
+        scale = check_state("step", state.float8, self.config).scale
+        count = len(products(state.copies.plan))
+        if scale.shape[0] != count:
+            raise ValueError(
+                f"step: state.float8 must have a row for each of the {count} layers in float8; got {scale.shape[0]}: "
+                "begin anew with state._replace(float8=step.init().float8)"
+            )
+        return scale
+
+    def amax(self, state: TrainState) -> Tree:
+        """Return zeros to differentiate with respect to; () without delayed scaling."""
+        return torch.zeros_like(self._scale(state)) if self.delayed else ()
+
+    def after(self, state: TrainState, amax: Tree, scaler: ScalerState, parallel: Alone, share: Share) -> Any:
+        """Return the next state of delayed scaling from the amaxes of all micro-batches."""
+        if self.config is None or not self.delayed:
+            return state.float8
+        unscaled = without_loss_scale(parallel.largest(share, amax), state.scaler.scale)
+        return update(state.float8, unscaled, self.config, found_inf=scaler.found_inf)
+
+
+def inside(linears: Float8Linears | None) -> contextlib.AbstractContextManager[Any]:
+    """Return the context, or one that does nothing."""
+    return linears or contextlib.nullcontext()
+
+
+def begin(linears: Float8Linears | None, plan: Plan, values: list[Tensor], amax: Tree) -> None:
+    """Give the context the weights among the inputs of the loss."""
+    if linears is not None:
+        linears.begin([values[place] for place in products(plan)], amax if isinstance(amax, Tensor) else None)
+
+
+def larger(one: Tree, other: Tree) -> Tree:
+    """Return the larger amaxes of two micro-batches."""
+    return torch.maximum(one, other) if isinstance(one, Tensor) else one

@@ -8,12 +8,14 @@ from funcamp._numerics.record import Record, Records, probe
 from funcamp._numerics.stats import Stats, stats
 from funcamp._numerics.tap import tap
 from funcamp._numerics.track import TrackedLoss, TrackedModule, track_scales
+from funcamp._report.float8_fit import Float8Layer
 from funcamp._report.passes import Operation
 from funcamp._report.plot import plot_flushed
 from funcamp._report.render import annotate
 from funcamp._report.report import NumericsReport, Origin, Recommendation, numerics_report
 
 __all__ = [
+    "Float8Layer",
     "NumericsReport",
     "Operation",
     "Origin",

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from funcamp._float8.config import Float8Config
 from funcamp._float8.product import scaled_mm
 
+_LAYER = "_funcamp_layer"
+
 
 class StandIns:
     """The stand-ins of a module's linear layers, made once."""
@@ -36,8 +38,15 @@ def _stand_in(layer: nn.Module) -> _InFloat8:
     found: Any = copy.copy(layer)
     found.__class__ = type(type(layer).__name__, (_InFloat8, type(layer)), {})
     found._funcamp_float8 = None
+    object.__setattr__(found, _LAYER, layer)  # a plain attribute: the dict of submodules is the layer's own
     own: _InFloat8 = found
     return own
+
+
+def layer_of(module: nn.Module) -> nn.Module:
+    """Return the layer that a stand-in stands for; any other module as it is."""
+    found: nn.Module = vars(module).get(_LAYER, module)
+    return found
 
 
 class _InFloat8(nn.Module):

@@ -21,11 +21,13 @@ from torch.autograd import Function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from funcamp import _tree, _upstream
+from funcamp._float8.linears import layer_of
 from funcamp._jit.jit_step import JitStep
 from funcamp._numerics import tap
 from funcamp._numerics.counting import count, has_values
 from funcamp._numerics.record import Record, probe
 from funcamp._numerics.stats import Stats
+from funcamp._report.float8_fit import Operands
 from funcamp._report.passes import Operation, Pass, Trial, combined, largest, narrow
 from funcamp._scaler import scale as scaling
 
@@ -88,6 +90,8 @@ class Recorder(_Mode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.records: dict[str, Record] = {}
+        self.operands: dict[str, Operands] = {}
+        """What each linear layer multiplies."""
         self.gradients: dict[str, Stats] = {}  # of modules' outputs, without loss scaling
         self.passes: list[Pass] = []
         self.loss_scale = otherwise if loss_scale is None else loss_scale
@@ -306,7 +310,8 @@ class Recorder(_Mode):
             self._of_node.setdefault(_sequence_number() - 1, (path, line))
         return path, line
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        module = layer_of(module)
         if module not in self._paths:  # another root
             self._add(getattr(module, "_orig_mod", module))
         if not self._stack:
@@ -318,6 +323,12 @@ class Recorder(_Mode):
         # None: called again by a checkpoint, or in an evaluation
         again = _current_node() is not None or self._evaluating
         self._stack.append(None if again else self._paths[getattr(module, "_orig_mod", module)])
+        if isinstance(module, nn.Linear) and not again and not self._skip and args:
+            inputs, weight = (Stats(self._look(value, count)) for value in (args[0], module.weight))
+            found = Operands(inputs, weight, tuple(module.weight.shape))
+            path = self._stack[-1] or ""
+            known = self.operands.get(path)
+            self.operands[path] = found if known is None else known._replace(input=known.input + found.input)
 
     def _add(self, root: nn.Module) -> None:
         """Name the parts of another root after its class; the first root's parts have their plain paths."""
@@ -439,7 +450,8 @@ def _found(given: Any) -> Tensor:
     found = torch.zeros(2, dtype=torch.bool)
     for leaf in _tree.leaves(given):
         if _counts(leaf):
-            flags = torch.stack([torch.isinf(leaf).any(), torch.isnan(leaf).any()])
+            value = leaf.float() if leaf.dtype.itemsize == 1 else leaf  # torch has no isinf of float8
+            flags = torch.stack([torch.isinf(value).any(), torch.isnan(value).any()])
             found = found.to(flags.device) | flags
         elif isinstance(leaf, float):
             found = found | torch.tensor([math.isinf(leaf), math.isnan(leaf)], device=found.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from funcamp._numerics.formats import format_of
 from funcamp._numerics.record import Record, text
 from funcamp._numerics.stats import Stats
 from funcamp._report import plot, render
+from funcamp._report.float8_fit import Float8Layer, fit
 from funcamp._report.passes import Operation, Pass
 from funcamp._report.recorder import Recorder, leaves_behind
 from funcamp._report.render import power
@@ -73,7 +74,7 @@ class NumericsReport:
 
     def __init__(self, recorder: Recorder) -> None:
         self.operations, self.records, self.passes = recorder.operations, recorder.records, recorder.passes
-        self._gradients, self.module = recorder.gradients, recorder.module
+        self._gradients, self.module, self._operands = recorder.gradients, recorder.module, recorder.operands
         self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
 
     def __repr__(self) -> str:
@@ -153,6 +154,32 @@ class NumericsReport:
         return Recommendation(
             scale, scaled, unscaled, zero, _where(rows[amaxes.index(amax)]) if amax else "", bool(unseen)
         )
+
+    def float8(self, scales: Mapping[str, Tensor] | None = None, *, most: float = 0.01) -> list[Float8Layer]:
+        """Return, per linear layer, what float8 loses of its input, weight and gradient, and whether to keep it.
+
+        Input and weight are E4M3, the gradient of the output is E5M2. A nonzero value is lost if it becomes zero, or if
+        it saturates at less than half of it. `{f"{one.path}.weight" for one in layers if one.keep}` are names for the
+        `keep` of a `Policy`.
+
+        Args:
+            scales: the scales of delayed scaling, by path: `step.float8_scales(state)`. A layer without has the current
+                scale, rounded down to a power of two.
+            most: the largest fraction of values that a layer may lose.
+
+        Returns:
+            A `Float8Layer` per torch.nn.Linear that was called.
+
+        Raises:
+            ValueError: most is not from 0 to 1.
+        """
+        if isinstance(most, bool) or not isinstance(most, (int, float)) or not 0 <= most <= 1:
+            raise ValueError(f"float8: most must be from 0 to 1; got {most!r}")
+        gradients = {path: one.backward for path, one in self.unscaled_records().items()}
+        return [
+            fit(path, one, gradients.get(path, _NONE), (scales or {}).get(path), most)
+            for path, one in self._operands.items()
+        ]
 
     def gradients(self) -> Stats:
         """Return all values of the backward pass without loss scaling, except those of shape ()."""

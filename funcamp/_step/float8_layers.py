@@ -91,6 +91,16 @@ class Float8Layers:
             )
         return scale
 
+    def by_path(self, state: TrainState) -> dict[str, Tensor]:
+        """Return the scales of delayed scaling by the path of the layer; empty without it."""
+        if not self.delayed:
+            return {}
+        plan, scale = state.copies.plan, self._scale(state)
+        rows = {use.leaf: None for use in plan.uses if use.float8}
+        place = {leaf: number for number, leaf in enumerate(rows)}
+        named = zip(plan.names or (), plan.uses)
+        return {name.rpartition(".")[0]: scale[place[use.leaf]].clone() for name, use in named if use.float8}
+
     def amax(self, state: TrainState) -> Tree:
         """Return zeros to differentiate with respect to; () without delayed scaling."""
         return torch.zeros_like(self._scale(state)) if self.delayed else ()

@@ -290,6 +290,26 @@ class TrainStep:
         # Outside a compiled program the next donated step would overwrite these.
         return build(values if torch.compiler.is_dynamo_compiling() else [value.clone() for value in values])
 
+    def float8_scales(self, state: TrainState) -> dict[str, Tensor]:
+        """Return the scales of delayed scaling, per layer path, for `NumericsReport.float8` or a log. No sync.
+
+        Returns:
+            Copies, float32, shape (3,): of the input, the weight and the gradient of the output. Empty if the policy
+            has no delayed scaling. The gradient's is for the unscaled loss.
+
+        Raises:
+            TypeError: state is not a `TrainState`, or has no float8 state.
+            ValueError: the float8 state is of another configuration or of other layers.
+
+        Example:
+            >>> loss_fn = module_loss(torch.nn.Linear(16, 16), torch.nn.functional.mse_loss)
+            >>> step = make_train_step(loss_fn, stateless(torch.optim.SGD), policy="float8,float8=delayed")
+            >>> step.float8_scales(step.init())
+            {'': tensor([1., 1., 1.])}
+        """
+        self._check_state("float8_scales", state)
+        return self._float8.by_path(state)
+
     def state_dict(self, state: TrainState) -> dict[str, Tensor]:
         """Return every tensor of a state by a dotted name, for torch.save.
 

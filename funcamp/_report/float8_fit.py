@@ -1,0 +1,66 @@
+"""Whether float8 holds the tensors of a linear layer at their scales, from the counts of their exponents."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from funcamp._float8.config import BACKWARD, FORWARD
+from funcamp._float8.product import MULTIPLE
+from funcamp._numerics.formats import format_of
+from funcamp._numerics.stats import Stats
+
+
+class Operands(NamedTuple):
+    """What a linear layer multiplies: its inputs of all calls, and its weight."""
+
+    input: Stats
+    weight: Stats
+    sizes: tuple[int, ...]
+
+
+class Float8Layer(NamedTuple):
+    """How float8 holds a linear layer, from `NumericsReport.float8`: the fractions that it loses."""
+
+    path: str
+    input: float
+    """Of the input, in E4M3."""
+    weight: float
+    """Of the weight, in E4M3."""
+    gradient: float
+    """Of the gradient of the output, in E5M2; NaN if there is none."""
+    keep: str
+    """Why the layer should stay in higher precision; "" if float8 holds it."""
+
+    def __str__(self) -> str:
+        lost = ", ".join(f"{name} {100 * getattr(self, name):.2g} %" for name in ("input", "weight", "gradient"))
+        return (
+            f"{self.path or 'the module'}: {f'keep it, {self.keep}' if self.keep else 'float8 holds it'} (lost: {lost})"
+        )
+
+
+def fit(path: str, operands: Operands, gradient: Stats, scales: Tensor | None, most: float) -> Float8Layer:
+    """Return how float8 holds a layer."""
+    counted = {"input": operands.input, "weight": operands.weight, "gradient": gradient}
+    formats = {"input": FORWARD, "weight": FORWARD, "gradient": BACKWARD}
+    lost, reasons = {}, []
+    if any(not size or size % MULTIPLE for size in operands.sizes):
+        reasons.append(f"its sizes {operands.sizes} are not multiples of {MULTIPLE}")
+    for place, (name, stats) in enumerate(counted.items()):
+        amax, dtype = stats.amax.item(), formats[name]
+        if scales is None:
+            scale = 2.0 ** math.floor(math.log2(format_of(dtype).max)) / amax if amax else 1.0
+        else:
+            scale = scales[place].item()
+        scale = min(scale, 2.0**127)
+        lost[name] = (
+            (stats.underflow(dtype, scale) + stats.overflow(dtype, scale / 2)).item() if stats.count > 0 else math.nan
+        )
+        kind = "E5M2" if dtype == BACKWARD else "E4M3"
+        if stats.nonfinite > 0:
+            reasons.append(f"its {name} has values that are not finite")
+        elif lost[name] > most:
+            reasons.append(f"{kind} loses {100 * lost[name]:.2g} % of its {name}")
+    return Float8Layer(path, **lost, keep="; ".join(reasons))

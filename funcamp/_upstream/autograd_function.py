@@ -3,7 +3,8 @@
 Dynamo inlines the forward of an autograd.Function unless an argument has requires_grad, which an input of
 torch.func.grad does not: the custom backward is silently dropped. Between two levels of grad the result is zero, and
 under vmap it fails. As one call in the graph, the Function is correct in all three cases
-(tests/upstream/test_upstream.py fails when this is no longer needed).
+(tests/upstream/test_upstream.py fails when this is no longer needed). On torch 2.11 the same happens to the leaves of a
+loss that torch.autograd differentiates in the graph: Dynamo does not see that they require a gradient (`NO_LEAVES`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+
+from funcamp._upstream import NO_LEAVES
 
 
 @contextlib.contextmanager
@@ -75,7 +78,8 @@ def _keeping_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo import trace_rules
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name != "apply" or not torch._C._are_functorch_transforms_active():
+        hidden_leaves = NO_LEAVES.present and torch._dynamo.config.trace_autograd_ops
+        if name != "apply" or not (hidden_leaves or torch._C._are_functorch_transforms_active()):
             return original(self, tx, name, args, kwargs)
         known = trace_rules.is_callable_allowed
         with mock.patch.object(trace_rules, "is_callable_allowed", lambda obj: obj is self.fn_cls or known(obj)):

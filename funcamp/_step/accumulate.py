@@ -12,8 +12,8 @@ from funcamp import _tree, _upstream
 from funcamp._step.shares import Shares
 from funcamp._types import Tree
 
-#: (what is carried on, one micro-batch, its share or None) -> (scaled gradients of its part of the loss, the loss, what is
-#: carried on, aux).
+#: (what is carried on, one micro-batch, its share or None) -> (scaled gradients of its part of the loss, the loss,
+#: what is carried on, aux).
 One = Callable[[Tree, Any, "Tensor | None"], tuple[Tree, Tensor, Tree, Any]]
 
 

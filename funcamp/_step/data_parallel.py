@@ -6,6 +6,7 @@ grads   = sum over ranks of d(scale * share_r * loss_r) / d(params)
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch

@@ -17,7 +17,8 @@ from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._float8.linears import Float8Linears, StandIns
 from funcamp._float8.state import check_state, init, update, with_loss_scale, without_loss_scale
 from funcamp._scaler.state import ScalerState
-from funcamp._step.data_parallel import Alone, Share
+from funcamp._step.data_parallel import Alone
+from funcamp._step.shares import Share
 from funcamp._step.state import TrainState
 from funcamp._storage.compute_copies import Plan, products
 from funcamp._storage.policy import Policy

@@ -56,8 +56,7 @@ def an_overflow_on_one_rank_leaves_no_trace_on_any() -> None:
 
 @case(2)
 def a_rank_without_a_share_changes_nothing() -> None:
-    parallel = distributed.DataParallel(weight=lambda batch: 1.0 - rank())
-    step, alone = made(parallel=parallel), made()
+    step, alone = made(parallel=distributed.DataParallel(), weight=lambda _: 1.0 - rank()), made()
     state, metrics = step(step.init(), broken(0, (1,)))
     assert metrics.found_inf == 0
     x, y = batch(0, 8)

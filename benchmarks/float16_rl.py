@@ -1,0 +1,116 @@
+"""Does float16 train a policy by GRPO as well as bfloat16 and float32, and how near are rollout and trainer?
+
+examples/grpo.py over several seeds, compiled: with a rollout that computes as an inference engine does, and with the
+trainer's own forward pass. The gap is the difference of the log-probabilities of rollout and trainer, of every digit
+drawn, before the first update of a step. Solved is the share of sampled answers that are right.
+
+    python benchmarks/float16_rl.py [--sizes "engine;trainer"] [--seeds 5] [--steps 300] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from _plots import bands
+from _timing import Report, Row, about, arguments, chosen
+
+import funcamp
+from funcamp import presets
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import grpo
+
+#: The dtype and the scaler of each variant; None is the example's own.
+VARIANTS: dict[str, tuple[str, funcamp.ScalerConfig | None]] = {
+    "float16": ("float16", None),
+    "float16, scale 1": ("float16", presets.static(1.0)),
+    "bfloat16": ("bfloat16", None),
+    "float32": ("float32", None),
+}
+SIZES = {"engine": list(VARIANTS), "trainer": [name for name in VARIANTS if "scale" not in name]}
+EVERY, LAST = 10, 20
+"""Steps in a point of a curve, and in the end of a run."""
+
+
+def points(rows: list[Row], name: str) -> list[float]:
+    """The curve of a run: means over some steps."""
+    return [
+        float(f"{statistics.mean(row[name] for row in rows[start : start + EVERY]):.4g}")
+        for start in range(0, len(rows), EVERY)
+    ]
+
+
+def measure(rollout: str, variant: str, seeds: int, steps: int) -> Row:
+    """The row of a variant, over its seeds; one program for all."""
+    dtype, config = VARIANTS[variant]
+    learner = grpo.make_learner(dtype, steps, config)
+    run = funcamp.jit(grpo.make_step(learner, dtype, rollout))
+    next(grpo.train(run, grpo.first_state(learner, 0), 1, 0))
+    begun = time.process_time()
+    runs = [list(grpo.train(run, grpo.first_state(learner, seed), steps, seed)) for seed in range(seeds)]
+    seconds = time.process_time() - begun
+    ends = [statistics.mean(row["solved"] for row in rows[-LAST:]) for rows in runs]
+    scales = [math.log2(rows[-1]["scale"]) for rows in runs]
+    every = [row for rows in runs for row in rows]
+    return {
+        "size": rollout,
+        "variant": variant,
+        "solved": round(statistics.mean(ends), 3),
+        "solved_of_seeds": [round(min(ends), 3), round(max(ends), 3)],
+        "gap": f"{statistics.mean(row['gap'] for row in every):.1e}",
+        "gap_max": f"{max(row['gap_max'] for row in every):.1e}",
+        "skipped": [int(call(rows[-1]["skipped"] for rows in runs)) for call in (min, max)],
+        "log2_scale": [call(scales) for call in (min, max)],
+        "cpu_ms": round(seconds / len(every) * 1e3, 1),
+        "curves": {name: [points(rows, name) for rows in runs] for name in ("reward", "solved", "gap", "kl")},
+    }
+
+
+def measured(rollout: str, variants: list[str], seeds: int, steps: int) -> Iterator[Row]:
+    """One row a variant, as soon as it is measured."""
+    for variant in variants:
+        yield measure(rollout, variant, seeds, steps)
+
+
+def draw(report: Report) -> None:
+    """The curves of the first kind of rollout that was measured."""
+    rows = [row for row in report.rows if row["size"] == report.rows[0]["size"]]
+    panels = {"answers solved": "solved", "gap per digit": "gap"}
+    curves: Any = {label: {row["variant"]: row["curves"][key] for row in rows} for label, key in panels.items()}
+    bands(report.stem, curves, EVERY, "step")
+
+
+def main() -> None:
+    """Measure, print, and write the result files where asked."""
+    parser = arguments(__doc__)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=300)
+    args = parser.parse_args()
+    if args.device != "cpu":
+        parser.error("--device must be cpu; got cuda")
+    columns = {
+        "rollout": "size",
+        "policy": "variant",
+        "solved at the end": "solved",
+        "of the seeds": "solved_of_seeds",
+        "mean gap": "gap",
+        "largest gap": "gap_max",
+        "skipped": "skipped",
+        "log2 of the last scale": "log2_scale",
+        "CPU ms a step": "cpu_ms",
+    }
+    facts = about(args.device, seeds=args.seeds, steps=args.steps)
+    report = Report(args.out, "float16-rl-cpu", "GRPO in float16, bfloat16 and float32", facts, columns)
+    for rollout, variants in chosen(parser, args, SIZES).items():
+        report.add(measured(rollout, variants, args.seeds, args.steps))
+        draw(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-MODULES = ("flag", "step", "dtensor", "scaler", "checkpoint", "float8")
+MODULES = ("flag", "step", "dtensor", "scaler", "long_run", "checkpoint", "float8")
 
 #: Numbers of processes that a case wants, and the case, by name.
 CASES: dict[str, tuple[tuple[int, ...], Callable[[], None]]] = {}

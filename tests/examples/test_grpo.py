@@ -1,0 +1,128 @@
+"""GRPO in float16: it learns, its rollout and its trainer agree where they are one program, captured equals eager."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import funcamp
+from funcamp._jit import cuda_graph
+from tests.support.helpers import assert_same, one_thread
+from tests.support.stand_in import StandIn
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
+grpo = importlib.import_module("grpo")
+
+Wrap = Any
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def as_it_is(step: Any) -> Any:
+    return step
+
+
+def history(dtype: str, rollout: str, steps: int, wrap: Wrap = as_it_is) -> list[dict[str, float]]:
+    learner = grpo.make_learner(dtype, 300)
+    run = wrap(grpo.make_step(learner, dtype, rollout))
+    return list(grpo.train(run, grpo.first_state(learner, 0), steps, 0))
+
+
+@functools.cache
+def eager(dtype: str, steps: int) -> list[dict[str, float]]:
+    with one_thread():
+        return history(dtype, "engine", steps)
+
+
+def mean(rows: list[dict[str, float]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+def test_float16_learns_after_steps_that_overflow() -> None:
+    rows = eager("float16", 40)
+    assert rows[0]["skipped"] == 2  # both updates
+    assert 3 <= rows[-1]["skipped"] <= 10
+    assert rows[-1]["scale"] == 2.0 ** (24 - rows[-1]["skipped"])
+    assert mean(rows[:5], "reward") < 0.15  # an eighth by chance
+    assert mean(rows[-5:], "reward") > 0.35
+
+
+def test_captured_step_has_the_scales_and_skips_of_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
+    rows = history("float16", "engine", 12, functools.partial(funcamp.jit, backend="eager"))
+    expected = eager("float16", 40)[:12]
+    assert [(row["scale"], row["skipped"]) for row in rows] == [(row["scale"], row["skipped"]) for row in expected]
+    assert rows == expected
+
+
+def test_same_seed_gives_the_same_numbers() -> None:
+    assert history("float16", "engine", 8) == eager("float16", 40)[:8]
+
+
+@pytest.mark.parametrize("dtype", grpo.DTYPES)
+def test_gap_is_zero_if_rollout_and_trainer_are_one_program(dtype: str) -> None:
+    for row in history(dtype, "trainer", 6):
+        assert row["gap"] == row["gap_max"] == 0.0
+
+
+def test_gap_of_float16_is_a_fifth_of_bfloat16s_or_less() -> None:
+    half, brain = (eager("float16", 40)[:12], eager("bfloat16", 12))
+    assert 0.0 < mean(half, "gap") < mean(brain, "gap") / 5
+    assert max(row["gap_max"] for row in half) < max(row["gap_max"] for row in brain) / 5
+
+
+def test_cache_changes_no_answer() -> None:
+    """In float32 the rollouts differ by the order of their sums."""
+    torch.manual_seed(0)
+    model = grpo.Policy()
+    prompts, noise = grpo.batch_at(0, 0)
+    with torch.no_grad():
+        answer, old = grpo.by_engine(model, prompts, noise)
+        same, new = grpo.by_trainer(model, prompts, noise)
+    assert_same(answer, same)
+    assert {*answer.flatten().tolist()} == {*range(grpo.DIGITS)}
+    torch.testing.assert_close(old, new)
+
+
+def test_digits_are_drawn_with_the_policys_probabilities() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(grpo.DIGITS)
+    noise = torch.cat([grpo.batch_at(index, 0)[1] for index in range(100)]).flatten(0, 1)
+    drawn = (logits + noise).argmax(-1)
+    shares = drawn.bincount(minlength=grpo.DIGITS) / len(drawn)
+    torch.testing.assert_close(shares, logits.softmax(0), atol=0.005, rtol=0.0)
+
+
+def test_groups_have_one_prompt_each() -> None:
+    prompts, _ = grpo.batch_at(3, 1)
+    groups = prompts.view(grpo.PROMPTS, grpo.GROUP, grpo.LENGTH)
+    assert (groups == groups[:, :1]).all()
+    assert any(not torch.equal(one, other) for one, other in itertools.pairwise(groups[:, 0]))
+
+
+def test_main_prints_and_returns_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = grpo.main(["--dtype=float32", "--rollout=trainer", "--steps=3"], as_it_is)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(rows) == 3
+    assert [line.split("  ")[0] for line in printed] == ["step 0", "step 2"]
+    assert f"reward {rows[-1]['reward']:.3g}" in printed[-1]
+
+
+@pytest.mark.inductor
+def test_compiled_gap_is_zero_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LAYERS": 1, "WIDTH": 16, "HEADS": 2, "LENGTH": 2, "UPDATES": 1}.items():
+        monkeypatch.setattr(grpo, name, value)
+    for row in history("float16", "trainer", 4, funcamp.jit):
+        assert row["gap"] == row["gap_max"] == 0.0

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,22 @@ def test_the_gpus_run_names_sizes_and_variants_that_there_are() -> None:
     assert not {*gpu.PEERS, *gpu.OTHERS} - {*step.variants("cuda", forms=True)}
     assert gpu.TESTS + sum(line.seconds for lines in gpu.PARTS.values() for line in lines) <= 30 * 60
     assert max(sum(line.seconds for line in lines) for lines in gpu.PARTS.values()) <= 8 * 60
+
+
+def test_a_row_of_reinforcement_learning_has_a_curve_of_every_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = import_module("float16_rl")
+    monkeypatch.setattr(script.funcamp, "jit", lambda step: step)
+    row = script.measure("engine", "float32", 2, 12)
+    assert row["curves"].keys() == {"reward", "solved", "gap", "kl"}
+    assert all([len(curve) for curve in curves] == [2, 2] for curves in row["curves"].values())
+    assert 0 < float(row["gap"]) <= float(row["gap_max"]) < 1e-5
+    assert row["skipped"] == [0, 0]
+    assert script.measure("trainer", "float32", 2, 1)["gap_max"] == "0.0e+00"
+    report = SimpleNamespace(rows=[row], stem=tmp_path / "x")
+    script.draw(report)
+    assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
 @pytest.mark.processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import itertools
@@ -83,6 +84,22 @@ def test_gap_of_float16_is_a_fifth_of_bfloat16s_or_less() -> None:
     half, brain = (eager("float16", 40)[:12], eager("bfloat16", 12))
     assert 0.0 < mean(half, "gap") < mean(brain, "gap") / 5
     assert max(row["gap_max"] for row in half) < max(row["gap_max"] for row in brain) / 5
+
+
+def test_gap_is_that_of_the_coarser_dtype() -> None:
+    torch.manual_seed(0)
+    model = grpo.Policy()
+    prompts, noise = grpo.batch_at(0, 0)
+    gaps = {}
+    for served, trained in itertools.product((torch.float16, torch.bfloat16), repeat=2):
+        with torch.no_grad():
+            answer, old = grpo.by_engine(copy.deepcopy(model).to(served), prompts, noise)
+            with torch.autocast("cpu", trained):
+                logits, _ = model(grpo.inputs_of(prompts, answer))
+        new = grpo.log_prob(logits[:, grpo.LENGTH - 1 :], answer)
+        gaps[served, trained] = (new - old).abs().mean().item()
+    assert min(gaps, key=gaps.__getitem__) == (torch.float16, torch.float16)
+    assert sorted(gaps.values())[1] > 4 * min(gaps.values())
 
 
 def test_cache_changes_no_answer() -> None:

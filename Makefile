@@ -79,6 +79,7 @@ bench: $(VENV)/installed $(VENV)/models/installed
 	$(BIN)/python benchmarks/grad_scaler.py --out $(RESULTS)
 	$(BIN)/python benchmarks/warm_start.py --out $(RESULTS)
 	$(BIN)/python benchmarks/float8.py --out $(RESULTS)
+	$(BIN)/python benchmarks/float16_rl.py --out $(RESULTS)
 
 # Needs Python 3.11. DeepSpeed's scaler is one file of plain Python, so its dependencies are not installed.
 peers:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._memory import identity, rebind
-from funcamp._trace.trace import slices
+from funcamp._trace.slices import slices
 from funcamp._types import Tree
 
 _ALIGNMENT = 128

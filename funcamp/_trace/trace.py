@@ -32,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from funcamp import _tree, _upstream
 from funcamp._trace.kept_tensors import settle
 from funcamp._trace.random_numbers import Draws
+from funcamp._trace.slices import Wanted, current
 from funcamp._trace.user_line import INSTEAD, READS, in_stack, in_traceback
 from funcamp._types import Tree
 
@@ -193,28 +194,6 @@ def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch
     return module, captured
 
 
-def slices(tensor: Tensor, sizes: Sequence[int], wanted: Sequence[tuple[int, tuple[int, ...]]]) -> list[Tensor]:
-    """Return views of consecutive parts of a one-dimensional tensor.
-
-    A trace records them without dispatching operations, and with an offset of zero: torch computes what an operation
-    returns once for every offset of its arguments, and so once for every block of a model.
-
-    Args:
-        tensor: the tensor.
-        sizes: the sizes of its parts.
-        wanted: for every view the number of its part and its shape, of at most as many elements.
-    """
-    watch = None if torch.compiler.is_dynamo_compiling() else _watches.current
-    recorded = None if watch is None else watch.slices(tensor, sizes, wanted)
-    if recorded is not None:
-        return recorded
-    parts, views = torch.split(tensor, list(sizes)), []
-    for number, shape in wanted:
-        count = math.prod(shape)
-        views.append((parts[number] if sizes[number] == count else parts[number][:count]).view(shape))
-    return views
-
-
 def parts(value: Tensor) -> list[Tensor]:
     """Return the plain tensors of a tensor subclass that has parts (DTensor), or any other tensor itself."""
     if not is_traceable_wrapper_subclass(value):
@@ -351,12 +330,12 @@ class _Watch(TorchDispatchMode):
         """Context manager: watch."""
         mode: Any = get_proxy_mode()
         self._tracer = mode.tracer
-        before, _watches.current = _watches.current, self
+        before, current.recorder = current.recorder, self
         try:
             with self._draws.region(), self:
                 yield
         finally:
-            _watches.current = before
+            current.recorder = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls, so keep this fast
@@ -409,9 +388,7 @@ class _Watch(TorchDispatchMode):
         """Return the captured tensors, by the identity of the fake tensors that replace them."""
         return {id(fake): leaf for leaf, fake in self._seen.values()}
 
-    def slices(
-        self, tensor: Tensor, sizes: Sequence[int], wanted: Sequence[tuple[int, tuple[int, ...]]]
-    ) -> list[Tensor] | None:
+    def slices(self, tensor: Tensor, sizes: Sequence[int], wanted: Wanted) -> list[Tensor] | None:
         """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
         mode: Any = get_proxy_mode()
         found: Any = get_proxy_slot(tensor, self._tracer, None) if mode and mode.tracer is self._tracer else None
@@ -475,11 +452,6 @@ _OFFSET = {
 }
 
 
-class _Watches(threading.local):
-    current: _Watch | None = None
-
-
-_watches = _Watches()
 _DEVICE = torch.ops.prim.device.default
 _MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
 _PLAIN = {Tensor, torch.nn.Parameter}

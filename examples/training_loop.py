@@ -206,9 +206,10 @@ def adapt(model: Any, lines: list[bytes], wrap: Any) -> tuple[dict[str, Tensor],
     step = funcamp.make_train_step(loss_fn, adamw, policy="float16", accumulate=ACCUMULATE, weight=tokens)
     run, state = wrap(step), step.init()  # only the adapters: the rest stays where it is, in the model
     losses = []
-    for batch in batches(lines, epoch=0):
-        state, metrics = run(state, to_device(batch, device))
-        losses.append(metrics.loss)
+    for epoch in range(EPOCHS):
+        for batch in batches(lines, epoch):
+            state, metrics = run(state, to_device(batch, device))
+            losses.append(metrics.loss)
     return state.params.state_dict(), torch.stack(losses).tolist()
 
 

@@ -76,6 +76,19 @@ def test_trainer_with_a_step_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert_same(after.step.state_dict(after.train_state), whole.step.state_dict(whole.train_state))
 
 
+def test_evaluation_and_the_best_checkpoint_see_the_trained_values(tmp_path: Path) -> None:
+    often = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    losses, rows = [], []
+    for make, scaler in ((trainers.make_trainer, TORCH), (step_trainer, None)):
+        trainer = make(tmp_path, **often, load_best_model_at_end=True)
+        rows.append(record(trainer, scaler))
+        trainer.train()
+        losses.append([row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row])
+    assert_close([row["params"] for row in rows[1]], [row["params"] for row in rows[0]], 1e-3)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert trainer.evaluate()["eval_loss"] == min(losses[1]) < losses[1][0]
+
+
 @pytest.mark.parametrize("step", [False, True], ids=["scaler", "step"])
 def test_trainer_example_learns(step: bool, tmp_path: Path) -> None:
     assert trainers.imported("hf_trainer").main(step=step, folder=str(tmp_path), wrap=TRACED) < 3.2

@@ -9,6 +9,7 @@ examples in one batch would compute, also if it underflows or overflows.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -69,7 +70,9 @@ def _number(weight: Any, device: torch.device) -> Tensor:
             raise ValueError(f"step: weight must return a tensor of shape (); got {_tree.describe(weight)}")
         weight = weight.to(device, torch.float64)
         return torch.where(weight < 0, math.nan, weight)
-    if not 0 <= weight < math.inf:
+    if not isinstance(weight, (numbers.Real, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"step: weight must return a number or a tensor of shape (); got {_tree.brief(weight)}")
+    if not 0 <= float(weight) < math.inf:
         raise ValueError(f"step: weight must return 0 or a positive number; got {weight!r}")
     return torch.full((), float(weight), dtype=torch.float64, device=device)
 

@@ -48,7 +48,7 @@ class Metrics(NamedTuple):
     """Per-step metrics: scalar float32 tensors, except int64 counts and aux."""
 
     loss: Tensor
-    """The unscaled loss in the loss's dtype; the mean over micro-batches."""
+    """The unscaled loss in the loss's dtype; the mean over micro-batches, by their weight."""
     grad_norm: Tensor
     """The 2-norm of the unscaled gradients before clipping; infinite or NaN if the step was skipped."""
     scale: Tensor

@@ -451,9 +451,9 @@ class TrainStep:
 
         Raises:
             TypeError: state is not a `TrainState`; the loss is not a floating-point tensor, or returns something else
-                than the options say.
-            ValueError: the loss has a shape other than (); the number of micro-batches is 0, above accumulate, or
-                differs between tensors.
+                than the options say; weight returns neither a number nor a tensor.
+            ValueError: the loss or a weight has a shape other than (); a weight is a negative number; the number of
+                micro-batches is 0, above accumulate, or differs between tensors.
         """
         self._check_state("step", state, batch)
         options, parallel, batch = self._options, self._options.parallel, _tree.plain(batch)

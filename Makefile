@@ -3,7 +3,7 @@
 # make test    lint, types, tests; TORCH=2.11.0 runs the tests on the other end, in an environment of its own
 # make docs    the site, from docs/ into site/; a warning is an error
 # make bench   measure on this machine's CPU: over an hour; results under benchmarks/results
-# make peers   the rules of jmp, flax, Keras and DeepSpeed against the packages themselves
+# make peers   the rules of jmp, flax, Keras, DeepSpeed and torchao against the packages themselves
 # make package build the wheel and the source archive, and check what is in them and that the wheel works
 # make gpu     the CUDA tests and benchmarks, with the Python at hand: it installs nothing. In parts of at most 8 minutes:
 #              make gpu-tests gpu-step gpu-phase gpu-price gpu-rest

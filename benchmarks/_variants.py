@@ -99,17 +99,18 @@ def funcamp_step(
     change: Callable[[ModuleLoss], ModuleLoss] = lambda loss_fn: loss_fn,
     parallel: DataParallel | None = None,
     consume: bool | None = None,
+    policy: str | None = None,
     **options: Any,
 ) -> Callable[[], Any]:
     """The step as a pure function: eager, or by `funcamp.jit` with these options; a call returns its metrics.
 
-    The state takes the module's place where consume is set, which is by default wherever it can.
+    The state takes the module's place where consume is set, which is by default wherever it can. A policy replaces that
+    of dtype.
     """
     model, batch, criterion = task(size, device)
     loss_fn = change(funcamp.module_loss(model, criterion))
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
-    policy = name_of(dtype)
-    step = funcamp.make_train_step(loss_fn, adamw, config, policy=policy, parallel=parallel)
+    step = funcamp.make_train_step(loss_fn, adamw, config, policy=policy or name_of(dtype), parallel=parallel)
     run: Callable[..., Any] = funcamp.jit(step, **options) if compiled else step
     state = [step.init(flat=flat, consume=not (parallel and parallel.shard) if consume is None else consume)]
 

@@ -1,6 +1,6 @@
-"""Tests and benchmarks on a GPU that is lent for half an hour: five parts of at most eight minutes, in order of value.
+"""Tests and benchmarks on a GPU that is lent for half an hour: parts of at most eight minutes, in order of value.
 
-    python benchmarks/gpu.py tests|step|phase|price|rest [--out DIR] [--device cpu] [--sizes "..."] [--rounds 9]
+    python benchmarks/gpu.py tests|step|phase|price|rest|float8 [--out DIR] [--device cpu] [--sizes "..."] [--rounds 9]
 
 It needs torch, numpy, pytest and what torch.compile needs, installs nothing, and takes JAX, optax and matplotlib if
 they are there. A part goes on past a line that fails or takes too long, says at the end which did, and fails then. What
@@ -60,6 +60,13 @@ PARTS: dict[str, list[Line]] = {
         Line("overhead", 40, ("10 leaves", "1,000 leaves")),
         Line("track", 150, ("GPT 3.3 M",), ("--copies=1",)),
         Line("step", 130, ("MLP 3.2 M",), ("--forms", "--variants", ";".join(OTHERS))),
+    ],
+    "float8": [
+        Line(
+            "float8_speed",
+            420,
+            ("8,192 x 4,096 x 16,384", "2 blocks of width 4,096, 8,192 tokens", "8,192 x 4,096 x 4,096"),
+        )
     ],
 }
 TESTS = 400  # seconds

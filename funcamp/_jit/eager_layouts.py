@@ -69,6 +69,7 @@ class _Checked(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # an error's message stays torch's own
         self.odd: set[str] = set()
 
     def run_node(self, n: fx.Node) -> Any:

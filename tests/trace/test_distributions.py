@@ -85,7 +85,8 @@ def test_a_policys_loss() -> None:
     same_as_eager(fn)
 
 
-def test_checks_are_on_again_after_the_trace() -> None:
+def test_checks_are_on_again_after_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(d.Distribution, "_validate_args", True)  # torch.compile, used before, leaves them off
     trained(lambda params, _: d.Normal(params["a"], params["b"].exp()).log_prob(X).mean(), jit_eager)
     with pytest.raises(ValueError, match="scale"):
         d.Normal(0.0, -1.0)

@@ -294,13 +294,13 @@ def same_structure(call: str, names: tuple[str, str], trees: tuple[Tree, Tree]) 
 
 
 def settled(value: Tensor) -> Tensor:
-    """Make a compiler compute a tensor of shape () once instead of at every use.
+    """Make a compiler compute a small tensor once instead of at every use.
 
     Inductor inlines a scalar's arithmetic, also powers and divisions, into the loop over the parameters that reads it.
     A strided view makes it a buffer; tests/jit/test_fusion.py fails if that changes. The value must not itself be a
     view, because torch 2.11's Inductor forgets the offset of a view in such a strided view.
     """
-    return value.as_strided((), ())
+    return value.as_strided(value.shape, value.stride())
 
 
 def map_leaves(fn: Callable[[Tensor], Tensor], flat: list[Tensor | None], spec: TreeSpec) -> Tree:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from funcamp._float8.config import Float8Config
-from funcamp._float8.product import scaled_mm
+from funcamp._float8.product import product
+from funcamp._float8.quantize import reciprocal
+from funcamp._tree import settled
 
 _LAYER = "_funcamp_layer"
 
@@ -68,8 +70,11 @@ class Float8Linears:
     Around the forward and the backward pass, because activation checkpoints call layers again in the latter.
     """
 
-    def __init__(self, stand_ins: StandIns, config: Float8Config, scale: Tensor | None) -> None:
-        self._stand_ins, self._config, self._scale = stand_ins, config, scale
+    def __init__(self, stand_ins: StandIns, config: Float8Config, scales: Tensor | None) -> None:
+        self._stand_ins, self._config = stand_ins, config
+        # All layers' at once: a kernel for each number would take longer than the products.
+        self._scales = None if scales is None else settled(scales)
+        self._inverses = None if self._scales is None else settled(reciprocal(self._scales))
         self._weights: Sequence[Tensor] = ()
         self._amaxes: list[Tensor] = []
         self._before: list[nn.Module | None] = []
@@ -97,10 +102,10 @@ class Float8Linears:
         place = next((place for place, known in enumerate(self._weights) if known is weight), None)
         if place is None:
             return F.linear(x, weight, bias)
-        if self._scale is None:
-            y = scaled_mm(x, weight, self._config)
+        if self._scales is None or self._inverses is None:
+            y: Tensor = product(x, weight, self._config, None, None, None)
         else:
             # The next use of this weight takes the amaxes of this one.
-            scale, amax = self._scale[place], self._amaxes[place]
-            y, self._amaxes[place] = scaled_mm(x, weight, self._config, scale=scale, amax=amax)
+            rows = self._scales[place], self._inverses[place], self._amaxes[place]
+            y, self._amaxes[place] = product(x, weight, self._config, *rows)
         return y if bias is None else y + bias.to(y.dtype)

@@ -12,7 +12,7 @@ with the same scales: the amaxes pass from the last use to the first, each use t
 from __future__ import annotations
 
 import contextlib
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from funcamp import _tree, _upstream
 from funcamp._float8.config import BACKWARD, FORWARD, Float8Config, check_config
-from funcamp._float8.quantize import Quantized, amax_of, check_wide, quantize, reciprocal
+from funcamp._float8.quantize import amax_of, check_wide, quantize, reciprocal
 from funcamp._float8.state import check_tensor
 from funcamp._upstream.autograd_function import keep_functions_whole
 
@@ -36,23 +36,30 @@ class _Product(Function):
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, scale: Tensor | None, amax: Tensor | None, by_row: bool, power: bool, emulate: bool
+        x: Tensor,
+        weight: Tensor,
+        scales: Tensor | None,
+        inverse: Tensor | None,
+        amax: Tensor | None,
+        by_row: bool,
+        power: bool,
+        emulate: bool,
     ) -> Any:
-        quantized = _Quantizer(scale, by_row, power)
+        quantized = _Quantizer(scales, inverse, by_row, power)
         y = _multiply(quantized(x, 0, 1), quantized(weight, 1, 1), x.dtype, by_row, emulate, fast=True)
         return y if amax is None else (y, amax.clone())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
         # The tensors themselves: per row, the backward pass needs the scales of their columns.
-        ctx.save_for_backward(*inputs[:3])
-        ctx.options = inputs[4:]
+        ctx.save_for_backward(*inputs[:4])
+        ctx.options = inputs[5:]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *merged: Tensor) -> Any:
-        x, weight, scale = ctx.saved_tensors
+        x, weight, scales, inverse = ctx.saved_tensors
         by_row, power, emulate = ctx.options
-        quantized = _Quantizer(scale, by_row, power)
+        quantized = _Quantizer(scales, inverse, by_row, power)
         grad_x = grad_weight = amax = None
         if ctx.needs_input_grad[0]:
             by_weight = quantized(weight, 1, 0).t()
@@ -62,34 +69,47 @@ class _Product(Function):
             grad_weight = _multiply(quantized(grad, 2, 0).t(), by_input, weight.dtype, by_row, emulate)
         if merged:
             amax = torch.maximum(torch.stack([amax_of(x), amax_of(weight), amax_of(grad)]), merged[0])
-        return grad_x, grad_weight, None, amax, None, None, None
+        return grad_x, grad_weight, None, None, amax, None, None, None
+
+
+class _Operand(NamedTuple):
+    """A matrix in float8, and the reciprocal of its scale, or those of its rows."""
+
+    values: Tensor
+    inverse: Tensor
+
+    def t(self) -> _Operand:
+        return _Operand(self.values.t(), self.inverse)
 
 
 class _Quantizer:
     """Quantizes the tensors of one product: input 0, weight 1, gradient 2; per row along a dimension."""
 
-    def __init__(self, scale: Tensor | None, by_row: bool, power_of_two: bool) -> None:
-        self._scale, self._by_row, self._power_of_two = scale, by_row, power_of_two
-        self._known: dict[int, Quantized] = {}
+    def __init__(self, scales: Tensor | None, inverse: Tensor | None, by_row: bool, power_of_two: bool) -> None:
+        self._scales, self._inverse, self._by_row, self._power_of_two = scales, inverse, by_row, power_of_two
+        self._known: dict[int, _Operand] = {}
 
-    def __call__(self, value: Tensor, which: int, dim: int) -> Quantized:
+    def __call__(self, value: Tensor, which: int, dim: int) -> _Operand:
+        if not self._by_row and which in self._known:
+            return self._known[which]
         dtype = BACKWARD if which == 2 else FORWARD
-        if self._by_row:
-            return quantize(value, dtype, dim=dim, power_of_two=self._power_of_two)
-        if which not in self._known:
-            scale = None if self._scale is None else self._scale[which]
-            self._known[which] = quantize(value, dtype, scale=scale, power_of_two=self._power_of_two)
+        if self._scales is None or self._inverse is None:
+            made = quantize(value, dtype, dim=dim if self._by_row else None, power_of_two=self._power_of_two)
+            self._known[which] = _Operand(made.values, reciprocal(made.scale))
+        else:
+            made = quantize(value, dtype, scale=self._scales[which])
+            self._known[which] = _Operand(made.values, self._inverse[which])
         return self._known[which]
 
 
 def _multiply(
-    a: Quantized, b: Quantized, dtype: torch.dtype, by_row: bool, emulate: bool, *, fast: bool = False
+    a: _Operand, b: _Operand, dtype: torch.dtype, by_row: bool, emulate: bool, *, fast: bool = False
 ) -> Tensor:
     """Return a b^T in a dtype, both operands with a scale per row or one."""
     made = torch.bfloat16 if by_row else dtype  # the GPU's kernel with scales per row makes no other
-    scales = reciprocal(a.scale), reciprocal(b.scale.t() if by_row else b.scale)
+    inverses = a.inverse.reshape(-1, 1), b.inverse.reshape(1, -1)  # Inductor rejects a view of shape ()
     kernel: Any = _Kernel
-    product: Tensor = kernel.apply(a.values.contiguous(), b.values.contiguous(), *scales, made, emulate, fast)
+    product: Tensor = kernel.apply(a.values.contiguous(), b.values.contiguous(), *inverses, made, emulate, fast)
     return product.to(dtype)
 
 
@@ -98,14 +118,14 @@ class _Kernel(Function):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, emulate: bool, fast: bool
+        a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, emulate: bool, fast: bool
     ) -> Tensor:
         b, kind = b.t(), a.device.type  # the kernel takes its second operand column by column
         # On a CPU torch's float8 product is a product in float32, which autocast would lower.
         with contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
             if emulate:
-                return ((a.float() * scale_a) @ (b.float() * scale_b)).to(dtype)
-            found: Tensor = _scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=fast)
+                return ((a.float() * inverse_a) @ (b.float() * inverse_b)).to(dtype)
+            found: Tensor = _scaled_mm(a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=fast)
             return found
 
     @staticmethod
@@ -203,8 +223,15 @@ def scaled_mm(
         check_tensor(call, "amax", amax, (3,))
     elif scale is not None or amax is not None:
         raise ValueError(f"{call}: scale and amax must not be given with current scaling, which has no state")
+    return product(x, weight, config, scale, None if scale is None else reciprocal(scale), amax)
+
+
+def product(
+    x: Tensor, weight: Tensor, config: Float8Config, scales: Tensor | None, inverse: Tensor | None, amax: Tensor | None
+) -> Any:
+    """Return `scaled_mm` of checked arguments, with the reciprocals of the scales."""
     if not config.emulate:
-        check_device(call, x.device, config)
+        check_device("float8.scaled_mm", x.device, config)
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     flat = x.reshape(-1, x.shape[-1])
@@ -215,7 +242,7 @@ def scaled_mm(
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()
     function: Any = _Product
-    out = function.apply(flat, weight, scale, amax, config.by_row, config.power_of_two, config.emulate)
+    out = function.apply(flat, weight, scales, inverse, amax, config.by_row, config.power_of_two, config.emulate)
     y, *merged = (out,) if amax is None else out
     y = y[:rows].reshape(*x.shape[:-1], weight.shape[0])
     return (y, *merged) if merged else y

@@ -30,10 +30,6 @@ class Quantized(NamedTuple):
         """Return values * f32(1 / f64(scale)), float32: the numbers that a product multiplies. No sync."""
         return self.values.float() * reciprocal(self.scale)
 
-    def t(self) -> Quantized:
-        """Return the transpose of a matrix."""
-        return Quantized(self.values.t(), self.scale.t() if self.scale.dim() else self.scale)
-
 
 def quantize(
     x: Tensor,

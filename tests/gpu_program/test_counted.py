@@ -44,8 +44,8 @@ def gpt(blocks: int) -> Program:
 
 
 @functools.cache
-def mlp(policy: str | None) -> Program:
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
+def mlp(policy: str | None, layers: int = 10) -> Program:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(layers)))
     step, batch = (
         step_of(model, cross_entropy, adamw, policy, max_norm=1.0),
         (torch.zeros(8, 256), torch.zeros(8, dtype=torch.int64)),
@@ -58,7 +58,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "gpt of 3 blocks": lambda: gpt(3),
     "mlp": lambda: mlp("float16"),
     "mlp in float32": lambda: mlp(None),
+    "mlp in float8": lambda: mlp("float8"),
+    "mlp in float8, delayed": lambda: mlp(DELAYED),
 }
+DELAYED = "float8,float8=delayed|history=16"
 
 
 def bytes_an_element(program: Program) -> tuple[set[float], set[float]]:
@@ -117,7 +120,9 @@ def test_ten_layers_are_so_many_launches_and_allocations() -> None:
     assert program.allocations <= 60
 
 
-@pytest.mark.parametrize("name", ["gpt of 3 blocks", "mlp", "mlp in float32"])
+@pytest.mark.parametrize(
+    "name", ["gpt of 3 blocks", "mlp", "mlp in float32", "mlp in float8", "mlp in float8, delayed"]
+)
 def test_no_kernel_spills_registers(name: str) -> None:
     made = {kernel.name: compiled(kernel) for kernel in PROGRAMS[name]().kernels}
     assert [name for name, one in made.items() if one.spilled] == []
@@ -130,3 +135,19 @@ def test_a_large_update_reads_and_writes_128_bits_at_a_time(policy: str | None) 
     accesses = compiled(update).accesses
     assert set(accesses) == {4, 16}
     assert accesses[4] < 8
+
+
+@pytest.mark.parametrize("policy", ["float8", "float8,float8=current|granularity=row", DELAYED])
+def test_float8_products_are_the_devices_and_read_nothing_on_the_host(policy: str) -> None:
+    """Three a layer, but for the gradient of the batch."""
+    program = mlp(policy)
+    assert program.on_host == []
+    assert program.libraries["_scaled_mm"] == 3 * 10 - 1
+    assert program.libraries["mm"] == program.libraries["addmm"] == 0
+
+
+def test_delayed_scaling_adds_fewer_launches_than_layers() -> None:
+    """The rule and all layers' scales are as many at any depth; the amaxes are those of current scaling."""
+    few, many = (mlp(DELAYED, layers).launches - mlp("float8", layers).launches for layers in (2, 4))
+    assert few <= 6
+    assert many - few < 2

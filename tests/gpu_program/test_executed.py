@@ -69,6 +69,21 @@ def test_gpt() -> None:
     compare(step_of(task.model, task.criterion, adamw, scale=2.0**16, max_value=0.1), task.batch, 1e-2, 10)
 
 
+@pytest.mark.parametrize("float8", ["current", "delayed|history=3"])
+def test_float8(float8: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16))
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(number)
+        large = 2.0**20 if number % 3 == 2 else 1.0  # its gradients overflow at this scale
+        return torch.randn(16, 16, generator=draw), torch.randn(16, 16, generator=draw) * large
+
+    # A last bit can move a number to the next float8 number; AdamW would make steps of that.
+    sgd, policy = stateless(torch.optim.SGD, lr=0.1), f"float8,float8={float8}"
+    compare(step_of(model, F.mse_loss, sgd, policy, 2.0**120, max_norm=1.0), batch, 3e-2, 8)
+
+
 def test_cnn_in_cudnns_layout_with_a_tensor_a_parameter() -> None:
     task = cnn()
     sgd = stateless(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -121,7 +121,7 @@ def check_config(call: str, config: object, scaling: Scaling | None = None) -> F
         names = ", ".join(field.name for field in fields(Float8Config))
         raise TypeError(f"{call}: config must be a Float8Config ({names}); got {_tree.brief(config)}")
     if scaling is not None and config.scaling != scaling:
-        fix = "float8.transformer_engine() is such a one" if scaling == "delayed" else "Float8Config() is such a one"
+        fix = "for example float8.transformer_engine()" if scaling == "delayed" else "for example Float8Config()"
         raise ValueError(f"{call}: config must have {scaling} scaling ({fix}); got {config.scaling!r}")
     return config
 

@@ -187,7 +187,7 @@ def scaled_mm(
     Raises:
         TypeError: an argument has another type or dtype.
         ValueError: a shape differs from the above; scale and amax do not belong to the configuration.
-        RuntimeError: the device has no float8 products; emulate=True in the configuration is the way out.
+        RuntimeError: the device has no float8 products; set emulate=True in the configuration.
 
     Example:
         >>> from funcamp import float8

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "delayed rows": (lambda: float8.Float8Config("delayed", "row"), ValueError, "granularity must be 'tensor' with delayed scaling.*got 'row'"),
     "delayed powers": (lambda: float8.Float8Config("delayed", power_of_two=True), ValueError, "power_of_two must be False with delayed"),
     "recipe": (lambda: float8.torchao("blockwise"), ValueError, "'tensorwise' or 'rowwise'; got 'blockwise'"),
-    "init current": (lambda: float8.init(float8.Float8Config(), 1), ValueError, r"delayed scaling \(float8.transformer_engine\(\) is such a one\); got 'current'"),
+    "init current": (lambda: float8.init(float8.Float8Config(), 1), ValueError, r"delayed scaling \(for example float8.transformer_engine\(\)\); got 'current'"),
     "init config": (lambda: float8.init("delayed", 1), TypeError, "config must be a Float8Config.*got 'delayed'"),  # type: ignore[arg-type]
     "init products": (lambda: float8.init(DELAYED, -1), ValueError, "products must be 0 or more"),
     "update state": (lambda: float8.update((W, W), W, DELAYED), TypeError, "state must be a Float8State"),  # type: ignore[arg-type]

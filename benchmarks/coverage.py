@@ -15,6 +15,7 @@ import argparse
 import importlib.metadata
 import json
 import math
+import re
 import subprocess
 import warnings
 from collections.abc import Callable
@@ -115,7 +116,8 @@ def by_funcamp(name: str, dtype: str, wrap: Callable[[Any], Any]) -> History:
 def compared(found: History, wanted: History, first: dict[str, Tensor]) -> str:
     """How two runs compare: bit for bit; by how much of its change a parameter is apart; or what is not equal."""
     names = ("scales and skips", "losses")
-    odd = [name for name, ours, theirs in zip(names, (found[0], found[2]), (wanted[0], wanted[2])) if ours != theirs]
+    pairs = zip(names, (found[0], found[2]), (wanted[0], wanted[2]))
+    odd = [name for name, ours, theirs in pairs if str(ours) != str(theirs)]  # NaN is equal to NaN
     moved = {key: (value - first[key]).abs().max().item() for key, value in wanted[1].items()}
     least = max(moved.values()) / 1000
     worst = 0.0
@@ -134,16 +136,26 @@ def attempt(run: Callable[[], History], wanted: History, first: dict[str, Tensor
     try:
         return compared(run(), wanted, first)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0][:300]}".replace("|", "/")
+        return said(error)
+
+
+def said(error: Exception) -> str:
+    """An error in a line: where a model reads a value, by its place in its package, or the first line of another."""
+    text = str(error).strip().split("\n")[0].replace("|", "/")
+    if found := re.search(rf"((?:{'|'.join((*PACKAGES, *ALSO))})/[^ ]+:\d+) (\(.*\)) does:", text):
+        return f"refused: reads a value at {found[1]} {found[2]}"
+    return f"{type(error).__name__}: {text[:300]}"
 
 
 def one(name: str, dtype: str, parity: bool) -> Row:
     """The row of a model in a dtype."""
     warnings.simplefilter("ignore")
     first = {key: value.detach().clone() for key, value in task(name).model.named_parameters()}
-    wanted = by_torch(name, dtype)
     row: Row = {"size": name, "variant": dtype, "parameters": sum(value.numel() for value in first.values())}
+    try:
+        wanted = by_torch(name, dtype)
+    except RuntimeError as error:
+        return row | {"failed": f"torch's own loop: {error}".splitlines()[0][:120]}
     row["skips"] = sum(skipped for _, skipped in wanted[0])
     row["eager"] = attempt(lambda: by_funcamp(name, dtype, lambda step: step), wanted, first)
     row["traced"] = attempt(

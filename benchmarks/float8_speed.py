@@ -42,7 +42,7 @@ POLICIES = {
 
 
 def product(size: Size, device: str, kind: str) -> Variant:
-    """Forward and backward of a linear layer in bfloat16 whose weight is float32, or bfloat16 beside bfloat16 ones."""
+    """Forward and backward of a linear layer whose input is bfloat16 and whose weight is float32."""
     torch.manual_seed(0)
     x = torch.randn(size.batch, size.width, device=device, dtype=torch.bfloat16)
     weight = torch.randn(size.vocabulary, size.width, device=device) * size.width**-0.5

@@ -76,11 +76,11 @@ class _Checked(fx.Interpreter):
         out, wanted = super().run_node(n), n.meta.get("val")
         if not isinstance(out, Tensor) or not isinstance(wanted, Tensor) or _steps(out) == _steps(wanted):
             return out
-        order = _order(wanted)
-        if _steps(wanted) != _steps(wanted.permute(order).contiguous().permute(_inverse(order))):
+        laid_out = _in_order(out, _order(wanted))
+        if _steps(laid_out) != _steps(wanted):  # no dense layout, such as an expanded one
             return out
         self.odd.add(n.name)
-        return out.permute(order).contiguous().permute(_inverse(order))
+        return laid_out
 
 
 def _order(value: Tensor) -> list[int]:
@@ -90,6 +90,10 @@ def _order(value: Tensor) -> list[int]:
 
 def _inverse(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _in_order(value: Tensor, order: list[int]) -> Tensor:
+    return value.permute(order).contiguous().permute(_inverse(order))
 
 
 def _kinds(node: fx.Node) -> list[Any]:

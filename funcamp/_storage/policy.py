@@ -138,18 +138,16 @@ class Policy:
             raise TypeError(f"Policy.parse: text must be a string; got {text!r}")
         head, *rest = [part.strip() for part in text.split(",")]
         name = head.lower().removeprefix("torch.")
-        dtype = _DTYPES.get(_SHORT.get(name, name))
-        given: dict[str, Any] = {}
-        if name in ("float8", "fp8"):
-            dtype, given = torch.bfloat16, {"float8": None}
+        dtype: Any = "float8" if name in ("float8", "fp8") else _DTYPES.get(_SHORT.get(name, name))
         if dtype is None:
             raise ValueError(
                 f"Policy.parse: text must begin with a dtype, one of {', '.join([*_DTYPES, *_SHORT, 'float8'])}; "
                 f"got {text!r}"
             )
+        given: dict[str, Any] = {}
         for part in rest:
             name, _, value = part.partition("=")
-            if name not in ("autocast", "keep", "copy", "float8") or given.get(name) is not None:
+            if name not in ("autocast", "keep", "copy", "float8") or name in given:
                 raise ValueError(
                     f"Policy.parse: text must have autocast=, keep=, copy= or float8= once each; got {part!r}"
                 )
@@ -161,8 +159,6 @@ class Policy:
                 given[name] = value == "on"
             else:
                 given[name] = tuple(value.split("|"))
-        if given.get("float8", False) is None:
-            given["float8"] = Float8Config()
         return cls(dtype, **given)
 
     def casts(self, name: str, leaf: Tensor, known: frozenset[str] | None) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from funcamp import Policy, ScalerConfig, float8, jit, make_train_step, module_loss, stateless
 from tests.support.helpers import assert_same, clone
+from tests.support.masked import masked, tokens
 
 IGNORED = -100
 SGD = stateless(torch.optim.SGD, lr=0.5)
@@ -22,18 +23,6 @@ WRAPS: dict[str, Wrap] = {
     "jit": functools.partial(jit, backend="eager"),
     "compiled": functools.partial(torch.compile, backend="aot_eager", fullgraph=True),
 }
-
-
-def masked(params: Any, batch: Any) -> Tensor:
-    """The mean of x w over the rows that count."""
-    x, mask = batch
-    loss: Tensor = ((x @ params["w"]) * mask).sum() / mask.sum()
-    return loss
-
-
-def tokens(batch: Any) -> Tensor:
-    count: Tensor = batch[1].sum()
-    return count
 
 
 def window(counts: list[int], rows: int = 8) -> tuple[Tensor, Tensor]:

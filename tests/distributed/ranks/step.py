@@ -17,6 +17,7 @@ from funcamp import distributed
 from tests.distributed.ranks import case
 from tests.distributed.ranks.tools import assert_equal_on_all_ranks, called, counted, mine, rank, world
 from tests.support.helpers import assert_same, difference
+from tests.support.masked import masked, tokens
 from tests.support.models import Task, cnn, mlp, tied
 
 #: A scale far too high for float16 again and again, and never nearly too high: there the order of a sum decides.
@@ -273,18 +274,6 @@ def weights_must_be_numbers_or_scalars() -> None:
         step = made(mlp(), parallel=distributed.DataParallel(), weight=weight)
         with pytest.raises(ValueError, match=f"weight must return {message}"):
             step(step.init(), mine(mlp().batch(0)))
-
-
-def masked(params: Any, batch: Any) -> Tensor:
-    """The mean over unmasked rows of x w."""
-    x, mask = batch
-    loss: Tensor = ((x @ params["w"]) * mask).sum() / mask.sum()
-    return loss
-
-
-def tokens(batch: Any) -> Tensor:
-    count: Tensor = batch[1].sum()
-    return count
 
 
 SGD = funcamp.stateless(torch.optim.SGD, lr=0.1)

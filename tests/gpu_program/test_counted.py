@@ -58,8 +58,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "gpt of 3 blocks": lambda: gpt(3),
     "mlp": lambda: mlp("float16"),
     "mlp in float32": lambda: mlp(None),
-    "mlp in float8": lambda: mlp("float8", 4),
-    "mlp in float8, delayed": lambda: mlp(DELAYED, 4),
+    "mlp in float8": lambda: mlp("float8", 2),
+    "mlp in float8, delayed": lambda: mlp(DELAYED, 2),
 }
 DELAYED = "float8,float8=delayed|history=16"
 
@@ -140,14 +140,14 @@ def test_a_large_update_reads_and_writes_128_bits_at_a_time(policy: str | None) 
 @pytest.mark.parametrize("policy", ["float8", "float8,float8=current|granularity=row", DELAYED])
 def test_float8_products_are_the_devices_and_read_nothing_on_the_host(policy: str) -> None:
     """Three a layer, but for the gradient of the batch."""
-    program = mlp(policy, 4)
+    program = mlp(policy, 2)
     assert program.on_host == []
-    assert program.libraries["_scaled_mm"] == 3 * 4 - 1
+    assert program.libraries["_scaled_mm"] == 3 * 2 - 1
     assert program.libraries["mm"] == program.libraries["addmm"] == 0
 
 
 def test_delayed_scaling_adds_fewer_launches_than_layers() -> None:
     """The rule and all layers' scales are as many at any depth; the amaxes are those of current scaling."""
-    few, many = (mlp(DELAYED, layers).launches - mlp("float8", layers).launches for layers in (2, 4))
+    few, many = (mlp(DELAYED, layers).launches - mlp("float8", layers).launches for layers in (1, 2))
     assert few <= 6
-    assert many - few < 2
+    assert many <= few

@@ -61,12 +61,12 @@ def wide() -> Task:
 
 def test_mlp() -> None:
     task = mlp()
-    compare(step_of(task.model, task.criterion, adamw, max_norm=1.0), task.batch, 1e-2, 10)
+    compare(step_of(task.model, task.criterion, adamw, max_norm=1.0), task.batch, 1e-2, 8)
 
 
 def test_gpt() -> None:
     task = tied()
-    compare(step_of(task.model, task.criterion, adamw, scale=2.0**16, max_value=0.1), task.batch, 1e-2, 10)
+    compare(step_of(task.model, task.criterion, adamw, scale=2.0**16, max_value=0.1), task.batch, 1e-2, 6)
 
 
 @pytest.mark.parametrize("float8", ["current", "delayed|history=3"])
@@ -82,21 +82,21 @@ def test_float8(float8: str) -> None:
     # Triton 3.7's interpreter loses the carry when it rounds up to a power of two: 1.95 becomes 1 instead of 2. AdamW
     # would make whole steps of that.
     sgd, policy = stateless(torch.optim.SGD, lr=0.1), f"float8,float8={float8}"
-    compare(step_of(model, F.mse_loss, sgd, policy, 2.0**120, max_norm=1.0), batch, 3e-2, 8)
+    compare(step_of(model, F.mse_loss, sgd, policy, 2.0**120, max_norm=1.0), batch, 3e-2, 6)
 
 
 def test_cnn_in_cudnns_layout_with_a_tensor_a_parameter() -> None:
     task = cnn()
     sgd = stateless(torch.optim.SGD, lr=0.05, momentum=0.9)
     with torch._inductor.config.patch(force_layout_optimization=True):  # small as it is
-        compare(step_of(task.model, task.criterion, sgd, scale=2.0**16), task.batch, 2e-2, 7, flat=False)
+        compare(step_of(task.model, task.criterion, sgd, scale=2.0**16), task.batch, 2e-2, 6, flat=False)
 
 
 def test_muon_and_adamw_with_micro_batches_and_an_average() -> None:
     task = mlp()
     optimizer = by_group({"matrix": stateless(torch.optim.Muon, lr=0.01, ns_steps=2), "vector": adamw})
     step = step_of(task.model, task.criterion, optimizer, scale=2.0**20, accumulate=2, ema_decay=0.9)
-    compare(step, micro_batches(task.batch), 3e-2, 7)
+    compare(step, micro_batches(task.batch), 3e-2, 6)
 
 
 def test_float32_with_large_matrices_and_without_exact() -> None:
@@ -105,21 +105,21 @@ def test_float32_with_large_matrices_and_without_exact() -> None:
         step_of(task.model, task.criterion, adamw, policy=None, scale=2.0**127, max_norm=1.0),
         task.batch,
         1e-3,
-        10,
+        6,
         exact=False,
     )
 
 
 def test_tracked_and_unrolled() -> None:
-    """Three steps a call, and what every layer holds is counted in each."""
+    """Two steps a call, and what every layer holds is counted in each."""
     task = mlp()
     step = step_of(task.model, task.criterion, adamw, policy=None, scale=2.0**10, tracked=True)
-    state, gpu, program = step.init(), step.init(), jit(step, unroll=3)
+    state, gpu, program = step.init(), step.init(), jit(step, unroll=2)
     with on_gpu():
         for call in range(2):
-            gpu, metrics = program(gpu, micro_batches(task.batch, 3)(call))
-            for number in range(3):
-                state, expected = step(state, task.batch(3 * call + number))
+            gpu, metrics = program(gpu, micro_batches(task.batch)(call))
+            for number in range(2):
+                state, expected = step(state, task.batch(2 * call + number))
                 for name, record in expected.records.items():
                     found = metrics.records[name]
                     assert_close(_moments(found, number), _moments(record), 1e-2)
@@ -136,7 +136,7 @@ def _moments(record: numerics.Record, row: int | None = None) -> list[Tensor]:
 def test_grad_scalers_compiled_loop() -> None:
     def run(scaler: Any, compiled: bool) -> tuple[list[Tensor], list[float]]:
         task, scales = mlp(), []
-        optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-2)
+        optimizer = torch.optim.SGD(task.model.parameters(), lr=1e-2, momentum=0.9)
 
         def loop(x: Tensor, y: Tensor) -> Tensor:
             task.model.zero_grad()
@@ -150,7 +150,7 @@ def test_grad_scalers_compiled_loop() -> None:
             return loss.detach()
 
         call = torch.compile(loop, fullgraph=True, backend=gpu_backend) if compiled else loop
-        for number in range(8):
+        for number in range(6):
             call(*task.batch(number))
             scales.append(scaler.get_scale())
         return [param.detach() for param in task.model.parameters()], scales

@@ -74,6 +74,25 @@ def _erf_of(self: Any, x: TensorHandle) -> TensorHandle:
     return TensorHandle(_erf(x.data).astype(x.data.dtype), x.dtype.scalar)
 
 
+def _reduce(self: Any, given: tuple[tl.tensor, ...]) -> list[tl.tensor]:
+    """As a tree, as blocks are powers of two; Triton's interpreter calls the function for every element."""
+    dtypes = [value.dtype for value in given]
+    arrays = [value.handle.data for value in given]
+    kept = [1] * arrays[0].ndim
+    if self.axis is not None:
+        kept = [1 if dim == self.axis else size for dim, size in enumerate(arrays[0].shape)]
+        arrays = [np.moveaxis(array, self.axis, 0) for array in arrays]
+    else:
+        arrays = [array.reshape(-1) for array in arrays]
+    while half := len(arrays[0]) // 2:
+        low = [self.to_tensor(array[:half], dtype) for array, dtype in zip(arrays, dtypes)]
+        high = [self.to_tensor(array[half:], dtype) for array, dtype in zip(arrays, dtypes)]
+        found = self.combine_fn.fn(*low, *high)
+        arrays = [value.handle.data for value in (found if isinstance(found, tuple) else (found,))]
+    ends = [array.reshape(kept) if self.keep_dims else array[0] for array in arrays]
+    return [self.to_tensor(end, dtype) for end, dtype in zip(ends, dtypes)]
+
+
 @functools.cache
 def _builtins(package: Any) -> list[tuple[str, Any]]:
     return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
@@ -107,6 +126,7 @@ def complete() -> None:
 
     interpreter._patch_lang_tensor = with_index
     interpreter._patch_builtin = _patch_builtin
+    interpreter.ReduceOps.generic_reduce = _reduce
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
         "parameters": size(state.params),
         "moments": size(state.opt_state),
         "copies": size(state.copies),
-        "gradients": size(step._gradients(state, {}, state.buffers, (x, y), lambda loss: loss)[0]),
+        "gradients": size(step._gradients(state, None, {}, (state.buffers, ()), (x, y), lambda loss: loss)[0]),
     }
     return {"eager": eager, "funcamp, flat": flat}, count
 

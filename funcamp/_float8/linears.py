@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from funcamp._float8.config import Float8Config
-from funcamp._float8.product import product
+from funcamp._float8.product import operands, product
 from funcamp._float8.quantize import reciprocal
 from funcamp._tree import settled
 
@@ -67,20 +67,31 @@ class _InFloat8(nn.Module):
 class Float8Linears:
     """Context manager: the linear layers of a module multiply in float8 if their weight is one of those of `begin`.
 
-    Around the forward and the backward pass, because activation checkpoints call layers again in the latter.
+    Around the forward and the backward pass, because activation checkpoints call layers again in the latter. The
+    weights are scaled into float8 here, once for both passes of all micro-batches.
     """
 
-    def __init__(self, stand_ins: StandIns, config: Float8Config, scales: Tensor | None) -> None:
+    def __init__(
+        self, stand_ins: StandIns, config: Float8Config, scales: Tensor | None, weights: Iterable[Tensor]
+    ) -> None:
         self._stand_ins, self._config = stand_ins, config
         # All layers' at once: a kernel for each number would take longer than the products.
         self._scales = None if scales is None else settled(scales)
         self._inverses = None if self._scales is None else settled(reciprocal(self._scales))
+        self._operands = [
+            operands(weight.detach(), config, *self._of_weight(place)) for place, weight in enumerate(weights)
+        ]
         self._weights: Sequence[Tensor] = ()
         self._amaxes: list[Tensor] = []
         self._before: list[nn.Module | None] = []
 
+    def _of_weight(self, place: int) -> tuple[Tensor | None, Tensor | None]:
+        if self._scales is None or self._inverses is None:
+            return None, None
+        return self._scales[place, 1], self._inverses[place, 1]
+
     def begin(self, weights: Sequence[Tensor], amax: Tensor | None) -> None:
-        """Take these weights, and with delayed scaling the amax to differentiate with respect to."""
+        """Take these as the weights, and with delayed scaling the amax to differentiate with respect to."""
         self._weights = weights
         self._amaxes = [] if amax is None else list(amax.unbind())
 
@@ -102,10 +113,13 @@ class Float8Linears:
         place = next((place for place, known in enumerate(self._weights) if known is weight), None)
         if place is None:
             return F.linear(x, weight, bias)
+        made = self._operands[place]
         if self._scales is None or self._inverses is None:
-            y: Tensor = product(x, weight, self._config, None, None, None)
+            y: Tensor = product(x, weight, made, self._config, None, None, None)
         else:
             # The next use of this weight takes the amaxes of this one.
             rows = self._scales[place], self._inverses[place], self._amaxes[place]
-            y, self._amaxes[place] = product(x, weight, self._config, *rows)
+            # That of this use: a scan takes no two views of one tensor from outside.
+            made = made._replace(inverse=self._inverses[place, 1])
+            y, self._amaxes[place] = product(x, weight, made, self._config, *rows)
         return y if bias is None else y + bias.to(y.dtype)

@@ -12,6 +12,7 @@ with the same scales: the amaxes pass from the last use to the first, each use t
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -31,85 +32,101 @@ MULTIPLE = 16
 _scaled_mm: Any = _upstream.find("torch._scaled_mm")
 
 
+class Operands(NamedTuple):
+    """A matrix in float8 for the products of both passes, each of which sums along rows."""
+
+    plain: Tensor
+    transposed: Tensor
+    inverse: Tensor
+    """The reciprocal of the scale, or per row of those of the rows."""
+    across: Tensor | None
+    """Per row, of the scales of the columns, which the transposed matrix has."""
+    amax: Tensor | None
+    """With delayed scaling."""
+
+
+def operands(
+    value: Tensor, config: Float8Config, scale: Tensor | None, inverse: Tensor | None, dtype: torch.dtype = FORWARD
+) -> Operands:
+    """Scale a matrix into float8, with delayed scaling by a scale whose reciprocal is given."""
+    if config.by_row:
+        rows, columns = (quantize(value, dtype, dim=dim, power_of_two=config.power_of_two) for dim in (1, 0))
+        scales = reciprocal(rows.scale), reciprocal(columns.scale)
+        return Operands(rows.values.contiguous(), columns.values.t().contiguous(), *scales, None)
+    values, used = quantize(value, dtype, scale=scale, power_of_two=config.power_of_two)
+    inverse, amax = (reciprocal(used), None) if inverse is None else (inverse, amax_of(value))
+    return Operands(values.contiguous(), values.t().contiguous(), inverse, None, amax)
+
+
 class _Product(Function):
+    """The products of operands; x and weight are what the gradients are of, and are not read."""
+
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
         x: Tensor,
-        weight: Tensor,
-        scales: Tensor | None,
-        inverse: Tensor | None,
+        weight: Tensor,  # noqa: ARG004
+        follows_x: Tensor,  # noqa: ARG004
+        scale: Tensor | None,  # noqa: ARG004
+        inverse: Tensor | None,  # noqa: ARG004
         amax: Tensor | None,
-        by_row: bool,
-        power: bool,
-        emulate: bool,
+        config: Float8Config,
+        *both: Any,
     ) -> Any:
-        quantized = _Quantizer(scales, inverse, by_row, power)
-        y = _multiply(quantized(x, 0, 1), quantized(weight, 1, 1), x.dtype, by_row, emulate, fast=True)
+        of_x, of_weight = _operands(both)
+        y = _multiply(of_x.plain, of_x.inverse, of_weight.plain, of_weight.inverse, x.dtype, config, fast=True)
         return y if amax is None else (y, amax.clone())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        # The tensors themselves: per row, the backward pass needs the scales of their columns.
-        ctx.save_for_backward(*inputs[:4])
-        ctx.options = inputs[5:]
+        x, *saved, _, ctx.config = inputs[:7]
+        ctx.dtype = x.dtype
+        both = [one._replace(plain=None) for one in _operands(inputs[7:])]  # for the forward pass alone
+        ctx.save_for_backward(*saved, *both[0], *both[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *merged: Tensor) -> Any:
-        x, weight, scales, inverse = ctx.saved_tensors
-        by_row, power, emulate = ctx.options
-        quantized = _Quantizer(scales, inverse, by_row, power)
+        weight, follows_x, scale, inverse, *both = ctx.saved_tensors
+        (of_x, of_weight), config = _operands(both), ctx.config
+        found = operands(grad, config, scale, inverse, BACKWARD)
         grad_x = grad_weight = amax = None
         if ctx.needs_input_grad[0]:
-            by_weight = quantized(weight, 1, 0).t()
-            grad_x = _multiply(quantized(grad, 2, 1), by_weight, x.dtype, by_row, emulate)
+            right = of_weight.transposed, _across(of_weight)
+            grad_x = _multiply(found.plain, found.inverse, *right, ctx.dtype, config, weight)
         if ctx.needs_input_grad[1]:
-            by_input = quantized(x, 0, 0).t()
-            grad_weight = _multiply(quantized(grad, 2, 0).t(), by_input, weight.dtype, by_row, emulate)
-        if merged:
-            amax = torch.maximum(torch.stack([amax_of(x), amax_of(weight), amax_of(grad)]), merged[0])
-        return grad_x, grad_weight, None, None, amax, None, None, None
+            right = of_x.transposed, _across(of_x)
+            grad_weight = _multiply(found.transposed, _across(found), *right, weight.dtype, config, follows_x)
+        if found.amax is not None:
+            amax = torch.maximum(torch.stack([of_x.amax, of_weight.amax, found.amax]), merged[0])
+        return grad_x, grad_weight, None, None, None, amax, None, *[None] * 10
 
 
-class _Operand(NamedTuple):
-    """A matrix in float8, and the reciprocal of its scale, or those of its rows."""
-
-    values: Tensor
-    inverse: Tensor
-
-    def t(self) -> _Operand:
-        return _Operand(self.values.t(), self.inverse)
+def _operands(both: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the operands of x and of the weight."""
+    return Operands(*both[:5]), Operands(*both[5:])
 
 
-class _Quantizer:
-    """Quantizes the tensors of one product: input 0, weight 1, gradient 2; per row along a dimension."""
-
-    def __init__(self, scales: Tensor | None, inverse: Tensor | None, by_row: bool, power_of_two: bool) -> None:
-        self._scales, self._inverse, self._by_row, self._power_of_two = scales, inverse, by_row, power_of_two
-        self._known: dict[int, _Operand] = {}
-
-    def __call__(self, value: Tensor, which: int, dim: int) -> _Operand:
-        if not self._by_row and which in self._known:
-            return self._known[which]
-        dtype = BACKWARD if which == 2 else FORWARD
-        if self._scales is None or self._inverse is None:
-            made = quantize(value, dtype, dim=dim if self._by_row else None, power_of_two=self._power_of_two)
-            self._known[which] = _Operand(made.values, reciprocal(made.scale))
-        else:
-            made = quantize(value, dtype, scale=self._scales[which])
-            self._known[which] = _Operand(made.values, self._inverse[which])
-        return self._known[which]
+def _across(value: Operands) -> Tensor:
+    return value.inverse if value.across is None else value.across
 
 
 def _multiply(
-    a: _Operand, b: _Operand, dtype: torch.dtype, by_row: bool, emulate: bool, *, fast: bool = False
+    a: Tensor,
+    inverse_a: Tensor,
+    b: Tensor,
+    inverse_b: Tensor,
+    dtype: torch.dtype,
+    config: Float8Config,
+    follows: Tensor | None = None,
+    *,
+    fast: bool = False,
 ) -> Tensor:
-    """Return a b^T in a dtype, both operands with a scale per row or one."""
-    made = torch.bfloat16 if by_row else dtype  # the GPU's kernel with scales per row makes no other
-    inverses = a.inverse.reshape(-1, 1), b.inverse.reshape(1, -1)  # Inductor rejects a view of shape ()
+    """Return a b^T in a dtype; follows is what b was made of, for the error of a second derivative."""
+    made = torch.bfloat16 if config.by_row else dtype  # the GPU's kernel with scales per row makes no other
+    inverses = inverse_a.reshape(-1, 1), inverse_b.reshape(1, -1)  # Inductor rejects a view of shape ()
     kernel: Any = _Kernel
-    product: Tensor = kernel.apply(a.values.contiguous(), b.values.contiguous(), *inverses, made, emulate, fast)
+    product: Tensor = kernel.apply(a, b, *inverses, follows, made, config.emulate, fast)
     return product.to(dtype)
 
 
@@ -118,7 +135,14 @@ class _Kernel(Function):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, emulate: bool, fast: bool
+        a: Tensor,
+        b: Tensor,
+        inverse_a: Tensor,
+        inverse_b: Tensor,
+        follows: Tensor | None,  # noqa: ARG004
+        dtype: torch.dtype,
+        emulate: bool,
+        fast: bool,
     ) -> Tensor:
         b, kind = b.t(), a.device.type  # the kernel takes its second operand column by column
         # On a CPU torch's float8 product is a product in float32, which autocast would lower.
@@ -223,13 +247,21 @@ def scaled_mm(
         check_tensor(call, "amax", amax, (3,))
     elif scale is not None or amax is not None:
         raise ValueError(f"{call}: scale and amax must not be given with current scaling, which has no state")
-    return product(x, weight, config, scale, None if scale is None else reciprocal(scale), amax)
+    inverse = None if scale is None else reciprocal(scale)
+    given = (None, None) if scale is None or inverse is None else (scale[1], inverse[1])
+    return product(x, weight, operands(weight.detach(), config, *given), config, scale, inverse, amax)
 
 
 def product(
-    x: Tensor, weight: Tensor, config: Float8Config, scales: Tensor | None, inverse: Tensor | None, amax: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    made: Operands,
+    config: Float8Config,
+    scales: Tensor | None,
+    inverses: Tensor | None,
+    amax: Tensor | None,
 ) -> Any:
-    """Return `scaled_mm` of checked arguments, with the reciprocals of the scales."""
+    """Return `scaled_mm` of checked arguments, with the operands of the weight and the reciprocals of the scales."""
     if not config.emulate:
         check_device("float8.scaled_mm", x.device, config)
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
@@ -241,8 +273,13 @@ def product(
         flat = F.pad(flat, (0, 0, 0, filling))
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()
+    none: tuple[None, None] = (None, None)
+    of_x, _, of_grad = (none,) * 3 if scales is None or inverses is None else zip(scales, inverses)
+    entered = operands(flat.detach(), config, *of_x)
     function: Any = _Product
-    out = function.apply(flat, weight, scales, inverse, amax, config.by_row, config.power_of_two, config.emulate)
+    # To save x would keep its memory; a second derivative with respect to x must still reach the error of `_Kernel`.
+    follows_x = flat[:0].clone()
+    out = function.apply(flat, weight, follows_x, *of_grad, amax, config, *entered, *made)
     y, *merged = (out,) if amax is None else out
     y = y[:rows].reshape(*x.shape[:-1], weight.shape[0])
     return (y, *merged) if merged else y

@@ -20,7 +20,7 @@ from funcamp._scaler.state import ScalerState
 from funcamp._step.data_parallel import Alone
 from funcamp._step.shares import Share
 from funcamp._step.state import TrainState
-from funcamp._storage.compute_copies import Plan, products
+from funcamp._storage.compute_copies import Plan, for_loss, products
 from funcamp._storage.policy import Policy
 from funcamp._types import Tree
 
@@ -73,7 +73,9 @@ class Float8Layers:
         if self.config is None:
             return None
         scale = with_loss_scale(self._scale(state), state.scaler.scale) if self.delayed else None
-        return Float8Linears(self._stand_ins, self.config, scale)
+        inputs, _ = for_loss(state.params, state.copies)
+        weights = [inputs[place] for place in products(state.copies.plan)]
+        return Float8Linears(self._stand_ins, self.config, scale, weights)
 
     def _scale(self, state: TrainState) -> Tensor:
         """Return the scales of delayed scaling.

@@ -14,6 +14,7 @@ from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.scaled_grad import around_backward, choose, differentiate
 from funcamp._check import boolean
+from funcamp._float8.linears import Float8Linears
 from funcamp._numerics.record import Record, Records, probe
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.ema import ema_update
@@ -468,9 +469,10 @@ class TrainStep:
         own = self._copies("step", state)
         params, copies = for_step(state.params, own)
         held = state._replace(params=params, copies=copies)
+        linears = self._float8.around(held)
 
         def one(carried: Tree, piece: Any, share: Tensor | None) -> Any:
-            return self._gradients(held, probes, carried, piece, lambda loss: shares.weigh(loss, share))
+            return self._gradients(held, linears, probes, carried, piece, lambda loss: shares.weigh(loss, share))
 
         carried = (state.buffers, self._float8.amax(held))
         if options.accumulate == 1:
@@ -564,6 +566,7 @@ class TrainStep:
     def _gradients(
         self,
         state: TrainState,
+        linears: Float8Linears | None,
         probes: dict[str, Record],
         carried: Tree,
         batch: Any,
@@ -590,7 +593,6 @@ class TrainStep:
         holding = around_backward(self.loss_fn, build)
         engine = choose(self.loss_fn.engine, state)
         low = (self._options.policy.compute_dtype,)
-        linears = self._float8.around(state)
         with inside(linears):
             grads, loss, aux = differentiate(
                 "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding, low=low

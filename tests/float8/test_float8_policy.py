@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import funcamp
@@ -118,6 +119,27 @@ def test_every_way_to_run_a_step_is_the_eager_one_compiled(
 def test_micro_batches_compiled(options: dict[str, Any]) -> None:
     policy = "float8,float8=delayed|history=3"
     assert_close(trained(policy, wrap_jit, **options), trained(policy, accumulate=2), 1e-6)
+
+
+class Casts(TorchDispatchMode):
+    """How many tensors of a shape are cast to a dtype."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.dtype, self.count = torch.Size(shape), dtype, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == self.dtype and out.shape == self.shape:
+            self.count += 1
+        return out
+
+
+@pytest.mark.parametrize("policy", ["float8", "float8,float8=delayed|history=2"])
+def test_a_weight_is_cast_once_a_step_for_both_passes_of_all_micro_batches(policy: str) -> None:
+    with Casts((48, 32), torch.float8_e4m3fn) as casts:
+        trained(policy, accumulate=3, steps=1)
+    assert casts.count == 1
 
 
 def test_emulation_is_the_same_run() -> None:

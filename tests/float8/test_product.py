@@ -196,10 +196,18 @@ def test_products_under_every_transform(
     assert all(value.any() for value in expected[0][:2])
 
 
-@pytest.mark.parametrize("emulate", [False, True])
-def test_a_second_derivative_says_what_to_do(emulate: bool) -> None:
-    x, weight = torch.randn(16, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
-    y = float8.scaled_mm(x, weight, float8.Float8Config(emulate=emulate))
-    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+@pytest.mark.parametrize("name", [*CURRENT, "delayed"])
+@pytest.mark.parametrize("path", ["x to weight", "weight to x", "x to the layer after", "weight to the layer after"])
+def test_a_second_derivative_says_what_to_do(name: str, path: str) -> None:
+    """Also where the gradient of the product is a constant, and where it is all that depends on the other."""
+    config = needs(CURRENT.get(name, DELAYED))
+    x, weight, after = (torch.randn(16, 16, requires_grad=True) for _ in range(3))
+    delayed = {"scale": torch.ones(3), "amax": torch.zeros(3)} if name == "delayed" else {}
+    out: Any = float8.scaled_mm(x, weight, config, **delayed)
+    y = out[0] if delayed else out
+    leaves = {"x": x, "weight": weight, "the layer after": after}
+    first, second = (leaves[leaf] for leaf in path.split(" to "))
+    loss = (y * after).sum() if second is after else y.sum()
+    (grad,) = torch.autograd.grad(loss, first, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated once"):
-        grad.square().sum().backward()
+        torch.autograd.grad(grad.square().sum(), second)

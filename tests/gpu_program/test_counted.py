@@ -146,6 +146,11 @@ def test_float8_products_are_the_devices_and_read_nothing_on_the_host(policy: st
     assert program.libraries["mm"] == program.libraries["addmm"] == 0
 
 
+def test_a_layer_in_float8_is_so_many_launches() -> None:
+    """Amaxes of input, weight and gradient, of which a large one is two kernels; a cast each; a bias's gradient."""
+    assert mlp("float8", 2).launches - mlp("float8", 1).launches <= 7
+
+
 def test_delayed_scaling_adds_fewer_launches_than_layers() -> None:
     """The rule and all layers' scales are as many at any depth; the amaxes are those of current scaling."""
     few, many = (mlp(DELAYED, layers).launches - mlp("float8", layers).launches for layers in (1, 2))

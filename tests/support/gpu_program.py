@@ -33,7 +33,8 @@ from tests.support.fake_cuda import pretended
 
 jit_step: Any = _jit_step
 
-_BYTES = {"fp64": 8, "i64": 8, "fp32": 4, "i32": 4, "u32": 4, "fp16": 2, "bf16": 2, "i16": 2, "i8": 1, "u8": 1, "i1": 1, "fp8e4nv": 1, "fp8e5": 1}
+_BYTES = {"fp64": 8, "i64": 8, "fp32": 4, "i32": 4, "u32": 4, "fp16": 2, "bf16": 2, "i16": 2, "i8": 1, "u8": 1, "i1": 1}
+_BYTES |= {"fp8e4nv": 1, "fp8e5": 1}
 #: A loop's variable, or a part of it: x1 = ((xindex // 64) % 12).
 _VARIABLE = r"^\s+(\w+) = \(*([a-z]\w*index)(?: // (\d+)\)*)?(?: % (\d+)\)*)?$"
 

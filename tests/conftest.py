@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from funcamp import _upstream
-from tests.support.helpers import assert_same, clone
+from tests.support.helpers import assert_same, clone, one_thread
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -43,6 +43,13 @@ def _fresh() -> Iterator[None]:
         if _upstream.SOURCE_ON_NONE.present:
             constant: Any = torch._dynamo.variables.constant
             constant.CONSTANT_VARIABLE_NONE.source = None
+
+
+@pytest.fixture(name="one_thread")
+def _one_thread() -> Iterator[None]:
+    """One thread for a test; `tests.support.helpers` says why."""
+    with one_thread():
+        yield
 
 
 def _compile(backend: str) -> Transform:

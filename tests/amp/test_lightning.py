@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import funcamp
-from tests.support.helpers import assert_same, clone, one_thread
+from tests.support.helpers import assert_same, clone
 from tests.support.host_reads import host_reads
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     # Lightning's own use of a deprecated part of torch 2.13's pytree.
     pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
     # The data is in memory: worker processes would cost more than they bring.
@@ -34,12 +35,6 @@ FUNCAMP: dict[str, Callable[..., Scaler]] = {
     skip or "default": functools.partial(funcamp.GradScaler, skip=skip) for skip in (None, "host", "select")
 }
 MAKERS = {"torch": Scaler, **FUNCAMP}
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def data() -> DataLoader[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 import funcamp
-from tests.support.helpers import assert_same, clone, one_thread
+from tests.support.helpers import assert_same, clone
 from tests.support.host_reads import host_reads
 
 
@@ -39,10 +39,7 @@ def test_every_way_to_read_is_seen(read: Callable[[Tensor], Any]) -> None:
         assert [__file__ in place for place in reads] == [True]
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 STEPS = 24

@@ -7,7 +7,6 @@ import functools
 import importlib
 import itertools
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,7 @@ Wrap = Any
 HIGH = funcamp.ScalerConfig(2.0**24, growth_interval=10)
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def as_it_is(step: Any) -> Any:

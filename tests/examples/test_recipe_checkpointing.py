@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcamp
 from tests.recipes import advance, example, scaler_for, values
-from tests.support.helpers import assert_close, assert_same, clone, one_thread
+from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.models import cnn, mlp, tied
 
 RECIPE = example("checkpointing")
@@ -23,10 +23,7 @@ CONFIG = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=5)
 Wrap = Callable[[Any], Any]
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def eager(step: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,16 +12,13 @@ from torch.utils import _pytree
 
 import funcamp
 from tests.recipes import example, oracle, trace_of
-from tests.support.helpers import assert_same, clone, one_thread
+from tests.support.helpers import assert_same, clone
 from tests.support.models import with_two_roundings
 
 RECIPE = example("ensemble")
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_difference_to_the_loop_is_where_vmap_adds_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,17 +13,14 @@ from torch.nn.functional import mse_loss
 
 import funcamp
 from tests.recipes import example, oracle, trace_of
-from tests.support.helpers import assert_close, assert_same, one_thread
+from tests.support.helpers import assert_close, assert_same
 from tests.support.models import with_two_roundings
 
 RECIPE = example("maml")
 second_order = funcamp.scaled_grad_and_value
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def eager(step: Any) -> Any:

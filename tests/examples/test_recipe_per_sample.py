@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import funcamp
 from tests.recipes import example, oracle, trace_of
-from tests.support.helpers import assert_close, assert_same, one_thread
+from tests.support.helpers import assert_close, assert_same
 from tests.support.models import with_two_roundings
 
 RECIPE = example("per_sample")
@@ -21,10 +21,7 @@ WRAPS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_difference_to_the_loop_is_where_vmap_adds_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,16 +13,13 @@ from torch.utils import _pytree
 import funcamp
 from funcamp._jit import cuda_graph
 from tests.recipes import example
-from tests.support.helpers import assert_same, clone, one_thread
+from tests.support.helpers import assert_same, clone
 from tests.support.stand_in import StandIn
 
 RECIPE = example("reinforce")
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Watched:

@@ -35,6 +35,7 @@ from funcamp._trace.random_numbers import Draws
 from funcamp._trace.slices import Wanted, current
 from funcamp._trace.user_line import INSTEAD, READS, in_stack, in_traceback
 from funcamp._types import Tree
+from funcamp._upstream.lstm_workspace import keep_workspaces
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -171,6 +172,7 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
         if asked or isinstance(error, _FROM_VALUES):
             raise HostError(f"{READS}; {in_traceback(error)} does: {INSTEAD}") from None
         raise
+    keep_workspaces(module)
     real = watch.real()
     _refuse_gradients(real)
     watch.settle(plain)
@@ -190,6 +192,7 @@ def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch
     """Trace a part of a traced function; return its graph and what it reads besides its arguments."""
     module = make_fx(fn, tracing_mode="real")(*args)
     captured = _lift(module, {})
+    keep_workspaces(module)
     module.recompile()
     return module, captured
 

@@ -247,6 +247,17 @@ def test_float8_products_on_a_cpu_with_a_scale_per_row() -> None:
         torch._scaled_mm(x, x.t(), scale_a=torch.ones(16, 1), scale_b=torch.ones(1, 16), out_dtype=torch.bfloat16)
 
 
+def test_an_lstm_layer_without_gradients_has_no_workspace() -> None:
+    x, hidden = torch.ones(5, 4, 8), torch.zeros(4, 16)
+    weights = torch.ones(64, 8), torch.ones(64, 16), torch.ones(64), torch.ones(64)
+    sizes: list[int] = []
+    with torch.no_grad():
+        *_, workspace = torch.ops.aten.mkldnn_rnn_layer.default(
+            x, *weights, hidden, hidden, False, sizes, 2, 16, 1, True, False, True, True
+        )
+    assert (workspace is None) == _upstream.LSTM_WORKSPACE.present
+
+
 TWO_THREADS = """
 import threading
 import torch

@@ -1,0 +1,98 @@
+"""The claim: LSTM layers train in a compiled program as in the eager step (pytorch#158007)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import funcamp
+from funcamp import jit, make_train_step, module_loss, stateless
+from tests.support.helpers import assert_close, assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "time first": {"batch_first": False},
+    "two layers, both directions": {"num_layers": 2, "bidirectional": True},
+    "no bias": {"bias": False},
+    "projected": {"proj_size": 4},
+}
+
+
+class Layers(nn.Module):
+    """An LSTM of each kind on the same sequences, whose results are summed."""
+
+    def __init__(self, *kinds: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = [{"batch_first": True, **KINDS[kind]} for kind in kinds]
+        self.layers = nn.ModuleList([nn.LSTM(6, 8, **given) for given in options])
+        self.heads = nn.ModuleList([nn.LazyLinear(3) for _ in kinds])
+        self(torch.zeros(2, 5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros(())
+        for layer, head in zip(self.layers, self.heads):
+            seen, (hidden, _) = layer(x if layer.batch_first else x.transpose(0, 1))
+            last = seen[:, -1] if layer.batch_first else seen[-1]
+            out = out + head(last + hidden.mean() * last.square())
+        return out
+
+
+def step_of(model: nn.Module, policy: str | None, **options: Any) -> Any:
+    gradients = {"gradients": lambda grads: {name: grad.clone() for name, grad in grads.items()}}
+    sgd = stateless(torch.optim.SGD, lr=1.0)
+    config = funcamp.ScalerConfig(init_scale=2.0**10)
+    return make_train_step(
+        module_loss(model, F.cross_entropy), sgd, config, policy=policy, observe=gradients, **options
+    )
+
+
+def batch(number: int, parts: int | None = None) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(number)
+    size = (4,) if parts is None else (parts, 4)
+    return torch.randn(*size, 5, 6, generator=draw), torch.randint(3, size, generator=draw)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", [None, "bfloat16"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_step_is_the_eager_one(kind: str, policy: str | None, backend: str) -> None:
+    step = step_of(Layers(kind), policy)
+    run, state = jit(step, backend=backend), step.init(flat=False)
+    for number in range(3):
+        expected, expected_metrics = step(state, batch(number))
+        state, metrics = run(state, batch(number))
+        assert_same((state, metrics), (expected, expected_metrics))
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_with_micro_batches(scan: bool) -> None:
+    step = step_of(Layers("plain"), None, accumulate=2, scan=scan)
+    state = step.init(flat=False)
+    expected, _ = step(state, batch(0, 2))
+    assert_close(jit(step, backend="aot_eager")(state, batch(0, 2))[0].params, expected.params, 1e-6)
+
+
+@pytest.mark.inductor
+def test_every_gradient_of_the_generated_code_is_the_eager_one() -> None:
+    step = step_of(Layers(*KINDS), None)
+    state = step.init(flat=False)
+    _, expected = step(state, batch(0))
+    _, found = jit(step)(state, batch(0))
+    for name, grad in expected.observed["gradients"].items():
+        assert_close(found.observed["gradients"][name], grad, 1e-5)
+        assert grad.any()
+
+
+def test_evaluation_without_gradients() -> None:
+    model = Layers("plain")
+    with torch.no_grad():
+        expected = model(batch(0)[0])
+        run = jit(lambda state, x: (state, model(x)), backend="aot_eager")
+        assert_same(run((), batch(0)[0])[1], expected)

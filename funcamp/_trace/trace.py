@@ -35,7 +35,7 @@ from funcamp._trace.random_numbers import Draws
 from funcamp._trace.slices import Wanted, current
 from funcamp._trace.user_line import INSTEAD, READS, in_stack, in_traceback
 from funcamp._types import Tree
-from funcamp._upstream.lstm_workspace import keep_workspaces
+from funcamp._upstream.whole_operations import keep_whole
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -172,7 +172,7 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
         if asked or isinstance(error, _FROM_VALUES):
             raise HostError(f"{READS}; {in_traceback(error)} does: {INSTEAD}") from None
         raise
-    keep_workspaces(module)
+    keep_whole(module)
     real = watch.real()
     _refuse_gradients(real)
     watch.settle(plain)
@@ -192,7 +192,7 @@ def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch
     """Trace a part of a traced function; return its graph and what it reads besides its arguments."""
     module = make_fx(fn, tracing_mode="real")(*args)
     captured = _lift(module, {})
-    keep_workspaces(module)
+    keep_whole(module)
     module.recompile()
     return module, captured
 

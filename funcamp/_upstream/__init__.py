@@ -69,9 +69,12 @@ LOST_NESTED_BACKWARD = Defect((2, 11), None)
 REFUSED_UNDER_VMAP = Defect((2, 11), None)
 #: With a CUDA build and no GPU, the first thread that enters a FakeTensorMode must not end: `_trace.trace.stay`.
 ENDED_THREAD = Defect((2, 11), (2, 12))
-#: A compiled program that trains an LSTM on a CPU lacks the workspace of the backward pass: `lstm_workspace`.
+#: A compiled program that trains an LSTM on a CPU lacks the workspace of the backward pass: `whole_operations`.
 #: https://github.com/pytorch/pytorch/issues/158007
 LSTM_WORKSPACE = Defect((2, 11), None)
+#: A compiled multi-label margin loss counts the classes after the first -1: `whole_operations`.
+#: https://github.com/pytorch/pytorch/issues/141017
+PADDED_TARGETS = Defect((2, 11), (2, 15))
 #: A CPU has no float8 products with a scale per row: `_float8.product.check_device`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: Dynamo's None keeps the source of the first `.grad` that is None: GradScaler's docstring says to return a value.

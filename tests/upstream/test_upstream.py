@@ -258,6 +258,13 @@ def test_an_lstm_layer_without_gradients_has_no_workspace() -> None:
     assert (workspace is None) == _upstream.LSTM_WORKSPACE.present
 
 
+def test_a_compiled_multilabel_margin_loss_counts_what_follows_the_end() -> None:
+    x, target = torch.tensor([[1.0, -1.0, 0.5, 0.3, -0.2]]), torch.tensor([[0, 1, -1, -1, -1]])
+    loss = torch.nn.functional.multilabel_margin_loss
+    found = torch.compile(loss, backend="aot_eager")(x, target)
+    assert torch.equal(found, loss(x, target)) != _upstream.PADDED_TARGETS.present
+
+
 TWO_THREADS = """
 import threading
 import torch

@@ -1,4 +1,4 @@
-"""The claim: LSTM layers train in a compiled program as in the eager step (pytorch#158007)."""
+"""The claim: what torch.compile gets wrong, or fails to run, a compiled program computes as the eager step does."""
 
 from __future__ import annotations
 
@@ -96,3 +96,14 @@ def test_evaluation_without_gradients() -> None:
         expected = model(batch(0)[0])
         run = jit(lambda state, x: (state, model(x)), backend="aot_eager")
         assert_same(run((), batch(0)[0])[1], expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_multilabel_margin_loss_ends_at_the_first_negative_target(reduction: str) -> None:
+    target = torch.tensor([[0, 1, -1, 0, 0], [2, -1, -1, -1, -1], [3, 4, -1, 0, 0], [4, 3, 2, 1, 0]])
+    x = torch.randn(4, 5)
+
+    def value(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return state, F.multilabel_margin_loss(x, target, reduction=reduction)
+
+    assert_same(jit(value, backend="aot_eager")(torch.zeros(()), x)[1], value(x, x)[1])

@@ -1,0 +1,62 @@
+"""Operations that a compiled program computes wrongly, or cannot compute: it calls torch's own instead.
+
+LSTM layers on a CPU: oneDNN's layer allocates the workspace of its backward pass only while gradients are enabled, and
+a compiled program runs with them disabled: the backward pass then fails, with every backend. It also reads its input as
+if it were contiguous, and Inductor may give it one that is not: the gradient of the input's weight is then that of
+other numbers. Torch 2.11 to 2.15; https://github.com/pytorch/pytorch/issues/158007
+
+Multi-label margin loss: torch.compile's own form counts the classes after the first -1 too. Torch 2.11 to 2.13;
+https://github.com/pytorch/pytorch/issues/141017
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from funcamp._upstream import LSTM_WORKSPACE, PADDED_TARGETS
+
+_aten = torch.ops.aten
+_library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
+_instead: dict[Any, Any] = {}
+
+
+def _whole(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, Tensor) else value
+
+
+def _layer(*args: Any) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        found: tuple[Tensor, ...] = _aten.mkldnn_rnn_layer.default(*map(_whole, args))
+    return found
+
+
+def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
+    *found, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(*map(_whole, args))
+    *others, bias = found
+    return *others, bias.clone(), grad_hx, grad_cx  # both biases' gradient is one tensor
+
+
+def _define(name: str, original: Any, run: Any) -> None:
+    """Define an operation of the same arguments, which no compiler takes apart."""
+    signature = str(original._schema).partition("(")[2]
+    _library.define(f"{name}({signature}")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"funcamp::{name}", original, lib=_library)
+    _instead[original] = getattr(torch.ops.funcamp, name).default
+
+
+if LSTM_WORKSPACE.present:
+    _define("lstm_layer", _aten.mkldnn_rnn_layer.default, _layer)
+    _define("lstm_layer_backward", _aten.mkldnn_rnn_layer_backward.default, _layer_backward)
+if PADDED_TARGETS.present:
+    _margin = _aten.multilabel_margin_loss_forward.default
+    _define("multilabel_margin_loss", _margin, _margin)
+
+
+def keep_whole(module: fx.GraphModule) -> None:
+    """Let such operations of a traced graph run as in the eager loop; the graph is not recompiled."""
+    for node in module.graph.nodes:
+        node.target = _instead.get(node.target, node.target)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from funcamp._float8.config import Float8Config
-from funcamp._float8.product import operands, product
+from funcamp._float8.product import Scales, operands, product
 from funcamp._float8.quantize import reciprocal
 from funcamp._tree import settled
 
@@ -76,19 +76,17 @@ class Float8Linears:
     ) -> None:
         self._stand_ins, self._config = stand_ins, config
         # All layers' at once: a kernel for each number would take longer than the products.
-        self._scales = None if scales is None else settled(scales)
-        self._inverses = None if self._scales is None else settled(reciprocal(self._scales))
+        self._delayed: Scales | None = None
+        if scales is not None:
+            once = settled(scales)
+            self._delayed = Scales(once, settled(reciprocal(once)))
         self._operands = [
-            operands(weight.detach(), config, *self._of_weight(place)) for place, weight in enumerate(weights)
+            operands(weight.detach(), config, self._delayed and self._delayed.at(place, 1))
+            for place, weight in enumerate(weights)
         ]
         self._weights: Sequence[Tensor] = ()
         self._amaxes: list[Tensor] = []
         self._before: list[nn.Module | None] = []
-
-    def _of_weight(self, place: int) -> tuple[Tensor | None, Tensor | None]:
-        if self._scales is None or self._inverses is None:
-            return None, None
-        return self._scales[place, 1], self._inverses[place, 1]
 
     def begin(self, weights: Sequence[Tensor], amax: Tensor | None) -> None:
         """Take these as the weights, and with delayed scaling the amax to differentiate with respect to."""
@@ -114,12 +112,12 @@ class Float8Linears:
         if place is None:
             return F.linear(x, weight, bias)
         made = self._operands[place]
-        if self._scales is None or self._inverses is None:
-            y: Tensor = product(x, weight, made, self._config, None, None, None)
+        if self._delayed is None:
+            y: Tensor = product(x, weight, made, self._config, None, None)
         else:
-            # The next use of this weight takes the amaxes of this one.
-            rows = self._scales[place], self._inverses[place], self._amaxes[place]
+            delayed = self._delayed.at(place)
             # That of this use: a scan takes no two views of one tensor from outside.
-            made = made._replace(inverse=self._inverses[place, 1])
-            y, self._amaxes[place] = product(x, weight, made, self._config, *rows)
+            made = made._replace(inverse=delayed.inverse[1])
+            # The next use of this weight takes the amaxes of this one.
+            y, self._amaxes[place] = product(x, weight, made, self._config, delayed, self._amaxes[place])
         return y if bias is None else y + bias.to(y.dtype)

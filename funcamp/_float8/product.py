@@ -32,6 +32,17 @@ MULTIPLE = 16
 _scaled_mm: Any = _upstream.find("torch._scaled_mm")
 
 
+class Scales(NamedTuple):
+    """Delayed scales, and their reciprocals."""
+
+    scale: Tensor
+    inverse: Tensor
+
+    def at(self, *place: int) -> Scales:
+        """Return those of a place."""
+        return Scales(self.scale[place], self.inverse[place])
+
+
 class Operands(NamedTuple):
     """A matrix in float8 for the products of both passes, each of which sums along rows."""
 
@@ -45,16 +56,18 @@ class Operands(NamedTuple):
     """With delayed scaling."""
 
 
-def operands(
-    value: Tensor, config: Float8Config, scale: Tensor | None, inverse: Tensor | None, dtype: torch.dtype = FORWARD
-) -> Operands:
-    """Scale a matrix into float8, with delayed scaling by a scale whose reciprocal is given."""
+def operands(value: Tensor, config: Float8Config, delayed: Scales | None, dtype: torch.dtype = FORWARD) -> Operands:
+    """Scale a matrix into float8, with delayed scaling by a given scale."""
     if config.by_row:
         rows, columns = (quantize(value, dtype, dim=dim, power_of_two=config.power_of_two) for dim in (1, 0))
         scales = reciprocal(rows.scale), reciprocal(columns.scale)
         return Operands(rows.values.contiguous(), columns.values.t().contiguous(), *scales, None)
-    values, used = quantize(value, dtype, scale=scale, power_of_two=config.power_of_two)
-    inverse, amax = (reciprocal(used), None) if inverse is None else (inverse, amax_of(value))
+    if delayed is None:
+        values, scale = quantize(value, dtype, power_of_two=config.power_of_two)
+        inverse, amax = reciprocal(scale), None
+    else:
+        values, _ = quantize(value, dtype, scale=delayed.scale)
+        inverse, amax = delayed.inverse, amax_of(value)
     return Operands(values.contiguous(), values.t().contiguous(), inverse, None, amax)
 
 
@@ -89,7 +102,7 @@ class _Product(Function):
     def backward(ctx: Any, grad: Tensor, *merged: Tensor) -> Any:
         weight, follows_x, scale, inverse, *both = ctx.saved_tensors
         (of_x, of_weight), config = _operands(both), ctx.config
-        found = operands(grad, config, scale, inverse, BACKWARD)
+        found = operands(grad, config, None if scale is None else Scales(scale, inverse), BACKWARD)
         grad_x = grad_weight = amax = None
         if ctx.needs_input_grad[0]:
             right = of_weight.transposed, _across(of_weight)
@@ -247,9 +260,9 @@ def scaled_mm(
         check_tensor(call, "amax", amax, (3,))
     elif scale is not None or amax is not None:
         raise ValueError(f"{call}: scale and amax must not be given with current scaling, which has no state")
-    inverse = None if scale is None else reciprocal(scale)
-    given = (None, None) if scale is None or inverse is None else (scale[1], inverse[1])
-    return product(x, weight, operands(weight.detach(), config, *given), config, scale, inverse, amax)
+    delayed = None if scale is None else Scales(scale, reciprocal(scale))
+    made = operands(weight.detach(), config, delayed and delayed.at(1))
+    return product(x, weight, made, config, delayed, amax)
 
 
 def product(
@@ -257,11 +270,10 @@ def product(
     weight: Tensor,
     made: Operands,
     config: Float8Config,
-    scales: Tensor | None,
-    inverses: Tensor | None,
+    delayed: Scales | None,
     amax: Tensor | None,
 ) -> Any:
-    """Return `scaled_mm` of checked arguments, with the operands of the weight and the reciprocals of the scales."""
+    """Return `scaled_mm` of checked arguments, with the operands of the weight."""
     if not config.emulate:
         check_device("float8.scaled_mm", x.device, config)
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
@@ -273,9 +285,8 @@ def product(
         flat = F.pad(flat, (0, 0, 0, filling))
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()
-    none: tuple[None, None] = (None, None)
-    of_x, _, of_grad = (none,) * 3 if scales is None or inverses is None else zip(scales, inverses)
-    entered = operands(flat.detach(), config, *of_x)
+    entered = operands(flat.detach(), config, delayed and delayed.at(0))
+    of_grad = (None, None) if delayed is None else delayed.at(2)
     function: Any = _Product
     # To save x would keep its memory; a second derivative with respect to x must still reach the error of `_Kernel`.
     follows_x = flat[:0].clone()

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from funcamp._float8.config import Float8Config
-from funcamp._float8.product import Scales, operands, product
-from funcamp._float8.quantize import reciprocal
-from funcamp._tree import settled
+from funcamp._float8.product import Operands, Scales, product
 
 _LAYER = "_funcamp_layer"
 
@@ -68,22 +66,13 @@ class Float8Linears:
     """Context manager: the linear layers of a module multiply in float8 if their weight is one of those of `begin`.
 
     Around the forward and the backward pass, because activation checkpoints call layers again in the latter. The
-    weights are scaled into float8 here, once for both passes of all micro-batches.
+    operands of the weights are made before, once for both passes of all micro-batches.
     """
 
     def __init__(
-        self, stand_ins: StandIns, config: Float8Config, scales: Tensor | None, weights: Iterable[Tensor]
+        self, stand_ins: StandIns, config: Float8Config, delayed: Scales | None, made: Sequence[Operands]
     ) -> None:
-        self._stand_ins, self._config = stand_ins, config
-        # All layers' at once: a kernel for each number would take longer than the products.
-        self._delayed: Scales | None = None
-        if scales is not None:
-            once = settled(scales)
-            self._delayed = Scales(once, settled(reciprocal(once)))
-        self._operands = [
-            operands(weight.detach(), config, self._delayed and self._delayed.at(place, 1))
-            for place, weight in enumerate(weights)
-        ]
+        self._stand_ins, self._config, self._delayed, self._operands = stand_ins, config, delayed, made
         self._weights: Sequence[Tensor] = ()
         self._amaxes: list[Tensor] = []
         self._before: list[nn.Module | None] = []

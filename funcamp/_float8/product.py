@@ -68,6 +68,11 @@ def operands(value: Tensor, config: Float8Config, delayed: Scales | None, dtype:
     else:
         values, _ = quantize(value, dtype, scale=delayed.scale)
         inverse, amax = delayed.inverse, amax_of(value)
+    return of_values(values, inverse, amax)
+
+
+def of_values(values: Tensor, inverse: Tensor, amax: Tensor | None) -> Operands:
+    """Return the operands of a matrix in float8 with one scale."""
     return Operands(values.contiguous(), values.t().contiguous(), inverse, None, amax)
 
 

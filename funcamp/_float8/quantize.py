@@ -77,7 +77,7 @@ def quantize(
     if scale is None:
         if not x.numel():
             raise ValueError(f"{call}: x must have an element; got {_tree.describe(x)}")
-        scale = _current(amax_of(x, dim), LARGEST[dtype], power_of_two)
+        scale = current_scale(amax_of(x, dim), dtype, power_of_two)
     elif not isinstance(scale, Tensor) or scale.dtype != torch.float32:
         raise TypeError(f"{call}: scale must be a float32 tensor or None; got {_tree.brief(scale)}")
     elif dim is not None or power_of_two:
@@ -98,8 +98,9 @@ def reciprocal(scale: Tensor) -> Tensor:
     return widen(scale).reciprocal().float()
 
 
-def _current(amax: Tensor, largest: float, power_of_two: bool) -> Tensor:
-    scale = (largest / widen(amax).clamp(min=_LEAST)).float()
+def current_scale(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
+    """Return f32(largest / max(f64(amax), 1e-12)), or the power of two below it."""
+    scale = (LARGEST[dtype] / widen(amax).clamp(min=_LEAST)).float()
     if not power_of_two:
         return scale
     mantissa, _ = torch.frexp(scale)  # exact, unlike the logarithm: in [0.5, 1)

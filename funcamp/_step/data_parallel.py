@@ -87,7 +87,8 @@ class DataParallel(Alone):
 
     With shard=True each rank stores a slice of the parameters, of the optimizer's state and of the average (ZeRO stages
     1 and 2): all-gather in the compute dtype, forward and backward, reduce-scatter, update of the slice. Clipping by
-    norm and the flag share one all-reduce of two numbers.
+    norm and the flag share one all-reduce of two numbers. Under `jit` weights in float8 with a scale per tensor are
+    gathered in float8; the loss must read such weights elsewhere on all ranks alike, or on none.
 
     Args:
         group: a ProcessGroup, or a DeviceMesh of one dimension; by default all processes.

@@ -15,13 +15,17 @@ from torch import Tensor
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._float8.linears import Float8Linears, StandIns
+from funcamp._float8.product import Scales
+from funcamp._float8.quantize import reciprocal
 from funcamp._float8.state import check_state, init, update, with_loss_scale, without_loss_scale
 from funcamp._scaler.state import ScalerState
 from funcamp._step.data_parallel import Alone
+from funcamp._step.float8_weights import weights_in_float8
 from funcamp._step.shares import Share
 from funcamp._step.state import TrainState
-from funcamp._storage.compute_copies import Plan, for_loss, products
+from funcamp._storage.compute_copies import Plan, products
 from funcamp._storage.policy import Policy
+from funcamp._tree import settled
 from funcamp._types import Tree
 
 
@@ -68,14 +72,20 @@ class Float8Layers:
         others = "".join(f", not {name}: {reason}" for name, reason in why.items() if reason)
         return f"; float8 in {list(why.values()).count('')} of {len(why)} linear layers{others}"
 
-    def around(self, state: TrainState) -> Float8Linears | None:
-        """Return the context of the forward and the backward pass, if there is one."""
+    def around(self, state: TrainState, stored: Tree) -> Float8Linears | None:
+        """Return the context of the forward and the backward pass, if there is one.
+
+        state: with full parameters and this step's copies.
+        stored: the parameters as they are stored, perhaps sharded.
+        """
         if self.config is None:
             return None
-        scale = with_loss_scale(self._scale(state), state.scaler.scale) if self.delayed else None
-        inputs, _ = for_loss(state.params, state.copies)
-        weights = [inputs[place] for place in products(state.copies.plan)]
-        return Float8Linears(self._stand_ins, self.config, scale, weights)
+        delayed = None
+        if self.delayed:  # all layers' at once: a kernel for each number would take longer than the products
+            scale = settled(with_loss_scale(self._scale(state), state.scaler.scale))
+            delayed = Scales(scale, settled(reciprocal(scale)))
+        made = weights_in_float8(state, stored, self.config, delayed)
+        return Float8Linears(self._stand_ins, self.config, delayed, made)
 
     def _scale(self, state: TrainState) -> Tensor:
         """Return the scales of delayed scaling.

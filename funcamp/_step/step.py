@@ -238,7 +238,7 @@ class TrainStep:
             params, copies = for_step(state.params, self._copies("loss", state))
             inputs, build = for_loss(params, copies)
             held = state._replace(params=params, copies=copies)
-            linears = self._float8.around(held)
+            linears = self._float8.around(held, state.params)
             begin(linears, copies.plan, inputs, self._float8.amax(held))
             with inside(linears):
                 given = self._probes(state), state.buffers, state.scaler, _tree.plain(batch)
@@ -469,7 +469,7 @@ class TrainStep:
         own = self._copies("step", state)
         params, copies = for_step(state.params, own)
         held = state._replace(params=params, copies=copies)
-        linears = self._float8.around(held)
+        linears = self._float8.around(held, state.params)
 
         def one(carried: Tree, piece: Any, share: Tensor | None) -> Any:
             return self._gradients(held, linears, probes, carried, piece, lambda loss: shares.weigh(loss, share))

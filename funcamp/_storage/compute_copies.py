@@ -13,6 +13,7 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._memory import identity, rebind
 from funcamp._storage.flat import FlatParams, lay_out
+from funcamp._storage.layout import Layout
 from funcamp._storage.policy import Policy
 from funcamp._storage.shards import Shards, outline, whole
 from funcamp._types import Tree
@@ -105,15 +106,15 @@ def store(
     """
     aliases = _aliases(loss_fn)
 
-    def casts_of(name: str, leaf: Tensor) -> list[bool]:
-        return [_use(policy, loss_fn, alias, leaf).low for alias in aliases.get(name, [name])]
+    def uses_of(name: str, leaf: Tensor) -> list[tuple[bool, bool]]:
+        return sorted({_use(policy, loss_fn, alias, leaf)[1:] for alias in aliases.get(name, [name])})
 
     if isinstance(params, FlatParams):
         flat = clone(params)
     elif group is not None:
 
         def apart(name: str, leaf: Tensor) -> object:
-            return leaf.dim() > 1 and sorted(set(casts_of(name, leaf))), (split or {}).get(name)
+            return leaf.dim() > 1 and uses_of(name, leaf), (split or {}).get(name)
 
         flat = lay_out(call, params, group, apart, buckets, consume=consume)
     else:
@@ -161,7 +162,22 @@ def _use(policy: Policy, loss_fn: Any, name: str, leaf: Tensor, number: int | No
 def products(plan: Plan) -> list[int]:
     """Return the places, among `for_loss`'s inputs, of the weights that multiply in float8."""
     places = _distinct(plan)
-    return list(dict.fromkeys(places[use.leaf, False] for use in plan.uses if use.float8 and use.leaf is not None))
+    return [places[leaf, False] for leaf in float8_leaves(plan)]
+
+
+def float8_leaves(plan: Plan) -> list[int]:
+    """Return the numbers of the stored tensors that multiply in float8, in the order of `products`."""
+    return list(dict.fromkeys(use.leaf for use in plan.uses if use.float8 and use.leaf is not None))
+
+
+def float8_groups(plan: Plan, layout: Layout) -> list[int]:
+    """Return the groups of flat storage whose tensors the loss uses in float8 only."""
+    found: dict[int, bool] = {}
+    for use in plan.uses:
+        if use.leaf is not None:
+            group = layout.slots[use.leaf].group
+            found[group] = found.get(group, True) and use.float8
+    return [group for group, only in found.items() if only]
 
 
 def _aliases(loss_fn: Any) -> dict[str, list[str]]:
@@ -250,9 +266,12 @@ def for_step(params: Tree, copies: Copies) -> tuple[Tree, Copies]:
     plan, slots = copies.plan, params.layout.slots
     full = {slots[use.leaf].group: None for use in plan.uses if use.leaf is not None and not use.low}
     # A tensor that is used in both precisions is gathered in the wider one.
-    values = whole(params, full | {number: plan.dtype for number in plan.kept if number not in full}).groups
+    asked: dict[int, Any] = full | {number: plan.dtype for number in plan.kept if number not in full}
+    # By themselves: a trace drops what nothing reads besides products in float8.
+    alone = {number: asked.pop(number) for number in float8_groups(plan, params.layout)}
+    values = [two if one is None else one for one, two in zip(whole(params, asked).groups, whole(params, alone).groups)]
     low = tuple(value.to(plan.dtype) for value in (values[number] for number in plan.kept) if value is not None)
-    return FlatParams(values, params.layout), Copies(low, plan)
+    return FlatParams(tuple(values), params.layout), Copies(low, plan)
 
 
 def full_size(params: Tree) -> Tree:

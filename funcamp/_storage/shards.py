@@ -7,6 +7,7 @@ The slices are those of a DTensor with Shard(0), so torch.distributed.checkpoint
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -98,6 +99,18 @@ def whole(shards: Shards, dtypes: Mapping[int, torch.dtype | None] | None = None
     for number, value in zip(sent, all_gather_each(list(sent.values()), shards.ranks)):
         groups[number] = value[: sum(shards.layout.pieces[number])]
     return FlatParams(tuple(groups), shards.layout)
+
+
+def parts_of(shards: Shards, number: int) -> list[Tensor]:
+    """Return the parts of a group's tensors that are in this rank's slice, then the padding at the end.
+
+    A tensor of other ranks has an empty part.
+    """
+    group = shards.groups[number]
+    assert group is not None
+    begin, sizes = shards.ranks.rank * group.numel(), shards.layout.pieces[number]
+    ends = [min(max(end - begin, 0), group.numel()) for end in itertools.accumulate(sizes)]
+    return [group[start:end] for start, end in zip([0, *ends], [*ends, group.numel()])]
 
 
 def outline(shards: Shards) -> FlatParams:

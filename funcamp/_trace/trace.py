@@ -33,6 +33,7 @@ from funcamp import _tree, _upstream
 from funcamp._trace.kept_tensors import settle
 from funcamp._trace.random_numbers import Draws
 from funcamp._trace.slices import Wanted, current
+from funcamp._trace.unread_gathers import drop_unread_gathers
 from funcamp._trace.user_line import INSTEAD, READS, in_stack, in_traceback
 from funcamp._types import Tree
 from funcamp._upstream.whole_operations import keep_whole
@@ -173,6 +174,7 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
             raise HostError(f"{READS}; {in_traceback(error)} does: {INSTEAD}") from None
         raise
     keep_whole(module)
+    drop_unread_gathers(module.graph)
     real = watch.real()
     _refuse_gradients(real)
     watch.settle(plain)

@@ -1,0 +1,26 @@
+"""Drop all-gathers from a traced graph whose result nothing reads.
+
+torch keeps a wait for a collective even if its result is not read, because a collective may work in place. Not so an
+all-gather into a new tensor. All ranks must read alike, as they must call collectives alike.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def drop_unread_gathers(graph: torch.fx.Graph) -> None:
+    """Drop the all-gathers that nothing reads, and whatever else is not read then."""
+    if any(_is(node, "all_gather_into_tensor.default") for node in graph.nodes):
+        graph.eliminate_dead_code(lambda node: node.is_impure() and not _waits_for_gather(node))
+
+
+def _waits_for_gather(node: torch.fx.Node) -> bool:
+    if not _is(node, "wait_tensor.default"):
+        return False
+    gathered = node.args[0]
+    return isinstance(gathered, torch.fx.Node) and _is(gathered, "all_gather_into_tensor.default")
+
+
+def _is(node: torch.fx.Node, name: str) -> bool:
+    return node.op == "call_function" and str(node.target) == f"_c10d_functional.{name}"

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from funcamp._jit.ahead import Ahead
 from funcamp._jit.eager_layouts import keep_layouts, one_by_one
+from funcamp._jit.part_inputs import FlatInput, part_inputs, parts_of, write_back
 from funcamp._trace.trace import Graph, parts, with_parts
 
 _log = logging.getLogger("funcamp")
@@ -41,9 +42,11 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ah
         ahead: asks the C++ compiler ahead of time, if given.
     """
     kinds = sorted({example.device.type for example in graph.examples})
+    flats: list[FlatInput] = []
     with _no_autocast(kinds), torch.no_grad():
         if backend == "inductor":
             keep_layouts(graph.module, graph.mode)
+            flats = part_inputs(graph.module, graph.examples, graph.mode)
         graph.module.recompile()
         if backend == "inductor":
             inner = _inductor(graph.module, graph.examples, patches, ahead)
@@ -56,7 +59,8 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ah
     captured, wrappers = graph.captured, graph.wrappers
 
     def run(values: list[Tensor]) -> list[Tensor]:
-        return list(inner(*values, *captured))
+        inputs = [*values, *captured]
+        return write_back(flats, inputs, list(inner(*inputs, *parts_of(flats, inputs))))
 
     def interpreted(values: list[Tensor]) -> list[Tensor]:
         with _no_autocast(kinds):

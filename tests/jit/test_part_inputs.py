@@ -1,0 +1,148 @@
+"""Parts of small flat tensors as inputs of a program: equal blocks share their kernels, and no number changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from funcamp import clone, jit, make_train_step, module_loss, stateless
+from funcamp._jit import compile as compiler
+from funcamp._jit import part_inputs
+from tests.support.generated import written
+from tests.support.helpers import assert_same
+
+pytestmark = pytest.mark.inductor
+
+State = dict[str, Tensor]
+WIDTH, PARTS = 64, 4
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer parts are enough: less to compile."""
+    monkeypatch.setattr(part_inputs, "MANY", PARTS)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.linear(self.norm(x)))
+        return out
+
+
+def kernels(blocks: int) -> int:
+    """The kernels that a step of so many blocks has, each counted once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(blocks)])
+    adamw = stateless(torch.optim.AdamW, lr=1e-3)
+    step = make_train_step(module_loss(model, nn.functional.mse_loss), adamw, policy="bfloat16", max_norm=1.0)
+    batch = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    code = written(jit(step), step.init(), batch)
+    return len(re.findall(r"^extern \"C\"\s+void\s+cpp_fused", code, re.M))
+
+
+def test_equal_blocks_share_their_kernels() -> None:
+    few, many = kernels(PARTS), kernels(PARTS + 2)
+    assert few == many > 0
+
+
+def parts(state: State, name: str = "flat") -> list[Tensor]:
+    return list(torch.split(state[name], [WIDTH] * PARTS))
+
+
+def scaled(state: State, x: Tensor) -> Tensor:
+    return torch.stack([torch.tanh(part * part.sum()) + x / 8 for part in parts(state)]).reshape(-1)
+
+
+def plain(state: State, x: Tensor) -> tuple[State, Any]:
+    return {**state, "flat": scaled(state, x)}, (state["flat"] * state["other"]).sum()
+
+
+def results_are_the_old_values(state: State, x: Tensor) -> tuple[State, Any]:
+    return {**state, "flat": scaled(state, x)}, (state["flat"], parts(state)[3], parts(state)[1].view(8, 8).t())
+
+
+def the_old_values_move_to_another_leaf(state: State, x: Tensor) -> tuple[State, Any]:
+    return {"flat": scaled(state, x), "other": state["flat"]}, parts(state)[2]
+
+
+def two_leaves_change_places(state: State, x: Tensor) -> tuple[State, Any]:
+    value = scaled(state, x).sum() + torch.stack([part.sum() for part in parts(state, "other")]).sum()
+    return {"flat": state["other"], "other": state["flat"]}, value
+
+
+def both_leaves_have_parts(state: State, x: Tensor) -> tuple[State, Any]:
+    other = torch.stack([part - part.mean() for part in parts(state, "other")]).reshape(-1)
+    return {"flat": scaled(state, x) + state["other"], "other": other + state["flat"]}, x.sum()
+
+
+def a_part_is_written_in_place(state: State, x: Tensor) -> tuple[State, Any]:
+    new = scaled(state, x)
+    state["flat"].add_(1.0)
+    return {**state, "flat": new + state["flat"]}, parts(state)[1]
+
+
+def a_part_of_a_copy_is_written_in_place(state: State, x: Tensor) -> tuple[State, Any]:
+    copy = state["flat"].clone()
+    copy[:WIDTH].mul_(x.sum())
+    return {**state, "flat": scaled({"flat": copy}, x)}, parts(state)[0] + copy[:WIDTH]
+
+
+def nothing_changes(state: State, x: Tensor) -> tuple[State, Any]:
+    return state, scaled(state, x).sum()
+
+
+#: Steps, and how many flat tensors they read by parts that are inputs.
+STEPS: dict[Callable[[State, Tensor], tuple[State, Any]], int] = {
+    plain: 1,
+    results_are_the_old_values: 0,
+    the_old_values_move_to_another_leaf: 0,
+    two_leaves_change_places: 0,
+    both_leaves_have_parts: 2,
+    a_part_is_written_in_place: 0,
+    a_part_of_a_copy_is_written_in_place: 1,
+    nothing_changes: 1,
+}
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_no_number_changes(step: Callable[[State, Tensor], tuple[State, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    def noted(*args: Any) -> Any:
+        flats = part_inputs.part_inputs(*args)
+        found.append(len(flats))
+        return flats
+
+    monkeypatch.setattr(compiler, "part_inputs", noted)
+    torch.manual_seed(0)
+    begin = {name: torch.randn(PARTS * WIDTH) for name in ("flat", "other")}
+    run, state, expected = jit(step, exact=True), clone(begin), clone(begin)
+    seen = []
+    for number in range(3):
+        x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(number))
+        state, value = run(state, x)
+        expected, expected_value = step(clone(expected), x)
+        seen.append((value, clone(expected_value)))
+        torch.testing.assert_close(state, expected)
+    for value, expected_value in seen:  # a later step must not change what an earlier one returned
+        torch.testing.assert_close(value, expected_value)
+    assert found == [STEPS[step]]
+
+
+def test_another_state_and_other_memory_are_read_where_they_are() -> None:
+    run, x = jit(plain, donate=False), torch.ones(WIDTH)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        state = {name: torch.randn(PARTS * WIDTH) for name in ("flat", "other")}
+        before = clone(state)
+        torch.testing.assert_close(run(state, x), plain(state, x))
+        assert_same(state, before)

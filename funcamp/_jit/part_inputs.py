@@ -47,14 +47,15 @@ def part_inputs(module: fx.GraphModule, examples: list[Tensor], mode: AbstractCo
         mode: their mode.
     """
     graph = module.graph
-    writes = {node.args[0]: node for node in graph.find_nodes(op="call_function", target=_aten.copy_.default)}
+    copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    writes = {node.args[0]: node for node in copies if node.args[0].op == "placeholder"}
     output = graph.output_node()
     whole: Any = output.args[0]
     results = list(whole)
     # A result may share the memory of an input, because Inductor removes copies.
     apart = {_root(value) for value in [*results, *[node.args[1] for node in writes.values()]]}
-    others = [node for node in graph.nodes if node not in writes.values()]
-    apart |= {_root(value, views=True) for node in others for value in _written(node)}
+    last = set(writes.values())
+    apart |= {_root(value, views=True) for node in graph.nodes if node not in last for value in _written(node)}
     found = []
     for place, (node, example) in enumerate(zip(graph.find_nodes(op="placeholder"), list(examples))):
         if example.dim() != 1 or example.nbytes > SMALL or node in apart:

@@ -90,6 +90,12 @@ def a_part_is_written_in_place(state: State, x: Tensor) -> tuple[State, Any]:
     return {**state, "flat": new + state["flat"]}, parts(state)[1]
 
 
+def a_part_is_copied_to(state: State, x: Tensor) -> tuple[State, Any]:
+    new = scaled(state, x)
+    state["flat"][:WIDTH].copy_(x)
+    return {**state, "flat": new + state["flat"]}, parts(state)[0].sum() + x
+
+
 def a_part_of_a_copy_is_written_in_place(state: State, x: Tensor) -> tuple[State, Any]:
     copy = state["flat"].clone()
     copy[:WIDTH].mul_(x.sum())
@@ -108,6 +114,7 @@ STEPS: dict[Callable[[State, Tensor], tuple[State, Any]], int] = {
     two_leaves_change_places: 0,
     both_leaves_have_parts: 2,
     a_part_is_written_in_place: 0,
+    a_part_is_copied_to: 0,
     a_part_of_a_copy_is_written_in_place: 1,
     nothing_changes: 1,
 }

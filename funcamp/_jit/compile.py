@@ -42,20 +42,21 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ah
         ahead: asks the C++ compiler ahead of time, if given.
     """
     kinds = sorted({example.device.type for example in graph.examples})
+    module, examples = graph.module, graph.examples
     flats: list[FlatInput] = []
     with _no_autocast(kinds), torch.no_grad():
         if backend == "inductor":
-            keep_layouts(graph.module, graph.mode)
-            flats = part_inputs(graph.module, graph.examples, graph.mode)
-        graph.module.recompile()
+            keep_layouts(module, graph.mode)
+            module, examples, flats = part_inputs(module, examples, graph.mode)
+        module.recompile()
         if backend == "inductor":
-            inner = _inductor(graph.module, graph.examples, patches, ahead)
+            inner = _inductor(module, examples, patches, ahead)
         elif backend == "eager":
-            inner = one_by_one(graph.module)
+            inner = one_by_one(module)
         else:
             from torch._dynamo.backends.registry import lookup_backend
 
-            inner = lookup_backend(backend)(graph.module, graph.examples)
+            inner = lookup_backend(backend)(module, examples)
     captured, wrappers = graph.captured, graph.wrappers
 
     def run(values: list[Tensor]) -> list[Tensor]:

@@ -10,6 +10,8 @@ flat tensor is a result, which is copied after the program.
 
 from __future__ import annotations
 
+import copy
+import itertools
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ SMALL = 1 << 20
 MANY = 16
 
 _aten = torch.ops.aten
+_STRIDED = (_aten.as_strided.default, _aten.as_strided_.default, _aten.as_strided_copy.default)
 
 
 class FlatInput(NamedTuple):
@@ -38,47 +41,72 @@ class FlatInput(NamedTuple):
     """Whether its new value is a result."""
 
 
-def part_inputs(module: fx.GraphModule, examples: list[Tensor], mode: AbstractContextManager[Any]) -> list[FlatInput]:
-    """Make the parts of small flat inputs inputs of a graph, after all others; return these flat tensors.
+def part_inputs(
+    module: fx.GraphModule, examples: list[Tensor], mode: AbstractContextManager[Any]
+) -> tuple[fx.GraphModule, list[Tensor], list[FlatInput]]:
+    """Return a graph in which the parts of small flat inputs are inputs, after all others, and these flat tensors.
 
     Args:
-        module: its graph is changed in place; not recompiled. New values of flat tensors become its last results.
-        examples: fake tensors like its inputs; extended.
+        module: a graph; not changed. In the new one, new values of flat tensors are the last results.
+        examples: fake tensors like its inputs; the new graph has more.
         mode: their mode.
     """
-    graph = module.graph
-    copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
-    writes = {node.args[0]: node for node in copies if node.args[0].op == "placeholder"}
-    output = graph.output_node()
+    if not _candidates(module.graph, examples):
+        return module, examples, []
+    graph = copy.deepcopy(module.graph)
+    output, last = graph.output_node(), _last_writes(graph)
     whole: Any = output.args[0]
-    results = list(whole)
-    # A result may share the memory of an input, because Inductor removes copies.
-    apart = {_root(value) for value in [*results, *[node.args[1] for node in writes.values()]]}
-    last = set(writes.values())
-    apart |= {_root(value, views=True) for node in graph.nodes if node not in last for value in _written(node)}
+    results, examples, flats = list(whole), list(examples), []
+    for place, sizes, parts in _candidates(graph, examples):
+        node, example = graph.find_nodes(op="placeholder")[place], examples[place]
+        numbers: list[Any] = [part.args[1] for part in parts]
+        chosen = sorted(set(numbers))
+        flat = FlatInput(place, sizes, chosen, node in last)
+        with mode:
+            new = [torch.empty(sizes[number], dtype=example.dtype, device=example.device) for number in chosen]
+        made = dict(zip(chosen, _further_inputs(graph, f"part_of_{node.name}", new)))
+        examples += new
+        for part, number in zip(parts, numbers):
+            part.replace_all_uses_with(made[number])
+            graph.erase_node(part)
+        if flat.written:
+            results.append(last[node].args[1])
+            graph.erase_node(last[node])
+        flats.append(flat)
+    output.args = (results,)
+    return fx.GraphModule(module, graph), examples, flats
+
+
+def _candidates(graph: fx.Graph, examples: list[Tensor]) -> list[tuple[int, tuple[int, ...], list[fx.Node]]]:
+    """Return the number of every small flat input with many parts, the sizes of its parts, and the nodes of vectors."""
+    last = _last_writes(graph)
+    # Inductor may write a value that is another input after that input. Offsets of as_strided count from the flat one.
+    apart = {_root(node.args[1]) for node in last.values()}
+    for node in graph.nodes:
+        if node.target in _STRIDED:
+            apart.add(_root(node, views=True))
+        if node not in last.values():
+            apart |= {_root(value, views=True) for value in _written(node)}
     found = []
-    for place, (node, example) in enumerate(zip(graph.find_nodes(op="placeholder"), list(examples))):
-        if example.dim() != 1 or example.nbytes > SMALL or node in apart:
+    for place, (node, example) in enumerate(zip(graph.find_nodes(op="placeholder"), examples)):
+        if example.dim() != 1 or not example.is_contiguous() or example.nbytes > SMALL or node in apart:
             continue
         splits = [user for user in node.users if user.target is _aten.split_with_sizes.default]
         sizes = {tuple(split.args[1]) for split in splits}
         parts = [part for split in splits for part in split.users if _is_vector(part)]
-        chosen = sorted({part.args[1] for part in parts})
-        if len(sizes) != 1 or len(chosen) < MANY:
-            continue
-        flat = FlatInput(place, sizes.pop(), chosen, node in writes)
-        with mode:
-            new = [torch.empty(flat.sizes[n], dtype=example.dtype, device=example.device) for n in chosen]
-        made = dict(zip(chosen, _further_inputs(graph, f"part_of_{node.name}", new)))
-        examples += new
-        for part in parts:
-            part.replace_all_uses_with(made[part.args[1]])
-            graph.erase_node(part)
-        if flat.written:
-            results.append(writes[node].args[1])
-            graph.erase_node(writes[node])
-        found.append(flat)
-    output.args = (results,)
+        if len(sizes) == 1 and len({part.args[1] for part in parts}) >= MANY:
+            found.append((place, sizes.pop(), parts))
+    return found
+
+
+def _last_writes(graph: fx.Graph) -> dict[Any, fx.Node]:
+    """Return the copies to inputs with which the graph ends, by input."""
+    found: dict[Any, fx.Node] = {}
+    for node in itertools.islice(reversed(graph.nodes), 1, None):
+        target = node.args[0] if node.target is _aten.copy_.default else None
+        if not isinstance(target, fx.Node) or target.op != "placeholder" or node.users or target in found:
+            break
+        found[target] = node
     return found
 
 
@@ -109,6 +137,11 @@ def parts_of(flats: list[FlatInput], inputs: list[Tensor]) -> list[Tensor]:
 def write_back(flats: list[FlatInput], inputs: list[Tensor], results: list[Tensor]) -> list[Tensor]:
     """Give the flat tensors their new values, the last results of the program; return the others."""
     written = [inputs[flat.place] for flat in flats if flat.written]
+    if not written:
+        return results
+    # Inductor removes additions of 0, products with 1 and copies: a result may be an input.
+    memory = {tensor.untyped_storage().data_ptr() for tensor in written}
+    results = [value.clone() if value.untyped_storage().data_ptr() in memory else value for value in results]
     first = len(results) - len(written)
     for tensor, value in zip(written, results[first:]):
         tensor.copy_(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -121,6 +122,11 @@ class _MaxOver:
 def all_reduce(x: Tensor, op: str, ranks: Ranks) -> Tensor:
     """Return the sum or the max of a real tensor over ranks."""
     return x if ranks.size == 1 else _waited(_ops().all_reduce(x.contiguous(), op, ranks.name))
+
+
+def largest(amax: Tensor, ranks: Ranks) -> Tensor:
+    """Return the largest amaxes of all ranks; infinite for NaN, with which the maxima of backends differ."""
+    return all_reduce(torch.where(torch.isfinite(amax), amax, math.inf), "max", ranks)
 
 
 def all_reduce_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from funcamp._jit.ahead import Ahead
 from funcamp._jit.eager_layouts import keep_layouts, one_by_one
-from funcamp._jit.part_inputs import FlatInput, part_inputs, parts_of, write_back
+from funcamp._jit.part_inputs import FlatInput, further_inputs, part_inputs, write_back
 from funcamp._trace.trace import Graph, parts, with_parts
 
 _log = logging.getLogger("funcamp")
@@ -61,7 +61,7 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ah
 
     def run(values: list[Tensor]) -> list[Tensor]:
         inputs = [*values, *captured]
-        return write_back(flats, inputs, list(inner(*inputs, *parts_of(flats, inputs))))
+        return write_back(flats, inputs, list(inner(*inputs, *further_inputs(flats, inputs))))
 
     def interpreted(values: list[Tensor]) -> list[Tensor]:
         with _no_autocast(kinds):

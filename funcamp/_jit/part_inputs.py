@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from funcamp import _tree
+from funcamp._trace.schema import aliased
+from funcamp._upstream.inductor_writeback import chain_start
 
 #: The largest flat tensor, in bytes, that is worth another copy in every step.
 SMALL = 1 << 20
@@ -51,42 +52,47 @@ def part_inputs(
         examples: fake tensors like its inputs; the new graph has more.
         mode: their mode.
     """
-    if not _candidates(module.graph, examples):
+    placeholders, last = module.graph.find_nodes(op="placeholder"), _last_writes(module.graph)
+    found = _candidates(module.graph, examples, last)
+    if not found:
         return module, examples, []
     graph = copy.deepcopy(module.graph)
-    output, last = graph.output_node(), _last_writes(graph)
+    twins = dict(zip(module.graph.nodes, graph.nodes))
+    output = graph.output_node()
     whole: Any = output.args[0]
     results, examples, flats = list(whole), list(examples), []
-    for place, sizes, parts in _candidates(graph, examples):
-        node, example = graph.find_nodes(op="placeholder")[place], examples[place]
-        numbers: list[Any] = [part.args[1] for part in parts]
-        chosen = sorted(set(numbers))
-        flat = FlatInput(place, sizes, chosen, node in last)
+    for place, sizes, nodes in found:
+        flat_node, example = placeholders[place], examples[place]
+        numbers: list[Any] = [node.args[1] for node in nodes]
+        flat = FlatInput(place, sizes, sorted(set(numbers)), flat_node in last)
         with mode:
-            new = [torch.empty(sizes[number], dtype=example.dtype, device=example.device) for number in chosen]
-        made = dict(zip(chosen, _further_inputs(graph, f"part_of_{node.name}", new)))
+            new = [torch.empty(sizes[number], dtype=example.dtype, device=example.device) for number in flat.chosen]
+        made = dict(zip(flat.chosen, _append_placeholders(graph, f"part_of_{flat_node.name}", new)))
         examples += new
-        for part, number in zip(parts, numbers):
-            part.replace_all_uses_with(made[number])
-            graph.erase_node(part)
+        for node, number in zip(nodes, numbers):
+            twins[node].replace_all_uses_with(made[number])
+            graph.erase_node(twins[node])
         if flat.written:
-            results.append(last[node].args[1])
-            graph.erase_node(last[node])
+            write = twins[last[flat_node]]
+            results.append(write.args[1])
+            graph.erase_node(write)
         flats.append(flat)
     output.args = (results,)
     return fx.GraphModule(module, graph), examples, flats
 
 
-def _candidates(graph: fx.Graph, examples: list[Tensor]) -> list[tuple[int, tuple[int, ...], list[fx.Node]]]:
+def _candidates(
+    graph: fx.Graph, examples: list[Tensor], last: dict[Any, fx.Node]
+) -> list[tuple[int, tuple[int, ...], list[fx.Node]]]:
     """Return the number of every small flat input with many parts, the sizes of its parts, and the nodes of vectors."""
-    last = _last_writes(graph)
     # Inductor may write a value that is another input after that input. Offsets of as_strided count from the flat one.
-    apart = {_root(node.args[1]) for node in last.values()}
+    apart, writes = {chain_start(node.args[1]) for node in last.values()}, set(last.values())
     for node in graph.nodes:
         if node.target in _STRIDED:
-            apart.add(_root(node, views=True))
-        if node not in last.values():
-            apart |= {_root(value, views=True) for value in _written(node)}
+            apart.add(chain_start(node, _is_view))
+        if node not in writes:
+            written = aliased(node.target, node.args, node.kwargs, written=True)
+            apart |= {chain_start(value, _is_view) for value in written}
     found = []
     for place, (node, example) in enumerate(zip(graph.find_nodes(op="placeholder"), examples)):
         if example.dim() != 1 or not example.is_contiguous() or example.nbytes > SMALL or node in apart:
@@ -110,7 +116,7 @@ def _last_writes(graph: fx.Graph) -> dict[Any, fx.Node]:
     return found
 
 
-def _further_inputs(graph: fx.Graph, name: str, examples: list[Tensor]) -> list[fx.Node]:
+def _append_placeholders(graph: fx.Graph, name: str, examples: list[Tensor]) -> list[fx.Node]:
     made = [graph.find_nodes(op="placeholder")[-1]]
     for number, example in enumerate(examples):
         with graph.inserting_after(made[-1]):
@@ -125,7 +131,7 @@ def _is_vector(part: fx.Node) -> bool:
     return all(len(shape) < 2 for shape in shapes)
 
 
-def parts_of(flats: list[FlatInput], inputs: list[Tensor]) -> list[Tensor]:
+def further_inputs(flats: list[FlatInput], inputs: list[Tensor]) -> list[Tensor]:
     """Return the further inputs of a program that has these."""
     found = []
     for flat in flats:
@@ -148,20 +154,6 @@ def write_back(flats: list[FlatInput], inputs: list[Tensor], results: list[Tenso
     return results[:first]
 
 
-def _written(node: fx.Node) -> list[Any]:
-    """Return the arguments that an operation writes."""
+def _is_view(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = [*zip(schema.arguments, node.args), *((one, node.kwargs.get(one.name)) for one in schema.arguments)]
-    return [leaf for one, value in given if one.is_write for leaf in _tree.leaves(value)]
-
-
-def _root(node: Any, *, views: bool = False) -> Any:
-    """Return the start of a chain of operations on one tensor: of any, which may be removed, or of views."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and len(node.all_input_nodes) == 1:
-        schema = getattr(node.target, "_schema", None)
-        if views and schema is not None and not any(result.alias_info for result in schema.returns):
-            break
-        node = node.all_input_nodes[0]
-    return node
+    return schema is None or any(result.alias_info for result in schema.returns)

@@ -6,7 +6,6 @@ grads   = sum over ranks of d(scale * share_r * loss_r) / d(params)
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import boolean, integer
+from funcamp._distributed import collectives
 from funcamp._distributed.collectives import Ranks, all_reduce, all_reduce_each, broadcast, check_alike, ranks_of
 from funcamp._distributed.dtensor import as_part_of, local, settled_sum
 from funcamp._step.shares import Share, weighed
@@ -191,7 +191,7 @@ class DataParallel(Alone):
         """Return the largest amaxes of all ranks that have a share, in one all-reduce; infinite for NaN."""
         if isinstance(share, Tensor):
             amax = torch.where(share == 0, 0.0, amax)
-        return all_reduce(torch.where(torch.isfinite(amax), amax, math.inf), "max", self.ranks)
+        return collectives.largest(amax, self.ranks)
 
     def exchanged(
         self, share: Share, grads: Tree, loss: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]

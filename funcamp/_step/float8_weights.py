@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from funcamp._distributed.collectives import all_gather_each, all_reduce
+from funcamp._distributed.collectives import all_gather_each, largest
 from funcamp._float8.config import FORWARD, Float8Config
 from funcamp._float8.product import Operands, Scales, of_values, operands
 from funcamp._float8.quantize import amax_of, current_scale, quantize, reciprocal
 from funcamp._step.state import TrainState
-from funcamp._storage.compute_copies import Plan, float8_groups, float8_leaves, for_loss, products
-from funcamp._storage.shards import Shards, parts_of
+from funcamp._storage.compute_copies import float8_groups, float8_leaves, for_loss, products
+from funcamp._storage.shards import Shards, pieces_of
 from funcamp._tree import settled
 from funcamp._types import Tree
 
@@ -29,34 +27,38 @@ def weights_in_float8(state: TrainState, stored: Tree, config: Float8Config, del
     delayed: of all layers, shape (layers, 3).
     """
     plan = state.copies.plan
-    given = [None if delayed is None else delayed.at(number, 1) for number in range(len(float8_leaves(plan)))]
-    inputs, _ = for_loss(state.params, state.copies)
+    leaves, (inputs, _) = float8_leaves(plan), for_loss(state.params, state.copies)
+    given = [None if delayed is None else delayed.at(number, 1) for number in range(len(leaves))]
     tracing = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
     gathered: dict[int, Operands] = {}
     if isinstance(stored, Shards) and tracing and not config.by_row:
-        gathered = _gathered(stored, plan, config, dict(zip(float8_leaves(plan), given)))
+        gathered = _gathered(stored, float8_groups(plan, stored.layout), config, dict(zip(leaves, given)))
     return [
         gathered.get(leaf) or operands(inputs[place].detach(), config, scales)
-        for leaf, place, scales in zip(float8_leaves(plan), products(plan), given)
+        for leaf, place, scales in zip(leaves, products(plan), given)
     ]
 
 
 def _gathered(
-    shards: Shards, plan: Plan, config: Float8Config, delayed: dict[int, Scales | None]
+    shards: Shards, chosen: list[int], config: Float8Config, delayed: dict[int, Scales | None]
 ) -> dict[int, Operands]:
-    """Return the operands of the weights whose group is in float8 as a whole, by the number of the weight."""
-    layout, chosen = shards.layout, float8_groups(plan, shards.layout)
+    """Return the operands of the weights in these groups of flat storage, by the number of the weight.
+
+    All tensors of the groups must be in `delayed`, by their numbers.
+    """
+    layout = shards.layout
     held = {group: [number for number, slot in enumerate(layout.slots) if slot.group == group] for group in chosen}
-    parts = {group: parts_of(shards, group) for group in chosen}
+    parts = {group: pieces_of(shards, group) for group in chosen}
     local = {number: part for group in chosen for number, part in zip(held[group], parts[group])}
     if not local:
         return {}
-    amax = torch.stack([amax_of(part) if part.numel() else part.new_zeros(()) for part in local.values()])
-    # Backends differ in the maximum with NaN. An infinite amax makes the products NaN as well.
-    amax = all_reduce(torch.where(torch.isfinite(amax), amax, math.inf), "max", shards.ranks)
-    current = settled(current_scale(amax, FORWARD, config.power_of_two))
-    inverse = settled(reciprocal(current))
-    scales = {number: delayed[number] or Scales(current, inverse).at(place) for place, number in enumerate(local)}
+    amaxes = torch.stack([amax_of(part) if part.numel() else part.new_zeros(()) for part in local.values()])
+    amaxes = largest(amaxes, shards.ranks)
+    scales = {number: scale for number in local if (scale := delayed[number]) is not None}
+    if not scales:
+        current = settled(current_scale(amaxes, FORWARD, config.power_of_two))
+        both = Scales(current, settled(reciprocal(current)))
+        scales = {number: both.at(place) for place, number in enumerate(local)}
     sent = []
     for group in chosen:
         *mine, padding = parts[group]
@@ -67,8 +69,8 @@ def _gathered(
         groups[group] = whole.view(FORWARD)[: sum(layout.pieces[group])]
     values = layout.views(tuple(groups), local)
     made = {}
-    for place, number in enumerate(local):
+    for number, amax in zip(local, amaxes):
         value = values[number]
         assert value is not None
-        made[number] = of_values(value, scales[number].inverse, None if delayed[number] is None else amax[place])
+        made[number] = of_values(value, scales[number].inverse, None if delayed[number] is None else amax)
     return made

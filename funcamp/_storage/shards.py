@@ -101,10 +101,10 @@ def whole(shards: Shards, dtypes: Mapping[int, torch.dtype | None] | None = None
     return FlatParams(tuple(groups), shards.layout)
 
 
-def parts_of(shards: Shards, number: int) -> list[Tensor]:
-    """Return the parts of a group's tensors that are in this rank's slice, then the padding at the end.
+def pieces_of(shards: Shards, number: int) -> list[Tensor]:
+    """Return the pieces of a group's tensors that are in this rank's slice, then the padding at the end.
 
-    A tensor of other ranks has an empty part.
+    A tensor of other ranks has an empty piece.
     """
     group = shards.groups[number]
     assert group is not None

@@ -9,6 +9,7 @@ leaves: with `prev := cur; cur := f(cur)` prev silently gets the new cur, and so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,7 @@ class SnapshotWriteBacks(CustomGraphPass):
         snapshots: dict[Any, torch.fx.Node] = {}
 
         def early(source: Any) -> Any:
-            if not isinstance(source, torch.fx.Node) or _root(source) not in written:
+            if not isinstance(source, torch.fx.Node) or chain_start(source) not in written:
                 return source
             if source not in snapshots:
                 with graph.inserting_before(writes[0]):
@@ -70,9 +71,14 @@ class SnapshotWriteBacks(CustomGraphPass):
         return b"funcamp-snapshot-write-backs-6" + b"-exact" * self._exact
 
 
-def _root(node: torch.fx.Node) -> torch.fx.Node:
+def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> Any:
     """Return the start of a chain of operations on one tensor, any of which may be a view or be removed."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+    while (
+        isinstance(node, torch.fx.Node)
+        and node.op == "call_function"
+        and len(node.all_input_nodes) == 1
+        and follow(node)
+    ):
         node = node.all_input_nodes[0]
     return node
 

@@ -193,10 +193,8 @@ def test_a_leaf_that_is_not_dense_stays_whole() -> None:
 
 
 def test_a_compilation_that_was_interrupted_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, state = (
-        jit(plain, donate=False, compile_after=1),
-        {name: torch.ones(PARTS * WIDTH) for name in ("flat", "other")},
-    )
+    run = jit(plain, donate=False, compile_after=1)
+    state = {name: torch.ones(PARTS * WIDTH) for name in ("flat", "other")}
     run(state, torch.ones(WIDTH))
     other = torch.ones(1, WIDTH)  # another signature, run operation by operation first
     run(state, other)

@@ -37,6 +37,7 @@ from funcamp._types import Tree
 from funcamp._upstream.advice import advise
 from funcamp._upstream.inductor_cpu import corrected
 from funcamp._upstream.inductor_writeback import SnapshotWriteBacks
+from funcamp._upstream.python_stack import with_room
 
 #: Number of leaves whose memory a call of a captured step checks, at 0.15 µs each.
 _WATCHED = 16
@@ -215,7 +216,7 @@ class JitStep:
             given = arranged(given, layouts, owned.memory)
             asks = options.backend == "inductor" and _on_cpu(owned)
             with _compiling(self._task(batch, key)) as progress, Ahead() if asks else contextlib.nullcontext() as ahead:
-                program, results = self._program(key, owned, one, given, layouts, progress, ahead)
+                program, results = with_room(lambda: self._program(key, owned, one, given, layouts, progress, ahead))
         except BaseException as error:
             if not self._programs:  # a state that no program used must not constrain later ones
                 self._owned = self._graphs = self._like = None
@@ -280,7 +281,7 @@ class JitStep:
                 return traced(values)
             with torch.inference_mode(False), _compiling(task) as progress:
                 progress.phase("compiling")
-                now = compiled(self._options.backend)
+                now = with_room(lambda: compiled(self._options.backend))
             self._programs[key] = self._programs[key]._replace(run=now)
             return now(values)
 
@@ -372,21 +373,26 @@ def _compiling(task: str) -> Iterator[Progress]:
     with _lock:  # make_fx and Inductor's options are global to the process
         _thread.compiling = True
         try:
-            with _without_old_objects(), Progress(task) as progress:
+            with _few_collections(), Progress(task) as progress:
                 yield progress
         finally:
             _thread.compiling = False
 
 
 @contextlib.contextmanager
-def _without_old_objects() -> Iterator[None]:
-    """Context manager: the garbage collector looks at new objects only. Those of torch alone take 0.2 s every time."""
-    free = gc.get_freeze_count() == 0
+def _few_collections() -> Iterator[None]:
+    """Context manager: collect garbage seldom, and among new objects only.
+
+    Those of torch alone take 0.2 s every time, and Inductor makes millions that live long.
+    """
+    thresholds, free = gc.get_threshold(), gc.get_freeze_count() == 0
     if free:
         gc.freeze()
+    gc.set_threshold(max(thresholds[0], 100_000) if thresholds[0] else 0, *thresholds[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         if free:
             gc.unfreeze()
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import funcamp
 from funcamp import by_group, jit, numerics, stateless
+from tests.gpu_program.compare import compare
 from tests.gpu_program.steps import step_of
 from tests.support.gpu_program import gpu_backend, on_gpu
 from tests.support.helpers import assert_close, assert_same
@@ -19,32 +20,7 @@ from tests.support.models import Task, cnn, mlp, tied
 
 pytestmark = pytest.mark.inductor  # for the C++ compiler
 
-#: What of a step's metrics is decided by whether a number overflowed.
-DECIDED = ("scale", "found_inf", "exhausted", "saturated", "applied", "skipped", "consecutive_skips")
-
 adamw = stateless(torch.optim.AdamW, lr=1e-2)
-
-
-def compare(
-    step: Any, batch: Callable[[int], Any], tolerance: float, steps: int, *, exact: bool = True, flat: bool = True
-) -> None:
-    """Run both; what overflows decide must be equal bit for bit at every step, the rest close."""
-    program, flags = jit(step, exact=exact), []
-    state, gpu = step.init(flat=flat), step.init(flat=flat)
-    with on_gpu():
-        for number in range(steps):
-            state, expected = step(state, batch(number))
-            gpu, metrics = program(gpu, batch(number))
-            assert_same(gpu.scaler, state.scaler)
-            for name in DECIDED:
-                assert_same(getattr(metrics, name), getattr(expected, name))
-            assert_close(metrics.loss, expected.loss, tolerance)
-            flags.append(expected.found_inf.item())
-    assert_same((gpu.step, gpu.skipped, gpu.consecutive_skips), (state.step, state.skipped, state.consecutive_skips))
-    assert_close((gpu.params, gpu.ema, gpu.buffers), (state.params, state.ema, state.buffers), tolerance)
-    assert_close(gpu.opt_state, state.opt_state, 5 * tolerance)
-    assert flags.count(1.0) >= 2, flags
-    assert flags.count(0.0) >= 2, flags
 
 
 def micro_batches(batch: Callable[[int], tuple[Tensor, Tensor]], count: int = 2) -> Callable[[int], Any]:
@@ -67,22 +43,6 @@ def test_mlp() -> None:
 def test_gpt() -> None:
     task = tied()
     compare(step_of(task.model, task.criterion, adamw, scale=2.0**16, max_value=0.1), task.batch, 1e-2, 6)
-
-
-@pytest.mark.parametrize("float8", ["current", "delayed|history=3"])
-def test_float8(float8: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16))
-
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        draw = torch.Generator().manual_seed(number)
-        large = 2.0**20 if number % 3 == 2 else 1.0  # its gradients overflow at this scale
-        return torch.randn(16, 16, generator=draw), torch.randn(16, 16, generator=draw) * large
-
-    # Triton 3.7's interpreter loses the carry when it rounds up to a power of two: 1.95 becomes 1 instead of 2. AdamW
-    # would make whole steps of that.
-    sgd, policy = stateless(torch.optim.SGD, lr=0.1), f"float8,float8={float8}"
-    compare(step_of(model, F.mse_loss, sgd, policy, 2.0**120, max_norm=1.0), batch, 3e-2, 6)
 
 
 def test_cnn_in_cudnns_layout_with_a_tensor_a_parameter() -> None:

@@ -185,4 +185,6 @@ if __name__ == "__main__":
     fake_cuda.load()
     import pytest
 
-    sys.exit(pytest.main(sys.argv[1:]))
+    from funcamp._upstream.python_stack import with_room
+
+    sys.exit(with_room(lambda: pytest.main(sys.argv[1:])))

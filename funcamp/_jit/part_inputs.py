@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from funcamp._trace.schema import aliased
-from funcamp._upstream.inductor_writeback import chain_start
+from funcamp._upstream.inductor_writeback import chain_start, is_view
 
 #: The largest flat tensor, in bytes, that is worth another copy in every step.
 SMALL = 1 << 20
@@ -89,10 +89,10 @@ def _candidates(
     apart, writes = {chain_start(node.args[1]) for node in last.values()}, set(last.values())
     for node in graph.nodes:
         if node.target in _STRIDED:
-            apart.add(chain_start(node, _is_view))
+            apart.add(chain_start(node, is_view))
         if node not in writes:
             written = aliased(node.target, node.args, node.kwargs, written=True)
-            apart |= {chain_start(value, _is_view) for value in written}
+            apart |= {chain_start(value, is_view) for value in written}
     found = []
     for place, (node, example) in enumerate(zip(graph.find_nodes(op="placeholder"), examples)):
         if example.dim() != 1 or not example.is_contiguous() or example.nbytes > SMALL or node in apart:
@@ -143,17 +143,7 @@ def further_inputs(flats: list[FlatInput], inputs: list[Tensor]) -> list[Tensor]
 def write_back(flats: list[FlatInput], inputs: list[Tensor], results: list[Tensor]) -> list[Tensor]:
     """Give the flat tensors their new values, the last results of the program; return the others."""
     written = [inputs[flat.place] for flat in flats if flat.written]
-    if not written:
-        return results
-    # Inductor removes additions of 0, products with 1 and copies: a result may be an input.
-    memory = {tensor.untyped_storage().data_ptr() for tensor in written}
-    results = [value.clone() if value.untyped_storage().data_ptr() in memory else value for value in results]
     first = len(results) - len(written)
     for tensor, value in zip(written, results[first:]):
         tensor.copy_(value)
     return results[:first]
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or any(result.alias_info for result in schema.returns)

@@ -1,4 +1,7 @@
-"""An Inductor pass that keeps donated state correct if a new leaf is an old one, or a view of it.
+"""An Inductor pass that keeps inputs and results apart, and donated state correct if a new leaf is an old one.
+
+No result of a traced step is an input. But Inductor removes a product with 1 or a sum with 0, and what is left may be
+an input, which the caller may write later.
 
 A donated step ends in one `old.copy_(new)` per leaf. Every new value is a snapshot, taken before the first write. But
 Inductor removes a snapshot that only copies an input (`remove_noop_ops`), and then writes back in the order of the
@@ -27,7 +30,7 @@ _COPY = _aten.copy_.default
 
 
 class SnapshotWriteBacks(CustomGraphPass):
-    """Computes, before the first write, written or returned values that are inputs to be written.
+    """Computes results that are inputs, and before the first write whatever is an input to be written.
 
     Args:
         exact: part of the pass's name in Inductor's cache, which does not know what `corrected` changes.
@@ -40,35 +43,37 @@ class SnapshotWriteBacks(CustomGraphPass):
         """Change the graph in place."""
         writes = [n for n in graph.nodes if n.target is _COPY and isinstance(n.args[0], torch.fx.Node)]
         writes = [n for n in writes if n.args[0].op == "placeholder"]
-        if not writes:
-            return
         written = {n.args[0] for n in writes}
         for target in written:
             if target.meta["val"].is_complex():
                 _read_early(graph, target)
-        if not _upstream.WRITE_BACK_ORDER.present:
-            return
+        output = graph.output_node()
         snapshots: dict[Any, torch.fx.Node] = {}
 
-        def early(source: Any) -> Any:
-            if not isinstance(source, torch.fx.Node) or chain_start(source) not in written:
+        def early(source: Any, unsafe: bool) -> Any:
+            if not unsafe:
                 return source
             if source not in snapshots:
-                with graph.inserting_before(writes[0]):
+                with graph.inserting_before(writes[0] if writes else output):
                     snapshots[source] = _recomputed(graph, source)
             return snapshots[source]
 
+        def late(source: Any) -> bool:
+            return _upstream.WRITE_BACK_ORDER.present and chain_start(source) in written
+
+        def is_input(result: Any) -> bool:
+            start = chain_start(result, is_view)
+            return isinstance(start, torch.fx.Node) and start.op == "placeholder"
+
         for write in writes:
             target, source, *rest = write.args
-            if source is not target:
-                write.args = (target, early(source), *rest)
-        output = graph.output_node()
+            write.args = (target, early(source, source is not target and late(source)), *rest)
         results: Any = output.args[0]
-        output.args = (type(results)(early(result) for result in results),)
+        output.args = (type(results)(early(result, is_input(result) or late(result)) for result in results),)
 
     def uuid(self) -> bytes:
         """Return the name in Inductor's cache; change it with every change of the pass or of `corrected`."""
-        return b"funcamp-snapshot-write-backs-6" + b"-exact" * self._exact
+        return b"funcamp-snapshot-write-backs-7" + b"-exact" * self._exact
 
 
 def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> Any:
@@ -81,6 +86,12 @@ def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: T
     ):
         node = node.all_input_nodes[0]
     return node
+
+
+def is_view(node: torch.fx.Node) -> bool:
+    """Return whether an operation's result may share memory with its argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(result.alias_info for result in schema.returns)
 
 
 def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:

@@ -375,3 +375,28 @@ def test_a_new_state_in_other_strides_than_the_first() -> None:
         expected = expected.t() + 1
         state, _ = run(state, torch.ones(()))
         assert_same(state["w"], expected)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("donate", [True, False])
+def test_results_that_the_compiler_finds_equal_to_inputs_have_memory_of_their_own(donate: bool) -> None:
+    constant = torch.arange(4.0)
+
+    def step(state: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
+        x, gate, number = batch["x"], batch["gate"], batch["number"]
+        equal = [x * torch.ones(4), x + torch.zeros(4), x - 0 * torch.ones(4), x / torch.ones(4), (x * 1)[1:] * 1]
+        equal += [x.double().float(), x.view(2, 2).transpose(0, 1).mT.reshape(4) * 1, torch.cat([x]), gate | False]
+        equal += [number * torch.ones(4, dtype=torch.int64), constant * torch.ones(4), state * torch.ones(4), x]
+        return state * torch.ones(4), equal
+
+    run = jit(step, donate=donate)
+    state = torch.arange(4.0)
+    batch = {"x": torch.arange(4.0), "gate": torch.ones(4, dtype=torch.bool), "number": torch.arange(4)}
+    expected = clone(step(state, batch))
+    new, found = run(state, batch)
+    given = [*batch.values(), constant, *([] if donate else [state])]
+    for value in [*found, *([] if donate else [new])]:
+        assert not any(Memory([value]).meets(other) for other in given)
+    for value in given:
+        value.zero_()
+    assert_same((new, found), expected)

@@ -5,7 +5,7 @@
 It needs torch, numpy, pytest and what torch.compile needs, installs nothing, and takes JAX, optax and matplotlib if
 they are there. A part goes on past a line that fails or takes too long, says at the end which did, and fails then. What
 was measured is in the result files with every row. --device, --sizes and --rounds replace those of every line of a
-part: with `--device cpu` and a small size they rehearse it.
+part: with `--device cpu` and a small size they rehearse it, in four times the time.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def main() -> None:
         for line in PARTS[part]:
             sizes = args.sizes or ";".join(line.sizes)
             command = [sys.executable, f"benchmarks/{line.script}.py", *given, *line.options, "--sizes", sizes]
-            if wrong := run(command, line.seconds):
+            if wrong := run(command, line.seconds * (4 if args.device == "cpu" else 1)):
                 failed.append(f"{part}: {line.script}.py: {wrong}")
         print(f"==== {part}: {time.monotonic() - start:.0f} s", flush=True)
     print(*(failed[:SHOWN] or ["nothing failed"]), sep="\n")

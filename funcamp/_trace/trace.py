@@ -430,6 +430,7 @@ class _Watch(TorchDispatchMode):
 
     def settle(self, given: list[Tensor], *, failed: bool = False) -> None:
         """Give the tensors of a trace that Python has kept their values, computed from these arguments."""
+        self._leave_to_graphs()
         if any(ref() is not None for ref, _ in self._made.values()):
             gc.collect()  # autograd's nodes and what they refer to form cycles
         kept: list[Any] = [(ref(), node) for ref, node in self._made.values() if ref() is not None]
@@ -446,6 +447,14 @@ class _Watch(TorchDispatchMode):
             if id(value) in real:
                 values[node] = real[id(value)].detach()
         settle(kept, root, values, failed=failed)
+
+    def _leave_to_graphs(self) -> None:
+        """Give graphs inside the graph, such as the body of a scan, examples that are not tensors of the trace."""
+        for module in self._tracer.root.modules():
+            for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+                value = node.meta.get("val")
+                if isinstance(value, Tensor) and id(value) in self._made:
+                    node.meta["val"] = value.detach()
 
 
 #: The place of an offset in the memory of the first argument.

@@ -216,3 +216,14 @@ def test_recurrent_layers(kind: Any, dtype: str | None, caplog: pytest.LogCaptur
     else:
         assert_same(runs[1], runs[0])
     assert not [record for record in caplog.records if record.name == "funcamp"]
+
+
+def test_the_body_of_a_scan_keeps_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    adam = stateless(torch.optim.Adam)
+    step = make_train_step(module_loss(model, F.mse_loss), adam, accumulate=2, scan=True)
+    batch, state = (torch.ones(2, 3, 4), torch.zeros(2, 3, 4)), step.init()
+    expected, _ = step(state, batch)
+    run = jit(step, backend="eager")
+    assert_same(run(state, batch)[0].params, expected.params)
+    assert not [record for record in caplog.records if record.name == "funcamp"]

@@ -190,9 +190,15 @@ def arguments(doc: str | None, rounds: int = 9) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--sizes", help="names, separated by semicolons")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--rounds", type=_rounds, default=rounds, help="2 or more: quartiles are of several")
     parser.add_argument("--out", type=Path, help="folder for a dated .md and .json")
     return parser
+
+
+def _rounds(given: str) -> int:
+    if not given.isdecimal() or int(given) < 2:
+        raise argparse.ArgumentTypeError(f"must be an int >= 2; got {given}")
+    return int(given)
 
 
 def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace, known: dict[str, Size]) -> dict[str, Size]:

@@ -13,6 +13,7 @@ but for rounding).
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import math
@@ -166,6 +167,9 @@ def one(name: str, dtype: str, parity: bool) -> Row:
     if not parity:
         row |= speed(name, dtype)  # first: its first calls find nothing compiled
         row["compiled"] = attempt(lambda: by_funcamp(name, dtype, funcamp.jit), wanted, first)
+        if dtype == "float16":
+            exact = functools.partial(funcamp.jit, exact=True)
+            row["exact"] = attempt(lambda: by_funcamp(name, dtype, exact), wanted, first)
         row["torch's compiled"] = attempt(lambda: by_torch(name, dtype, compiled=True), wanted, first)
     return row
 
@@ -210,6 +214,15 @@ def in_a_process(name: str, dtype: str) -> Row:
         return row | {"failed": type(error).__name__}
 
 
+def compiled_columns(dtype: str) -> dict[str, str]:
+    """What a table of compiled steps has beside the model; how exact a step rounds matters for float16's overflows."""
+    labels = ("funcamp.jit", "torch.compile(model)")
+    exact = {"with exact=True": "exact"} if dtype == "float16" else {}
+    columns = {labels[0]: "compiled", **exact, labels[1]: "torch's compiled"}
+    columns |= {f"{label}, time over eager": f"{label} ratio" for label in labels}
+    return columns | {f"{label}, first call s": f"{label} first_call_s" for label in labels}
+
+
 def main() -> None:
     """Run all, and write what is known after each."""
     parser = arguments(__doc__)
@@ -221,21 +234,19 @@ def main() -> None:
     if args.one:
         print("\n" + json.dumps(one(next(iter(names)), args.one, parity=False)))
         return
-    columns = {"model": "size", "dtype": "variant"}
+    facts = about("cpu", steps=STEPS, **{name: importlib.metadata.version(name) for name in (*PACKAGES, *ALSO)})
+    title, columns = "Models of public packages", {"model": "size", "dtype": "variant"}
     if args.parity:
         columns |= {"parameters": "parameters", "skipped": "skips", "eager step": "eager", "traced": "traced"}
-    else:
-        columns |= {"funcamp.jit": "compiled", "torch.compile(model)": "torch's compiled"}
-        labels = ("funcamp.jit", "torch.compile(model)")
-        columns |= {f"{label}, time over eager": f"{label} ratio" for label in labels}
-        columns |= {f"{label}, first call s": f"{label} first_call_s" for label in labels}
-    versions = {package: importlib.metadata.version(package) for package in (*PACKAGES, *ALSO)}
-    facts = about("cpu", steps=STEPS, **versions)
-    stem = "coverage-parity-cpu" if args.parity else "coverage-cpu"
-    report = Report(args.out, stem, "Models of public packages", facts, columns)
-    for name in names:
-        for dtype in args.dtypes.split(";"):
-            report.add([one(name, dtype, parity=True) if args.parity else in_a_process(name, dtype)])
+        report = Report(args.out, "coverage-parity-cpu", title, facts, columns)
+        for name in names:
+            report.add(one(name, dtype, parity=True) for dtype in args.dtypes.split(";"))
+        return
+    for dtype in args.dtypes.split(";"):
+        also = compiled_columns(dtype)
+        report = Report(args.out, f"coverage-{dtype}-cpu", f"{title}, compiled", facts, columns | also)
+        for name in names:
+            report.add([in_a_process(name, dtype)])
 
 
 if __name__ == "__main__":

@@ -623,5 +623,8 @@ class TrainStep:
             old, new = before.get(name), after.get(name)
             if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
                 was, now = (_tree.describe(value) if value is not None else "nothing" for value in (old, new))
-                raise ValueError(f"step: loss_fn must return buffers like those given; {name!r} was {was}, is {now}")
+                raise ValueError(
+                    f"step: loss_fn must return buffers like those given; {name!r} was {was}, is {now}; call a model "
+                    "that fills a buffer in its first call once before init"
+                )
         return {name: after[name] for name in before}, aux

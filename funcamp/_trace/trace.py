@@ -34,7 +34,7 @@ from funcamp._trace.kept_tensors import settle
 from funcamp._trace.random_numbers import Draws
 from funcamp._trace.slices import Wanted, current
 from funcamp._trace.unread_gathers import drop_unread_gathers
-from funcamp._trace.user_line import INSTEAD, READS, in_stack, in_traceback
+from funcamp._trace.user_line import INSTEAD, READS, in_stack, in_traceback, raised_here
 from funcamp._types import Tree
 from funcamp._upstream.whole_operations import keep_whole
 
@@ -126,6 +126,23 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
         RuntimeError: fn accumulates gradients in a tensor that is not an argument.
         Exception: any error of fn.
     """
+    try:
+        return _traced(fn, args, home, _as_if_compiling())
+    except Exception as error:
+        if isinstance(error, HostError) or raised_here(error):
+            raise
+        try:  # models that take a mask to be given when they are compiled fail without one, and make it otherwise
+            return _traced(fn, args, home, contextlib.nullcontext())
+        except Exception:
+            raise error from None
+
+
+def _traced(
+    fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]],
+    args: list[Tensor],
+    home: Set[str],
+    told: contextlib.AbstractContextManager[None],
+) -> Graph:
     for name in (FakeTensor, FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass):
         _upstream.check(name)
     if _upstream.ENDED_THREAD.present:
@@ -160,7 +177,7 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
     try:
         # On a GPU autograd would call backward in another thread, outside these modes.
         with (
-            _as_if_compiling(),
+            told,
             _unchecked_distributions(),
             _fresh_casts(),
             torch.autograd.set_multithreading_enabled(False),

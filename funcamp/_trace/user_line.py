@@ -12,17 +12,18 @@ import torch
 
 READS = "not read a tensor's value on the host (no .item(), no branch on a tensor, no shape that follows from values)"
 INSTEAD = "take torch.where or a mask of fixed shape instead, and return in the metrics what you want to read"
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+_HERE = str(Path(__file__).parent.parent)
+_OURS = (str(Path(torch.__file__).parent), _HERE, "<")
 
 
 def in_traceback(error: BaseException) -> str:
     """Return the innermost line of user code in an error's traceback."""
-    frames: list[tuple[FrameType, int]] = []
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        frames.append((trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    return _first_of_users(reversed(frames))
+    return _first_of_users(iter(_frames(error)))
+
+
+def raised_here(error: BaseException) -> bool:
+    """Return whether a line of this package raised an error: about its own arguments, not in a user's code."""
+    return _frames(error)[0][0].f_code.co_filename.startswith(_HERE)
 
 
 def in_stack() -> str:
@@ -33,6 +34,16 @@ def in_stack() -> str:
         frames.append((frame, frame.f_lineno))
         frame = frame.f_back
     return _first_of_users(iter(frames))
+
+
+def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Return the frames of an error's traceback and their lines, the innermost first."""
+    frames: list[tuple[FrameType, int]] = []
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return frames[::-1]
 
 
 def _first_of_users(frames: Iterator[tuple[FrameType, int]]) -> str:

@@ -107,6 +107,34 @@ def test_a_modules_kept_buffer_is_not_the_batch(mode: str) -> None:
     assert_same(x, X)
 
 
+class Caches(nn.Linear):
+    """Its first call fills a buffer, which has another shape before."""
+
+    places: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.register_buffer("places", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.places.shape[0] != x.shape[0]:
+            self.places = torch.arange(x.shape[0], dtype=self.weight.dtype)
+        return super().forward(x) + self.places[:, None]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_buffer_that_a_first_call_fills_needs_that_call(mode: str) -> None:
+    model = Caches()
+    loss_fn = module_loss(model, lambda output, _: output.square().mean())
+    step, batch = make_train_step(loss_fn, SGD, CONFIG, policy="bfloat16"), (X, torch.zeros(()))
+    with pytest.raises(ValueError, match=r"'places' was .*\(1,\).* is .*; call a model .* once before init"):
+        MODES[mode](step)(step.init(), batch)
+    model(X)
+    state, metrics = MODES[mode](step)(step.init(), batch)
+    assert metrics.found_inf == 0
+    assert torch.equal(state.buffers["places"], torch.arange(float(X.shape[0])))
+
+
 PAIR = r"\(loss, \(buffers, aux\)\)"
 BESIDE: dict[str, tuple[bool, Any, type[Exception], str]] = {
     "aux forgotten": (True, lambda b: {"n": b["n"], "k": b["n"]}, TypeError, PAIR),

@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcamp import ScalerConfig, init, jit, loss, make_train_step, module_loss, scaled_grad_and_value, stateless
+from funcamp import (
+    ScalerConfig,
+    clip_grad_norm,
+    init,
+    jit,
+    loss,
+    make_train_step,
+    module_loss,
+    scaled_grad_and_value,
+    stateless,
+)
 from tests.recipes import advance, scaler_for, values
 from tests.support.helpers import assert_same
 
@@ -177,6 +187,37 @@ def test_what_python_does_it_does_when_traced(capsys: pytest.CaptureFixture[str]
     assert state["x"].item() == 4
     assert capsys.readouterr().out == "a batch of (2,) True\n"
     assert not torch.compiler.is_compiling()
+
+
+def test_a_model_that_fails_when_it_is_compiled_is_traced_as_in_eager_mode() -> None:
+    seen = []
+
+    def step(state: Any, batch: Tensor, mask: Tensor | None = None) -> Any:
+        seen.append(torch.compiler.is_compiling())
+        if mask is None and not torch.compiler.is_compiling():
+            mask = torch.ones_like(batch)
+        return add(state, batch * mask[:])  # type: ignore[index]
+
+    run, state = compiled(step), start()
+    for _ in range(2):
+        state, _ = run(state, torch.ones(2))
+    assert state["x"].item() == 4
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+def test_an_error_is_that_of_the_first_attempt(theirs: bool) -> None:
+    seen = []
+
+    def step(state: Any, batch: Tensor) -> Any:
+        seen.append(torch.compiler.is_compiling())
+        if theirs:
+            raise KeyError(f"attempt {len(seen)}")
+        return add(state, clip_grad_norm(batch, max_norm=-1.0)[0])
+
+    with pytest.raises(KeyError if theirs else ValueError, match="attempt 1" if theirs else "max_norm must be"):
+        compiled(step)(start(), torch.ones(2))
+    assert seen == ([True, False] if theirs else [True])  # what funcamp refuses it refuses again
 
 
 class Keeps(nn.Module):

@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from funcamp import _tree, _upstream
+from funcamp._trace.host_draws import HostDraws, line_of_draw
 from funcamp._trace.kept_tensors import settle
 from funcamp._trace.random_numbers import Draws
 from funcamp._trace.slices import Wanted, current
@@ -122,27 +123,37 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
         home: the types of device that it must not leave.
 
     Raises:
-        HostError: an operation moves a tensor from home to another type of device, or reads it.
+        HostError: an operation moves a tensor from home to another type of device, or reads it; Python draws numbers.
         RuntimeError: fn accumulates gradients in a tensor that is not an argument.
         Exception: any error of fn.
     """
+    draws = HostDraws()
     try:
-        return _traced(fn, args, home, _as_if_compiling())
+        graph, told = _traced(fn, args, home, told=True), True
     except Exception as error:
         if isinstance(error, HostError) or raised_here(error):
             raise
         try:  # models that take a mask to be given when they are compiled fail without one, and make it otherwise
-            return _traced(fn, args, home, contextlib.nullcontext())
+            graph, told = _traced(fn, args, home, told=False), False
         except Exception:
             raise error from None
+    # Another thread may have drawn, such as one that loads data.
+    if (names := draws.since()) and (line := line_of_draw(lambda: _traced(fn, args, home, told))):
+        draws.undo()
+        raise HostError(
+            f"not draw from {names}, as the program would repeat the numbers at every step; {line} does: draw from "
+            "torch's generator, or pass the numbers in the batch"
+        )
+    return graph
 
 
 def _traced(
     fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]],
     args: list[Tensor],
     home: Set[str],
-    told: contextlib.AbstractContextManager[None],
+    told: bool,
 ) -> Graph:
+    """Trace once, while torch.compiler.is_compiling is True if `told`."""
     for name in (FakeTensor, FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass):
         _upstream.check(name)
     if _upstream.ENDED_THREAD.present:
@@ -177,7 +188,7 @@ def _traced(
     try:
         # On a GPU autograd would call backward in another thread, outside these modes.
         with (
-            told,
+            _as_if_compiling() if told else contextlib.nullcontext(),
             _unchecked_distributions(),
             _fresh_casts(),
             torch.autograd.set_multithreading_enabled(False),

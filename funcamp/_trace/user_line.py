@@ -26,14 +26,14 @@ def raised_here(error: BaseException) -> bool:
     return _frames(error)[0][0].f_code.co_filename.startswith(_HERE)
 
 
-def in_stack() -> str:
-    """Return the innermost line of user code in the current call stack."""
+def in_stack(beside: tuple[str, ...] = ()) -> str:
+    """Return the innermost line of user code in the current call stack, outside of files that start with `beside`."""
     frames: list[tuple[FrameType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         frames.append((frame, frame.f_lineno))
         frame = frame.f_back
-    return _first_of_users(iter(frames))
+    return _first_of_users(iter(frames), beside)
 
 
 def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
@@ -46,9 +46,9 @@ def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
     return frames[::-1]
 
 
-def _first_of_users(frames: Iterator[tuple[FrameType, int]]) -> str:
+def _first_of_users(frames: Iterator[tuple[FrameType, int]], beside: tuple[str, ...] = ()) -> str:
     for frame, line in frames:
         name = frame.f_code.co_filename
-        if not name.startswith(_OURS):
+        if not name.startswith((*_OURS, *beside)):
             return f"{name}:{line} ({linecache.getline(name, line).strip()})"
     return "a line that is not known"

@@ -1,0 +1,77 @@
+"""Numbers that Python or numpy draws in a step: refused with the line, as a program would repeat them."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from random import random as uniform
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from funcamp import jit
+
+DRAWS: dict[str, tuple[Callable[[], Any], str]] = {
+    "random": (lambda: random.random(), "Python's random"),
+    "imported": (lambda: uniform(), "Python's random"),
+    "a choice": (lambda: random.choice([1.0, 2.0]), "Python's random"),
+    "seeded": (lambda: random.seed(1) or 1.0, "Python's random"),
+    "numpy": (lambda: float(np.random.rand()), "numpy.random"),
+    "a permutation": (lambda: float(np.random.permutation(3)[0]), "numpy.random"),
+    "both": (lambda: random.random() + float(np.random.rand()), "Python's random and numpy.random"),
+}
+
+
+def compiled(draw: Callable[[], Any]) -> Any:
+    return jit(lambda state, x: (state + x.sum() * draw(), None), backend="eager")
+
+
+def generators() -> bytes:
+    return pickle.dumps((random.getstate(), np.random.get_state()))
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_is_refused_with_its_line(name: str) -> None:
+    draw, owner = DRAWS[name]
+    before, state = generators(), torch.zeros(())
+    with pytest.raises(
+        RuntimeError, match=rf"draw from {owner}, as .*test_host_draws.py:\d+ \(.* does: draw from torch"
+    ):
+        compiled(draw)(state, torch.ones(2))
+    assert generators() == before
+    assert state == 0
+
+
+def put_back() -> float:
+    before = random.getstate()
+    drawn = random.random()
+    random.setstate(before)
+    return drawn
+
+
+@pytest.mark.parametrize(
+    "draw", [put_back, lambda: random.Random(0).random(), lambda: np.random.default_rng(0).random()]
+)
+def test_what_draws_the_same_at_every_step_is_taken(draw: Callable[[], float]) -> None:
+    state, run = torch.zeros(()), compiled(draw)
+    for count in (1, 2):
+        state, _ = run(state, torch.ones(2))
+        torch.testing.assert_close(state, torch.tensor(2.0 * draw() * count))
+
+
+def test_another_thread_may_draw() -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        thread = threading.Thread(target=lambda: (random.random(), np.random.rand()))
+        thread.start()
+        thread.join()
+        return state + x.sum(), None
+
+    before = generators()
+    state, _ = jit(step, backend="eager")(torch.zeros(()), torch.ones(2))
+    assert state == 2
+    assert generators() != before

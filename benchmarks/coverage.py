@@ -37,6 +37,8 @@ ALSO = ("diffusers", "peft", "torch_geometric", "scipy")
 SECONDS = 900
 """For one model in one dtype."""
 
+Make = Callable[[], Task]
+"""A fresh model of the same numbers, with its batches."""
 History = tuple[list[tuple[float, bool]], dict[str, Tensor], list[float]]
 
 
@@ -72,19 +74,19 @@ def loss_of(given: Task, batch: Any) -> Tensor:
     return out if isinstance(out, Tensor) else out.loss
 
 
-def batches(given: Task) -> list[Any]:
+def batches(given: Task, steps: int = STEPS) -> list[Any]:
     """The batches of a run."""
     torch.manual_seed(1)
-    return [given.batch() for _ in range(STEPS)]
+    return [given.batch() for _ in range(steps)]
 
 
-def by_torch(name: str, dtype: str, compiled: bool = False) -> History:
+def by_torch(make: Make, dtype: str, compiled: bool = False, steps: int = STEPS) -> History:
     """Scales and skips, the parameters after the run, and the losses."""
-    given = task(name)
+    given = make()
     model: Any = torch.compile(given.model) if compiled else given.model
     step, scaler = torch_loop(given._replace(model=model), dtype)
     trail, losses = [], []
-    rows = batches(given)
+    rows = batches(given, steps)
     torch.manual_seed(2)
     for batch in rows:
         loss, skipped = step(batch)
@@ -102,12 +104,12 @@ def step_of(given: Task, dtype: str) -> tuple[Any, Any]:
     return step, step.init(consume=True)
 
 
-def by_funcamp(name: str, dtype: str, wrap: Callable[[Any], Any]) -> History:
+def by_funcamp(make: Make, dtype: str, wrap: Callable[[Any], Any], steps: int = STEPS) -> History:
     """The same of funcamp's step."""
-    given = task(name)
+    given = make()
     step, state = step_of(given, dtype)
     run, trail, losses = wrap(step), [], []
-    rows = batches(given)
+    rows = batches(given, steps)
     torch.manual_seed(2)
     for batch in rows:
         state, metrics = run(state, batch)
@@ -150,42 +152,43 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def one(name: str, dtype: str, parity: bool) -> Row:
+def one(name: str, make: Make, dtype: str, parity: bool, steps: int = STEPS) -> Row:
     """The row of a model in a dtype."""
     warnings.simplefilter("ignore")
-    first = {key: value.detach().clone() for key, value in task(name).model.named_parameters()}
+    first = {key: value.detach().clone() for key, value in make().model.named_parameters()}
     row: Row = {"size": name, "variant": dtype, "parameters": sum(value.numel() for value in first.values())}
     try:
-        wanted = by_torch(name, dtype)
-    except RuntimeError as error:
+        wanted = by_torch(make, dtype, steps=steps)
+    except Exception as error:
         return row | {"failed": f"torch's own loop: {error}".splitlines()[0][:120]}
     row["skips"] = sum(skipped for _, skipped in wanted[0])
-    row["eager"] = attempt(lambda: by_funcamp(name, dtype, lambda step: step), wanted, first)
-    row["traced"] = attempt(
-        lambda: by_funcamp(name, dtype, lambda step: funcamp.jit(step, backend="eager")), wanted, first
-    )
+
+    def ours(wrap: Callable[[Any], Any]) -> str:
+        return attempt(lambda: by_funcamp(make, dtype, wrap, steps), wanted, first)
+
+    row["eager"] = ours(lambda step: step)
+    row["traced"] = ours(functools.partial(funcamp.jit, backend="eager"))
     if not parity:
-        row |= speed(name, dtype)  # first: its first calls find nothing compiled
-        row["compiled"] = attempt(lambda: by_funcamp(name, dtype, funcamp.jit), wanted, first)
+        row |= speed(name, make, dtype)  # first: its first calls find nothing compiled
+        row["compiled"] = ours(funcamp.jit)
         if dtype == "float16":
-            exact = functools.partial(funcamp.jit, exact=True)
-            row["exact"] = attempt(lambda: by_funcamp(name, dtype, exact), wanted, first)
-        row["torch's compiled"] = attempt(lambda: by_torch(name, dtype, compiled=True), wanted, first)
+            row["exact"] = ours(functools.partial(funcamp.jit, exact=True))
+        row["torch's compiled"] = attempt(lambda: by_torch(make, dtype, compiled=True), wanted, first)
     return row
 
 
-def speed(name: str, dtype: str) -> Row:
+def speed(name: str, make: Make, dtype: str) -> Row:
     """Seconds of the first calls, and the time of a step over the eager loop's."""
 
     def loop(compiled: bool) -> Variant:
-        given = task(name)
+        given = make()
         batch = batches(given)[0]
         model: Any = torch.compile(given.model) if compiled else given.model
         step, _ = torch_loop(given._replace(model=model), dtype)
         return torch_variant(lambda: step(batch), "cpu")
 
     def ours() -> Variant:
-        given = task(name)
+        given = make()
         batch = batches(given)[0]
         step, state = step_of(given, dtype)
         run, held = funcamp.jit(step), [state]
@@ -232,7 +235,8 @@ def main() -> None:
     args = parser.parse_args()
     names = chosen(parser, args, ZOO)
     if args.one:
-        print("\n" + json.dumps(one(next(iter(names)), args.one, parity=False)))
+        name = next(iter(names))
+        print("\n" + json.dumps(one(name, functools.partial(task, name), args.one, parity=False)))
         return
     facts = about("cpu", steps=STEPS, **{name: importlib.metadata.version(name) for name in (*PACKAGES, *ALSO)})
     title, columns = "Models of public packages", {"model": "size", "dtype": "variant"}
@@ -240,7 +244,8 @@ def main() -> None:
         columns |= {"parameters": "parameters", "skipped": "skips", "eager step": "eager", "traced": "traced"}
         report = Report(args.out, "coverage-parity-cpu", title, facts, columns)
         for name in names:
-            report.add(one(name, dtype, parity=True) for dtype in args.dtypes.split(";"))
+            make = functools.partial(task, name)
+            report.add(one(name, make, dtype, parity=True) for dtype in args.dtypes.split(";"))
         return
     for dtype in args.dtypes.split(";"):
         also = compiled_columns(dtype)

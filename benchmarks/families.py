@@ -26,8 +26,9 @@ from _timing import Report, Row, about, arguments, chosen
 from _zoo import LABELS, SIDE, VOCABULARY, Task
 from coverage import one
 
-STEPS, SECONDS, LARGEST = 12, 240, 40_000_000
-DTYPES = {"timm": "bfloat16", "transformers": "float16"}
+SECONDS, LARGEST = 240, 40_000_000
+#: The dtype, and the steps: convolutions take a second each in float16 on a CPU, and no step overflows in bfloat16.
+RUNS = {"timm": ("bfloat16", 4), "transformers": ("float16", 12)}
 
 SMALL = re.compile(r"test_|atto|femto|pico|nano|xxs|tiny|_t$|_s0|_050|_035|small|mini|b0|18|_00[248]")
 
@@ -170,7 +171,7 @@ def models(package: str) -> dict[str, Callable[[], Task]]:
     return found
 
 
-def row(name: str, make: Callable[[], Task], dtype: str) -> Row:
+def row(name: str, make: Callable[[], Task], dtype: str, steps: int) -> Row:
     """The row of a model; "failed" where nothing of funcamp was reached."""
 
     def seeded() -> Task:
@@ -187,9 +188,9 @@ def row(name: str, make: Callable[[], Task], dtype: str) -> Row:
     except Exception as error:
         return {"size": name, "variant": dtype, "failed": f"not built: {type(error).__name__}"}
     else:
-        found = one(name, seeded, dtype, parity=True, steps=STEPS)
-        overflows = found.get("skips") == STEPS
-        return one(name, seeded, "bfloat16", parity=True, steps=STEPS) if overflows else found
+        found = one(name, seeded, dtype, parity=True, steps=steps)
+        overflows = found.get("skips") == steps
+        return one(name, seeded, "bfloat16", parity=True, steps=steps) if overflows else found
     finally:
         signal.alarm(0)
 
@@ -207,20 +208,20 @@ def counted(rows: list[Row]) -> Iterator[str]:
 def main() -> None:
     """Run all, and write what is known after each."""
     parser = arguments(__doc__)
-    parser.add_argument("package", choices=DTYPES)
+    parser.add_argument("package", choices=RUNS)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     known = models(args.package)
     names = chosen(parser, args, dict.fromkeys(known))
     columns = {"model": "size", "dtype": "variant", "parameters": "parameters", "skipped": "skips"}
-    facts = about("cpu", steps=STEPS, **{args.package: __import__(args.package).__version__})
+    facts = about("cpu", steps=steps, **{args.package: __import__(args.package).__version__})
     title = f"Every family of {args.package}"
     report = Report(
         args.out, f"families-{args.package}-cpu", title, facts, columns | {"eager step": "eager", "traced": "traced"}
     )
     for name in names:
-        report.add([row(name, known[name], DTYPES[args.package])])
+        report.add([row(name, known[name], dtype, steps)])
     print("".join(counted(report.rows)))
 
 

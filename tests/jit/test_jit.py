@@ -555,3 +555,29 @@ def test_a_signature_that_is_compiled_later_keeps_no_state(monkeypatch: pytest.M
     del state
     gc.collect()
     assert storage.expired()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("thresholds", [(700, 10, 10), (0, 10, 10)])
+def test_garbage_is_collected_afterwards_as_before(frozen: bool, thresholds: tuple[int, int, int]) -> None:
+    usual = gc.get_threshold()
+    gc.unfreeze()
+    try:
+        gc.set_threshold(*thresholds)
+        if frozen:
+            gc.freeze()
+        held, seen = gc.get_freeze_count(), []
+
+        def step(state: Tensor, x: Tensor) -> tuple[Tensor, None]:
+            seen.append((gc.get_freeze_count() > 0, gc.get_threshold()[0]))
+            return state + x, None
+
+        for wrong in (step, lambda state, _: state.missing):  # after an error too
+            with contextlib.suppress(AttributeError):
+                jit(wrong, backend="eager")(torch.zeros(2), torch.ones(2))
+            assert (gc.get_freeze_count() > 0) == bool(held)
+            assert gc.get_threshold() == thresholds
+        assert seen == [(True, 100_000 if thresholds[0] else 0)]
+    finally:
+        gc.freeze()
+        gc.set_threshold(*usual)

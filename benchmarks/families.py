@@ -215,6 +215,7 @@ def main() -> None:
     known = models(args.package)
     names = chosen(parser, args, dict.fromkeys(known))
     columns = {"model": "size", "dtype": "variant", "parameters": "parameters", "skipped": "skips"}
+    dtype, steps = RUNS[args.package]
     facts = about("cpu", steps=steps, **{args.package: __import__(args.package).__version__})
     title = f"Every family of {args.package}"
     report = Report(

@@ -40,7 +40,7 @@ def line_of_draw(run: Callable[[], object]) -> str:
 
     def drawn() -> None:
         if threading.get_ident() == thread:
-            lines.append(in_stack(beside=(random.__file__, __file__)))
+            lines.append(in_stack(beside=(random.__file__,)))
 
     def profile(_: FrameType, event: str, called: Any) -> None:
         if event == "c_call" and getattr(called, "__self__", None) is _owner(random.random):
@@ -61,6 +61,7 @@ def line_of_draw(run: Callable[[], object]) -> str:
             stack.enter_context(mock.patch.multiple(numpy, **{name: watched(fn) for name, fn in own.items()}))
         stack.callback(sys.setprofile, before)
         sys.setprofile(profile)
+        stack.enter_context(contextlib.suppress(Exception))  # what the first run changed
         run()
     return lines[0] if lines else ""
 
@@ -73,5 +74,5 @@ def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
     """Return how to get and set the state of each generator that modules draw from."""
     found: dict[str, Any] = {"Python's random": (random.getstate, random.setstate)}
     if numpy := sys.modules.get("numpy.random"):
-        found["numpy.random"] = numpy.get_state, numpy.set_state
+        found["numpy.random"] = functools.partial(numpy.get_state, legacy=False), numpy.set_state
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import sys
 import threading
 from collections.abc import Callable
 from random import random as uniform
@@ -45,6 +46,22 @@ def test_a_draw_is_refused_with_its_line(name: str) -> None:
         compiled(draw)(state, torch.ones(2))
     assert generators() == before
     assert state == 0
+
+
+def test_a_step_that_fails_the_second_time_names_the_line_too() -> None:
+    calls: list[float] = []
+
+    def draw() -> float:
+        calls.append(np.random.rand())
+        if len(calls) > 1:
+            raise ValueError(len(calls))
+        return calls[0]
+
+    before, profile = np.random.rand, sys.getprofile()
+    with pytest.raises(RuntimeError, match=r"draw from numpy.random, .* \(calls.append\(np.random.rand\(\)\)\) does"):
+        compiled(draw)(torch.zeros(()), torch.ones(2))
+    assert np.random.rand == before
+    assert sys.getprofile() is profile
 
 
 def put_back() -> float:

@@ -123,11 +123,11 @@ def compared(found: History, wanted: History, first: dict[str, Tensor]) -> str:
     names = ("scales and skips", "losses")
     pairs = zip(names, (found[0], found[2]), (wanted[0], wanted[2]))
     odd = [name for name, ours, theirs in pairs if str(ours) != str(theirs)]  # NaN is equal to NaN
-    moved = {key: (value - first[key]).abs().max().item() for key, value in wanted[1].items()}
+    moved = {key: (value - first[key]).abs().max().item() for key, value in wanted[1].items() if value.numel()}
     least = max(moved.values()) / 1000
     worst = 0.0
-    for key, value in found[1].items():
-        apart = (value - wanted[1][key]).abs().max().item()
+    for key in moved:
+        apart = (found[1][key] - wanted[1][key]).abs().max().item()
         worst = max(worst, apart / max(moved[key], least) if least else math.inf if apart else 0.0)
     if names[0] in odd:
         return "other scales or skips"

@@ -2,8 +2,8 @@
 
     python benchmarks/families.py timm|transformers [--sizes "Llama;Mamba"] [--out benchmarks/results]
 
-timm: of every family a small model, in bfloat16. transformers: of every model behind its Auto classes for language,
-images and sounds the first class, from its own configuration with every known size made small, in float16 with a scale
+timm: of every family a small model, in bfloat16. transformers: of every model behind its Auto classes for language
+and images the first class, from its own configuration with every known size made small, in float16 with a scale
 that overflows first; in bfloat16 where every step overflows. As `coverage.py --parity` otherwise: the same steps of
 torch's loop, of the eager step, and traced. What cannot be built so, is too large, takes too long or fails in torch's
 own loop is listed, and says nothing about funcamp.
@@ -103,8 +103,6 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "IMAGE_CLASSIFICATION": lambda: {**_pictures(), "labels": _classes()},
     "MASKED_IMAGE_MODELING": _pictures,
     "SEMANTIC_SEGMENTATION": lambda: {**_pictures(), "labels": torch.randint(LABELS, (2, SIDE, SIDE))},
-    "AUDIO_CLASSIFICATION": lambda: {"input_values": torch.randn(2, 8000), "labels": _classes()},
-    "SPEECH_SEQ_2_SEQ": lambda: {"input_features": torch.randn(2, 80, 64), "labels": _tokens()},
 }
 
 #: Attributes of configurations, by what is written to them.
@@ -122,7 +120,7 @@ SIZES = {
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
     "num_decoder_layers num_key_value_heads num_experts_per_tok linear_num_key_heads",
     LABELS: "num_labels",
-    0: "layerdrop encoder_layerdrop decoder_layerdrop mask_time_prob",
+    0: "layerdrop encoder_layerdrop decoder_layerdrop",
 }
 #: A configuration that these sizes contradict is tried without one of them.
 LEFT_OUT = ("", "head_dim", "num_key_value_heads", "intermediate_size", "hidden_dim")

@@ -9,70 +9,75 @@ import random
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 from funcamp._trace.user_line import in_stack
 
+#: What a module of random numbers has besides functions that draw.
+_QUIET = ("getstate", "setstate", "get_state", "set_state", "default_rng", "test")
+
 
 class HostDraws:
-    """The state of the generators of Python and numpy when this was made."""
+    """The states of the global generators of Python and numpy when this was made."""
 
     def __init__(self) -> None:
-        self._before = [(name, get, put, get()) for name, (get, put) in _generators().items()]
+        self._modules = [module for name in ("random", "numpy.random") if (module := sys.modules.get(name))]
+        self._before = self._states()
 
     def since(self) -> str:
         """Return the names of the generators that are in another state now, because of any thread; "" for none."""
-        changed = (name for name, get, _, state in self._before if pickle.dumps(get()) != pickle.dumps(state))
-        return " and ".join(changed)
+        changed = zip(self._modules, self._before, self._states())
+        names = {"random": "Python's random"}
+        return " and ".join(names.get(module.__name__, module.__name__) for module, was, now in changed if was != now)
 
-    def undo(self) -> None:
-        """Set the generators back."""
-        for _, _, put, state in self._before:
-            put(state)
+    def line(self, run: Callable[[], object]) -> str:
+        """Run once more from the same states and return the line of user code that draws; "" if it was another thread.
 
+        If this run draws, or leaves the same states as the first, the generators are set back to before the first.
+        """
+        after, lines, failed = self._states(), [], False
+        thread = threading.get_ident()
 
-def line_of_draw(run: Callable[[], object]) -> str:
-    """Return the line of user code that first draws in `run`, in this thread; "" for none."""
-    lines: list[str] = []
-    thread = threading.get_ident()
+        def watched(fn: Any) -> Any:
+            @functools.wraps(fn)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() == thread:
+                    lines.append(in_stack(beside=(random.__file__,)))
+                return fn(*args, **kwargs)
 
-    def drawn() -> None:
-        if threading.get_ident() == thread:
-            lines.append(in_stack(beside=(random.__file__,)))
+            return call
 
-    def profile(_: FrameType, event: str, called: Any) -> None:
-        if event == "c_call" and getattr(called, "__self__", None) is _owner(random.random):
-            drawn()
+        self._set(self._before)
+        with contextlib.ExitStack() as stack:
+            for module in self._modules:
+                drawing = {name: watched(fn) for name, fn in vars(module).items() if _draws(name, fn)}
+                stack.enter_context(mock.patch.multiple(module, **drawing))
+            try:
+                run()
+            except Exception:  # because of what the first run changed
+                failed = True
+        if not lines and not failed and self._states() != after:
+            self._set(after)
+            return ""
+        self._set(self._before)
+        return lines[0] if lines else "a line that is not known"
 
-    def watched(fn: Any) -> Any:
-        @functools.wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            drawn()
-            return fn(*args, **kwargs)
+    def _states(self) -> list[bytes]:
+        return [pickle.dumps(_state(module)[0]()) for module in self._modules]
 
-        return call
-
-    before = sys.getprofile()
-    with contextlib.ExitStack() as stack:
-        if numpy := sys.modules.get("numpy.random"):  # its functions are not reported to a profile
-            own = {name: fn for name, fn in vars(numpy).items() if _owner(fn) is _owner(numpy.rand) is not None}
-            stack.enter_context(mock.patch.multiple(numpy, **{name: watched(fn) for name, fn in own.items()}))
-        stack.callback(sys.setprofile, before)
-        sys.setprofile(profile)
-        stack.enter_context(contextlib.suppress(Exception))  # what the first run changed
-        run()
-    return lines[0] if lines else ""
-
-
-def _owner(fn: Any) -> Any:
-    return getattr(fn, "__self__", None)
+    def _set(self, states: list[bytes]) -> None:
+        for module, state in zip(self._modules, states):
+            _state(module)[1](pickle.loads(state))
 
 
-def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """Return how to get and set the state of each generator that modules draw from."""
-    found: dict[str, Any] = {"Python's random": (random.getstate, random.setstate)}
-    if numpy := sys.modules.get("numpy.random"):
-        found["numpy.random"] = functools.partial(numpy.get_state, legacy=False), numpy.set_state
-    return found
+def _state(module: ModuleType) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return how to get and set the state of a module's generator."""
+    if module is random:
+        return random.getstate, random.setstate
+    return functools.partial(module.get_state, legacy=False), module.set_state
+
+
+def _draws(name: str, fn: Any) -> bool:
+    return not name.startswith("_") and name not in _QUIET and callable(fn) and not isinstance(fn, type)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import math
 import threading
 import weakref
@@ -30,12 +31,12 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from funcamp import _tree, _upstream
-from funcamp._trace.host_draws import HostDraws, line_of_draw
+from funcamp._trace.host_draws import HostDraws
 from funcamp._trace.kept_tensors import settle
 from funcamp._trace.random_numbers import Draws
 from funcamp._trace.slices import Wanted, current
 from funcamp._trace.unread_gathers import drop_unread_gathers
-from funcamp._trace.user_line import INSTEAD, READS, in_stack, in_traceback, raised_here
+from funcamp._trace.user_line import INSTEAD, READS, asks_whether_compiled, in_stack, in_traceback
 from funcamp._types import Tree
 from funcamp._upstream.whole_operations import keep_whole
 
@@ -57,6 +58,7 @@ _FROM_VALUES = tuple(
     if _upstream.usable(error)
 )
 
+_log = logging.getLogger("funcamp")
 _aten = torch.ops.aten
 #: Texts of torch's errors when the values or the memory of a fake tensor are read.
 _ASKED = (
@@ -127,23 +129,31 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
         RuntimeError: fn accumulates gradients in a tensor that is not an argument.
         Exception: any error of fn.
     """
-    draws = HostDraws()
+    draws, told = HostDraws(), True
     try:
-        graph, told = _traced(fn, args, home, told=True), True
+        graph = _traced(fn, args, home, told)
     except Exception as error:
-        if isinstance(error, HostError) or raised_here(error):
+        asks = not isinstance(error, HostError) and asks_whether_compiled(error)
+        if (again := _as_in_eager_mode(fn, args, home) if asks else None) is None:
             raise
-        try:  # models that take a mask to be given when they are compiled fail without one, and make it otherwise
-            graph, told = _traced(fn, args, home, told=False), False
-        except Exception:
-            raise error from None
-    # Another thread may have drawn, such as one that loads data.
-    if (names := draws.since()) and (line := line_of_draw(lambda: _traced(fn, args, home, told))):
-        draws.undo()
+        graph, told = again, False
+    if (names := draws.since()) and (line := draws.line(lambda: _traced(fn, args, home, told))):
         raise HostError(
             f"not draw from {names}, as the program would repeat the numbers at every step; {line} does: draw from "
             "torch's generator, or pass the numbers in the batch"
         )
+    return graph
+
+
+def _as_in_eager_mode(
+    fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Tensor], home: Set[str]
+) -> Graph | None:
+    """Trace as if nothing were compiled: a model may take a mask to be given otherwise. None where this fails too."""
+    try:
+        graph = _traced(fn, args, home, told=False)
+    except Exception:
+        return None
+    _log.warning("jit: step fails where torch.compiler.is_compiling() is True, so it is traced as in eager mode")
     return graph
 
 

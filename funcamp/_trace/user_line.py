@@ -12,8 +12,7 @@ import torch
 
 READS = "not read a tensor's value on the host (no .item(), no branch on a tensor, no shape that follows from values)"
 INSTEAD = "take torch.where or a mask of fixed shape instead, and return in the metrics what you want to read"
-_HERE = str(Path(__file__).parent.parent)
-_OURS = (str(Path(torch.__file__).parent), _HERE, "<")
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 
 
 def in_traceback(error: BaseException) -> str:
@@ -21,9 +20,10 @@ def in_traceback(error: BaseException) -> str:
     return _first_of_users(iter(_frames(error)))
 
 
-def raised_here(error: BaseException) -> bool:
-    """Return whether a line of this package raised an error: about its own arguments, not in a user's code."""
-    return _frames(error)[0][0].f_code.co_filename.startswith(_HERE)
+def asks_whether_compiled(error: BaseException) -> bool:
+    """Return whether an error came out of user code that asks if it is being compiled (by a name like is_compiling)."""
+    codes = [frame.f_code for frame, _ in _frames(error) if not frame.f_code.co_filename.startswith(_OURS)]
+    return any(name.endswith("compiling") for code in codes for name in code.co_names)
 
 
 def in_stack(beside: tuple[str, ...] = ()) -> str:

@@ -48,15 +48,10 @@ class SnapshotWriteBacks(CustomGraphPass):
             if target.meta["val"].is_complex():
                 _read_early(graph, target)
         output = graph.output_node()
-        snapshots: dict[Any, torch.fx.Node] = {}
 
-        def early(source: Any, unsafe: bool) -> Any:
-            if not unsafe:
-                return source
-            if source not in snapshots:
-                with graph.inserting_before(writes[0] if writes else output):
-                    snapshots[source] = _recomputed(graph, source)
-            return snapshots[source]
+        def early(source: Any) -> torch.fx.Node:
+            with graph.inserting_before(writes[0] if writes else output):
+                return _recomputed(graph, source)
 
         def late(source: Any) -> bool:
             return _upstream.WRITE_BACK_ORDER.present and chain_start(source) in written
@@ -65,15 +60,21 @@ class SnapshotWriteBacks(CustomGraphPass):
             start = chain_start(result, is_view)
             return isinstance(start, torch.fx.Node) and start.op == "placeholder"
 
+        snapshots: dict[Any, torch.fx.Node] = {}
         for write in writes:
             target, source, *rest = write.args
-            write.args = (target, early(source, source is not target and late(source)), *rest)
+            if source is not target and late(source):
+                if source not in snapshots:
+                    snapshots[source] = early(source)
+                source = snapshots[source]
+            write.args = (target, source, *rest)
+        # Each result has memory of its own, also where two are equal to one input.
         results: Any = output.args[0]
-        output.args = (type(results)(early(result, is_input(result) or late(result)) for result in results),)
+        output.args = (type(results)(early(one) if is_input(one) or late(one) else one for one in results),)
 
     def uuid(self) -> bytes:
         """Return the name in Inductor's cache; change it with every change of the pass or of `corrected`."""
-        return b"funcamp-snapshot-write-backs-7" + b"-exact" * self._exact
+        return b"funcamp-snapshot-write-backs-8" + b"-exact" * self._exact
 
 
 def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> Any:

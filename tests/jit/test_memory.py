@@ -400,3 +400,14 @@ def test_results_that_the_compiler_finds_equal_to_inputs_have_memory_of_their_ow
     for value in given:
         value.zero_()
     assert_same((new, found), expected)
+
+
+@pytest.mark.inductor
+def test_results_that_are_equal_to_one_input_share_no_memory() -> None:
+    def step(state: Any, x: Tensor) -> Any:
+        ones = torch.ones(4)
+        return {"a": x * ones, "b": x + torch.zeros(4)}, x * ones
+
+    state, metric = jit(step, donate=False)({"a": torch.zeros(4), "b": torch.zeros(4)}, torch.arange(4.0))
+    state["a"].add_(1)
+    assert_same((state["b"], metric), (torch.arange(4.0), torch.arange(4.0)))

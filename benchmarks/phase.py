@@ -20,7 +20,7 @@ from _timing import Report, Row, Variant, about, arguments, chosen, measured, to
 from torch import Tensor
 
 import funcamp
-from funcamp._step.check_and_clip import check_and_norm, unscale_and_clip
+from funcamp._step.check_and_clip import flag_and_norm, squares_and_finite, unscale_and_clip
 
 BYTES = 2 + 14 + 14  # a parameter
 LR, MAX_NORM = 1e-4, 1.0
@@ -84,7 +84,7 @@ def funcamp_iteration(size: Size, device: str, dtype: torch.dtype, *, flat: bool
 
     def step(state: Any, grads: Any) -> tuple[Any, Tensor]:
         params, opt_state, scaler, _ = state
-        checked, norm = check_and_norm(scaler, grads, None)
+        checked, norm = flag_and_norm(scaler, *squares_and_finite(scaler, grads), None)
         clipped = unscale_and_clip(scaler, grads, norm, MAX_NORM, None)
         new = adamw.update(params, clipped, opt_state)
         params, opt_state = funcamp.skip_step(checked, new=new, old=(params, opt_state))

@@ -125,8 +125,13 @@ def all_reduce(x: Tensor, op: str, ranks: Ranks) -> Tensor:
 
 
 def largest(amax: Tensor, ranks: Ranks) -> Tensor:
-    """Return the largest amaxes of all ranks; infinite for NaN, with which the maxima of backends differ."""
-    return all_reduce(torch.where(torch.isfinite(amax), amax, math.inf), "max", ranks)
+    """Return the largest amaxes of all ranks; infinite for NaN."""
+    return all_reduce(comparable(amax), "max", ranks)
+
+
+def comparable(amax: Tensor) -> Tensor:
+    """Return amaxes, infinite for NaN, with which the maxima of backends differ."""
+    return torch.where(torch.isfinite(amax), amax, math.inf)
 
 
 def all_reduce_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:

@@ -17,7 +17,6 @@ speed; a float64 sum does not, on a CPU or on a GPU with few float64 units.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -38,24 +37,21 @@ _RANGES = ((torch.float32, 2.0**-90, 2.0**-60, 2.0**180), (torch.float64, 2.0**-
 _ROW = 2048
 
 
-def check_and_norm(
-    state: ScalerState,
-    grads: Tree,
-    reduce: Reduce | None,
-    joined: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda squares, finite: (squares, finite),
-) -> tuple[ScalerState, Tensor]:
-    """Return the state with its flag and the norm of the unscaled gradients in float64, from one reading.
-
-    joined: reduces the sum of squares and whether all is finite over ranks.
-    """
+def squares_and_finite(state: ScalerState, grads: Tree) -> tuple[Tensor, Tensor]:
+    """Return the sum of squares of the unscaled gradients, and whether all are finite, from one reading."""
     inv_scale = _tree.settled(reciprocal(state))
     leaves = [leaf for leaf in _tree.leaves(grads) if leaf is not None]
     squares, finite = torch.zeros_like(widen(state.scale)), torch.ones_like(state.scale, dtype=torch.bool)
     for over, members in groups(leaves):
         parts = [part for leaf in members for part in _parts(local(leaf))]
         squares, finite = _add(squares, finite, parts, inv_scale, over)
-    finite = ~agreed(~finite, leaves)
-    squares, finite = joined(squares, finite)
+    return squares, ~agreed(~finite, leaves)
+
+
+def flag_and_norm(
+    state: ScalerState, squares: Tensor, finite: Tensor, reduce: Reduce | None
+) -> tuple[ScalerState, Tensor]:
+    """Return the state with its flag, and the norm in float64."""
     flag = ((state.found_inf != 0) | ~finite).float()
     if reduce is not None:
         flag = reduced("step", "parallel", reduce, flag)

@@ -13,8 +13,17 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import boolean, integer
-from funcamp._distributed import collectives
-from funcamp._distributed.collectives import Ranks, all_reduce, all_reduce_each, broadcast, check_alike, ranks_of
+from funcamp._distributed.collectives import (
+    Ranks,
+    all_gather_each,
+    all_reduce,
+    all_reduce_each,
+    broadcast,
+    check_alike,
+    comparable,
+    largest,
+    ranks_of,
+)
 from funcamp._distributed.dtensor import as_part_of, local, settled_sum
 from funcamp._step.shares import Share, weighed
 from funcamp._storage.flat import FlatParams
@@ -54,13 +63,15 @@ class Alone:
         """Return the part of the parameters that this process stores."""
         return params
 
-    def joined(self, squares: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
-        """Reduce the sum of squares and the finite flag over the parts of all ranks."""
-        return squares, finite
-
-    def largest(self, share: Share, amax: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the largest amaxes of all processes."""
-        return amax
+    def joined(
+        self,
+        share: Share,  # noqa: ARG002
+        squares: Tensor,
+        finite: Tensor,
+        amax: Tree,
+    ) -> tuple[Tensor, Tensor, Tree]:
+        """Return the sum of squares and the finite flag over the parts of all ranks, and the largest amaxes."""
+        return squares, finite, amax
 
     def exchanged(
         self,
@@ -86,9 +97,9 @@ class DataParallel(Alone):
     sync except in `init`.
 
     With shard=True each rank stores a slice of the parameters, of the optimizer's state and of the average (ZeRO stages
-    1 and 2): all-gather in the compute dtype, forward and backward, reduce-scatter, update of the slice. Clipping by
-    norm and the flag share one all-reduce of two numbers. Under `jit` weights in float8 with a scale per tensor are
-    gathered in float8; the loss must read such weights elsewhere on all ranks alike, or on none.
+    1 and 2): all-gather in the compute dtype, forward and backward, reduce-scatter, update of the slice. The norm, the
+    flag and the amaxes of delayed float8 share one all-gather of a few numbers. Under `jit` weights in float8 with a
+    scale per tensor are gathered in float8; the loss must read such weights elsewhere on all ranks alike, or on none.
 
     Args:
         group: a ProcessGroup, or a DeviceMesh of one dimension; by default all processes.
@@ -180,18 +191,22 @@ class DataParallel(Alone):
         """Return this rank's slices of flat parameters, or all of them."""
         return cut(params, self.ranks) if self.shard else params
 
-    def joined(self, squares: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
-        """Reduce the sum of squares and the finite flag over the slices of all ranks, in one all-reduce."""
-        if not self.shard:
-            return squares, finite
-        total = all_reduce(torch.stack([squares, (~finite).to(squares.dtype)]), "sum", self.ranks)
-        return total[0], total[1] == 0
+    def joined(self, share: Share, squares: Tensor, finite: Tensor, amax: Tree) -> tuple[Tensor, Tensor, Tree]:
+        """Return the sum of squares and the finite flag over the slices of all ranks, and the largest amaxes.
 
-    def largest(self, share: Share, amax: Tensor) -> Tensor:
-        """Return the largest amaxes of all ranks that have a share, in one all-reduce; infinite for NaN."""
-        if isinstance(share, Tensor):
+        At most one collective. The amaxes are of the ranks that have a share, infinite for NaN.
+        """
+        delayed = isinstance(amax, Tensor)
+        if delayed and isinstance(share, Tensor):
             amax = torch.where(share == 0, 0.0, amax)
-        return collectives.largest(amax, self.ranks)
+        if not self.shard:
+            return squares, finite, largest(amax, self.ranks) if delayed else amax
+        wide = squares.dtype
+        sent = [torch.stack([squares, finite.to(wide)]), *([comparable(amax).reshape(-1).to(wide)] if delayed else [])]
+        (rows,) = all_gather_each([torch.cat(sent)], self.ranks)
+        both, amaxes = rows.view(self.ranks.size, -1).tensor_split([2], dim=1)
+        found = amaxes.amax(0).to(amax.dtype).view(amax.shape) if delayed else amax
+        return both[:, 0].sum(), (both[:, 1] != 0).all(), found
 
     def exchanged(
         self, share: Share, grads: Tree, loss: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]

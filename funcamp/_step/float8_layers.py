@@ -19,9 +19,7 @@ from funcamp._float8.product import Scales
 from funcamp._float8.quantize import reciprocal
 from funcamp._float8.state import check_state, init, update, with_loss_scale, without_loss_scale
 from funcamp._scaler.state import ScalerState
-from funcamp._step.data_parallel import Alone
 from funcamp._step.float8_weights import weights_in_float8
-from funcamp._step.shares import Share
 from funcamp._step.state import TrainState
 from funcamp._storage.compute_copies import Plan, products
 from funcamp._storage.policy import Policy
@@ -118,11 +116,11 @@ class Float8Layers:
         """Return zeros to differentiate with respect to; () without delayed scaling."""
         return torch.zeros_like(self._scale(state)) if self.delayed else ()
 
-    def after(self, state: TrainState, amax: Tree, scaler: ScalerState, parallel: Alone, share: Share) -> Any:
-        """Return the next state of delayed scaling from the amaxes of all micro-batches."""
+    def after(self, state: TrainState, amax: Tree, scaler: ScalerState) -> Any:
+        """Return the next state of delayed scaling from the amaxes of all micro-batches and ranks."""
         if self.config is None or not self.delayed:
             return state.float8
-        unscaled = without_loss_scale(parallel.largest(share, amax), state.scaler.scale)
+        unscaled = without_loss_scale(amax, state.scaler.scale)
         return update(state.float8, unscaled, self.config, found_inf=scaler.found_inf)
 
 

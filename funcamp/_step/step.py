@@ -24,7 +24,7 @@ from funcamp._scaler.state import ScalerState
 from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
 from funcamp._step.accumulate import accumulate as accumulate_window
 from funcamp._step.accumulate import micro_batches
-from funcamp._step.check_and_clip import check_and_norm, unscale_and_clip
+from funcamp._step.check_and_clip import flag_and_norm, squares_and_finite, unscale_and_clip
 from funcamp._step.float8_layers import Float8Layers, begin, inside, larger
 from funcamp._step.options import Options, described
 from funcamp._step.shares import shares_of
@@ -482,7 +482,8 @@ class TrainStep:
                 one, (full_size(state.params), probes), carried, batch, pieces, shares, scan=options.scan
             )
         grads, loss, buffers = parallel.exchanged(shares.own, grads, loss, state.buffers, buffers)
-        scaler, norm = check_and_norm(state.scaler, grads, parallel.reduce, parallel.joined)
+        squares, finite, amax = parallel.joined(shares.own, *squares_and_finite(state.scaler, grads), amax)
+        scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
         observed = self._observed(state.scaler, grads)
         grads = unscale_and_clip(state.scaler, grads, norm, options.max_norm, options.max_value)
         new = self.optimizer.update(state.params, grads, state.opt_state)
@@ -506,7 +507,7 @@ class TrainStep:
             buffers=buffers,
             copies=refresh(params, own.plan),
             ema=ema,
-            float8=self._float8.after(state, amax, scaler, parallel, shares.own),
+            float8=self._float8.after(state, amax, scaler),
         )
         metrics = Metrics(
             loss=loss,

@@ -85,7 +85,7 @@ def test_a_model_that_returns_its_loss_is_trained_as_by_torch(form: str, kind: A
     optimizer, scaler = torch.optim.SGD(eager.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
     loss_fn = module_loss(model)
     step = make_train_step(loss_fn, SGD, ScalerConfig(1024.0), policy="bf16-mixed")
-    run, state = jit(step, backend="aot_eager") if compiled else step, step.init()
+    run, state = jit(step, backend="eager") if compiled else step, step.init()
     for index in range(3):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -121,7 +121,7 @@ class Frozen(collections.UserDict[str, Any]):
 @pytest.mark.parametrize("kind", [Encoding, Frozen])
 def test_a_mapping_is_one_signature_of_jit(kind: Any) -> None:
     step = make_train_step(module_loss(Words()), SGD)
-    run, state, losses = jit(step, backend="aot_eager"), step.init(), []
+    run, state, losses = jit(step, backend="eager"), step.init(), []
     for index in range(3):
         state, metrics = run(state, batch_of(kind, index))
         losses.append(metrics.loss)
@@ -136,7 +136,7 @@ def test_a_mapping_inside_a_batch() -> None:
 
     step = make_train_step(loss, SGD)
     batch = (Encoding({"x": torch.ones(2)}), torch.tensor(3.0))
-    for run in (step, jit(step, backend="aot_eager")):
+    for run in (step, jit(step, backend="eager")):
         assert run(step.init({"w": torch.ones(2)}), batch)[1].loss == 6
 
 
@@ -202,7 +202,7 @@ FORMS: dict[str, tuple[bool, Any, str]] = {
 def test_a_batch_of_the_wrong_form(name: str, call: str) -> None:
     has_criterion, batch, text = FORMS[name]
     step = make_train_step(module_loss(Words(), F.cross_entropy) if has_criterion else module_loss(Words()), SGD)
-    run: Any = {"step": step, "loss": step.loss, "jit": jit(step, backend="aot_eager")}[call]
+    run: Any = {"step": step, "loss": step.loss, "jit": jit(step, backend="eager")}[call]
     with pytest.raises(TypeError, match=f"(?s)^module_loss: .*{text}"):
         run(step.init(), batch)
 

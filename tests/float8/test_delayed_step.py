@@ -186,7 +186,7 @@ def test_a_state_without_or_with_another_history_says_how_to_begin() -> None:
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"accumulate": 2, "scan": True}])
 def test_a_donated_program_is_the_eager_step_compiled(options: dict[str, Any]) -> None:
     run, eager = made(**options), made(**options)
-    step = jit(run, backend="aot_eager")
+    step = jit(run, backend="eager")
     state, plain = run.init(), eager.init()
     for number in range(4):
         x, y = batch(number)

@@ -96,7 +96,7 @@ def test_a_step_is_the_model_with_its_products_written_out() -> None:
 
 
 def wrap_jit(step: Any) -> Any:
-    return jit(step, backend="aot_eager")
+    return jit(step, backend="eager")
 
 
 def compiled(step: Any) -> Any:

@@ -15,7 +15,7 @@ from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
 from funcamp import ScalerConfig, ScalerState, TrainState, TrainStep, init, jit, make_train_step, module_loss, stateless
 from funcamp._jit import compile as compiler
-from funcamp._step.check_and_clip import check_and_norm
+from funcamp._step.check_and_clip import flag_and_norm, squares_and_finite
 from tests.support.generated import code_of, written
 
 pytestmark = pytest.mark.inductor
@@ -103,13 +103,13 @@ def test_the_optimizer_is_one_loop_a_group_whatever_the_number_of_tensors(
 def test_a_gradient_is_judged_in_one_pass_whatever_the_number_of_tensors() -> None:
     """The innermost loops that take the check take the sum of squares of the same elements."""
 
-    def flag_and_norm(state: ScalerState, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
-        checked, norm = check_and_norm(state, grads, None)
+    def judged(state: ScalerState, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
+        checked, norm = flag_and_norm(state, *squares_and_finite(state, grads), None)
         return checked.found_inf, norm
 
     # Of other lengths, so that no two gradients share a loop.
     grads = [torch.randn(2048 * (rows + 2)) for rows in range(40)]
-    code = written(torch.compile(flag_and_norm, fullgraph=True), init(ScalerConfig()), grads)
+    code = written(torch.compile(judged, fullgraph=True), init(ScalerConfig()), grads)
     rows = [loop for loop in loops(code) if loop.count("for(") == 1 and "::maximum(" in loop]
     assert len(rows) == 40
     assert not [loop for loop in rows if "tmp_acc1_vec" not in loop]

@@ -58,7 +58,7 @@ def test_observed_is_what_the_functions_say_of_the_gradients(
     loss_fn = module_loss(task.model, task.criterion)
     grads_of = scaled_grad_and_value(lambda params, piece: loss_fn(params, piece) / accumulate)
     step = make_train_step(loss_fn, SGD, CONFIG, max_norm=1e-2, accumulate=accumulate, observe=OBSERVE)
-    run: Any = jit(step, backend="aot_eager") if wrapped else step
+    run: Any = jit(step, backend="eager") if wrapped else step
     state, names = step.init(flat=flat), leaf_names(step.init(flat=flat).params)
     for number in range(3):
         pieces = [task.batch(2 * number + part) for part in range(accumulate)]
@@ -80,7 +80,7 @@ def test_observed_of_a_step_that_is_skipped(flat: bool, wrapped: bool) -> None:
         return total
 
     step = make_train_step(function, SGD, CONFIG, observe=OBSERVE)
-    run: Any = jit(step, backend="aot_eager") if wrapped else step
+    run: Any = jit(step, backend="eager") if wrapped else step
     state, metrics = run(
         step.init({"quiet": torch.ones(2, 2), "loud": torch.ones(2)}, flat=flat), torch.tensor([1.0, math.inf])
     )
@@ -108,7 +108,7 @@ def test_functions_see_the_tree_that_init_was_given(flat: bool, wrapped: bool) -
         return {"first": first, "second": second, "third": third}
 
     step = make_train_step(function, SGD, CONFIG, observe={"parts": parts})
-    run: Any = jit(step, backend="aot_eager") if wrapped else step
+    run: Any = jit(step, backend="eager") if wrapped else step
     _, metrics = run(step.init(params, flat=flat), torch.ones(1, 2))
     third = torch.tensor(6.0, dtype=torch.float64)
     expected = {"first": torch.ones(2, 3), "second": {"b": torch.full((3,), 2.0)}, "third": third}
@@ -121,7 +121,7 @@ def test_observed_is_no_part_of_the_state_and_changes_nothing(flat: bool, wrappe
     task, ends = cnn(), []
     for observe in (None, {**OBSERVE, "constant": lambda grads: grads["6.bias"].new_zeros(2)}):
         step = make_train_step(module_loss(task.model, task.criterion), SGD, CONFIG, observe=observe)
-        run: Any = jit(step, backend="aot_eager") if wrapped else step
+        run: Any = jit(step, backend="eager") if wrapped else step
         state = step.init(flat=flat)
         for number in range(3):
             state, metrics = run(state, task.batch(number))

@@ -5,6 +5,7 @@ For every name, and for none, a forked process imports funcamp anew and writes w
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import json
@@ -66,11 +67,13 @@ def params() -> dict[str, Tensor]:
     return {"w": torch.ones(3, 2), "b": torch.zeros(2)}
 
 
-def trained(funcamp: Any, wrap: Callable[[Any], Any], engine: str | None = None, **options: Any) -> Any:
+def trained(
+    funcamp: Any, wrap: Callable[[Any], Any], engine: str | None = None, cls: Any = torch.optim.AdamW, **options: Any
+) -> Any:
     """A few steps, the first of which overflow."""
     loss = funcamp.loss(loss_fn, engine=engine)
-    adamw = funcamp.stateless(torch.optim.AdamW, lr=0.1)
-    step = funcamp.make_train_step(loss, adamw, funcamp.ScalerConfig(**CONFIG), max_norm=1.0, **options)
+    optimizer = funcamp.stateless(cls, lr=0.1)
+    step = funcamp.make_train_step(loss, optimizer, funcamp.ScalerConfig(**CONFIG), max_norm=1.0, **options)
     state, run = step.init(params()), wrap(step)
     for _ in range(6):
         state, metrics = run(state, X)
@@ -83,7 +86,7 @@ def eager(step: Any) -> Any:
 
 
 def scan(funcamp: Any) -> Any:
-    wrap = lambda step: funcamp.jit(lambda state, x: step(state, x.view(2, 2, 3)), backend="aot_eager")  # noqa: E731
+    wrap = lambda step: funcamp.jit(lambda state, x: step(state, x.view(2, 2, 3)), backend="eager")  # noqa: E731
     return trained(funcamp, wrap, accumulate=2, scan=True, engine="func")
 
 
@@ -177,7 +180,7 @@ def ranks(funcamp: Any) -> Any:
 
 
 def compiled(funcamp: Any) -> Any:
-    return trained(funcamp, lambda step: torch.compile(step, fullgraph=True, backend="aot_eager"))
+    return trained(funcamp, lambda step: torch.compile(step, fullgraph=True, backend="eager"), cls=torch.optim.SGD)
 
 
 def compiled_scaler(funcamp: Any) -> Any:
@@ -244,7 +247,7 @@ _TRACED = ("torch._C._are", "torch._C._functorch", "torch._dynamo", "torch.utils
 #: What takes seconds, and the names that it may need: no other is in a file whose code it runs.
 COMPILED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "jit": (
-        lambda funcamp: trained(funcamp, lambda step: funcamp.jit(step, backend="aot_eager")),
+        lambda funcamp: trained(funcamp, lambda step: funcamp.jit(step, backend="eager")),
         (*_TRACED, "torch._subclasses"),
     ),
     "compiled": (compiled, _TRACED),
@@ -284,9 +287,24 @@ def look(hidden: str) -> dict[str, Any]:
     return found
 
 
+def warm_up() -> None:
+    """Compile something, so that each process does not do again what torch does at the first time."""
+
+    def fn(w: Tensor) -> Tensor:
+        grad: Tensor = torch.func.grad(lambda w: (X @ w).square().mean())(w)
+        return w - grad
+
+    with torch._inductor.config.patch(compile_threads=1):  # threads would not outlive the fork
+        torch.compile(fn, fullgraph=True)(torch.ones(3, 2))
+    torch._dynamo.reset()
+
+
 def main(folder: Path, names: list[str]) -> None:
     """One process a name, each with a file of its own."""
     torch.set_num_threads(1)
+    warm_up()
+    gc.collect()
+    gc.freeze()  # memory that no collection touches is not copied
     for name in names:
         child = os.fork()
         if not child:

@@ -48,30 +48,35 @@ def the_state_is_that_of_one_process() -> None:
 
 @case(2)
 def an_overflow_on_one_rank_leaves_no_trace_on_any() -> None:
-    step = made(parallel=distributed.DataParallel())
-    state, _ = step(step.init(), mine(batch(0, 8)))
-    after, metrics = step(state, broken(1, (1,)))
-    assert metrics.found_inf == 1
-    assert_same((after.float8, after.params), (state.float8, state.params))
+    for shard in (False, True):
+        step = made(parallel=distributed.DataParallel(shard=shard))
+        state, _ = step(step.init(), mine(batch(0, 8)))
+        after, metrics = step(state, broken(1, (1,)))
+        assert metrics.found_inf == 1
+        assert_same((after.float8, after.params), (state.float8, state.params))
 
 
 @case(2)
 def a_rank_without_a_share_changes_nothing() -> None:
-    step, alone = made(parallel=distributed.DataParallel(), weight=lambda _: 1.0 - rank()), made()
-    state, metrics = step(step.init(), broken(0, (1,)))
-    assert metrics.found_inf == 0
     x, y = batch(0, 8)
+    alone = made()
     expected, _ = alone(alone.init(), (x[:4], y[:4]))
-    assert_same(state.float8, expected.float8)
+    for shard in (False, True):
+        step = made(parallel=distributed.DataParallel(shard=shard), weight=lambda _: 1.0 - rank())
+        state, metrics = step(step.init(), broken(0, (1,)))
+        assert metrics.found_inf == 0
+        assert_same(state.float8, expected.float8)
 
 
 @case(2)
-def the_amaxes_take_one_collective() -> None:
-    counts = []
-    for policy in ("float8", POLICY):
-        step = made(policy, parallel=distributed.DataParallel())
-        counts.append(called(step, step.init(), mine(batch(0, 8))))
-    assert counts[1] - counts[0] == {"all_reduce": 1}
+def the_amaxes_take_one_collective_and_none_beside_that_of_the_flag() -> None:
+    for shard, more in ((False, {"all_reduce": 1}), (True, {})):
+        counts = []
+        for policy in ("float8", POLICY):
+            step = made(policy, parallel=distributed.DataParallel(shard=shard))
+            counts.append(called(step, step.init(), mine(batch(0, 8))))
+        assert counts[1] - counts[0] == more
+        assert counts[0] - counts[1] == {}
 
 
 #: The elements of the layers of `Net` that multiply in float8.

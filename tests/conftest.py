@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("compiled")
     order = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+# pytest attaches itself to loggers that do not propagate. Then torch would write out every graph.
+logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_collection_finish() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._step.shares import Shares
+from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
 #: (what is carried on, one micro-batch, its share or None) -> (scaled gradients of its part of the loss, the loss,
@@ -59,7 +60,7 @@ def accumulate(
         return total, carried, loss, aux
 
     total: list[Any] = [None if leaf is None else torch.zeros_like(leaf) for leaf in like]
-    if scan and torch.compiler.is_compiling():
+    if scan and compiling():
         total, carried, losses, aux = _scanned(part, total, carried, batch, shares.each)
     else:
         kept = []

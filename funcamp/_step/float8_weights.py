@@ -12,6 +12,7 @@ from funcamp._float8.quantize import amax_of, current_scale, quantize, reciproca
 from funcamp._step.state import TrainState
 from funcamp._storage.compute_copies import float8_groups, float8_leaves, for_loss, products
 from funcamp._storage.shards import Shards, pieces_of
+from funcamp._trace.tracing import tracing
 from funcamp._tree import settled
 from funcamp._types import Tree
 
@@ -29,9 +30,8 @@ def weights_in_float8(state: TrainState, stored: Tree, config: Float8Config, del
     plan = state.copies.plan
     leaves, (inputs, _) = float8_leaves(plan), for_loss(state.params, state.copies)
     given = [None if delayed is None else delayed.at(number, 1) for number in range(len(leaves))]
-    tracing = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
     gathered: dict[int, Operands] = {}
-    if isinstance(stored, Shards) and tracing and not config.by_row:
+    if isinstance(stored, Shards) and tracing() and not config.by_row:
         gathered = _gathered(stored, float8_groups(plan, stored.layout), config, dict(zip(leaves, given)))
     return [
         gathered.get(leaf) or operands(inputs[place].detach(), config, scales)

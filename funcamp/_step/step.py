@@ -46,6 +46,7 @@ from funcamp._storage.compute_copies import (
     store,
 )
 from funcamp._storage.flat import FlatParams, matrix_or_vector
+from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
 
@@ -263,13 +264,13 @@ class TrainStep:
         """Return compute copies as this step's policy and loss need them: the state's own, or new ones."""
         plan, place = state.copies.plan, place_of(state.params)
         if plan.rule != self._rule or plan.place != place:  # another step's
-            known = None if torch.compiler.is_compiling() else self._planned
+            known = None if compiling() else self._planned
             plan = known if known and known.place == place else self._plan(call, state.params)
         return of_plan(call, state.params, state.copies, plan)
 
     def _plan(self, call: str, params: Tree) -> Plan:
         plan = plan_for(call, params, self._options.policy, self.loss_fn)
-        if not torch.compiler.is_compiling():  # cached for several steps that share one state
+        if not compiling():  # cached for several steps that share one state
             self._planned = plan
         return plan
 

@@ -16,6 +16,7 @@ from funcamp._storage.flat import FlatParams, lay_out
 from funcamp._storage.layout import Layout
 from funcamp._storage.policy import Policy
 from funcamp._storage.shards import Shards, outline, whole
+from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
 
@@ -230,7 +231,7 @@ def refresh(params: Tree, plan: Plan) -> Copies:
     if isinstance(params, Shards):  # the step gathers them in the compute dtype
         return Copies((), plan)
     copies = Copies(tuple(source.to(plan.dtype) for source in _sources(params, plan)), plan)
-    if not torch.compiler.is_compiling() and not _upstream.transforms_active():
+    if not compiling() and not _upstream.transforms_active():
         copies.note(params)
     return copies
 
@@ -243,14 +244,14 @@ def of_plan(call: str, params: Tree, copies: Copies, plan: Plan) -> Copies:
     Raises:
         ValueError: a compiled program would have to change the structure of its state.
     """
-    compiling = torch.compiler.is_compiling()
-    if copies.plan == plan and (compiling or copies.are_of(params)):
+    in_program = compiling()
+    if copies.plan == plan and (in_program or copies.are_of(params)):
         if copies.plan is plan:
             return copies
         same = Copies(copies.values, plan)
         same._of = copies._of
         return same
-    if compiling:
+    if in_program:
         raise ValueError(
             f"{call}: state must have the compute copies of this step's policy if it is compiled, "
             f"{len(plan.kept)} in {plan.dtype}; got {len(copies.plan.kept)} in {copies.plan.dtype}, another policy's: "

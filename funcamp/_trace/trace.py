@@ -35,6 +35,7 @@ from funcamp._trace.host_draws import HostDraws
 from funcamp._trace.kept_tensors import settle
 from funcamp._trace.random_numbers import Draws
 from funcamp._trace.slices import Wanted, current
+from funcamp._trace.tracing import recorded
 from funcamp._trace.unread_gathers import drop_unread_gathers
 from funcamp._trace.user_line import INSTEAD, READS, asks_whether_compiled, in_stack, in_traceback
 from funcamp._types import Tree
@@ -198,6 +199,7 @@ def _traced(
     try:
         # On a GPU autograd would call backward in another thread, outside these modes.
         with (
+            recorded(),
             _as_if_compiling() if told else contextlib.nullcontext(),
             _unchecked_distributions(),
             _fresh_casts(),

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from funcamp import ScalerConfig, ScalerState, exhausted, init, presets, update
+from funcamp._scaler.state import RuleState
 
 pytestmark = [
     pytest.mark.peers,
@@ -153,5 +154,7 @@ def test_preset_follows_deepspeed(probability: float, consecutive: bool) -> None
             return
         scaler.update_scale(found)
         state = update(given, config)
-        assert (state.scale.item(), tuple(state)[-1].item()) == (scaler.cur_scale, scaler.cur_hysteresis)
+        assert isinstance(state, RuleState)
+        (left,) = state.counters.values()
+        assert (state.scale.item(), left.item()) == (scaler.cur_scale, scaler.cur_hysteresis)
     assert probability < 0.7

@@ -12,7 +12,7 @@ from funcamp._float8.quantize import amax_of, current_scale, quantize, reciproca
 from funcamp._step.state import TrainState
 from funcamp._storage.compute_copies import float8_groups, float8_leaves, for_loss, products
 from funcamp._storage.shards import Shards, pieces_of
-from funcamp._trace.tracing import tracing
+from funcamp._trace.tracing import running
 from funcamp._tree import settled
 from funcamp._types import Tree
 
@@ -31,7 +31,7 @@ def weights_in_float8(state: TrainState, stored: Tree, config: Float8Config, del
     leaves, (inputs, _) = float8_leaves(plan), for_loss(state.params, state.copies)
     given = [None if delayed is None else delayed.at(number, 1) for number in range(len(leaves))]
     gathered: dict[int, Operands] = {}
-    if isinstance(stored, Shards) and tracing() and not config.by_row:
+    if isinstance(stored, Shards) and running() is not None and not config.by_row:
         gathered = _gathered(stored, float8_groups(plan, stored.layout), config, dict(zip(leaves, given)))
     return [
         gathered.get(leaf) or operands(inputs[place].detach(), config, scales)

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-#: For every view the number of its part, and its shape of at most as many elements.
-Wanted: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
-
-
-class Recorder(Protocol):
-    """A trace that is running."""
-
-    def slices(self, tensor: Tensor, sizes: Sequence[int], wanted: Wanted) -> list[Tensor] | None:
-        """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
-
-
-class _Current(threading.local):
-    recorder: Recorder | None = None
-
-
-current = _Current()
-"""The trace of this thread."""
+from funcamp._trace.tracing import Wanted, running
 
 
 def slices(tensor: Tensor, sizes: Sequence[int], wanted: Wanted) -> list[Tensor]:
@@ -40,7 +22,7 @@ def slices(tensor: Tensor, sizes: Sequence[int], wanted: Wanted) -> list[Tensor]
         sizes: the sizes of its parts.
         wanted: the views.
     """
-    recorder = None if torch.compiler.is_dynamo_compiling() else current.recorder
+    recorder = running()
     recorded = None if recorder is None else recorder.slices(tensor, sizes, wanted)
     if recorded is not None:
         return recorded

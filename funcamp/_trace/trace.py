@@ -34,8 +34,7 @@ from funcamp import _tree, _upstream
 from funcamp._trace.host_draws import HostDraws
 from funcamp._trace.kept_tensors import settle
 from funcamp._trace.random_numbers import Draws
-from funcamp._trace.slices import Wanted, current
-from funcamp._trace.tracing import recorded
+from funcamp._trace.tracing import Wanted, current
 from funcamp._trace.unread_gathers import drop_unread_gathers
 from funcamp._trace.user_line import INSTEAD, READS, asks_whether_compiled, in_stack, in_traceback
 from funcamp._types import Tree
@@ -130,15 +129,15 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
         RuntimeError: fn accumulates gradients in a tensor that is not an argument.
         Exception: any error of fn.
     """
-    draws, told = HostDraws(), True
+    draws, as_compiled = HostDraws(), True
     try:
-        graph = _traced(fn, args, home, told)
+        graph = _traced(fn, args, home, as_compiled)
     except Exception as error:
         asks = not isinstance(error, HostError) and asks_whether_compiled(error)
         if (again := _as_in_eager_mode(fn, args, home) if asks else None) is None:
             raise
-        graph, told = again, False
-    if (names := draws.since()) and (line := draws.line(lambda: _traced(fn, args, home, told))):
+        graph, as_compiled = again, False
+    if (names := draws.since()) and (line := draws.line(lambda: _traced(fn, args, home, as_compiled))):
         raise HostError(
             f"not draw from {names}, as the program would repeat the numbers at every step; {line} does: draw from "
             "torch's generator, or pass the numbers in the batch"
@@ -151,7 +150,7 @@ def _as_in_eager_mode(
 ) -> Graph | None:
     """Trace as if nothing were compiled: a model may take a mask to be given otherwise. None where this fails too."""
     try:
-        graph = _traced(fn, args, home, told=False)
+        graph = _traced(fn, args, home, as_compiled=False)
     except Exception:
         return None
     _log.warning("jit: step fails where torch.compiler.is_compiling() is True, so it is traced as in eager mode")
@@ -162,9 +161,9 @@ def _traced(
     fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]],
     args: list[Tensor],
     home: Set[str],
-    told: bool,
+    as_compiled: bool,
 ) -> Graph:
-    """Trace once, while torch.compiler.is_compiling is True if `told`."""
+    """Trace once, while torch.compiler.is_compiling is True if `as_compiled`."""
     for name in (FakeTensor, FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass):
         _upstream.check(name)
     if _upstream.ENDED_THREAD.present:
@@ -199,8 +198,7 @@ def _traced(
     try:
         # On a GPU autograd would call backward in another thread, outside these modes.
         with (
-            recorded(),
-            _as_if_compiling() if told else contextlib.nullcontext(),
+            _as_if_compiling() if as_compiled else contextlib.nullcontext(),
             _unchecked_distributions(),
             _fresh_casts(),
             torch.autograd.set_multithreading_enabled(False),

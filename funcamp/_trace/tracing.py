@@ -1,36 +1,38 @@
-"""Whether this thread is compiling a step. torch.compiler.is_compiling tells models so, and in all threads."""
+"""The trace that runs in this thread. torch.compiler.is_compiling, which models ask, is of all threads."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
 
 import torch
+from torch import Tensor
+
+#: For every view the number of its part, and its shape of at most as many elements.
+Wanted: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
 
-class _Thread(threading.local):
-    tracing = False
+class Recorder(Protocol):
+    """A trace that is running."""
+
+    def slices(self, tensor: Tensor, sizes: Sequence[int], wanted: Wanted) -> list[Tensor] | None:
+        """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
 
 
-_thread = _Thread()
+class _Current(threading.local):
+    recorder: Recorder | None = None
 
 
-def tracing() -> bool:
-    """Return whether `trace` records what this thread does."""
-    return not torch.compiler.is_dynamo_compiling() and _thread.tracing
+current = _Current()
+"""The trace of this thread."""
+
+
+def running() -> Recorder | None:
+    """Return the trace of this thread; None if there is none, or if Dynamo compiles."""
+    return None if torch.compiler.is_dynamo_compiling() else current.recorder
 
 
 def compiling() -> bool:
-    """Return whether Dynamo or `trace` records what this thread does."""
-    return torch.compiler.is_dynamo_compiling() or _thread.tracing
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[None]:
-    """Context manager: `trace` records."""
-    before, _thread.tracing = _thread.tracing, True
-    try:
-        yield
-    finally:
-        _thread.tracing = before
+    """Return whether Dynamo or a trace of this thread records what is called, also if the model does not know it."""
+    return torch.compiler.is_dynamo_compiling() or current.recorder is not None

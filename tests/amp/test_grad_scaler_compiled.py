@@ -68,7 +68,7 @@ def make(cls: Any) -> Any:
     return cls("cpu", init_scale=2.0**12, growth_interval=3)
 
 
-def same_runs(name: str, *, clip: bool = False, backend: str = "eager", tolerance: float = 1e-5) -> None:
+def same_runs(name: str, *, clip: bool = False, backend: str = "aot_eager", tolerance: float = 1e-5) -> None:
     ours, theirs = make(GradScaler), make(torch.amp.GradScaler)
     model, _, loop = build(ours, name, clip)
     expected, _, plain = build(theirs, name, clip)
@@ -117,7 +117,7 @@ def test_a_skipped_step_changes_nothing_and_an_eager_one_goes_on() -> None:
     """A loop may be compiled in the middle of a run, and left again."""
     scaler = make(GradScaler)
     model, optimizer, loop = build(scaler, "AdamW")
-    compiled = torch.compile(loop, fullgraph=True, backend="eager")
+    compiled = torch.compile(loop, fullgraph=True, backend="aot_eager")
     loop(*batch(1))
     compiled(*batch(2))
     before = [param.detach().clone() for param in model.parameters()]
@@ -148,7 +148,7 @@ def test_several_optimizers_in_one_graph() -> None:
         return x.sum()
 
     before = [model.weight.detach().clone() for model in models]
-    torch.compile(loop, fullgraph=True, backend="eager")(torch.ones(1, 2), torch.full((1, 2), math.inf))
+    torch.compile(loop, fullgraph=True, backend="aot_eager")(torch.ones(1, 2), torch.full((1, 2), math.inf))
     assert not torch.equal(models[0].weight, before[0])
     assert torch.equal(models[1].weight, before[1])
     assert scaler.get_scale() == 2.0**11
@@ -157,7 +157,7 @@ def test_several_optimizers_in_one_graph() -> None:
 def test_another_rule_compiles() -> None:
     scaler = GradScaler("cpu", config=presets.megatron(initial_scale=2.0**12, hysteresis=2))
     _, _, loop = build(scaler, "SGD")
-    compiled = torch.compile(loop, fullgraph=True, backend="eager")
+    compiled = torch.compile(loop, fullgraph=True, backend="aot_eager")
     seen = []
     for step in (0, 0, 0, 1):
         compiled(*batch(step))
@@ -169,7 +169,7 @@ def test_a_tensor_lr_changes_without_another_graph() -> None:
     _, optimizer, loop = build(make(GradScaler), "Adam tensor lr")
     lr = torch.tensor(0.01)
     optimizer.param_groups[0]["lr"] = lr
-    compiled = torch.compile(loop, fullgraph=True, backend="eager")
+    compiled = torch.compile(loop, fullgraph=True, backend="aot_eager")
     for step in (1, 2):
         compiled(*batch(step))
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -192,7 +192,7 @@ def reason(call: Callable[[], object]) -> str:
 def test_a_first_step_of_another_formula_must_be_eager() -> None:
     OPTIMIZERS["SGD dampening"] = (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.2})
     _, _, loop = build(make(GradScaler), "SGD dampening")
-    compiled = torch.compile(loop, fullgraph=True, backend="eager")
+    compiled = torch.compile(loop, fullgraph=True, backend="aot_eager")
     assert "optimizer must have taken a step before it is compiled" in reason(lambda: compiled(*batch(1)))
     loop(*batch(1))
     compiled(*batch(1))
@@ -225,7 +225,7 @@ def test_what_does_not_compile_breaks_the_graph_and_follows_torch() -> None:
         for cls in (GradScaler, torch.amp.GradScaler):
             weight, scaler = torch.nn.Parameter(torch.ones(2)), make(cls)
             loop = one_step(weight, case(weight), scaler)
-            compiled = torch.compile(loop, backend="eager")
+            compiled = torch.compile(loop, backend="aot_eager")
             with torch._dynamo.config.patch(trace_autograd_ops=False):  # whose break is another
                 for size in (1.0, math.inf, 2.0):
                     compiled(torch.full((2,), size))
@@ -235,7 +235,7 @@ def test_what_does_not_compile_breaks_the_graph_and_follows_torch() -> None:
         torch._dynamo.reset()
         weight = torch.nn.Parameter(torch.ones(2))
         with pytest.raises(Exception, match=r"compiles only if optimizer is of an unmodified class of torch\.optim"):
-            torch.compile(one_step(weight, case(weight), make(GradScaler)), fullgraph=True, backend="eager")(
+            torch.compile(one_step(weight, case(weight), make(GradScaler)), fullgraph=True, backend="aot_eager")(
                 torch.ones(2)
             )
 
@@ -256,7 +256,7 @@ def test_hyperparameters_may_change_between_calls_and_loops() -> None:
         ours, theirs = make(GradScaler), make(torch.amp.GradScaler)
         model, optimizer, loop = build(ours, "AdamW")
         expected, other, plain = build(theirs, "AdamW")
-        compiled = torch.compile(loop, fullgraph=True, backend="eager")
+        compiled = torch.compile(loop, fullgraph=True, backend="aot_eager")
         for step in range(1, 4):
             for group in (optimizer.param_groups[0], other.param_groups[0]):
                 group["lr"], group["betas"] = 0.1 * max(betas), betas
@@ -267,7 +267,7 @@ def test_hyperparameters_may_change_between_calls_and_loops() -> None:
 
 def test_a_disabled_scaler_compiles() -> None:
     model, _, loop = build(GradScaler("cpu", enabled=False), "AdamW")
-    torch.compile(loop, fullgraph=True, backend="eager")(*batch(1))
+    torch.compile(loop, fullgraph=True, backend="aot_eager")(*batch(1))
     expected, _, plain = build(torch.amp.GradScaler("cpu", enabled=False), "AdamW")
     plain(*batch(1))
     assert_close(list(model.parameters()), list(expected.parameters()), 1e-5)

@@ -112,7 +112,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 
 
 def compiled(fn: Any) -> Any:
-    return torch.compile(fn, fullgraph=True, backend="eager")
+    return torch.compile(fn, fullgraph=True, backend="aot_eager")
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)

@@ -89,7 +89,7 @@ TRANSFORMED: dict[str, Callable[[Params, Probes, Tensor], Probes]] = {
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_compiled_is_eager(name: str) -> None:
     fn, p, q, x = TRANSFORMED[name], params(), probes(), torch.randn(5, 6)
-    check(torch.compile(fn, fullgraph=True, backend="eager")(p, q, x), fn(p, q, x))
+    check(torch.compile(fn, fullgraph=True, backend="aot_eager")(p, q, x), fn(p, q, x))
 
 
 @pytest.mark.inductor
@@ -130,7 +130,7 @@ def test_autograd_and_checkpoint(compiled: bool, again: bool) -> None:
     def loss(leaves: Params, q: Probes, x: Tensor) -> Any:
         return checkpoint(tapped, leaves, q, x, use_reentrant=False) if again else tapped(leaves, q, x)
 
-    run = torch.compile(loss, fullgraph=True, backend="eager") if compiled else loss
+    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
     run(leaves, q, x).backward()
     assert_close({name: leaf.grad for name, leaf in leaves.items()}, grad(plain)(p, x), 1e-6)
     wanted = grad(tapped, argnums=1)(p, probes(), x)
@@ -157,7 +157,7 @@ def test_double_backward_and_forward_mode(compiled: bool) -> None:
         ),
     ]
     for ours, theirs in cases:
-        run = torch.compile(ours, fullgraph=True, backend="eager") if compiled else ours
+        run = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
         assert_close(run(p), theirs(p), 1e-6)
 
 
@@ -192,7 +192,11 @@ def test_what_is_tapped_may_be_written_in_place(compiled: bool) -> None:
     def loss(w: Tensor, q: Record, x: Tensor) -> Any:
         return tap(x * w, q).mul_(2.0).relu_().sum()
 
-    run = torch.compile(grad(loss, argnums=(0, 1)), fullgraph=True, backend="eager") if compiled else grad(loss, (0, 1))
+    run = (
+        torch.compile(grad(loss, argnums=(0, 1)), fullgraph=True, backend="aot_eager")
+        if compiled
+        else grad(loss, (0, 1))
+    )
     gradient, record = run(torch.ones(3), probe(), torch.tensor([1.0, -1.0, 3.0]))
     assert gradient.tolist() == [2.0, 0.0, 6.0]
     assert (record.forward.sum, record.backward.sum) == (3, 4)

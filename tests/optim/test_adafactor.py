@@ -31,7 +31,7 @@ def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
     "how",
     [
         pytest.param(lambda fn: fn, id="eager"),
-        pytest.param(lambda fn: torch.compile(fn, fullgraph=True, backend="eager"), id="compiled"),
+        pytest.param(lambda fn: torch.compile(fn, fullgraph=True, backend="aot_eager"), id="compiled"),
     ],
 )
 @pytest.mark.parametrize("flat", [False, True])

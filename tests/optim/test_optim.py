@@ -60,7 +60,7 @@ def test_update_follows_torch(name: str, compiled: bool) -> None:
     torch.manual_seed(0)
     optimizer = stateless(cls, **arguments)
     opt_state = optimizer.init(params)
-    update = torch.compile(optimizer.update, fullgraph=True, backend="eager") if compiled else optimizer.update
+    update = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager") if compiled else optimizer.update
     for step, grad in enumerate(grads):
         before = clone((params, grad, opt_state))
         new_params, new_state = update(params, grad, opt_state)
@@ -135,7 +135,7 @@ def test_schedule_counts_applied_steps_only() -> None:
 def test_tensor_hyperparameter_is_an_input_of_the_compiled_graph() -> None:
     lr = torch.tensor(0.5)
     optimizer = stateless(optim.SGD, lr=lr)
-    update = torch.compile(optimizer.update, fullgraph=True, backend="eager")
+    update = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager")
     params, grad = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
     opt_state = optimizer.init(params)
     assert update(params, grad, opt_state)[0]["w"].item() == -0.5
@@ -195,7 +195,7 @@ def test_two_optimizers_in_one_factory_do_not_share_a_compiled_graph() -> None:
         def step(params: Tensor, grads: Tensor) -> Any:
             return optimizer.update(params, grads, OptState(torch.zeros((), dtype=torch.int64), {}))[0]
 
-        return torch.compile(step, fullgraph=True, backend="eager")
+        return torch.compile(step, fullgraph=True, backend="aot_eager")
 
     steps = [compiled(lr) for lr in (0.5, 0.25, 0.125)]
     assert [step(torch.zeros(1), torch.ones(1)).item() for step in steps] == [-0.5, -0.25, -0.125]

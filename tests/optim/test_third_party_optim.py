@@ -109,7 +109,7 @@ def test_third_party_optimizer_follows_itself(compiled: bool) -> None:
     params = {"w": torch.randn(3, 2), "b": torch.randn(4)}
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
     eager, optimizer = Lion(leaves.values()), stateless(Lion)
-    update = torch.compile(optimizer.update, fullgraph=True, backend="eager") if compiled else optimizer.update
+    update = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager") if compiled else optimizer.update
     opt_state = optimizer.init(params)
     assert_same(opt_state.state["step"]["w"], torch.tensor(0))
     assert_same(opt_state.state["slow"], params)

@@ -232,7 +232,7 @@ def test_preset_follows_its_library_under_every_transform(case: str, transform: 
 def test_preset_compiles_and_batches(case: str) -> None:
     """Every rule, in one graph and under vmap: the same numbers as eager."""
     config = CASES[case][1](**CASES[case][2])
-    compiled = torch.compile(update, fullgraph=True, backend="eager")
+    compiled = torch.compile(update, fullgraph=True, backend="aot_eager")
     batched = torch.func.vmap(lambda state: update(state, config))
     state = init(config)
     for flag in (True, False, False, False, True, True, True, False):

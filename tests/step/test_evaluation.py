@@ -39,7 +39,7 @@ def evaluators(step: Any) -> dict[str, Callable[[Any, Any], Tensor]]:
     return {
         "eager": step.loss,
         "jit": lambda state, batch: jit(lambda s, b: (s, step.loss(s, b)), backend="eager")(clone(state), batch)[1],
-        "compiled": torch.compile(lambda s, b: step.loss(s, b), fullgraph=True, backend="eager"),
+        "compiled": torch.compile(lambda s, b: step.loss(s, b), fullgraph=True, backend="aot_eager"),
     }
 
 

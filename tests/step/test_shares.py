@@ -21,7 +21,7 @@ Wrap = Callable[[Any], Any]
 WRAPS: dict[str, Wrap] = {
     "eager": lambda step: step,
     "jit": functools.partial(jit, backend="eager"),
-    "compiled": functools.partial(torch.compile, backend="eager", fullgraph=True),
+    "compiled": functools.partial(torch.compile, backend="aot_eager", fullgraph=True),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -543,7 +544,9 @@ def _join(prefix: str, name: str) -> str:
 
 def _cast_by_autocast(module: nn.Module) -> frozenset[str]:
     """Return the names of a module's own parameters that only operations which autocast casts use."""
-    for kind, names in _CAST.items():
+    # GPT-2's layers: a product with the weight transposed. There is none in the model if it was not imported.
+    transposed = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    for kind, names in (_CAST if transposed is None else _CAST | {transposed: _LAYER}).items():
         if isinstance(module, kind):
             own = all(
                 name not in vars(module) and getattr(type(module), name, None) is getattr(kind, name, None)

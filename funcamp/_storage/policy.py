@@ -38,9 +38,10 @@ class Policy:
 
     Parameters stay in float32. The loss gets copies of the selected ones and runs under torch.autocast, which casts
     activations and does not change the copies. For a loss of `module_loss` these are the weights and biases that
-    autocast would cast: those of Linear, convolutions and attention projections whose forward is torch's, without
-    embeddings and norms. For any other loss they are the float32 tensors of two or more dimensions. `keep` and `copy`
-    overrule both by name: put a layer's weight into `keep` if it is also used outside the layer (in a penalty).
+    autocast would cast: those of Linear, convolutions and attention projections whose forward is torch's, and of
+    GPT-2's layers, without embeddings and norms. For any other loss they are the float32 tensors of two or more
+    dimensions. `keep` and `copy` overrule both by name: put a layer's weight into `keep` if it is also used outside the
+    layer (in a penalty).
 
     With float8, the Linear layers of `module_loss` multiply in float8, as `float8.scaled_mm` does, if both sizes are
     multiples of 16 and neither `keep` nor `copy` names the weight; the rest computes in compute_dtype. Their weights

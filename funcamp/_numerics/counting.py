@@ -32,7 +32,6 @@ _PART, _TABLES = 4096, 32
 #: distances share a line of a CPU's cache: a scatter to 512 slots takes 2 to 30 times as long.
 _ZERO, _FIRST, _NONFINITE, _SLOTS = 0, 1, BINS + 1, BINS + 2
 
-_HALVES = (torch.bfloat16, torch.float16)
 _VIEWS_BATCH = not _upstream.NO_RULE_FOR_BITS.present
 
 
@@ -70,36 +69,38 @@ def taken(x: Tensor, sample: int | None) -> Tensor:
     return x[: blocks * block].reshape(blocks, block)[places].reshape(-1)
 
 
-def _packed(parts: list[Tensor]) -> tuple[Tensor, int]:
-    """Return numbers of shapes (rows, n), all rows together, and how many zeros were appended to each row.
-
-    float16 and bfloat16 need an even number in separate memory, so that they can be viewed in pairs. Padding makes the
-    copy, because no compiler removes it.
-    """
-    padding = 0
-    if parts[0].dtype in _HALVES:
-        length = parts[0].shape[1]
-        padding = length % 2 or (2 if len(parts) == 1 or not length else 0)
-    # After vmap the memory may look like channels last, which pad and cat keep; hence contiguous().
-    return torch.nn.functional.pad(torch.cat(parts), (0, padding)).contiguous(), padding
-
-
 def counts(parts: list[Tensor]) -> Tensor:
     """Return the rows of records, together in shape (rows, 568), for numbers of shapes (rows, n)."""
-    x, padding = _packed(parts)
-    length = x.shape[-1] - padding
-    place, values = _placed_wide(x.unsqueeze(1)) if x.dtype == torch.float64 else _placed(_single_bits(x))
+    # After vmap the memory may look like channels last, which cat keeps; hence contiguous().
+    x = torch.cat(parts).contiguous()
+    place, values = _placed_wide(x) if x.dtype == torch.float64 else _placed(_single_bits(x))
     values, found = values.double(), _table(place)
     both = found[:, 0] + found[:, 1]
-    zeros = found[:, :, 1, _ZERO]
-    if padding:
-        zeros = torch.stack([zeros[:, 0] - padding, zeros[:, 1]], -1)
-    total, squares = values.sum((1, 2)).unsqueeze(-1), values.square().sum((1, 2)).unsqueeze(-1)
+    total, squares = values.sum(1, keepdim=True), values.square().sum(1, keepdim=True)
     columns = [
-        *(torch.full_like(total, length), total, squares),
-        *(both[:, 0, _NONFINITE:], found[:, :, 1, _NONFINITE], zeros, both[:, :, _FIRST:_NONFINITE].flatten(1)),
+        *(torch.full_like(total, x.shape[1]), total, squares, both[:, 0, _NONFINITE:]),
+        *(found[:, :, 1, _NONFINITE], found[:, :, 1, _ZERO], both[:, :, _FIRST:_NONFINITE].flatten(1)),
     ]
     return torch.cat([column.double() for column in columns], -1)
+
+
+def _single_bits(x: Tensor) -> Tensor:
+    """Return the float32 bits of numbers of shape (rows, n), as int32."""
+    if x.dtype == torch.float32 or not x.numel():
+        return _bits(x.float(), torch.int32)
+    # Twice: Inductor computes with float16 and bfloat16 in float32, unrounded, until they are stored; and its code for
+    # the rest is three times as fast if it reads float32.
+    return _stored(_stored(x, x.dtype).float(), torch.int32)
+
+
+def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """View the bits of a tensor of shape (rows, n) as a dtype of equal width, and make Inductor store it for that.
+
+    It stores a tensor for a view of another width. It drops such a view if one follows at once that undoes it, hence
+    the two shapes.
+    """
+    octets = _bits(x.flatten(), torch.uint8).reshape(x.shape[0], x.shape[1] * x.itemsize)
+    return _bits(octets, dtype)
 
 
 def _stride(size: int, sample: int) -> int:
@@ -118,31 +119,6 @@ def check_sample(call: str, sample: int | None) -> int | None:
     if sample is None:
         return None
     return integer(call, "sample", sample, 1, kind="an integer or None")
-
-
-def _single_bits(x: Tensor) -> Tensor:
-    """Return the float32 bits of numbers of shape (rows, n), as int32.
-
-    The shape is (rows, 1, n), or (rows, 2, n / 2) for float16 and bfloat16.
-
-    float16 and bfloat16 are viewed in pairs, as int32. Inductor computes with them in float32, unrounded, until they
-    are stored, and it stores a tensor for a view of another width. On a CPU it makes no vector code for int16, and slow
-    vector code for bfloat16.
-    """
-    if x.dtype not in _HALVES:
-        return _bits(x.float(), torch.int32).unsqueeze(1)
-    shifts = torch.arange(0, 32, 16, dtype=torch.int32, device=x.device).unsqueeze(-1)
-    bits = (_bits(x, torch.int32).unsqueeze(1) >> shifts) & 0xFFFF
-    return bits << 16 if x.dtype == torch.bfloat16 else _widened(bits)
-
-
-def _widened(bits: Tensor) -> Tensor:
-    """Return the float32 bits of numbers given as float16 bits."""
-    low = bits & 0x7FFF
-    wide = (low << 13) + (112 << 23)
-    wide = torch.where(low < 0x7C00, wide, wide + (112 << 23))
-    wide = torch.where(low < 0x400, _bits(low.float() * 2.0**-24, torch.int32), wide)
-    return wide | ((bits & 0x8000) << 16)
 
 
 def _placed(bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,13 +149,13 @@ def _placed_wide(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _table(place: Tensor) -> Tensor:
-    """Count the numbers of shape (rows, k, n) per place, in shape (rows, sign, power of two, slot).
+    """Count the numbers of shape (rows, n) per place, in shape (rows, sign, power of two, slot).
 
     One scatter into several tables per row, because writers then rarely collide in one bin.
     """
-    (rows, _, length), size, device = place.shape, 4 * _SLOTS, place.device
+    (rows, length), size, device = place.shape, 4 * _SLOTS, place.device
     tables = 1 << (min(max(length // _PART, 1), _TABLES).bit_length() - 1)
-    place = place + size * tables * torch.arange(rows, dtype=torch.int32, device=device).reshape(-1, 1, 1)
+    place = place + size * tables * torch.arange(rows, dtype=torch.int32, device=device).unsqueeze(-1)
     if tables > 1:
         index = torch.int32 if length < 2**31 else torch.int64
         place = place + size * (torch.arange(length, dtype=index, device=device) & (tables - 1))
@@ -202,7 +178,7 @@ class _Bits(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:  # noqa: ARG004
-        return _bits(x, dtype), in_dims[0]
+        return _bits(x.movedim(in_dims[0], 0), dtype), 0
 
 
 def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:

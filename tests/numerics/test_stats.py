@@ -74,7 +74,8 @@ def test_halves_lie_anywhere_in_memory(transform: Transform, dtype: torch.dtype)
 
 
 def test_empty_and_scalar(transform: Transform) -> None:
-    assert transform(stats)(torch.zeros(3, 0)).row.tolist() == [0.0] * 568
+    records = transform(lambda *xs: [stats(x) for x in xs])(torch.zeros(3, 0), torch.zeros(0, 2, dtype=torch.float16))
+    assert [record.row.tolist() for record in records] == [[0.0] * 568] * 2
     assert transform(stats)(torch.tensor(-2.0)).sum.item() == -2.0
 
 

@@ -288,20 +288,17 @@ def look(hidden: str) -> dict[str, Any]:
 
 
 def warm_up() -> None:
-    """Compile something, so that each process does not do again what torch does at the first time."""
+    """Compile something, so that each process does not do again what torch does at the first time.
 
-    def fn(w: Tensor) -> Tensor:
-        grad: Tensor = torch.func.grad(lambda w: (X @ w).square().mean())(w)
-        return w - grad
-
+    Nothing is differentiated: torch built for CUDA starts autograd's threads then, and refuses it after a fork.
+    """
     with torch._inductor.config.patch(compile_threads=1):  # threads would not outlive the fork
-        torch.compile(fn, fullgraph=True)(torch.ones(3, 2))
+        torch.compile(lambda w: w - (X @ w).square().mean(), fullgraph=True)(torch.ones(3, 2))
     torch._dynamo.reset()
 
 
 def main(folder: Path, names: list[str]) -> None:
     """One process a name, each with a file of its own."""
-    torch.set_num_threads(1)
     warm_up()
     gc.collect()
     gc.freeze()  # memory that no collection touches is not copied
@@ -309,6 +306,8 @@ def main(folder: Path, names: list[str]) -> None:
         child = os.fork()
         if not child:
             code = 1
+            # After a fork the first call replaces torch's thread pool; autograd's threads would do so all at once.
+            torch.set_num_threads(1)
             try:
                 (folder / f"{name}.json").write_text(json.dumps(look(name)))
                 code = 0

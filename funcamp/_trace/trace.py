@@ -48,12 +48,11 @@ else:
     FakeTensorMode = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
     TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
     is_traceable_wrapper_subclass = _upstream.find("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
-_FAKE = "torch._subclasses.fake_tensor"
 #: torch's error for an operation whose result has a shape that follows from values, if there must be none.
-_SHAPE = tuple(filter(_upstream.usable, [_upstream.find(f"{_FAKE}.DynamicOutputShapeException")]))
+_SHAPE = tuple(filter(_upstream.usable, [_upstream.find("torch._subclasses.fake_tensor.DynamicOutputShapeException")]))
 #: torch's errors for a number that depends on the values of a fake tensor, and for a branch on a size that does.
 _FROM_VALUES = (
-    *filter(_upstream.usable, [_upstream.find(f"{_FAKE}.DataDependentOutputException")]),
+    *filter(_upstream.usable, [_upstream.find("torch._subclasses.fake_tensor.DataDependentOutputException")]),
     GuardOnDataDependentSymNode,
 )
 

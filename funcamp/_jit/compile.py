@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from funcamp._jit.ahead import Ahead
+from funcamp._jit.convolutions import decompositions
 from funcamp._jit.eager_layouts import keep_layouts, one_by_one
 from funcamp._jit.part_inputs import FlatInput, further_inputs, part_inputs, write_back
 from funcamp._trace.trace import Graph, parts, with_parts
@@ -99,11 +100,11 @@ def _inductor(graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, An
             with _deep(), config.patch(patches):
                 if ahead:
                     ahead.headers()
-                return compile_fx(graph, inputs)
+                return compile_fx(graph, inputs, decompositions=decompositions())
         except Exception as error:  # Python may be able to call what C++ cannot; else its error is the familiar one
             _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)
             patches = {**patches, "cpp_wrapper": False, "memory_planning": False}
-    return compile_fx(graph, inputs, config_patches=patches)
+    return compile_fx(graph, inputs, config_patches=patches, decompositions=decompositions())
 
 
 @contextlib.contextmanager

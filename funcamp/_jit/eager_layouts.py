@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from funcamp import _tree, _upstream
+from funcamp import _tree
+from funcamp._jit.convolutions import decompositions
 from funcamp._trace.open_shapes import has_open_shape, is_open
 
 #: An index among several results, and the dimensions from the outermost in memory to the innermost.
@@ -30,7 +31,7 @@ def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any]) -> N
         module: its graph is changed in place; not recompiled.
         mode: the mode of its fake tensors.
     """
-    table = _upstream.find("torch._inductor.decomposition.select_decomp_table")()
+    table = decompositions()
     known: dict[Any, list[_Order]] = {}
     with mode, torch.no_grad():
         for node in list(module.graph.nodes):

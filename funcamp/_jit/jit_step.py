@@ -350,9 +350,8 @@ class JitStep:
             patches |= {"emulate_precision_casts": True, "fallback_random": True}
         if written is not None:  # on a CPU
             # Convolutions as in eager mode. With channels last, a step of ResNet-18 takes 1.2 to 1.4 times as long,
-            # because weights and gradients, which are in the state's layout, would be reordered. In float16, which
-            # oneDNN's convolutions do not take here, torch's own are four times as fast with channels last.
-            patches |= {"memory_planning": True, "layout_optimization": _convolves_in_half(graph)}
+            # because weights and gradients, which are in the state's layout, would be reordered.
+            patches |= {"memory_planning": True, "layout_optimization": False}
             keep_heap()
             pooled = wanted(graph.module, written)
             if pooled and self._scratch is None:
@@ -408,11 +407,6 @@ def _few_collections() -> Iterator[None]:
 
 def _on_cpu(owned: Owned) -> bool:
     return {leaf.device.type for leaf in owned.leaves} == {"cpu"}
-
-
-def _convolves_in_half(graph: Graph) -> bool:
-    nodes = graph.module.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
-    return any(node.meta["val"].dtype == torch.float16 for node in nodes)
 
 
 def _place(leaf: Tensor) -> tuple[int, tuple[int, ...]]:

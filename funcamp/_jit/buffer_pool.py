@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, fx
 
 from funcamp import _tree, _upstream
-from funcamp._trace.open_shapes import has_open_shape
 
 #: The largest threshold that glibc sets itself (DEFAULT_MMAP_THRESHOLD_MAX in malloc.c, 64 bit).
 _MAPPED = 32 << 20
@@ -88,15 +87,11 @@ def keep_heap() -> None:
 def wanted(module: fx.GraphModule, written: int) -> bool:
     """Return whether a traced program may use so much memory at once that glibc would not keep it.
 
-    Never if a size follows from values: the pool keeps a buffer for every size that it has seen.
-
     Args:
         module: the program.
         written: bytes of results that a compiled program writes directly to their destination.
     """
-    if not _upstream.usable(_allocate, _holders) or any(map(has_open_shape, module.graph.nodes)):
-        return False
-    return peak(module) - written >= _FUSED * LARGE
+    return _upstream.usable(_allocate, _holders) and peak(module) - written >= _FUSED * LARGE
 
 
 def peak(module: fx.GraphModule) -> int:

@@ -18,14 +18,13 @@ from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._jit.convolutions import decompositions
-from funcamp._trace.open_shapes import has_open_shape, is_open
 
 #: An index among several results, and the dimensions from the outermost in memory to the innermost.
 _Order = tuple[int | None, list[int]]
 
 
 def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any]) -> None:
-    """Give such results the layout of the trace, unless they have an open shape.
+    """Give such results the layout of the trace.
 
     Args:
         module: its graph is changed in place; not recompiled.
@@ -36,8 +35,6 @@ def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any]) -> N
     with mode, torch.no_grad():
         for node in list(module.graph.nodes):
             if node.target not in table or any(result.alias_info for result in node.target._schema.returns):
-                continue
-            if has_open_shape(node):
                 continue
             key = node.target, *_kinds(node)
             if key not in known:
@@ -78,9 +75,7 @@ class _Checked(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         out, wanted = super().run_node(n), n.meta.get("val")
-        if not isinstance(out, Tensor) or not isinstance(wanted, Tensor):
-            return out
-        if is_open(wanted) or out.shape != wanted.shape:
+        if not isinstance(out, Tensor) or not isinstance(wanted, Tensor) or out.shape != wanted.shape:
             return out  # torch 2.11 has another shape for the gradient of the bias that an LSTM layer lacks
         if _steps(out) == _steps(wanted):
             return out

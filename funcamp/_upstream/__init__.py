@@ -60,6 +60,9 @@ SWAPPED_DRAWS = Defect((2, 11), (2, 12))
 WRITE_BACK_ORDER = Defect((2, 11), (2, 15))
 #: Inductor does not see that a view of a complex input's parts reads that input: `inductor_writeback._read_early`.
 COMPLEX_PARTS = Defect((2, 11), None)
+#: Inductor computes an input with some elements replaced in the input's memory, though another value is written there:
+#: `inductor_writeback._change_copies`. https://github.com/pytorch/pytorch/pull/198096
+OVERWRITTEN_RESULT = Defect((2, 11), None)
 #: Under torch.func.grad Dynamo differentiates an autograd.Function's forward instead of its backward:
 #: `autograd_function`.
 LOST_BACKWARD = Defect((2, 11), (2, 15))

@@ -7,7 +7,8 @@ A donated step ends in one `old.copy_(new)` per leaf. Every new value is a snaps
 Inductor removes a snapshot that only copies an input (`remove_noop_ops`), and then writes back in the order of the
 leaves: with `prev := cur; cur := f(cur)` prev silently gets the new cur, and so does a part of prev that is returned
 (`_upstream.WRITE_BACK_ORDER`, fixed in 2.15). A read of a part of a complex leaf still comes too late
-(`_upstream.COMPLEX_PARTS`).
+(`_upstream.COMPLEX_PARTS`). And a leaf with some elements replaced (`index_put`, `slice_scatter`) is computed in the
+memory of the leaf, although that gets another value later (`_upstream.OVERWRITTEN_RESULT`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,17 @@ else:
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
+#: Operations that Inductor may compute in the memory of their first argument.
+_IN_PLACE = {
+    _aten.index_put.default,
+    _aten._unsafe_index_put.default,
+    _aten.slice_scatter.default,
+    _aten.select_scatter.default,
+    _aten.diagonal_scatter.default,
+    _aten.as_strided_scatter.default,
+}
+if torch.distributed.is_available():
+    _IN_PLACE.add(torch.ops._c10d_functional.all_reduce.default)
 
 
 class SnapshotWriteBacks(CustomGraphPass):
@@ -47,6 +59,7 @@ class SnapshotWriteBacks(CustomGraphPass):
         for target in written:
             if target.meta["val"].is_complex():
                 _read_early(graph, target)
+        _change_copies(graph, written)
         output = graph.output_node()
 
         def early(source: Any) -> torch.fx.Node:
@@ -74,7 +87,7 @@ class SnapshotWriteBacks(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return the name in Inductor's cache; change it with the pass, `corrected` and `decompositions`."""
-        return b"funcamp-snapshot-write-backs-9" + b"-exact" * self._exact
+        return b"funcamp-snapshot-write-backs-10" + b"-exact" * self._exact
 
 
 def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> Any:
@@ -102,6 +115,28 @@ def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:
     for reader in list(target.users):
         if reader is not copy and (reader.target is not _COPY or reader.args[0] is not target):
             reader.replace_input_with(target, copy)
+
+
+def _change_copies(graph: torch.fx.Graph, written: set[torch.fx.Node]) -> None:
+    """Give operations that may work in place a copy of an input, unless their result is its new value alone."""
+    for node in [node for node in graph.nodes if node.target in _IN_PLACE]:
+        base: Any = node.args[0]
+        start = chain_start(base, is_view)
+        if start in written and not _is_new_value(node, start):
+            with graph.inserting_before(node):
+                node.args = (_recomputed(graph, base), *node.args[1:])
+
+
+def _is_new_value(node: torch.fx.Node, target: torch.fx.Node) -> bool:
+    """Return whether a result is used for nothing but the new value of an input."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target is _COPY:
+            return user.args[:2] == (target, node)
+        if user.target not in _IN_PLACE or user.args[0] is not node or user.all_input_nodes.count(node) != 1:
+            return False
+        node = user
+    return False
 
 
 def _recomputed(graph: torch.fx.Graph, source: torch.fx.Node) -> torch.fx.Node:

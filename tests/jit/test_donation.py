@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from funcamp import jit
+from tests.support.generated import written
 from tests.support.helpers import assert_same, clone
 from tests.support.patterns import PATTERNS, state, step_of
 
@@ -203,3 +204,53 @@ def test_batches_with_lazy_bits_are_settled() -> None:
     for batch in (wave.imag, wave.conj().imag, wave.imag):
         current, _ = run(current, batch)
     assert current["x"].item() == 2
+
+
+ROWS = torch.tensor([0, 2])
+REPLACED: dict[str, Callable[[Tensor], Tensor]] = {
+    "index_put": lambda leaf: leaf.index_put((ROWS,), torch.ones(2, 4)),
+    "index_add": lambda leaf: leaf.index_add(0, ROWS, torch.ones(2, 4)),
+    "slice_scatter": lambda leaf: leaf.slice_scatter(torch.ones(2, 4), 0, 1, 3),
+    "select_scatter": lambda leaf: leaf.select_scatter(torch.ones(4), 1, 2),
+    "diagonal_scatter": lambda leaf: leaf.diagonal_scatter(torch.ones(4)),
+    "view": lambda leaf: leaf.view(2, 2, 4).index_put((ROWS // 2,), torch.ones(2, 4)).view(4, 4),
+    "twice": lambda leaf: leaf.index_put((ROWS,), torch.ones(2, 4)).index_fill(0, ROWS + 1, 3.0),
+}
+
+
+def replacing(replaced: Callable[[Tensor], Tensor]) -> list[Callable[[Any, Any], Any]]:
+    """Steps that use a leaf with some rows replaced as a metric, as another leaf and as the leaf itself."""
+
+    def metric(state: Tensor, batch: Tensor) -> Any:
+        return state + 100, replaced(state)
+
+    def other_leaf(state: tuple[Tensor, Tensor], batch: Tensor) -> Any:
+        return (state[0] + 100, replaced(state[0])), state[1].clone()
+
+    def leaf_and_metric(state: Tensor, batch: Tensor) -> Any:
+        new = replaced(state)
+        return new, new
+
+    def of_the_new_leaf(state: Tensor, batch: Tensor) -> Any:
+        new = replaced(state)
+        return new * 2 + 1, new
+
+    return [metric, other_leaf, leaf_and_metric, of_the_new_leaf]
+
+
+@pytest.mark.inductor
+def test_a_leaf_with_replaced_rows_is_apart_from_the_leaf() -> None:
+    steps = [step for replaced in REPLACED.values() for step in replacing(replaced)]
+    start = [
+        (torch.randn(4, 4), torch.randn(4, 4)) if "other" in step.__name__ else torch.randn(4, 4) for step in steps
+    ]
+    check(side_by_side(steps), start, "inductor")
+
+
+@pytest.mark.inductor
+def test_rows_of_a_leaf_are_replaced_in_its_memory() -> None:
+    def queue(state: Tensor, rows: Tensor) -> Any:
+        return state.index_put((torch.tensor([0, 2]),), rows), rows.sum()
+
+    code = written(jit(queue), torch.zeros(512, 4), torch.ones(2, 4))
+    assert "2048L" not in code, "no loop over all elements"

@@ -96,6 +96,17 @@ def test_inductor_reads_parts_of_a_complex_input_after_it_is_written() -> None:
 
 
 @pytest.mark.inductor
+def test_inductor_computes_a_result_in_an_input_that_gets_another_value() -> None:
+    def replace(leaf: Tensor, rows: Tensor) -> Tensor:
+        replaced = leaf.slice_scatter(rows, 0, 1, 3)
+        leaf.zero_()
+        return replaced
+
+    out = torch.compile(replace, fullgraph=True)(torch.ones(4), torch.full((2,), 5.0))
+    assert out.tolist() == ([0.0] * 4 if _upstream.OVERWRITTEN_RESULT.present else [1.0, 5.0, 5.0, 1.0])
+
+
+@pytest.mark.inductor
 def test_inductor_forgets_the_place_of_a_view_in_a_strided_one() -> None:
     pick = torch.compile(lambda x: x[2:3].view(()).as_strided((), ()) * 2, fullgraph=True)
     assert pick(torch.arange(4.0)).item() == (0.0 if _upstream.LOST_OFFSET.present else 4.0)

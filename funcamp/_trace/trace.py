@@ -168,7 +168,8 @@ def _traced(
         _upstream.check(name)
     if _upstream.ENDED_THREAD.present:
         stay()
-    # Inductor turns scan into a loop whose index depends on no shape; the function's own reads raise below.
+    # Inductor turns scan into a loop whose index depends on no shape; the function's own reads raise below. A shape
+    # that follows from values, as that of x[mask], is refused: of some Inductor reads other rows (`WRONG_ROWS`).
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     watch = _Watch(home, fake)

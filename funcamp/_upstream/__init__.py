@@ -43,7 +43,8 @@ class Defect(NamedTuple):
 EMPTY_REPLACE = Defect((2, 11), (2, 12))
 #: Dynamo does not trace `requires_grad_` of a tensor that it created: `_autograd.scaled_grad.put_leaves_in_graphs`.
 NO_LEAVES = Defect((2, 11), (2, 12))
-#: Inductor loses the order of a write after a read when it fuses loops of different ranges: `inductor_cpu.keep_order`.
+#: Inductor loses the order of a write after a read when it fuses loops of different ranges: `inductor_cpu.keep_order`,
+#: `_jit.convolutions`.
 #: https://github.com/pytorch/pytorch/issues/177631
 LOST_ORDER = Defect((2, 11), (2, 12))
 #: Inductor reads a rounded value back unrounded, even with emulate_precision_casts: `inductor_cpu.forget`.
@@ -63,6 +64,8 @@ COMPLEX_PARTS = Defect((2, 11), None)
 #: Inductor computes an input with some elements replaced in the input's memory, though another value is written there:
 #: `inductor_writeback._change_copies`. https://github.com/pytorch/pytorch/pull/198096
 OVERWRITTEN_RESULT = Defect((2, 11), None)
+#: Inductor reads other rows of some tensors whose shape follows from values: `_trace.trace` refuses such shapes.
+WRONG_ROWS = Defect((2, 12), (2, 15))
 #: Under torch.func.grad Dynamo differentiates an autograd.Function's forward instead of its backward:
 #: `autograd_function`.
 LOST_BACKWARD = Defect((2, 11), (2, 15))

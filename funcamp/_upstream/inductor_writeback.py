@@ -87,7 +87,7 @@ class SnapshotWriteBacks(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return the name in Inductor's cache; change it with the pass, `corrected` and `decompositions`."""
-        return b"funcamp-snapshot-write-backs-10" + b"-exact" * self._exact
+        return b"funcamp-snapshot-write-backs-11" + b"-exact" * self._exact
 
 
 def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> Any:

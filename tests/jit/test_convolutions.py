@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
+from funcamp import ScalerConfig, _upstream, jit, make_train_step, module_loss, stateless
 from funcamp._jit import convolutions
 from tests.support.helpers import assert_close, clone
 
@@ -93,7 +93,7 @@ BY_INPUT = [True, False, False]
 @pytest.mark.parametrize(
     ("name", "dtype", "expected"),
     [
-        ("7x7", torch.bfloat16, [(torch.bfloat16, BY_INPUT)]),
+        ("7x7", torch.bfloat16, [] if _upstream.LOST_ORDER.present else [(torch.bfloat16, BY_INPUT)]),
         ("7x7", torch.float16, [(torch.float32, [True, True, True])]),
         (
             "3x3, strides",
@@ -156,4 +156,5 @@ def test_generated_code_follows_the_eager_step(dtype: str | None, monkeypatch: p
         expected, _ = step(clone(state), BATCH)
         state, _ = run(state, BATCH)
         assert_close(state.params.tree(), expected.params.tree(), 1e-5 if dtype is None else 2.0**-6)
-    assert {*kernels} == {(5, 5), (4,)}, "the strided 3 x 3 is oneDNN's"
+    # The strided 3 x 3 is oneDNN's.
+    assert {*kernels} == (set() if _upstream.LOST_ORDER.present else {(5, 5), (4,)})

@@ -107,6 +107,18 @@ def test_inductor_computes_a_result_in_an_input_that_gets_another_value() -> Non
 
 
 @pytest.mark.inductor
+def test_inductor_reads_other_rows_where_a_shape_follows_from_values() -> None:
+    def rows(x: Tensor, mask: Tensor) -> Tensor:
+        chosen = x[mask]
+        return (torch.cat([chosen, chosen], 1).view(-1, 4) * torch.arange(4.0)).sum()
+
+    x, mask = torch.arange(24.0).view(6, 4), torch.arange(6) < 3
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = torch.compile(rows, fullgraph=True)(x, mask)
+    assert torch.equal(found, rows(x, mask)) != _upstream.WRONG_ROWS.present
+
+
+@pytest.mark.inductor
 def test_inductor_forgets_the_place_of_a_view_in_a_strided_one() -> None:
     pick = torch.compile(lambda x: x[2:3].view(()).as_strided((), ()) * 2, fullgraph=True)
     assert pick(torch.arange(4.0)).item() == (0.0 if _upstream.LOST_OFFSET.present else 4.0)

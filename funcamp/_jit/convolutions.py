@@ -29,6 +29,8 @@ _aten = torch.ops.aten
 _FORWARD, _BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
 #: The largest size of a kernel for which oneDNN's gradient of a depthwise weight is fast.
 _FAST = 3
+#: The number of channels from which on loops over them are fast.
+_MANY = 32
 #: torch 2.11 orders loops wrongly in programs with these: the gradient of another layer was wrong.
 _LOOPS = not _upstream.LOST_ORDER.present
 #: A copy in this layout, which Inductor would otherwise compute anew wherever it is read.
@@ -72,7 +74,7 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: A
     if not one_by_one or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return NotImplemented
     kernel = weight.shape[2:]
-    loops = _LOOPS and wanted[1] and (len(kernel) > 2 or max(kernel) > _FAST or max(dilation) > 1)
+    loops = _LOOPS and groups >= _MANY and wanted[1] and (len(kernel) > 2 or max(kernel) > _FAST or max(dilation) > 1)
     wide = wanted[0] and x.dtype == torch.bfloat16 and max(stride) > 1
     if not loops and not wide:
         return NotImplemented

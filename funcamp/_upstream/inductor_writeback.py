@@ -13,6 +13,7 @@ memory of the leaf, although that gets another value later (`_upstream.OVERWRITT
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,11 @@ _IN_PLACE = {
     _aten.select_scatter.default,
     _aten.diagonal_scatter.default,
     _aten.as_strided_scatter.default,
+}
+#: Operations of other libraries that write into arguments, as functions.
+_FUNCTIONALIZED = {
+    torch.ops.higher_order.auto_functionalized,
+    torch.ops.higher_order.auto_functionalized_v2,
 }
 if torch.distributed.is_available():
     _IN_PLACE.add(torch.ops._c10d_functional.all_reduce.default)
@@ -70,13 +76,15 @@ class SnapshotWriteBacks(CustomGraphPass):
             return _upstream.WRITE_BACK_ORDER.present and chain_start(source) in written
 
         def is_input(result: Any) -> bool:
-            start = chain_start(result, is_view)
+            start = chain_start(result, lambda node: is_view(node) and _updated_jointly(node) is None)
+            start = _updated_jointly(start) or start
             return isinstance(start, torch.fx.Node) and start.op == "placeholder"
 
         snapshots: dict[Any, torch.fx.Node] = {}
         for write in writes:
             target, source, *rest = write.args
-            if source is not target and late(source):
+            joint = _updated_jointly(source)
+            if source is not target and (late(source) or (joint is not target and joint in written)):
                 if source not in snapshots:
                     snapshots[source] = early(source)
                 source = snapshots[source]
@@ -87,7 +95,7 @@ class SnapshotWriteBacks(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return the name in Inductor's cache; change it with the pass, `corrected` and `decompositions`."""
-        return b"funcamp-snapshot-write-backs-11" + b"-exact" * self._exact
+        return b"funcamp-snapshot-write-backs-12" + b"-exact" * self._exact
 
 
 def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> Any:
@@ -118,13 +126,23 @@ def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:
 
 
 def _change_copies(graph: torch.fx.Graph, written: set[torch.fx.Node]) -> None:
-    """Give operations that may work in place a copy of an input, unless their result is its new value alone."""
-    for node in [node for node in graph.nodes if node.target in _IN_PLACE]:
-        base: Any = node.args[0]
-        start = chain_start(base, is_view)
-        if start in written and not _is_new_value(node, start):
-            with graph.inserting_before(node):
-                node.args = (_recomputed(graph, base), *node.args[1:])
+    """Give operations that may work in place a copy of what they change, unless nothing else needs its values."""
+
+    def copied(node: torch.fx.Node, value: Any) -> Any:
+        with graph.inserting_before(node):
+            return _recomputed(graph, value)
+
+    for node in list(graph.nodes):
+        if node.target in _IN_PLACE:
+            base: Any = node.args[0]
+            start = chain_start(base)
+            if start in _behind(node.args[1:]) or (start in written and not _is_new_value(node, start)):
+                node.args = (copied(node, base), *node.args[1:])
+        elif node.target in _FUNCTIONALIZED:
+            given: list[torch.fx.Node] = []
+            torch.fx.map_arg(dict(node.kwargs), given.append)
+            for value in [value for value in dict.fromkeys(given) if chain_start(value) in written]:
+                node.replace_input_with(value, copied(node, value))
 
 
 def _is_new_value(node: torch.fx.Node, target: torch.fx.Node) -> bool:
@@ -133,10 +151,32 @@ def _is_new_value(node: torch.fx.Node, target: torch.fx.Node) -> bool:
         (user,) = node.users
         if user.target is _COPY:
             return user.args[:2] == (target, node)
-        if user.target not in _IN_PLACE or user.args[0] is not node or user.all_input_nodes.count(node) != 1:
+        if user.target not in _IN_PLACE or user.args[0] is not node or target in _behind(user.args[1:]):
             return False
         node = user
     return False
+
+
+def _behind(values: Any) -> set[torch.fx.Node]:
+    """Return the nodes from which values are computed, and those among them."""
+    rest: list[torch.fx.Node] = []
+    torch.fx.map_arg(values, rest.append)
+    found = set(rest)
+    while rest:
+        new = [node for node in rest.pop().all_input_nodes if node not in found]
+        found.update(new)
+        rest += new
+    return found
+
+
+def _updated_jointly(value: Any) -> Any:
+    """Return what an item of a list was before a `torch._foreach_` operation, which may work in place, else None."""
+    if not isinstance(value, torch.fx.Node) or value.target is not operator.getitem:
+        return None
+    joint, index = value.args
+    if not str(joint.target).startswith("aten._foreach_"):  # type: ignore[union-attr]
+        return None
+    return chain_start(joint.args[0][index])  # type: ignore[index, union-attr]
 
 
 def _recomputed(graph: torch.fx.Graph, source: torch.fx.Node) -> torch.fx.Node:

@@ -206,7 +206,7 @@ def test_batches_with_lazy_bits_are_settled() -> None:
     assert current["x"].item() == 2
 
 
-ROWS = torch.tensor([0, 2])
+ROWS, TURNED = torch.tensor([0, 2]), torch.tensor([1, 2, 3, 0])
 REPLACED: dict[str, Callable[[Tensor], Tensor]] = {
     "index_put": lambda leaf: leaf.index_put((ROWS,), torch.ones(2, 4)),
     "index_add": lambda leaf: leaf.index_add(0, ROWS, torch.ones(2, 4)),
@@ -215,6 +215,12 @@ REPLACED: dict[str, Callable[[Tensor], Tensor]] = {
     "diagonal_scatter": lambda leaf: leaf.diagonal_scatter(torch.ones(4)),
     "view": lambda leaf: leaf.view(2, 2, 4).index_put((ROWS // 2,), torch.ones(2, 4)).view(4, 4),
     "twice": lambda leaf: leaf.index_put((ROWS,), torch.ones(2, 4)).index_fill(0, ROWS + 1, 3.0),
+    "after a cast": lambda leaf: leaf.double().float().index_put((ROWS,), torch.ones(2, 4)),
+    "by itself": lambda leaf: leaf.index_put((TURNED,), leaf),
+    "by itself, transposed": lambda leaf: leaf.slice_scatter(leaf[:2].t().reshape(2, 4), 0, 1, 3),
+    "where itself says": lambda leaf: leaf.index_put((leaf[:2, 0].long().abs() % 4,), torch.ones(2, 4)),
+    "of a new one by itself": lambda leaf: (leaf * 3 + 1).index_put((TURNED,), leaf * 3 + 1),
+    "twice by itself": lambda leaf: leaf.index_put((ROWS,), torch.ones(2, 4)).index_copy(0, TURNED[:3], leaf[:3]),
 }
 
 
@@ -235,7 +241,10 @@ def replacing(replaced: Callable[[Tensor], Tensor]) -> list[Callable[[Any, Any],
         new = replaced(state)
         return new * 2 + 1, new
 
-    return [metric, other_leaf, leaf_and_metric, of_the_new_leaf]
+    def leaf_alone(state: Tensor, batch: Tensor) -> Any:
+        return replaced(state), batch.sum()
+
+    return [metric, other_leaf, leaf_and_metric, of_the_new_leaf, leaf_alone]
 
 
 @pytest.mark.inductor
@@ -244,6 +253,39 @@ def test_a_leaf_with_replaced_rows_is_apart_from_the_leaf() -> None:
     start = [
         (torch.randn(4, 4), torch.randn(4, 4)) if "other" in step.__name__ else torch.randn(4, 4) for step in steps
     ]
+    check(side_by_side(steps), start, "inductor")
+
+
+@torch.library.custom_op("funcamp_tests::increase", mutates_args=("x",))
+def increase(x: Tensor, by: float) -> None:
+    x.add_(by)
+
+
+def increased(leaf: Tensor) -> Tensor:
+    copy = leaf.clone()
+    increase(copy, 1.0)
+    return copy
+
+
+def jointly(order: Callable[[list[Tensor]], Any]) -> Callable[[Any, Any], Any]:
+    return lambda state, batch: order(list(torch._foreach_add(state, 1.0)))
+
+
+JOINTLY: list[Callable[[list[Tensor]], Any]] = [
+    lambda new: (new, new[0]),
+    lambda new: (new[::-1], new[1].t()),
+    lambda new: ([new[0], new[0]], None),
+    lambda new: ([new[1], new[0] * 2], new),
+]
+
+
+@pytest.mark.inductor
+def test_a_leaf_changed_by_another_library_or_jointly_is_apart_from_the_leaf() -> None:
+    steps, leaf = [*replacing(increased), *map(jointly, JOINTLY)], torch.randn(4, 4)
+    start: list[Any] = [
+        leaf.clone() if index in (0, 2, 3, 4) else [leaf.clone(), leaf.clone()] for index in range(len(steps))
+    ]
+    start[1] = (leaf.clone(), leaf.clone())
     check(side_by_side(steps), start, "inductor")
 
 

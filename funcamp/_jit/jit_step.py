@@ -344,7 +344,8 @@ class JitStep:
         if written is not None:  # on a CPU
             # Convolutions as in eager mode. With channels last, a step of ResNet-18 takes 1.2 to 1.4 times as long,
             # because weights and gradients, which are in the state's layout, would be reordered.
-            patches |= {"memory_planning": True, "layout_optimization": False}
+            # Views of complex tensors are calls of torch, and the plan reuses the memory that such a view refers to.
+            patches |= {"memory_planning": not _has_complex(graph), "layout_optimization": False}
             keep_heap()
             if self._scratch is None and wanted(graph.module, written):
                 self._scratch = Scratch()
@@ -399,6 +400,11 @@ def _few_collections() -> Iterator[None]:
 
 def _on_cpu(owned: Owned) -> bool:
     return {leaf.device.type for leaf in owned.leaves} == {"cpu"}
+
+
+def _has_complex(graph: Graph) -> bool:
+    values = (value for node in graph.module.graph.nodes for value in _tree.leaves(node.meta.get("val")))
+    return any(isinstance(value, Tensor) and value.is_complex() for value in values)
 
 
 def _place(leaf: Tensor) -> tuple[int, tuple[int, ...]]:

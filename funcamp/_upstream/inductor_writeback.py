@@ -8,7 +8,8 @@ Inductor removes a snapshot that only copies an input (`remove_noop_ops`), and t
 leaves: with `prev := cur; cur := f(cur)` prev silently gets the new cur, and so does a part of prev that is returned
 (`_upstream.WRITE_BACK_ORDER`, fixed in 2.15). A read of a part of a complex leaf still comes too late
 (`_upstream.COMPLEX_PARTS`). And a leaf with some elements replaced (`index_put`, `slice_scatter`) is computed in the
-memory of the leaf, although that gets another value later (`_upstream.OVERWRITTEN_RESULT`).
+memory of the leaf, although that gets another value later (`_upstream.OVERWRITTEN_RESULT`) or is still read. So are the
+results of functions that change arguments, and of `torch._foreach_` operations.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class SnapshotWriteBacks(CustomGraphPass):
         for write in writes:
             target, source, *rest = write.args
             joint = _updated_jointly(source)
-            if source is not target and (late(source) or (joint is not target and joint in written)):
+            crossed = joint in written and joint is not target
+            # Writes into views of a complex tensor are calls of torch, which Inductor does not put in order.
+            if source is not target and (late(source) or crossed or target.meta["val"].is_complex()):
                 if source not in snapshots:
                     snapshots[source] = early(source)
                 source = snapshots[source]
@@ -95,7 +98,7 @@ class SnapshotWriteBacks(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return the name in Inductor's cache; change it with the pass, `corrected` and `decompositions`."""
-        return b"funcamp-snapshot-write-backs-12" + b"-exact" * self._exact
+        return b"funcamp-snapshot-write-backs-13" + b"-exact" * self._exact
 
 
 def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> Any:

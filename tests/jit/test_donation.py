@@ -117,6 +117,16 @@ def test_parts_of_a_complex_leaf() -> None:
     check(step, start, "inductor")
 
 
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_a_complex_leaf_with_replaced_elements() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        first, second = state
+        return [first.diagonal_scatter(torch.ones(4) * 1j), second * 2], first[0]
+
+    check(step, [torch.randn(4, 4, dtype=torch.complex64) for _ in range(2)], "inductor")
+
+
 def double(state: Any, batch: Tensor) -> Any:
     return {name: leaf * (2 + i) + batch.sum() for i, (name, leaf) in enumerate(state.items())}, {"a": state["a"] + 0}
 

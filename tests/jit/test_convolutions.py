@@ -58,7 +58,8 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last]
 @pytest.mark.parametrize("images", [3, 1, 0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ALL)
-def test_gradients_are_torchs(name: str, dtype: torch.dtype, images: int) -> None:
+def test_gradients_are_torchs(name: str, dtype: torch.dtype, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolutions, "_MANY", 2)
     for layout in LAYOUTS:
         given = arguments(name, dtype, layout, images)
         exact = [value.double() if isinstance(value, Tensor) else value for value in given]
@@ -91,19 +92,19 @@ BY_INPUT = [True, False, False]
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "expected"),
+    ("name", "many", "dtype", "expected"),
     [
-        ("7x7", torch.bfloat16, [] if _upstream.LOST_ORDER.present else [(torch.bfloat16, BY_INPUT)]),
-        ("7x7", torch.float16, [(torch.float32, [True, True, True])]),
-        (
-            "3x3, strides",
-            torch.bfloat16,
-            [(torch.float32, [True, False, False]), (torch.bfloat16, [False, True, True])],
-        ),
-        ("dense", torch.float16, [(torch.float32, [True, True, True])]),
+        ("7x7", 6, torch.bfloat16, [] if _upstream.LOST_ORDER.present else [(torch.bfloat16, BY_INPUT)]),
+        ("7x7", 7, torch.bfloat16, []),
+        ("7x7", 7, torch.float16, [(torch.float32, [True, True, True])]),
+        ("3x3, strides", 7, torch.bfloat16, [(torch.float32, BY_INPUT), (torch.bfloat16, [False, True, True])]),
+        ("dense", 7, torch.float16, [(torch.float32, [True, True, True])]),
     ],
 )
-def test_the_slow_gradients_are_computed_otherwise(name: str, dtype: torch.dtype, expected: Any) -> None:
+def test_the_slow_gradients_are_computed_otherwise(
+    name: str, many: int, dtype: torch.dtype, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convolutions, "_MANY", many)
     with Calls() as calls:
         convolutions.decompositions()[OP](*arguments(name, dtype, LAYOUTS[0]), [True] * 3)
     assert calls.calls == expected
@@ -112,9 +113,10 @@ def test_the_slow_gradients_are_computed_otherwise(name: str, dtype: torch.dtype
 def step_of(dtype: str | None) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(
-        *(nn.Conv2d(4, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
-        *(nn.Conv2d(16, 16, 5, padding=2, groups=16), nn.ConvTranspose2d(16, 8, 2), nn.Conv2d(8, 8, 3, 2, 1, groups=8)),
-        *(nn.Flatten(2), nn.Conv1d(8, 8, 4, groups=8), nn.Flatten(), nn.Linear(104, 4)),
+        *(nn.Conv2d(4, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Conv2d(32, 32, 5, padding=2, groups=32), nn.ConvTranspose2d(32, 32, 2)),
+        *(nn.Conv2d(32, 32, 3, 2, 1, groups=32), nn.Flatten(2), nn.Conv1d(32, 32, 4, groups=32)),
+        *(nn.Flatten(), nn.Linear(416, 4)),
     )
     config = ScalerConfig(init_scale=2.0**20, growth_interval=3)
     sgd = stateless(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -35,6 +35,7 @@ _MANY = 32
 _LOOPS = not _upstream.LOST_ORDER.present
 #: A copy in this layout, which Inductor would otherwise compute anew wherever it is read.
 _copied: Any = _upstream.find("torch._inductor.inductor_prims.force_stride_order")
+_has_half: Any = _upstream.find("torch.ops.mkldnn._is_mkldnn_fp16_supported", lambda: False)
 
 
 @functools.cache
@@ -86,14 +87,8 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: A
 
 
 def _in_slow_half(x: Tensor) -> bool:
+    """Return whether oneDNN does not convolve this float16 tensor on this CPU."""
     return x.dtype == torch.float16 and x.device.type == "cpu" and not _has_half()
-
-
-@functools.cache
-def _has_half() -> bool:
-    """Return whether oneDNN convolves in float16 on this CPU."""
-    found: bool = torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    return found
 
 
 def _depthwise_weight(

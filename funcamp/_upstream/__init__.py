@@ -124,6 +124,7 @@ PRIVATE = {
     "torch.autograd._engine_run_backward": "numerics_report does not work",
     "torch.autograd._get_sequence_nr": "numerics_report does not work",
     "torch.distributed.distributed_c10d._resolve_process_group": "distributed does not work",
+    "torch.ops.mkldnn._is_mkldnn_fp16_supported": "jit computes float16 convolutions in float32 on every CPU",
     "torch.optim.optimizer._global_optimizer_post_hooks": "GradScaler.step reads found_inf on the host",
     "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",
     "torch.utils._python_dispatch.TorchDispatchMode": "jit and numerics_report do not work",

@@ -44,8 +44,6 @@ _FUNCTIONALIZED = {
     torch.ops.higher_order.auto_functionalized,
     torch.ops.higher_order.auto_functionalized_v2,
 }
-if torch.distributed.is_available():
-    _IN_PLACE.add(torch.ops._c10d_functional.all_reduce.default)
 
 
 class SnapshotWriteBacks(CustomGraphPass):
@@ -136,7 +134,7 @@ def _change_copies(graph: torch.fx.Graph, written: set[torch.fx.Node]) -> None:
             return _recomputed(graph, value)
 
     for node in list(graph.nodes):
-        if node.target in _IN_PLACE:
+        if _may_work_in_place(node):
             base: Any = node.args[0]
             start = chain_start(base)
             if start in _behind(node.args[1:]) or (start in written and not _is_new_value(node, start)):
@@ -148,13 +146,17 @@ def _change_copies(graph: torch.fx.Graph, written: set[torch.fx.Node]) -> None:
                 node.replace_input_with(value, copied(node, value))
 
 
+def _may_work_in_place(node: torch.fx.Node) -> bool:
+    return node.target in _IN_PLACE or str(node.target) == "_c10d_functional.all_reduce.default"
+
+
 def _is_new_value(node: torch.fx.Node, target: torch.fx.Node) -> bool:
     """Return whether a result is used for nothing but the new value of an input."""
     while len(node.users) == 1:
         (user,) = node.users
         if user.target is _COPY:
             return user.args[:2] == (target, node)
-        if user.target not in _IN_PLACE or user.args[0] is not node or target in _behind(user.args[1:]):
+        if not _may_work_in_place(user) or user.args[0] is not node or target in _behind(user.args[1:]):
             return False
         node = user
     return False

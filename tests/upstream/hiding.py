@@ -248,7 +248,7 @@ _TRACED = ("torch._C._are", "torch._C._functorch", "torch._dynamo", "torch.utils
 COMPILED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "jit": (
         lambda funcamp: trained(funcamp, lambda step: funcamp.jit(step, backend="eager")),
-        (*_TRACED, "torch._subclasses"),
+        (*_TRACED, "torch._subclasses", "torch.ops"),
     ),
     "compiled": (compiled, _TRACED),
     "compiled scaler": (compiled_scaler, ("torch._dynamo", "torch.utils._python_dispatch")),

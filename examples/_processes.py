@@ -100,8 +100,8 @@ def join(device: str, timeout: float) -> tuple[int, int]:
 def leave() -> None:
     """Leave the group when all others do.
 
-    With DTensors the group's threads outlive it. Without the wait one of them may still refer to a tensor when the
-    interpreter ends, which aborts the process.
+    Without the wait a thread of the group may still refer to a tensor when the interpreter ends, which aborts the
+    process. Under FSDP2 the threads outlive the group, because DTensor's caches keep it.
     """
     dist.barrier()
     dist.destroy_process_group()

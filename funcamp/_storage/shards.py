@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._distributed.collectives import Ranks, all_gather_each, process_group, reduce_scatter_each
 from funcamp._distributed.dtensor import is_distributed, local
 from funcamp._storage.flat import FlatParams
@@ -131,6 +131,8 @@ def slice_of(flat: FlatParams) -> list[Tensor | None]:
 
     device = next(group.device.type for group in flat.groups if group is not None)
     mesh = DeviceMesh.from_group(process_group(flat.ranks), device)
+    if _upstream.KEPT_GROUP.present:
+        mesh._pg_registry.clear()  # read only when Dynamo traces the mesh
     found: list[Tensor | None] = []
     for group, sizes in zip(flat.groups, flat.layout.pieces):
         if group is None or not group.dim():

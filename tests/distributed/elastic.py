@@ -1,4 +1,4 @@
-"""A checkpoint that some processes write and others read: `-m tests.distributed.elastic write|read FOLDER`."""
+"""Sharded states that processes write, read or only hold: `-m tests.distributed.elastic write|read|leave FOLDER`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree
 
-from funcamp import distributed
+from funcamp import _upstream, distributed
 from tests.support.helpers import assert_same
 
 TINY = ["--width=16", "--layers=1", "--heads=2", "--context=16", "--batch=4", "--save-every=4", "--log-every=2"]
@@ -59,7 +59,27 @@ def read(folder: Path) -> None:
         assert example.train(args)["step"] == STEPS + 2
 
 
+def threads() -> int:
+    """The number of this process's threads that run collectives."""
+    return [path.read_text() for path in Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop\n")
+
+
+def leave(folder: Path) -> None:
+    """Print how many threads a group has while a sharded state refers to it, and when it is destroyed."""
+    if sys.argv[3:] == ["without the workaround"]:
+        _upstream.KEPT_GROUP = _upstream.Defect((99, 0), None)
+    args = options(folder, "--shard")
+    saved = distributed.sharded_state_dict(example.load_checkpoint(example.make_step(args), args))
+    for leaf in saved.values():
+        torch.equal(leaf, leaf)
+    del leaf, saved
+    found = threads()
+    example.leave()
+    sys.stdout.write(f"threads {found}, then {threads()}\n")
+
+
 if __name__ == "__main__":
     example.join("cpu", 120)
-    {"write": write, "read": read}[sys.argv[1]](Path(sys.argv[2]))
-    example.leave()
+    {"write": write, "read": read, "leave": leave}[sys.argv[1]](Path(sys.argv[2]))
+    if dist.is_initialized():
+        example.leave()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 import funcamp
+from funcamp import _upstream
 from tests.distributed.elastic import TINY, read
 from tests.support.helpers import assert_same
 from tests.support.launch import BOUND, ENVIRONMENT, ROOT, lines, torchrun
@@ -183,6 +184,14 @@ def test_demo_splits_its_batches_and_rank_0_alone_reports(tmp_path: Path) -> Non
     assert found["history"]["loss"] == pytest.approx(expected["history"]["loss"], rel=1e-3)
     assert sum(found["history"]["found_inf"]) < 12
     assert found["state"].keys() == expected["state"].keys()
+
+
+@pytest.mark.parametrize("kept", ["without the workaround", "with it"])
+def test_a_group_ends_with_its_threads_although_dtensors_caches_keep_its_mesh(kept: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.distributed.elastic", "leave", str(tmp_path), kept]
+    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=BOUND)
+    left = 2 if _upstream.KEPT_GROUP.present and kept == "without the workaround" else 0
+    assert run.stdout == f"threads 2, then {left}\n", run.stderr
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -48,7 +48,14 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         found = _backward(*args)
         return before(*args) if found is NotImplemented else found
 
-    return {**table, _FORWARD: _forward, _BACKWARD: backward}
+    return _Table({**table, _FORWARD: _forward, _BACKWARD: backward})
+
+
+class _Table(dict[Any, Callable[..., Any]]):
+    """A table that is pickled by name: Inductor caches no program whose table it cannot pickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return decompositions, ()
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Any:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 import funcamp
+from tests.support.helpers import clone
 
 
 def run(optimizer: Any, steps: int, between: Callable[[], object]) -> list[int]:
@@ -50,3 +53,14 @@ def test_tensor_learning_rate_changed_in_place_compiles_once() -> None:
     optimizer = funcamp.stateless(torch.optim.SGD, lr=lr, momentum=0.9, dampening=0.1)
     assert run(optimizer, 12, lambda: lr.mul_(0.9)) == [1] * 12
     assert lr < 3e-4
+
+
+@pytest.mark.inductor
+def test_a_second_start_takes_the_program_from_inductors_cache() -> None:
+    state, x = {"w": torch.ones(3)}, torch.ones(3)
+    with fresh_cache():
+        for found in ("fxgraph_cache_miss", "fxgraph_cache_hit"):
+            torch.compiler.reset()
+            counters.clear()
+            funcamp.jit(lambda s, x: ({"w": s["w"] + 0.5 * x}, s["w"].sum()))(clone(state), x)
+            assert counters["inductor"][found] == 1

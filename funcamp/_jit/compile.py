@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from funcamp._jit.ahead import Ahead
 from funcamp._jit.convolutions import decompositions
 from funcamp._jit.eager_layouts import keep_layouts, one_by_one
+from funcamp._jit.open_parts import closed_decompositions, inner_compile
 from funcamp._jit.part_inputs import FlatInput, further_inputs, part_inputs, write_back
 from funcamp._trace.trace import Graph, parts, with_parts
 
@@ -48,10 +49,11 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ah
     with _no_autocast(kinds), torch.no_grad():
         if backend == "inductor":
             keep_layouts(module, graph.mode)
-            module, examples, flats = part_inputs(module, examples, graph.mode)
+            if not graph.is_open:
+                module, examples, flats = part_inputs(module, examples, graph.mode)
         module.recompile()
         if backend == "inductor":
-            inner = _inductor(module, examples, patches, ahead)
+            inner = _inductor(module, examples, patches, ahead, is_open=graph.is_open)
         elif backend == "eager":
             inner = one_by_one(module)
         else:
@@ -89,22 +91,31 @@ def _no_autocast(kinds: list[str]) -> Iterator[None]:
         yield
 
 
-def _inductor(graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any], ahead: Ahead | None) -> Any:
+def _inductor(
+    graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any], ahead: Ahead | None, *, is_open: bool
+) -> Any:
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    if patches.get("memory_planning"):
-        if patches["cpp_wrapper"] and sum(node.op == "call_function" for node in graph.graph.nodes) > LONG:
-            patches = {**patches, "cpp_wrapper_build_separate": True, "aot_inductor.compile_wrapper_opt_level": "O0"}
-        try:
-            with _deep(), config.patch(patches):
-                if ahead:
-                    ahead.headers()
-                return compile_fx(graph, inputs, decompositions=decompositions())
-        except Exception as error:  # Python may be able to call what C++ cannot; else its error is the familiar one
-            _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)
-            patches = {**patches, "cpp_wrapper": False, "memory_planning": False}
-    return compile_fx(graph, inputs, config_patches=patches, decompositions=decompositions())
+    how: dict[str, Any] = {"decompositions": decompositions()}
+    caches = functorch_config.enable_autograd_cache
+    if is_open:  # AOTAutograd's cache keeps what Inductor's own inner_compile returns
+        how, caches = {"decompositions": closed_decompositions(), "inner_compile": inner_compile}, False
+    with functorch_config.patch(enable_autograd_cache=caches):
+        if patches.get("memory_planning"):
+            if patches["cpp_wrapper"] and sum(node.op == "call_function" for node in graph.graph.nodes) > LONG:
+                patches = {**patches, "cpp_wrapper_build_separate": True}
+                patches["aot_inductor.compile_wrapper_opt_level"] = "O0"
+            try:
+                with _deep(), config.patch(patches):
+                    if ahead:
+                        ahead.headers()
+                    return compile_fx(graph, inputs, **how)
+            except Exception as error:  # Python may be able to call what C++ cannot; else its error is the familiar one
+                _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)
+                patches = {**patches, "cpp_wrapper": False, "memory_planning": False}
+        return compile_fx(graph, inputs, config_patches=patches, **how)
 
 
 @contextlib.contextmanager

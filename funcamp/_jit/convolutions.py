@@ -38,6 +38,22 @@ _copied: Any = _upstream.find("torch._inductor.inductor_prims.force_stride_order
 _has_half: Any = _upstream.find("torch.ops.mkldnn._is_mkldnn_fp16_supported", lambda: False)
 
 
+class Table(dict[Any, Callable[..., Any]]):
+    """A table that is pickled by name: Inductor caches no program whose table it cannot pickle.
+
+    Args:
+        function: returns the table; has a name in its module.
+        table: the table.
+    """
+
+    def __init__(self, function: Callable[[], Any], table: dict[Any, Callable[..., Any]]) -> None:
+        super().__init__(table)
+        self._function = function
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._function, ()
+
+
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return Inductor's table of decompositions with those of convolutions."""
@@ -48,14 +64,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         found = _backward(*args)
         return before(*args) if found is NotImplemented else found
 
-    return _Table({**table, _FORWARD: _forward, _BACKWARD: backward})
-
-
-class _Table(dict[Any, Callable[..., Any]]):
-    """A table that is pickled by name: Inductor caches no program whose table it cannot pickle."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return decompositions, ()
+    return Table(decompositions, {**table, _FORWARD: _forward, _BACKWARD: backward})
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Any:

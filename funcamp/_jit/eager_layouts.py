@@ -18,13 +18,14 @@ from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._jit.convolutions import decompositions
+from funcamp._trace.open_shapes import has_open_shape, is_open
 
 #: An index among several results, and the dimensions from the outermost in memory to the innermost.
 _Order = tuple[int | None, list[int]]
 
 
 def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any]) -> None:
-    """Give such results the layout of the trace.
+    """Give such results the layout of the trace, unless they have an open shape.
 
     Args:
         module: its graph is changed in place; not recompiled.
@@ -35,6 +36,8 @@ def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any]) -> N
     with mode, torch.no_grad():
         for node in list(module.graph.nodes):
             if node.target not in table or any(result.alias_info for result in node.target._schema.returns):
+                continue
+            if has_open_shape(node):
                 continue
             key = node.target, *_kinds(node)
             if key not in known:
@@ -65,6 +68,14 @@ def one_by_one(module: fx.GraphModule) -> Callable[..., Any]:
     return call
 
 
+def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor in the layout of another of its shape; itself if it has it, or that one is not dense."""
+    if _steps(value) == _steps(like):
+        return value
+    found = _in_order(value, _order(like))
+    return found if _steps(found) == _steps(like) else value
+
+
 class _Checked(fx.Interpreter):
     """Gives every result its layout in the trace, and notes the names of those that had another."""
 
@@ -75,14 +86,13 @@ class _Checked(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         out, wanted = super().run_node(n), n.meta.get("val")
-        if not isinstance(out, Tensor) or not isinstance(wanted, Tensor) or out.shape != wanted.shape:
+        if not isinstance(out, Tensor) or not isinstance(wanted, Tensor):
+            return out
+        if is_open(wanted) or out.shape != wanted.shape:
             return out  # torch 2.11 has another shape for the gradient of the bias that an LSTM layer lacks
-        if _steps(out) == _steps(wanted):
-            return out
-        laid_out = _in_order(out, _order(wanted))
-        if _steps(laid_out) != _steps(wanted):  # no dense layout, such as an expanded one
-            return out
-        self.odd.add(n.name)
+        laid_out = laid_out_as(out, wanted)
+        if laid_out is not out:
+            self.odd.add(n.name)
         return laid_out
 
 

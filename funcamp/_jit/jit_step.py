@@ -31,6 +31,7 @@ from funcamp._jit.signature import (
 )
 from funcamp._jit.unroll import first_of, unrolled
 from funcamp._memory import Memory
+from funcamp._trace.open_shapes import is_open
 from funcamp._trace.passes import registered
 from funcamp._trace.trace import Graph, HostError, Outline, trace
 from funcamp._types import Tree
@@ -304,6 +305,11 @@ class JitStep:
             check_like(("state", "the step's new state"), like, new)
             fresh = [leaf for leaf in _tree.leaves(new) if leaf is not None]
             numbers, rest = _tree.flatten(metrics)
+            if options.unroll is not None and (row := next(filter(is_open, numbers), None)) is not None:
+                raise HostError(
+                    "return metrics of fixed shapes with unroll, which stacks those of several steps; got "
+                    f"{_tree.describe(row)}"
+                )
             kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in numbers]
             if not options.donate:
                 return [leaf.detach() for leaf in fresh], _tree.unflatten(kept, rest)
@@ -316,7 +322,8 @@ class JitStep:
         own = registered() if options.backend == "inductor" else None
         try:
             with own.tracing() if own else contextlib.nullcontext():
-                return trace(body, [*owned.leaves, *given], {leaf.device.type for leaf in owned.leaves})
+                home = {leaf.device.type for leaf in owned.leaves}
+                return trace(body, [*owned.leaves, *given], home, fixed_shapes=self._graphs is not None)
         except HostError as error:
             raise RuntimeError(f"jit: step must {error}") from None
         except RuntimeError as error:
@@ -324,7 +331,7 @@ class JitStep:
             raise
 
     def _compile_graph(self, graph: Graph, backend: str, written: int | None, ahead: Ahead | None) -> Flat:
-        options = self._options
+        options, pooled = self._options, False
         if backend == "eager":
             return compile_graph(graph, backend, {})
         patches = {
@@ -347,12 +354,13 @@ class JitStep:
             # Views of complex tensors are calls of torch, and the plan reuses the memory that such a view refers to.
             patches |= {"memory_planning": not _has_complex(graph), "layout_optimization": False}
             keep_heap()
-            if self._scratch is None and wanted(graph.module, written):
+            pooled = not graph.is_open and wanted(graph.module, written)
+            if pooled and self._scratch is None:
                 self._scratch = Scratch()
             # A tenth of a small step is Python time; but code called from C++ cannot use the buffer pool.
-            patches["cpp_wrapper"] = self._scratch is None
+            patches["cpp_wrapper"] = not pooled
         try:
-            with corrected(exact=options.exact), asked() if self._scratch else contextlib.nullcontext():
+            with corrected(exact=options.exact), asked() if pooled else contextlib.nullcontext():
                 return compile_graph(graph, backend, patches, ahead)
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

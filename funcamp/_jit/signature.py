@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._distributed.dtensor import is_distributed
+from funcamp._trace.open_shapes import is_open
 from funcamp._types import Tree
 
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -52,7 +53,8 @@ def check_like(names: tuple[str, str], like: Tree, tree: Tree) -> None:
     _tree.same_structure("jit", names, (like, tree))
     for index, (kind, leaf) in enumerate(zip(_tree.leaves(like), _tree.leaves(tree))):
         if isinstance(kind, Kind) and isinstance(leaf, Tensor):
-            fits = (kind.shape, kind.dtype, kind.device) == (tuple(leaf.shape), leaf.dtype, leaf.device)
+            found = tuple(leaf.shape), leaf.dtype, leaf.device
+            fits = not is_open(leaf) and (kind.shape, kind.dtype, kind.device) == found
         else:
             fits = kind is leaf
         if not fits:

@@ -106,6 +106,8 @@ def _again(drawn: Any, written: list[Tensor], target: Tensor | None) -> Any:
 
 
 def _in_order(target: Tensor) -> Tensor:
+    if target.is_contiguous():  # true also of a size that follows from values, with which no stride can be compared
+        return target
     return target.permute(sorted(range(target.dim()), key=target.stride, reverse=True))
 
 

@@ -28,15 +28,16 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from funcamp import _tree, _upstream
 from funcamp._trace.host_draws import HostDraws
 from funcamp._trace.kept_tensors import settle
+from funcamp._trace.open_shapes import has_open_shape, is_open
 from funcamp._trace.random_numbers import Draws
 from funcamp._trace.tracing import Wanted, current
 from funcamp._trace.unread_gathers import drop_unread_gathers
-from funcamp._trace.user_line import INSTEAD, READS, asks_whether_compiled, in_stack, in_traceback
+from funcamp._trace.user_line import FIXED, INSTEAD, READS, asks_whether_compiled, in_stack, in_traceback
 from funcamp._types import Tree
 from funcamp._upstream.whole_operations import keep_whole
 
@@ -48,14 +49,12 @@ else:
     FakeTensorMode = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
     TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
     is_traceable_wrapper_subclass = _upstream.find("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
-#: torch's errors for a branch, a number or a shape that depends on the values of a fake tensor.
-_FROM_VALUES = tuple(
-    error
-    for error in (
-        _upstream.find("torch._subclasses.fake_tensor.DataDependentOutputException"),
-        _upstream.find("torch._subclasses.fake_tensor.DynamicOutputShapeException"),
-    )
-    if _upstream.usable(error)
+#: torch's error for an operation whose result has a shape that follows from values, if there must be none.
+_SHAPE = tuple(filter(_upstream.usable, [_upstream.find("torch._subclasses.fake_tensor.DynamicOutputShapeException")]))
+#: torch's errors for a number that depends on the values of a fake tensor, and for a branch on a size that does.
+_FROM_VALUES = (
+    *filter(_upstream.usable, [_upstream.find("torch._subclasses.fake_tensor.DataDependentOutputException")]),
+    GuardOnDataDependentSymNode,
 )
 
 _log = logging.getLogger("funcamp")
@@ -114,15 +113,24 @@ class Graph(NamedTuple):
     """The pytree that the function returned with its list."""
     wrapped: bool
     """Whether an argument or a result is not a plain tensor."""
+    is_open: bool
+    """Whether a shape follows from values."""
 
 
-def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Tensor], home: Set[str]) -> Graph:
+def trace(
+    fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]],
+    args: list[Tensor],
+    home: Set[str],
+    *,
+    fixed_shapes: bool = False,
+) -> Graph:
     """Trace fn for arguments like these.
 
     Args:
         fn: a function from a list of tensors to a list of tensors and a pytree; may write to its arguments.
         args: distinct tensors without aliases.
         home: the types of device that it must not leave.
+        fixed_shapes: whether it must have no tensor whose shape follows from values, such as `x[x > 0]`.
 
     Raises:
         HostError: an operation moves a tensor from home to another type of device, or reads it; Python draws numbers.
@@ -131,13 +139,13 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
     """
     draws, as_compiled = HostDraws(), True
     try:
-        graph = _traced(fn, args, home, as_compiled)
+        graph = _traced(fn, args, home, fixed_shapes, as_compiled)
     except Exception as error:
         asks = not isinstance(error, HostError) and asks_whether_compiled(error)
-        if (again := _as_in_eager_mode(fn, args, home) if asks else None) is None:
+        if (again := _as_in_eager_mode(fn, args, home, fixed_shapes) if asks else None) is None:
             raise
         graph, as_compiled = again, False
-    if (names := draws.since()) and (line := draws.line(lambda: _traced(fn, args, home, as_compiled))):
+    if (names := draws.since()) and (line := draws.line(lambda: _traced(fn, args, home, fixed_shapes, as_compiled))):
         raise HostError(
             f"not draw from {names}, as the program would repeat the numbers at every step; {line} does: draw from "
             "torch's generator, or pass the numbers in the batch"
@@ -146,11 +154,11 @@ def trace(fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Te
 
 
 def _as_in_eager_mode(
-    fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Tensor], home: Set[str]
+    fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Tensor], home: Set[str], fixed_shapes: bool
 ) -> Graph | None:
     """Trace as if nothing were compiled: a model may take a mask to be given otherwise. None where this fails too."""
     try:
-        graph = _traced(fn, args, home, as_compiled=False)
+        graph = _traced(fn, args, home, fixed_shapes, as_compiled=False)
     except Exception:
         return None
     _log.warning("jit: step fails where torch.compiler.is_compiling() is True, so it is traced as in eager mode")
@@ -161,6 +169,7 @@ def _traced(
     fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]],
     args: list[Tensor],
     home: Set[str],
+    fixed_shapes: bool,
     as_compiled: bool,
 ) -> Graph:
     """Trace once, while torch.compiler.is_compiling is True if `as_compiled`."""
@@ -168,9 +177,8 @@ def _traced(
         _upstream.check(name)
     if _upstream.ENDED_THREAD.present:
         stay()
-    # Inductor turns scan into a loop whose index depends on no shape; the function's own reads raise below. A shape
-    # that follows from values, as that of x[mask], is refused: of some Inductor reads other rows (`WRONG_ROWS`).
-    shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
+    # Inductor turns scan into a loop whose index depends on no shape; the function's own reads raise below.
+    shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=not fixed_shapes)
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     watch = _Watch(home, fake)
     around = [wrapper_of(arg) for arg in args]
@@ -190,6 +198,13 @@ def _traced(
         with watch.on():
             first, rest = fn([with_parts(wrapper, pieces) for wrapper in around])
             leaves, spec = _tree.flatten(rest)
+            for index, leaf in enumerate(leaves):
+                if is_open(leaf) and not isinstance(leaf, Tensor):
+                    raise HostError(
+                        "return tensors and constants only; metrics"
+                        f"{_tree.path_of(rest, index)} is a number that follows from values: return a tensor, such as "
+                        "mask.sum() for the size of x[mask]"
+                    )
             tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
             outlines.append(Outline(spec, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], tensors))
             results = [*first, *[leaves[index] for index in tensors]]
@@ -208,6 +223,10 @@ def _traced(
             module = make_fx(flat, tracing_mode="real")(*examples)
     except Exception as error:
         watch.settle(plain, failed=True)
+        if isinstance(error, _SHAPE):
+            where = "in a CUDA graph" if fixed_shapes else f"by {error.func}"
+            instead = f"{FIXED}, or pass capture=False" if fixed_shapes else FIXED
+            raise HostError(f"not take a shape from values {where}; {in_traceback(error)} does: {instead}") from None
         asked = isinstance(error, RuntimeError) and any(text in str(error) for text in _ASKED)
         if asked or isinstance(error, _FROM_VALUES):
             raise HostError(f"{READS}; {in_traceback(error)} does: {INSTEAD}") from None
@@ -226,7 +245,8 @@ def _traced(
         delattr(module, attribute)
     with fake:
         examples += [fake.from_tensor(leaf.detach(), static_shapes=True) for leaf in captured]
-    return Graph(module, examples, fake, captured, wrappers, outlines[0], any([*around, *wrappers]))
+    wrapped, has_open = any([*around, *wrappers]), any(map(has_open_shape, module.graph.nodes))
+    return Graph(module, examples, fake, captured, wrappers, outlines[0], wrapped, has_open)
 
 
 def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch.fx.GraphModule, list[Tensor]]:

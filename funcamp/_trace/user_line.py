@@ -10,8 +10,9 @@ from types import FrameType, TracebackType
 
 import torch
 
-READS = "not read a tensor's value on the host (no .item(), no branch on a tensor, no shape that follows from values)"
-INSTEAD = "take torch.where or a mask of fixed shape instead, and return in the metrics what you want to read"
+READS = "not read a tensor's value on the host (no .item(), no branch on a tensor or a size that follows from values)"
+FIXED = "take torch.where or a mask of fixed shape instead"
+INSTEAD = f"{FIXED}, and return in the metrics what you want to read"
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 
 

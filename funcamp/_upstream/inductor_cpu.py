@@ -12,11 +12,12 @@ from funcamp import _upstream
 
 @contextlib.contextmanager
 def corrected(*, exact: bool) -> Iterator[None]:
-    """Context manager: Inductor keeps the order of reads and writes, and with exact also the rounding."""
-    if not (_upstream.LOST_ORDER.present or (exact and _upstream.UNROUNDED.present)):
+    """Context manager: Inductor keeps the order of reads and writes, errors, and with exact also the rounding."""
+    if not any(defect.present for defect in (_upstream.LOST_ORDER, _upstream.UNROUNDED, _upstream.LOST_ERRORS)):
         yield
         return
     from torch._inductor.codegen.cpp import CppKernel
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
     from torch._inductor.dependencies import StarDep, WeakDep
     from torch._inductor.scheduler import SchedulerNode
     from torch.utils._ordered_set import OrderedSet
@@ -30,6 +31,20 @@ def corrected(*, exact: bool) -> Iterator[None]:
         if order:
             node.set_read_writes(node.read_writes.with_read(order).rename(node.mutation_renames))
 
+    # LOST_ERRORS: a write to places that are not there would leave the tensor as it was.
+    def checked(write: Any) -> Any:
+        def generate(self: Any, *args: Any) -> None:
+            line = self.writeline
+
+            def checked_line(text: Any) -> None:
+                is_call = isinstance(text, str) and text.startswith("aoti_torch_")
+                line(f"AOTI_TORCH_ERROR_CODE_CHECK({text.rstrip(';')});" if is_call else text)
+
+            with mock.patch.object(self, "writeline", checked_line):
+                write(self, *args)
+
+        return generate
+
     # UNROUNDED
     def forget(*_: Any) -> None:
         pass
@@ -37,6 +52,9 @@ def corrected(*, exact: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if _upstream.LOST_ORDER.present:
             stack.enter_context(mock.patch.object(SchedulerNode, "recompute_size_and_body", keep_order))
+        if _upstream.LOST_ERRORS.present:
+            for name in ("_generate_index_put_fallback", "_generate_scatter_fallback"):
+                stack.enter_context(mock.patch.object(CppWrapperCpu, name, checked(getattr(CppWrapperCpu, name))))
         if exact and _upstream.UNROUNDED.present:
             stack.enter_context(mock.patch.object(CppKernel, "cache_dtype_convert", forget))
         yield

@@ -85,6 +85,7 @@ DIRECT = {
     "_jit/ahead.py",
     "_jit/compile.py",
     "_jit/jit_step.py",
+    "_jit/open_parts.py",
     "_optim/run.py",
     "_trace/trace.py",
     "_upstream/autograd_function.py",

@@ -119,6 +119,19 @@ def test_inductor_reads_other_rows_where_a_shape_follows_from_values() -> None:
 
 
 @pytest.mark.inductor
+def test_generated_cpp_forgets_an_error() -> None:
+    def write(x: Tensor, mask: Tensor) -> Tensor:
+        return x.index_put((mask,), torch.arange(2.0, device=x.device))
+
+    x, mask = torch.zeros(4), torch.arange(4) < 3
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        run = torch.compile(write, fullgraph=True)
+        assert run(x, torch.arange(4) < 2).tolist() == [0, 1, 0, 0]
+        with raises_where(not _upstream.LOST_ERRORS.present, match="index_put"):
+            run(x, mask)
+
+
+@pytest.mark.inductor
 def test_inductor_forgets_the_place_of_a_view_in_a_strided_one() -> None:
     pick = torch.compile(lambda x: x[2:3].view(()).as_strided((), ()) * 2, fullgraph=True)
     assert pick(torch.arange(4.0)).item() == (0.0 if _upstream.LOST_OFFSET.present else 4.0)

@@ -1,0 +1,255 @@
+"""Compile a program in which some shapes follow from values, such as that of `logits[mask]`: open shapes.
+
+Some releases of Inductor compute such operations wrongly without an error (`_upstream.WRONG_ROWS`). So it compiles only
+the parts between them, and they run one by one, as in eager mode:
+
+    stage 0: compiled part, then open operations | stage 1: compiled part, ... | last: compiled part with all writes
+
+An operation is open if an argument or a result has an open shape. What a trace assumes of such sizes (that two are the
+same, or that one is not 1) is checked: the result of every open operation must have the shape of the trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from funcamp import _tree
+from funcamp._jit.convolutions import Table, decompositions
+from funcamp._jit.eager_layouts import laid_out_as
+from funcamp._trace.open_shapes import has_open_shape, is_open
+
+_aten = torch.ops.aten
+
+
+@functools.cache
+def closed_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return a table of decompositions for operations that are not open; those that run one by one stay whole."""
+
+    def closed(decomposed: Callable[..., Any]) -> Callable[..., Any]:
+        def decompose(*args: Any, **kwargs: Any) -> Any:
+            if any(map(is_open, _tree.leaves((args, kwargs)))):
+                return NotImplemented
+            return decomposed(*args, **kwargs)
+
+        return decompose
+
+    return Table(closed_decompositions, {target: closed(how) for target, how in decompositions().items()})
+
+
+def inner_compile(module: fx.GraphModule, _: Sequence[Any], **options: Any) -> Callable[[list[Any]], list[Any]]:
+    """Compile the parts of a functional graph; an argument of Inductor's `compile_fx`.
+
+    Args:
+        module: a graph without writes, except copies to inputs at its end.
+        options: for Inductor's own inner_compile.
+    """
+    from torch._guards import TracingContext
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    options["static_input_idxs"] = ()
+    graph = module.graph
+    stages = _Stages(graph)
+    inputs, results = graph.find_nodes(op="placeholder"), list(graph.output_node().args[0])  # type: ignore[arg-type]
+    pieces: list[tuple[bool, list[fx.Node]]] = []
+    views = [node for node in results if node in stages.free]
+    for stage in range(stages.last + 1):
+        for is_part in (True, False):
+            nodes = [node for node in graph.nodes if stages.holds(node, stage, is_part=is_part)]
+            if is_part and stage == stages.last:
+                nodes += views
+            if nodes:
+                pieces.append((is_part, stages.with_free(nodes)))
+    needed = [_outside(nodes) for _, nodes in pieces]
+    crossing = {*results, *(node for outside in needed for node in outside)} - stages.free
+    ready = []
+    for (is_part, nodes), given in zip(pieces, needed):
+        made = [node for node in nodes if node in crossing]
+        if is_part and all(view in nodes for view in views):
+            made, views = made + views, []
+        part = _module(module, nodes, given, made, checked=not is_part)
+        run: Callable[..., Any] = part
+        if is_part:
+            with TracingContext.patch(output_strides=None):  # those of the whole program are asked for, not of a part
+                run = compile_fx_inner(part, [node.meta["val"] for node in given], **options)
+        ready.append(_Piece(run, given, made, is_part))
+    return _in_turn(ready, inputs, results)
+
+
+class _Piece(NamedTuple):
+    """Operations that run together."""
+
+    run: Callable[..., Any]
+    given: list[fx.Node]
+    """What they need."""
+    made: list[fx.Node]
+    """What others need of them."""
+    compiled: bool
+
+
+class _Stages:
+    """When each node of a graph runs: as late as those that need it allow."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        self._open: set[fx.Node] = set()
+        #: Views, and what is neither computed nor stored: made anew wherever they are needed, because Inductor takes
+        #: for granted that no input of a part shares memory with one that it writes.
+        self.free: set[fx.Node] = set()
+        for node in nodes:
+            of = node.args[0] if node.target is operator.getitem else None
+            if of in self._open or (of is None and has_open_shape(node)):
+                self._open.add(node)
+            elif of in self.free or node.op == "get_attr" or getattr(node.target, "is_view", False):
+                self.free.add(node)
+        after = _after_draws(nodes)
+        first: dict[fx.Node, int] = {}
+        for node in nodes:
+            before = [other for other in (*node.all_input_nodes, *after.get(node, ())) if other in first]
+            first[node] = max((first[other] + self._gap(other, node) for other in before), default=0)
+        self.last = max((first[node] for node in self._open), default=-1) + 1
+        users: dict[fx.Node, list[fx.Node]] = {node: [user for user in node.users if user in first] for node in nodes}
+        for node, others in after.items():
+            for other in others:
+                users[other].append(node)
+        self._stage: dict[fx.Node, int] = {}
+        for node in reversed(nodes):
+            latest = self.last - (node in self._open and not _writes(node))
+            limits = [self._stage[user] - self._gap(node, user) for user in users[node]]
+            self._stage[node] = min([latest, *limits])
+        for node in nodes:
+            if node.target is operator.getitem:  # a part returns tensors only
+                self._stage[node] = self._stage[node.args[0]]
+
+    def holds(self, node: fx.Node, stage: int, *, is_part: bool) -> bool:
+        """Return whether a node belongs to the part of a stage, or to its open operations."""
+        return self._stage.get(node) == stage and node not in self.free and (node in self._open) != is_part
+
+    def with_free(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        """Return nodes and the free ones that they need, in the order of the graph."""
+        found, queue = dict.fromkeys(nodes), list(nodes)
+        while queue:
+            new = [node for node in queue.pop().all_input_nodes if node in self.free and node not in found]
+            found |= dict.fromkeys(new)
+            queue += new
+        return sorted(found)
+
+    def _gap(self, node: fx.Node, user: fx.Node) -> bool:
+        return node in self._open and user not in self._open
+
+
+def _after_draws(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Return for each operation that draws random numbers the one before it: they stay in order."""
+    draws = [node for node in nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
+    return {node: [before] for before, node in itertools.pairwise(draws)}
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _outside(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Return what nodes need besides each other, in the order of the graph."""
+    inside = set(nodes)
+    return sorted({other for node in nodes for other in node.all_input_nodes} - inside)
+
+
+def _module(
+    root: fx.GraphModule, nodes: list[fx.Node], given: list[fx.Node], made: list[fx.Node], *, checked: bool
+) -> fx.GraphModule:
+    """Return a module of these nodes; with `checked`, its first input is a dict for the sizes."""
+    graph = fx.Graph()
+    sizes = graph.placeholder("sizes") if checked else None
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in given:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if sizes is not None and (check := _check(node.meta.get("val"))) is not None:
+            if node in made and getattr(node.target, "is_view", False):
+                copies[node] = graph.call_function(_aten.clone.default, (copies[node],))
+            copies[node] = graph.call_function(check, (sizes, copies[node]))
+    output = graph.output(tuple(copies[node] for node in made))
+    output.meta["user_visible_output_idxs"] = list(range(len(made)))
+    return fx.GraphModule(root, graph)
+
+
+def _check(expected: object) -> Callable[[dict[Any, int], Any], Any] | None:
+    """Return a function that compares an open operation's result with the trace, and lays it out as in the trace."""
+    if isinstance(expected, torch.SymInt):
+        number = [_expression(expected)]
+
+        def check_number(sizes: dict[Any, int], value: int) -> int:
+            _compare(sizes, number, [value])
+            return value
+
+        return check_number if number[0].is_Symbol else None
+    if not isinstance(expected, Tensor):
+        return None
+    like, shape = expected, [_expression(size) for size in expected.shape]
+    fixed = not any(isinstance(size, torch.SymInt) for size in (*like.shape, *like.stride()))
+
+    def check(sizes: dict[Any, int], value: Tensor) -> Tensor:
+        _compare(sizes, shape, value.shape)
+        return laid_out_as(value, like) if fixed else value
+
+    return check
+
+
+def _expression(size: Any) -> Any:
+    """Return the formula of a size that follows from values; any other size as it is."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _compare(sizes: dict[Any, int], shape: Sequence[Any], found: Sequence[int]) -> None:
+    """Compare a shape with the trace's, and note sizes that are new.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    for size, there in zip(shape, found):
+        wanted = size if isinstance(size, int) else sizes.get(size)
+        if wanted is None:
+            wanted = sizes[size] = _value(size, sizes, there)
+        if wanted != there:
+            raise RuntimeError(
+                f"jit: a tensor of shape {tuple(found)} must have size {wanted} instead of {there}, because step was "
+                "traced for equal sizes where tensors meet: a single selected row is not repeated, as in eager mode"
+            )
+
+
+def _value(size: Any, sizes: dict[Any, int], there: int) -> int:
+    if size.is_Symbol:
+        return there
+    known = size.subs({symbol: sizes[symbol] for symbol in size.free_symbols if symbol in sizes})
+    return int(known) if known.is_Integer else there
+
+
+def _in_turn(pieces: list[_Piece], inputs: list[fx.Node], results: list[Any]) -> Callable[[list[Any]], list[Any]]:
+    """Return a function that runs pieces one after the other, and drops what no later one needs."""
+    kept = {node for node in results if isinstance(node, fx.Node)}
+    last_use = {node: index for index, piece in enumerate(pieces) for node in piece.given}
+    plan = [
+        (piece, [node not in kept and last_use[node] == index for node in piece.given])
+        for index, piece in enumerate(pieces)
+    ]
+
+    def run(args: list[Any]) -> list[Any]:
+        values, sizes = dict(zip(inputs, args)), dict[Any, int]()
+        args.clear()
+        for piece, done in plan:
+            given = [values.pop(node) if drop else values[node] for node, drop in zip(piece.given, done)]
+            out = piece.run(given) if piece.compiled else piece.run(sizes, *given)
+            values.update(zip(piece.made, out))
+        return [values[value] if isinstance(value, fx.Node) else value for value in results]
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

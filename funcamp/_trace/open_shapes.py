@@ -1,0 +1,21 @@
+"""Shapes in a trace that follow from values and so are not known, such as that of `x[mask]`: open shapes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from funcamp import _tree
+
+
+def is_open(value: object) -> bool:
+    """Return whether a value is a tensor of an open shape, or a number that follows from one."""
+    if isinstance(value, Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def has_open_shape(node: fx.Node) -> bool:
+    """Return whether a result of a node, or an argument, has an open shape."""
+    nodes = (node, *node.all_input_nodes)
+    return any(is_open(value) for one in nodes for value in _tree.leaves(one.meta.get("val")))

@@ -1,0 +1,249 @@
+"""Shapes that follow from values, such as those of `logits[mask]` and `nonzero`: as in the eager step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, dropout
+
+from funcamp import ScalerConfig, jit, loss, make_train_step, module_loss, stateless
+from funcamp._jit import buffer_pool, cuda_graph
+from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.stand_in import StandIn
+
+CLASSES, ROWS = 3, 12
+SIZES = (ROWS, 5, 2, 1, 0, 1, 7)
+
+
+def labeled(logits: Tensor, target: Tensor) -> Tensor:
+    """The usual loss of masked language models and of graphs with few labels."""
+    chosen = target >= 0
+    return cross_entropy(logits[chosen], target[chosen])
+
+
+def batches(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(seed)
+    made = []
+    for size in SIZES:
+        target = torch.full((ROWS,), -1)
+        target[torch.randperm(ROWS)[:size]] = torch.randint(CLASSES, (size,))
+        made.append((torch.randn(ROWS, 4), target))
+    return made
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, CLASSES))
+
+
+ADAMW = stateless(torch.optim.AdamW, lr=0.1)
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_over_a_mask_trains_as_the_eager_step(policy: str, accumulate: int) -> None:
+    config = ScalerConfig(2.0**20, growth_interval=2)
+    loss_fn = module_loss(model(), labeled)
+    step = make_train_step(loss_fn, ADAMW, config, policy=policy, max_norm=1.0, accumulate=accumulate)
+    eager, compiled, run = step.init(), step.init(), jit(step, backend="eager")
+    skips = 0
+    for batch in batches():
+        if accumulate > 1:
+            batch = tuple(leaf.unflatten(0, (accumulate, -1)) for leaf in batch)
+        eager, wanted = step(eager, batch)
+        compiled, metrics = run(compiled, batch)
+        assert_same((compiled, metrics), (eager, wanted))
+        skips += int(metrics.found_inf)
+    assert run.programs == 1
+    assert (skips > 0) == (policy == "float16")
+
+
+def operations(state: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Any:
+    """One of each kind, after the other."""
+    x, target = batch
+    w, chosen = state["w"], target >= 0
+    places = chosen.nonzero()[:, 0]
+    rows, columns = x[chosen] @ w, x.t()[:, chosen]
+    values, back = torch.unique(target, return_inverse=True)
+    repeated = x.repeat_interleave(target + 1, 0)
+    filled = torch.zeros_like(x).index_put((chosen,), rows)
+    written = x.clone()
+    written[chosen] = 2.0
+    sums = rows.new_zeros(values.shape[0], 4).index_add(0, back, x)
+    new = w + 0.01 * (filled.sum(0) + columns.t().contiguous().sum(0) + sums.amax(0) + repeated.mean(0).nan_to_num())
+    per_row = rows.square().sum() / places.shape[0]
+    out = {"per_row": per_row.nan_to_num(), "written": written, "columns": columns, "places": places, "values": values}
+    out |= {"some": x.masked_select(x > 0.5), "softmax": rows.softmax(0), "cat": torch.cat([rows, x])}
+    return {"w": new}, out
+
+
+@pytest.mark.inductor
+def test_generated_code_computes_what_the_operations_do() -> None:
+    torch.manual_seed(1)
+    state = {"w": torch.randn(4, 4)}
+    eager, compiled, run = state, clone(state), jit(operations)
+    for batch in batches(1):
+        eager, wanted = operations(eager, batch)
+        compiled, found = run(compiled, batch)
+        assert [value.shape for value in found.values()] == [value.shape for value in wanted.values()]
+        assert_close((compiled, found), (eager, wanted), 1e-5)
+
+
+@pytest.mark.inductor
+def test_compiled_parts_write_the_state_last() -> None:
+    """Everything reads the old state, in whichever part and whatever was selected."""
+
+    def step(state: dict[str, Tensor], mask: Tensor) -> tuple[dict[str, Tensor], Any]:
+        w, other = state["w"], state["other"]
+        rows = w.t()[mask]  # a view of what is written, in an open operation
+        mean = rows.sum(0) / rows.shape[0]
+        late = w.t() * mean[:, None]  # and in the last part
+        new = {"w": other, "other": w + late.sin(), "count": state["count"] + 1}
+        return new, {"old": w, "rows": w[mask], "mean": mean, "late": late, "view": late.t()[1:]}
+
+    torch.manual_seed(2)
+    state = {"w": torch.randn(4, 4), "other": torch.randn(4, 4), "count": torch.zeros(())}
+    for run in (jit(step), jit(step, donate=False), jit(step, exact=True)):
+        eager, compiled = clone(state), clone(state)
+        for size in (2, 4, 1, 3):
+            mask = torch.randperm(4) < size
+            (eager, wanted), (compiled, found) = step(eager, mask), run(compiled, mask)
+            assert_close((compiled, found), (eager, wanted), 1e-6)
+
+
+@pytest.mark.inductor
+def test_draws_keep_their_order() -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Any]:
+        first, second = torch.rand(3), torch.rand(3)
+        rows = x[x[:, 0] > second[0]]
+        return state + first, (rows.sin().sum(), dropout(state, 0.5) + rows.sum(), torch.rand(2))
+
+    run, x, state = jit(step, exact=True), torch.rand(8, 2), torch.ones(3)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        wanted = step(state, x)
+        torch.manual_seed(seed)
+        assert_close(run(clone(state), x), wanted, 1e-6)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", ["index_put", "scatter_reduce"])
+def test_a_write_to_places_that_are_not_there_is_an_error(name: str) -> None:
+    def put(x: Tensor, places: Tensor) -> Tensor:
+        return x.index_put((places > 0,), torch.arange(2.0))
+
+    def reduce(x: Tensor, places: Tensor) -> Tensor:
+        return x.scatter_reduce(0, places * 3, torch.ones(4), "amax")
+
+    write = {"index_put": put, "scatter_reduce": reduce}[name]
+    run, good = jit(lambda state, places: (state + 1, write(state, places))), torch.tensor([0, 1, 1, 0])
+    state, found = run(torch.zeros(4), good)
+    assert_same(found, write(torch.zeros(4), good))
+    with pytest.raises(RuntimeError, match=name):
+        run(state, torch.tensor([0, 1, 1, 2]))
+
+
+@pytest.mark.inductor
+def test_a_size_that_cannot_be_is_an_error_and_loses_nothing() -> None:
+    five = torch.arange(5.0)
+
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return state + 1, x[x > 0] + five
+
+    run, x = jit(step), torch.tensor([1.0] * 5 + [-1.0] * 5)
+    state, out = run(torch.zeros(2), x)
+    for size in (3, 1, 0):  # eager code repeats one row; a program does not, and must not read beyond it
+        with pytest.raises(RuntimeError, match=r"size|u0"):
+            run(state, torch.where(torch.arange(10) < size, 1.0, -1.0))
+    assert_same(state, torch.ones(2))
+    assert_same(run(state, x), (torch.full((2,), 2.0), out))
+
+
+def test_random_numbers_of_such_a_shape() -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Any]:
+        columns = x[:, x[0] > 0]
+        return state, (torch.rand_like(x[x > 0]), torch.zeros_like(columns).bernoulli_(0.5), columns.clone().normal_())
+
+    run, x = jit(step, backend="eager"), torch.linspace(-1, 1, 12).reshape(3, 4).roll(1, 1)
+    torch.manual_seed(3)
+    wanted = step(torch.ones(()), x)
+    torch.manual_seed(3)
+    assert_same(run(torch.ones(()), x), wanted)
+
+
+class Keeps(nn.Module):
+    """Keeps the places of what it selected first, as caches of masks do."""
+
+    places: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.places is None:
+            self.places = torch.tensor([True, False, True, True]).nonzero()[:, 0]
+        return (x * self.weight)[:, self.places].sum()
+
+
+def test_a_kept_tensor_of_such_a_shape_has_its_values() -> None:
+    kept = Keeps()
+    step = make_train_step(module_loss(kept, lambda out, _: out), ADAMW)
+    jit(step, backend="eager")(step.init(), (torch.ones(2, 4), torch.ones(())))
+    assert kept.places is not None
+    assert kept.places.tolist() == [0, 2, 3]
+
+
+def test_a_second_signature_is_compiled_later() -> None:
+    step = make_train_step(module_loss(model(), labeled), ADAMW)
+    run, eager, state = jit(step, backend="aot_eager", compile_after=2), step.init(), step.init()
+    for batch in batches():
+        for rows in (ROWS, ROWS - 1):
+            part = batch[0][:rows], batch[1][:rows]
+            (eager, wanted), (state, metrics) = step(eager, part), run(state, part)
+            assert_same((state, metrics), (eager, wanted))
+
+
+def test_no_buffer_is_kept_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_pool, "LARGE", 1)
+    run = jit(lambda state, x: (state, x[x > 0].sin().sum()), backend="aot_eager")
+    run(torch.ones(()), torch.ones(8))
+    assert run._scratch is None
+
+
+REFUSED: dict[str, Any] = {
+    "branch": lambda w, x: (w * x)[x > 0].sum() if x[x > 0].numel() > 2 else w.sum(),
+    "range": lambda w, x: torch.stack([w[i] for i in range(x.nonzero().shape[0])]).sum(),
+    "dropout": lambda w, x: dropout((w * x)[x > 0]).sum(),  # torch asks whether there is nothing to drop
+    "int": lambda w, x: w.sum() * int(x[x > 0].shape[0]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_python_reads_of_such_a_shape_is_refused_with_its_line(name: str) -> None:
+    step = make_train_step(loss(lambda p, x: REFUSED[name](p["w"], x)), ADAMW)
+    text = r"jit: step must not read a tensor's value .* or a size that follows from values.*; .*test_open_shapes.py:"
+    with pytest.raises(RuntimeError, match=text):
+        jit(step, backend="eager")(step.init({"w": torch.ones(4)}), torch.ones(4))
+
+
+def test_such_a_size_or_shape_where_it_cannot_be_returned() -> None:
+    x, state = torch.ones(4), torch.ones(4)
+    with pytest.raises(RuntimeError, match=r"jit: step must return tensors .*; metrics\['n'\] is a number that"):
+        jit(lambda s, x: (s, {"n": x[x > 0].shape[0]}), backend="eager")(state, x)
+    with pytest.raises(ValueError, match="jit: the step's new state must have the shapes"):
+        jit(lambda s, x: (s[x > 0], x), backend="eager")(state, x)
+    with pytest.raises(RuntimeError, match="jit: step must return metrics of fixed shapes with unroll"):
+        jit(lambda s, x: (s, x[x > 0]), backend="eager", unroll=2)(state, torch.ones(2, 4))
+
+
+def test_a_cuda_graph_has_fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
+    step = make_train_step(module_loss(model(), labeled), ADAMW)
+    text = r"jit: step must not take a shape from values in a CUDA graph; .*test_open_shapes.py:.*pass capture=False"
+    with pytest.raises(RuntimeError, match=text):
+        jit(step, backend="eager")(step.init(), batches()[0])
+    jit(step, backend="eager", capture=False)(step.init(), batches()[0])

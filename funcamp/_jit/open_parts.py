@@ -173,8 +173,9 @@ def _module(
         copies[node].meta = dict(node.meta)
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-        if sizes is not None and (check := _check(node.meta.get("val"))) is not None:
-            if node in made and getattr(node.target, "is_view", False):
+        crossing = node in made
+        if sizes is not None and (check := _check(node.meta.get("val"), crossing=crossing)) is not None:
+            if crossing and getattr(node.target, "is_view", False):
                 copies[node] = graph.call_function(_aten.clone.default, (copies[node],))
             copies[node] = graph.call_function(check, (sizes, copies[node]))
     output = graph.output(tuple(copies[node] for node in made))
@@ -182,24 +183,33 @@ def _module(
     return fx.GraphModule(root, graph)
 
 
-def _check(expected: object) -> Callable[[dict[Any, int], Any], Any] | None:
-    """Return a function that compares an open operation's result with the trace, and lays it out as in the trace."""
-    if isinstance(expected, torch.SymInt):
-        number = [_expression(expected)]
+def _check(expected: object, *, crossing: bool) -> Callable[[dict[Any, Any], Any], Any] | None:
+    """Return a function that compares an open operation's result with the trace.
 
-        def check_number(sizes: dict[Any, int], value: int) -> int:
-            _compare(sizes, number, [value])
+    Args:
+        expected: the result in the trace.
+        crossing: whether other pieces need it; if its layout is known, they get it in the layout of the trace.
+    """
+    if isinstance(expected, torch.SymInt):
+        number = _expression(expected)
+
+        def check_number(sizes: dict[Any, Any], value: int) -> int:
+            _compare(sizes, [number], [value])
             return value
 
-        return check_number if number[0].is_Symbol else None
+        return check_number if number.is_Symbol else None
     if not isinstance(expected, Tensor):
         return None
     like, shape = expected, [_expression(size) for size in expected.shape]
-    fixed = not any(isinstance(size, torch.SymInt) for size in (*like.shape, *like.stride()))
+    name = str(shape)
+    laid_out = crossing and not any(isinstance(size, torch.SymInt) for size in (*like.shape, *like.stride()))
 
-    def check(sizes: dict[Any, int], value: Tensor) -> Tensor:
-        _compare(sizes, shape, value.shape)
-        return laid_out_as(value, like) if fixed else value
+    def check(sizes: dict[Any, Any], value: Tensor) -> Tensor:
+        found = value.shape
+        if found != sizes.get(name):
+            _compare(sizes, shape, found)
+            sizes[name] = found
+        return laid_out_as(value, like) if laid_out else value
 
     return check
 
@@ -209,16 +219,21 @@ def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def _compare(sizes: dict[Any, int], shape: Sequence[Any], found: Sequence[int]) -> None:
+def _compare(sizes: dict[Any, Any], shape: Sequence[Any], found: Sequence[int]) -> None:
     """Compare a shape with the trace's, and note sizes that are new.
 
     Raises:
         RuntimeError: they differ.
     """
     for size, there in zip(shape, found):
-        wanted = size if isinstance(size, int) else sizes.get(size)
-        if wanted is None:
-            wanted = sizes[size] = _value(size, sizes, there)
+        if isinstance(size, int):
+            wanted = size
+        elif size.is_Symbol:
+            wanted = sizes.setdefault(size, there)
+        else:
+            known = tuple((symbol, sizes[symbol]) for symbol in size.free_symbols if symbol in sizes)
+            value = _value(size, known)
+            wanted = there if value is None else value
         if wanted != there:
             raise RuntimeError(
                 f"jit: a tensor of shape {tuple(found)} must have size {wanted} instead of {there}, because step was "
@@ -226,11 +241,11 @@ def _compare(sizes: dict[Any, int], shape: Sequence[Any], found: Sequence[int]) 
             )
 
 
-def _value(size: Any, sizes: dict[Any, int], there: int) -> int:
-    if size.is_Symbol:
-        return there
-    known = size.subs({symbol: sizes[symbol] for symbol in size.free_symbols if symbol in sizes})
-    return int(known) if known.is_Integer else there
+@functools.lru_cache(maxsize=4096)
+def _value(size: Any, known: tuple[tuple[Any, int], ...]) -> int | None:
+    """Return the value of a formula; None if it has further symbols."""
+    value = size.subs(dict(known))
+    return int(value) if value.is_Integer else None
 
 
 def _in_turn(pieces: list[_Piece], inputs: list[fx.Node], results: list[Any]) -> Callable[[list[Any]], list[Any]]:
@@ -243,7 +258,7 @@ def _in_turn(pieces: list[_Piece], inputs: list[fx.Node], results: list[Any]) ->
     ]
 
     def run(args: list[Any]) -> list[Any]:
-        values, sizes = dict(zip(inputs, args)), dict[Any, int]()
+        values, sizes = dict(zip(inputs, args)), dict[Any, Any]()
         args.clear()
         for piece, done in plan:
             given = [values.pop(node) if drop else values[node] for node, drop in zip(piece.given, done)]

@@ -70,7 +70,7 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ah
         with _no_autocast(kinds):
             return run(values)
 
-    call = run if backend == "inductor" else interpreted
+    call = run if backend == "inductor" and not graph.is_open else interpreted
     if not graph.wrapped:
         return call
 

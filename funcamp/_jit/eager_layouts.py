@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._jit.convolutions import decompositions
-from funcamp._trace.open_shapes import has_open_shape, is_open
+from funcamp._trace.open_shapes import has_open_layout, is_open_node
 
 #: An index among several results, and the dimensions from the outermost in memory to the innermost.
 _Order = tuple[int | None, list[int]]
@@ -37,7 +37,7 @@ def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any]) -> N
         for node in list(module.graph.nodes):
             if node.target not in table or any(result.alias_info for result in node.target._schema.returns):
                 continue
-            if has_open_shape(node):
+            if is_open_node(node):
                 continue
             key = node.target, *_kinds(node)
             if key not in known:
@@ -88,7 +88,7 @@ class _Checked(fx.Interpreter):
         out, wanted = super().run_node(n), n.meta.get("val")
         if not isinstance(out, Tensor) or not isinstance(wanted, Tensor):
             return out
-        if is_open(wanted) or out.shape != wanted.shape:
+        if has_open_layout(wanted) or out.shape != wanted.shape:
             return out  # torch 2.11 has another shape for the gradient of the bias that an LSTM layer lacks
         laid_out = laid_out_as(out, wanted)
         if laid_out is not out:

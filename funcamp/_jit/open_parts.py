@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from funcamp import _tree
 from funcamp._jit.convolutions import Table, decompositions
 from funcamp._jit.eager_layouts import laid_out_as
-from funcamp._trace.open_shapes import has_open_shape, is_open
+from funcamp._trace.open_shapes import has_open_layout, is_open_node
 
 _aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def closed_decompositions() -> dict[Any, Callable[..., Any]]:
 
     def closed(decomposed: Callable[..., Any]) -> Callable[..., Any]:
         def decompose(*args: Any, **kwargs: Any) -> Any:
-            if any(map(is_open, _tree.leaves((args, kwargs)))):
+            if any(map(has_open_layout, _tree.leaves((args, kwargs)))):
                 return NotImplemented
             return decomposed(*args, **kwargs)
 
@@ -104,7 +104,7 @@ class _Stages:
         self.free: set[fx.Node] = set()
         for node in nodes:
             of = node.args[0] if node.target is operator.getitem else None
-            if of in self._open or (of is None and has_open_shape(node)):
+            if of in self._open or (of is None and is_open_node(node)):
                 self._open.add(node)
             elif of in self.free or node.op == "get_attr" or getattr(node.target, "is_view", False):
                 self.free.add(node)
@@ -209,6 +209,8 @@ def _check(expected: object, *, crossing: bool) -> Callable[[dict[Any, Any], Any
         if found != sizes.get(name):
             _compare(sizes, shape, found)
             sizes[name] = found
+        if crossing and value.dtype != like.dtype:
+            raise RuntimeError(f"jit: a tensor must have dtype {like.dtype}, as in the trace; got {value.dtype}")
         return laid_out_as(value, like) if laid_out else value
 
     return check
@@ -264,6 +266,7 @@ def _in_turn(pieces: list[_Piece], inputs: list[fx.Node], results: list[Any]) ->
             given = [values.pop(node) if drop else values[node] for node, drop in zip(piece.given, done)]
             out = piece.run(given) if piece.compiled else piece.run(sizes, *given)
             values.update(zip(piece.made, out))
+            del given, out  # else alive while the next piece runs
         return [values[value] if isinstance(value, fx.Node) else value for value in results]
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from funcamp import _tree, _upstream
 from funcamp._trace.host_draws import HostDraws
 from funcamp._trace.kept_tensors import settle
-from funcamp._trace.open_shapes import has_open_shape, is_open
+from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.random_numbers import Draws
 from funcamp._trace.tracing import Wanted, current
 from funcamp._trace.unread_gathers import drop_unread_gathers
@@ -233,6 +233,7 @@ def _traced(
         raise
     keep_whole(module)
     drop_unread_gathers(module.graph)
+    _name_dtypes(module.graph)
     real = watch.real()
     _refuse_gradients(real)
     watch.settle(plain)
@@ -245,7 +246,7 @@ def _traced(
         delattr(module, attribute)
     with fake:
         examples += [fake.from_tensor(leaf.detach(), static_shapes=True) for leaf in captured]
-    wrapped, has_open = any([*around, *wrappers]), any(map(has_open_shape, module.graph.nodes))
+    wrapped, has_open = any([*around, *wrappers]), any(map(is_open_node, module.graph.nodes))
     return Graph(module, examples, fake, captured, wrappers, outlines[0], wrapped, has_open)
 
 
@@ -333,6 +334,17 @@ def _fresh_casts() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+
+
+def _name_dtypes(graph: torch.fx.Graph) -> None:
+    """Name the dtype of tensors made of nothing, as the default dtype may be another one at a later call."""
+    for node in graph.nodes:
+        schema, made = getattr(node.target, "_schema", None), node.meta.get("val")
+        if schema is None or not isinstance(made, Tensor):
+            continue
+        takes = any(argument.name == "dtype" and argument.kwarg_only for argument in schema.arguments)
+        if takes and not any(isinstance(other.meta.get("val"), Tensor) for other in node.all_input_nodes):
+            node.kwargs = {**node.kwargs, "dtype": made.dtype}
 
 
 def _refuse_gradients(real: Mapping[int, Tensor]) -> None:

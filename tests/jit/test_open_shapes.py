@@ -131,6 +131,41 @@ def test_draws_keep_their_order() -> None:
 
 
 @pytest.mark.inductor
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_the_callers_autocast_and_default_dtype_change_nothing(backend: str) -> None:
+    def step(state: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+        with torch.autocast("cpu", enabled=False):
+            rows = state[mask] @ state
+            new = state + rows.t() @ rows
+        return new, (rows, torch.ones(rows.shape) * torch.eye(4)[mask])
+
+    run, state, mask = jit(step, backend=backend, donate=False), torch.randn(4, 4), torch.arange(4) < 3
+    wanted = step(state, mask)
+    assert_close(run(state, mask), wanted, 1e-6)
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert_close(run(state, mask), wanted, 1e-6)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        run = jit(step, backend=backend, donate=False)
+        assert_close(run(state, mask), wanted, 1e-6)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_strides_that_follow_from_values(backend: str) -> None:
+    def step(state: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        first = batch[0][:, batch[1]][:, 0]
+        return state + first.sin(), first * 2
+
+    run, x, state = jit(step, backend=backend, donate=False), torch.randn(6, 6), torch.zeros(6)
+    for size in (3, 1, 6, 2):
+        mask = torch.randperm(6) < size
+        assert_close(run(state, (x, mask)), step(state, (x, mask)), 1e-6)
+
+
+@pytest.mark.inductor
 @pytest.mark.parametrize("name", ["index_put", "scatter_reduce"])
 def test_a_write_to_places_that_are_not_there_is_an_error(name: str) -> None:
     def put(x: Tensor, places: Tensor) -> Tensor:

@@ -186,9 +186,9 @@ def on_gpu(written: Callable[[str], None] = lambda code: None) -> Iterator[None]
     triton_cpu.complete()
     trace, compile_graph = jit_step.trace, jit_step.compile_graph
 
-    def traced(fn: Any, args: list[Tensor], home: Any) -> Any:
+    def traced(fn: Any, args: list[Tensor], home: Any, **options: Any) -> Any:
         with pretended(), _chosen_attention():
-            return trace(fn, _like(args), {"cuda"})
+            return trace(fn, _like(args), {"cuda"}, **options)
 
     def compiled(graph: Any, backend: str, patches: dict[str, Any], ahead: Any = None) -> Any:
         with pretended(), triton_cpu.loaded(), mock.patch.object(GraphLowering, "save_output_code", written):

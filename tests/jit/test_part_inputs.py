@@ -159,7 +159,7 @@ def test_no_number_changes(step: Callable[[State, Tensor], tuple[State, Any]], m
 
     monkeypatch.setattr(compiler, "part_inputs", noted)
     if not STEPS[step]:  # the graph is as it was: nothing of Inductor's to test
-        monkeypatch.setattr(compiler, "_inductor", lambda module, *_: one_by_one(module))
+        monkeypatch.setattr(compiler, "_inductor", lambda module, *_, **_options: one_by_one(module))
     torch.manual_seed(0)
     begin = {name: torch.randn(PARTS * WIDTH) for name in ("flat", "other")}
     run, state, expected = jit(step, exact=True), clone(begin), clone(begin)
@@ -202,7 +202,7 @@ def test_a_compilation_that_was_interrupted_begins_anew(monkeypatch: pytest.Monk
     other = torch.ones(1, WIDTH)  # another signature, run operation by operation first
     run(state, other)
 
-    def interrupted(*_: Any) -> Any:
+    def interrupted(*_: Any, **_options: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

@@ -57,28 +57,24 @@ def inner_compile(module: fx.GraphModule, _: Sequence[Any], **options: Any) -> C
     graph = module.graph
     stages = _Stages(graph)
     inputs, results = graph.find_nodes(op="placeholder"), list(graph.output_node().args[0])  # type: ignore[arg-type]
-    pieces: list[tuple[bool, list[fx.Node]]] = []
     views = [node for node in results if node in stages.free]
-    for stage in range(stages.last + 1):
-        for is_part in (True, False):
-            nodes = [node for node in graph.nodes if stages.holds(node, stage, is_part=is_part)]
-            if is_part and stage == stages.last:
-                nodes += views
-            if nodes:
-                pieces.append((is_part, stages.with_free(nodes)))
-    needed = [_outside(nodes) for _, nodes in pieces]
-    crossing = {*results, *(node for outside in needed for node in outside)} - stages.free
+    groups = stages.groups()
+    end = stages.last, False
+    if views:
+        groups[end] = [*groups.get(end, ()), *views]
+    pieces = {place: stages.with_free(nodes) for place, nodes in sorted(groups.items())}
+    needed = {place: _outside(nodes) for place, nodes in pieces.items()}
+    crossing = {*results, *(node for outside in needed.values() for node in outside)} - stages.free
     ready = []
-    for (is_part, nodes), given in zip(pieces, needed):
-        made = [node for node in nodes if node in crossing]
-        if is_part and all(view in nodes for view in views):
-            made, views = made + views, []
-        part = _module(module, nodes, given, made, checked=not is_part)
+    for place, nodes in pieces.items():
+        given, (_stage, runs_open) = needed[place], place
+        made = [node for node in nodes if node in crossing] + (views if place == end else [])
+        part = _module(module, nodes, given, made, checked=runs_open)
         run: Callable[..., Any] = part
-        if is_part:
+        if not runs_open:
             with TracingContext.patch(output_strides=None):  # those of the whole program are asked for, not of a part
                 run = compile_fx_inner(part, [node.meta["val"] for node in given], **options)
-        ready.append(_Piece(run, given, made, is_part))
+        ready.append(_Piece(run, given, made, not runs_open))
     return _in_turn(ready, inputs, results)
 
 
@@ -127,9 +123,13 @@ class _Stages:
             if node.target is operator.getitem:  # a part returns tensors only
                 self._stage[node] = self._stage[node.args[0]]
 
-    def holds(self, node: fx.Node, stage: int, *, is_part: bool) -> bool:
-        """Return whether a node belongs to the part of a stage, or to its open operations."""
-        return self._stage.get(node) == stage and node not in self.free and (node in self._open) != is_part
+    def groups(self) -> dict[tuple[int, bool], list[fx.Node]]:
+        """Return the nodes that run together, except free ones, by their stage and whether they are open."""
+        found: dict[tuple[int, bool], list[fx.Node]] = {}
+        for node in reversed(self._stage):  # the order of the graph
+            if node not in self.free:
+                found.setdefault((self._stage[node], node in self._open), []).append(node)
+        return found
 
     def with_free(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """Return nodes and the free ones that they need, in the order of the graph."""

@@ -18,6 +18,7 @@ from funcamp._jit.eager_layouts import keep_layouts, one_by_one
 from funcamp._jit.open_parts import closed_decompositions, inner_compile
 from funcamp._jit.part_inputs import FlatInput, further_inputs, part_inputs, write_back
 from funcamp._trace.trace import Graph, parts, with_parts
+from funcamp._upstream.permutations import index_without_check
 
 _log = logging.getLogger("funcamp")
 
@@ -49,6 +50,7 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ah
     with _no_autocast(kinds), torch.no_grad():
         if backend == "inductor":
             keep_layouts(module, graph.mode)
+            index_without_check(module)
             if not graph.is_open:
                 module, examples, flats = part_inputs(module, examples, graph.mode)
         module.recompile()

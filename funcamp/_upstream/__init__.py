@@ -84,6 +84,11 @@ LSTM_WORKSPACE = Defect((2, 11), None)
 #: A compiled multi-label margin loss counts the classes after the first -1: `whole_operations`.
 #: https://github.com/pytorch/pytorch/issues/141017
 PADDED_TARGETS = Defect((2, 11), (2, 15))
+#: Inductor raises for rows taken by a permutation, `x[torch.randperm(n)]`: `permutations`.
+#: https://github.com/pytorch/pytorch/issues/183988
+UNSLICED_PERMUTATION = Defect((2, 11), (2, 15))
+#: It draws a second permutation for `order[order]`, which takes other rows: `permutations`.
+SECOND_PERMUTATION = Defect((2, 15), None)
 #: A CPU has no float8 products with a scale per row: `_float8.product.check_device`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: Dynamo's None keeps the source of the first `.grad` that is None: GradScaler's docstring says to return a value.

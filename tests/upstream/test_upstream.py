@@ -303,6 +303,17 @@ def test_a_compiled_multilabel_margin_loss_counts_what_follows_the_end() -> None
     assert torch.equal(found, loss(x, target)) != _upstream.PADDED_TARGETS.present
 
 
+@pytest.mark.inductor
+def test_rows_taken_by_a_permutation() -> None:
+    def orders(x: Tensor) -> Any:
+        order = torch.randperm(4)
+        return x[torch.randperm(4)], order[order], order
+
+    with raises_where(_upstream.UNSLICED_PERMUTATION.present, match="Not all inputs to pattern found"):
+        _, twice, order = torch.compile(orders)(torch.ones(4))
+        assert torch.equal(twice, order[order]) != _upstream.SECOND_PERMUTATION.present
+
+
 TWO_THREADS = """
 import threading
 import torch

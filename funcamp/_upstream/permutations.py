@@ -1,0 +1,35 @@
+"""Rows taken by a new permutation: `x[torch.randperm(n)]`, as mixup has it.
+
+Inductor has patterns that leave out the check of the indices' bounds. Up to torch 2.14 one raises if the permutation is
+not sliced; that of 2.15 draws again for `order[order]` (https://github.com/pytorch/pytorch/issues/183988).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+_aten: Any = torch.ops.aten
+
+
+def index_without_check(module: fx.GraphModule) -> None:
+    """Let a traced graph do what the patterns do: index without the check; the graph is not recompiled."""
+    for node in module.graph.nodes:
+        if node.target is _aten.index.Tensor:
+            x, indices = node.args
+        elif node.target is _aten.index_select.default and node.args[1] == 0:
+            x, indices = node.args[0], node.args[2:]
+        else:
+            continue
+        if len(indices) == 1 and _largest(indices[0]) < x.meta["val"].shape[0]:
+            node.target, node.args = _aten._unsafe_index.Tensor, (x, list(indices))
+
+
+def _largest(node: Any) -> float:
+    """Return the largest number of a permutation or of a slice of one; infinity for anything else."""
+    while isinstance(node, fx.Node) and node.target is _aten.slice.Tensor:
+        node = node.args[0]
+    known = isinstance(node, fx.Node) and node.target is _aten.randperm.default and isinstance(node.args[0], int)
+    return node.args[0] - 1 if known else float("inf")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from funcamp._jit.ahead import Ahead
-from funcamp._jit.convolutions import decompositions
+from funcamp._jit.decompositions import decompositions
 from funcamp._jit.eager_layouts import keep_layouts, one_by_one
 from funcamp._jit.open_parts import closed_decompositions, inner_compile
 from funcamp._jit.part_inputs import FlatInput, further_inputs, part_inputs, write_back
@@ -100,10 +100,11 @@ def _inductor(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    how: dict[str, Any] = {"decompositions": decompositions()}
+    eager_draws = patches.get("fallback_random", False)
+    how: dict[str, Any] = {"decompositions": decompositions(eager_draws)}
     caches = functorch_config.enable_autograd_cache
     if is_open:  # AOTAutograd's cache keeps what Inductor's own inner_compile returns
-        how, caches = {"decompositions": closed_decompositions(), "inner_compile": inner_compile}, False
+        how, caches = {"decompositions": closed_decompositions(eager_draws), "inner_compile": inner_compile}, False
     with functorch_config.patch(enable_autograd_cache=caches):
         if patches.get("memory_planning"):
             if patches["cpp_wrapper"] and sum(node.op == "call_function" for node in graph.graph.nodes) > LONG:

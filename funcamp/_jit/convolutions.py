@@ -16,7 +16,6 @@ Measured with torch 2.13 on an AMD EPYC with AVX-512, one core:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,33 +37,15 @@ _copied: Any = _upstream.find("torch._inductor.inductor_prims.force_stride_order
 _has_half: Any = _upstream.find("torch.ops.mkldnn._is_mkldnn_fp16_supported", lambda: False)
 
 
-class Table(dict[Any, Callable[..., Any]]):
-    """A table that is pickled by name: Inductor caches no program whose table it cannot pickle.
-
-    Args:
-        function: returns the table; has a name in its module.
-        table: the table.
-    """
-
-    def __init__(self, function: Callable[[], Any], table: dict[Any, Callable[..., Any]]) -> None:
-        super().__init__(table)
-        self._function = function
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._function, ()
-
-
-@functools.cache
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return Inductor's table of decompositions with those of convolutions."""
-    table: dict[Any, Callable[..., Any]] = _upstream.find("torch._inductor.decomposition.select_decomp_table")()
+def convolutions(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions of convolutions, given Inductor's table."""
     before = table[_BACKWARD]
 
     def backward(*args: Any) -> Any:
         found = _backward(*args)
         return before(*args) if found is NotImplemented else found
 
-    return Table(decompositions, {**table, _FORWARD: _forward, _BACKWARD: backward})
+    return {_FORWARD: _forward, _BACKWARD: backward}
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Any:

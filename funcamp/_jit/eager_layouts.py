@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from funcamp import _tree
-from funcamp._jit.convolutions import decompositions
+from funcamp._jit.decompositions import decompositions
 from funcamp._trace.open_shapes import has_open_layout, is_open_node
 
 #: An index among several results, and the dimensions from the outermost in memory to the innermost.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from funcamp import _tree
-from funcamp._jit.convolutions import Table, decompositions
+from funcamp._jit.decompositions import Table, decompositions
 from funcamp._jit.eager_layouts import laid_out_as
 from funcamp._trace.open_shapes import has_open_layout, is_open_node
 
@@ -29,8 +29,8 @@ _aten = torch.ops.aten
 
 
 @functools.cache
-def closed_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return a table of decompositions for operations that are not open; those that run one by one stay whole."""
+def closed_decompositions(eager_draws: bool) -> Table:
+    """Return the table for operations that are not open; those that run one by one stay whole."""
 
     def closed(decomposed: Callable[..., Any]) -> Callable[..., Any]:
         def decompose(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,8 @@ def closed_decompositions() -> dict[Any, Callable[..., Any]]:
 
         return decompose
 
-    return Table(closed_decompositions, {target: closed(how) for target, how in decompositions().items()})
+    table = {target: closed(how) for target, how in decompositions(eager_draws).items()}
+    return Table((closed_decompositions, eager_draws), table)
 
 
 def inner_compile(module: fx.GraphModule, _: Sequence[Any], **options: Any) -> Callable[[list[Any]], list[Any]]:

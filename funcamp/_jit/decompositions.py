@@ -1,0 +1,53 @@
+"""The operations that a compiler gets instead of others: Inductor's own table, with entries of this library."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcamp import _upstream
+from funcamp._jit.convolutions import convolutions
+
+Decompositions: TypeAlias = dict[Any, Callable[..., Any]]
+
+
+class Table(Decompositions):
+    """A table that is pickled by name: Inductor caches no program whose table it cannot pickle.
+
+    Args:
+        call: a function that has a name in its module and returns this table, and its arguments.
+        table: the table.
+    """
+
+    def __init__(self, call: tuple[Any, ...], table: Decompositions) -> None:
+        super().__init__(table)
+        self._call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        function, *given = self._call
+        return function, tuple(given)
+
+
+@functools.cache
+def decompositions(eager_draws: bool = False) -> Table:
+    """Return the table.
+
+    Args:
+        eager_draws: leave out the operations that would draw other random numbers than in eager mode.
+    """
+    from torch._inductor import config
+
+    with config.patch(fallback_random=eager_draws):
+        table: Decompositions = _upstream.find("torch._inductor.decomposition.select_decomp_table")()
+    # The zeros that derivatives of constants are, as torch.func.jvp and torch.sgn have them, have no memory. Generated
+    # code reads it nevertheless (https://github.com/pytorch/pytorch/issues/197067).
+    own = {torch.ops.aten._efficientzerotensor.default: _zeros, **convolutions(table)}
+    return Table((decompositions, eager_draws), {**table, **own})
+
+
+def _zeros(size: list[int], **options: Any) -> Tensor:
+    return torch.zeros(size, **options)

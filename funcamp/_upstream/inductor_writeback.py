@@ -96,7 +96,7 @@ class SnapshotWriteBacks(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return the name in Inductor's cache; change it with the pass, `corrected` and `decompositions`."""
-        return b"funcamp-snapshot-write-backs-14" + b"-exact" * self._exact
+        return b"funcamp-snapshot-write-backs-15" + b"-exact" * self._exact
 
 
 def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> Any:

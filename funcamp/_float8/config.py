@@ -65,12 +65,11 @@ class Float8Config:
             boolean(_CALL, name, getattr(self, name))
         integer(_CALL, "history", self.history, 1, 2**20)
         integer(_CALL, "margin", self.margin, 0, 8)
-        for name, plain in (("granularity", "tensor"), ("power_of_two", False)):
-            if self.scaling == "delayed" and getattr(self, name) != plain:
-                raise ValueError(
-                    f"{_CALL}: {name} must be {plain!r} with delayed scaling, whose scale is one per tensor and not "
-                    f"rounded; got {getattr(self, name)!r}"
-                )
+        if self.scaling == "delayed" and (self.by_row or self.power_of_two):
+            raise ValueError(
+                f"{_CALL}: granularity must be 'tensor' and power_of_two False with delayed scaling, whose scale is "
+                f"one per tensor and not rounded; got {self.granularity!r} and {self.power_of_two}"
+            )
 
     def __str__(self) -> str:
         parts = [f"{name}={value}" for name, value in vars(self).items() if name != "scaling" and value != _PLAIN[name]]
@@ -90,15 +89,14 @@ class Float8Config:
         given: dict[str, Any] = {"scaling": scaling}
         for part in parts:
             name, _, value = part.partition("=")
-            plain = _PLAIN.get(name)
-            if name in given or plain is None or (isinstance(plain, bool) and value not in ("True", "False")):
+            kind: Any = type(_PLAIN.get(name))
+            fits = {bool: value in ("True", "False"), int: value.isdecimal(), str: True}.get(kind, False)
+            if name in given or not fits:
+                names = ", ".join(_PLAIN)
                 raise ValueError(
-                    f"{_CALL}.parse: text must name each of {', '.join(_PLAIN)} once at most; got {part!r}"
+                    f"{_CALL}.parse: text must give each of {names} a valid value, once at most; got {part!r}"
                 )
-            try:
-                given[name] = value == "True" if isinstance(plain, bool) else type(plain)(value)
-            except ValueError:
-                raise ValueError(f"{_CALL}.parse: {name} must be a number; got {value!r}") from None
+            given[name] = value == "True" if kind is bool else kind(value)
         return cls(**given)
 
     @property

@@ -23,9 +23,9 @@ class StandIns:
     """The stand-ins of a module's linear layers, made once."""
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
-        made = {id(layer): _stand_in(layer) for layer in layers}
-        self.layers = list(made.values())
-        """The stand-ins, a layer with several names once."""
+        self.running: list[Float8Linears] = []
+        """The context that runs, if there is one; the stand-ins share this list."""
+        made = {id(layer): _stand_in(layer, self.running) for layer in layers}
         self.places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
         """Where each one goes: a module's dict, and the name in it."""
         for part in model.modules():
@@ -34,12 +34,12 @@ class StandIns:
                     self.places.append((part._modules, name, made[id(child)]))
 
 
-def _stand_in(layer: nn.Module) -> _InFloat8:
+def _stand_in(layer: nn.Module, running: list[Float8Linears]) -> nn.Module:
     found: Any = copy.copy(layer)
     found.__class__ = type(type(layer).__name__, (_InFloat8, type(layer)), {})
-    found._funcamp_float8 = None
+    found._funcamp_running = running
     object.__setattr__(found, _LAYER, layer)  # a plain attribute: the dict of submodules is the layer's own
-    own: _InFloat8 = found
+    own: nn.Module = found
     return own
 
 
@@ -52,14 +52,13 @@ def layer_of(module: nn.Module) -> nn.Module:
 class _InFloat8(nn.Module):
     """The forward of a stand-in."""
 
-    _funcamp_float8: Float8Linears | None
+    _funcamp_running: list[Float8Linears]
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._funcamp_float8 is None:
-            return F.linear(x, self.weight, self.bias)
-        return self._funcamp_float8.linear(x, self.weight, self.bias)
+        linear = self._funcamp_running[-1].linear if self._funcamp_running else F.linear
+        return linear(x, self.weight, self.bias)
 
 
 class Float8Linears:
@@ -84,14 +83,12 @@ class Float8Linears:
 
     def __enter__(self) -> None:
         self._before = [modules[name] for modules, name, _ in self._stand_ins.places]
-        for layer in self._stand_ins.layers:
-            layer._funcamp_float8 = self
+        self._stand_ins.running.append(self)
         for modules, name, stand_in in self._stand_ins.places:
             modules[name] = stand_in
 
     def __exit__(self, *_: object) -> None:
-        for layer in self._stand_ins.layers:
-            layer._funcamp_float8 = None
+        self._stand_ins.running.pop()
         for place, before in zip(self._stand_ins.places, self._before):
             place[0][place[1]] = before
 

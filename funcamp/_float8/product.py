@@ -51,9 +51,13 @@ class Operands(NamedTuple):
     inverse: Tensor
     """The reciprocal of the scale, or per row of those of the rows."""
     across: Tensor | None
-    """Per row, of the scales of the columns, which the transposed matrix has."""
+    """Per row, of the scales of the columns, which the transposed matrix has; else None, because Dynamo takes no tensor
+    twice."""
     amax: Tensor | None
     """With delayed scaling."""
+
+
+_FIELDS = len(Operands._fields)
 
 
 def operands(value: Tensor, config: Float8Config, delayed: Scales | None, dtype: torch.dtype = FORWARD) -> Operands:
@@ -93,7 +97,7 @@ class _Product(Function):
         *both: Any,
     ) -> Any:
         of_x, of_weight = _operands(both)
-        y = _multiply(of_x.plain, of_x.inverse, of_weight.plain, of_weight.inverse, x.dtype, config, fast=True)
+        y = _multiply(of_x.plain, of_weight.plain, of_x.inverse, of_weight.inverse, None, x.dtype, config, True)
         return y if amax is None else (y, amax.clone())
 
     @staticmethod
@@ -110,46 +114,30 @@ class _Product(Function):
         found = operands(grad, config, None if scale is None else Scales(scale, inverse), BACKWARD)
         grad_x = grad_weight = amax = None
         if ctx.needs_input_grad[0]:
-            right = of_weight.transposed, _across(of_weight)
-            grad_x = _multiply(found.plain, found.inverse, *right, ctx.dtype, config, weight)
+            pair = found.plain, of_weight.transposed, found.inverse, _across(of_weight)
+            grad_x = _multiply(*pair, weight, ctx.dtype, config, False)
         if ctx.needs_input_grad[1]:
-            right = of_x.transposed, _across(of_x)
-            grad_weight = _multiply(found.transposed, _across(found), *right, weight.dtype, config, follows_x)
+            pair = found.transposed, of_x.transposed, _across(found), _across(of_x)
+            grad_weight = _multiply(*pair, follows_x, weight.dtype, config, False)
         if found.amax is not None:
             amax = torch.maximum(torch.stack([of_x.amax, of_weight.amax, found.amax]), merged[0])
-        return grad_x, grad_weight, None, None, None, amax, None, *[None] * 10
+        return grad_x, grad_weight, None, None, None, amax, None, *[None] * (2 * _FIELDS)
 
 
 def _operands(both: Sequence[Any]) -> tuple[Any, Any]:
     """Return the operands of x and of the weight."""
-    return Operands(*both[:5]), Operands(*both[5:])
+    return Operands(*both[:_FIELDS]), Operands(*both[_FIELDS:])
 
 
 def _across(value: Operands) -> Tensor:
     return value.inverse if value.across is None else value.across
 
 
-def _multiply(
-    a: Tensor,
-    inverse_a: Tensor,
-    b: Tensor,
-    inverse_b: Tensor,
-    dtype: torch.dtype,
-    config: Float8Config,
-    follows: Tensor | None = None,
-    *,
-    fast: bool = False,
-) -> Tensor:
-    """Return a b^T in a dtype; follows is what b was made of, for the error of a second derivative."""
-    made = torch.bfloat16 if config.by_row else dtype  # the GPU's kernel with scales per row makes no other
-    inverses = inverse_a.reshape(-1, 1), inverse_b.reshape(1, -1)  # Inductor rejects a view of shape ()
-    kernel: Any = _Kernel
-    product: Tensor = kernel.apply(a, b, *inverses, follows, made, config.emulate, fast)
-    return product.to(dtype)
-
-
 class _Kernel(Function):
-    """The product of two matrices in float8, without a derivative; under vmap one product after the other."""
+    """a b^T in a dtype, without a derivative; under vmap one product after the other.
+
+    follows: what b was made of, for the error of a second derivative.
+    """
 
     @staticmethod
     def forward(
@@ -159,16 +147,18 @@ class _Kernel(Function):
         inverse_b: Tensor,
         follows: Tensor | None,  # noqa: ARG004
         dtype: torch.dtype,
-        emulate: bool,
+        config: Float8Config,
         fast: bool,
     ) -> Tensor:
         b, kind = b.t(), a.device.type  # the kernel takes its second operand column by column
+        scales = inverse_a.reshape(-1, 1), inverse_b.reshape(1, -1)  # Inductor rejects a view of shape ()
+        made = torch.bfloat16 if config.by_row else dtype  # the GPU's kernel with scales per row makes no other
         # On a CPU torch's float8 product is a product in float32, which autocast would lower.
         with contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
-            if emulate:
-                return ((a.float() * inverse_a) @ (b.float() * inverse_b)).to(dtype)
-            found: Tensor = _scaled_mm(a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=fast)
-            return found
+            if config.emulate:
+                return ((a.float() * scales[0]) @ (b.float() * scales[1])).to(made).to(dtype)
+            found: Tensor = _scaled_mm(a, b, *scales, out_dtype=made, use_fast_accum=fast)
+            return found.to(dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -187,8 +177,10 @@ class _Kernel(Function):
             [value if dim is None else value.select(dim, number) for value, dim in zip(args, in_dims)]
             for number in range(info.batch_size)
         ]
-        kernel: Any = _Kernel
-        return torch.stack([kernel.apply(*one) for one in each]), 0
+        return torch.stack([_multiply(*one) for one in each]), 0
+
+
+_multiply: Any = _Kernel.apply
 
 
 @overload
@@ -251,7 +243,7 @@ def scaled_mm(
     config = check_config(call, config)
     check_wide(call, "x", x)
     check_wide(call, "weight", weight)
-    if weight.dim() != 2 or not fits(weight):
+    if weight.dim() != 2 or not fits(weight.shape):
         raise ValueError(
             f"{call}: weight must have shape (out, in), both multiples of {MULTIPLE}, as float8 products need it: pad "
             f"the layer, or keep it in bfloat16; got {tuple(weight.shape)}"
@@ -280,7 +272,7 @@ def product(
 ) -> Any:
     """Return `scaled_mm` of checked arguments, with the operands of the weight."""
     if not config.emulate:
-        check_device("float8.scaled_mm", x.device, config)
+        check_device(x.device, config)
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     flat = x.reshape(-1, x.shape[-1])
@@ -301,23 +293,21 @@ def product(
     return (y, *merged) if merged else y
 
 
-def fits(weight: Tensor) -> bool:
+def fits(shape: Sequence[int]) -> bool:
     """Return whether the hardware takes a matrix of this shape."""
-    return all(size and size % MULTIPLE == 0 for size in weight.shape)
+    return all(size and size % MULTIPLE == 0 for size in shape)
 
 
-def check_device(call: str, device: torch.device, config: Float8Config) -> None:
+def check_device(device: torch.device, config: Float8Config) -> None:
     """Raise RuntimeError if a device has no float8 products."""
-    if device.type == "cpu":
-        missing = "per row, which begin with torch 2.13" if config.by_row and _upstream.NO_ROWS_ON_CPU.present else ""
-    elif device.type == "cuda":
-        old = torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 9)
-        missing = "below compute capability 8.9" if old else ""
-    else:
-        missing = "at all" if device.type != "meta" else ""
+    missing = "" if device.type in ("cpu", "cuda", "meta") else "at all"
+    if device.type == "cpu" and config.by_row and _upstream.NO_ROWS_ON_CPU.present:
+        missing = "per row, which begin with torch 2.13"
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 9):
+        missing = "below compute capability 8.9"
     if missing:
         raise RuntimeError(
-            f"{call}: {device.type} must have float8 products, and has none {missing}: use a configuration with "
-            "emulate=True, which multiplies in float32, or compute in bfloat16"
+            f"float8.scaled_mm: {device.type} must have float8 products, and has none {missing}: use a configuration "
+            "with emulate=True, which multiplies in float32, or compute in bfloat16"
         )
     _upstream.check(_scaled_mm)

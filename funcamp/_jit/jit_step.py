@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -32,7 +33,6 @@ from funcamp._jit.signature import (
 from funcamp._jit.unroll import first_of, unrolled
 from funcamp._memory import Memory
 from funcamp._trace.open_shapes import is_open
-from funcamp._trace.passes import registered
 from funcamp._trace.trace import Graph, HostError, Outline, trace
 from funcamp._types import Tree
 from funcamp._upstream.advice import advise
@@ -319,11 +319,9 @@ class JitStep:
                 old.copy_(leaf)
             return [], _tree.unflatten(kept, rest)
 
-        own = registered() if options.backend == "inductor" else None
         try:
-            with own.tracing() if own else contextlib.nullcontext():
-                home = {leaf.device.type for leaf in owned.leaves}
-                return trace(body, [*owned.leaves, *given], home, fixed_shapes=self._graphs is not None)
+            home = {leaf.device.type for leaf in owned.leaves}
+            return trace(body, [*owned.leaves, *given], home, fixed_shapes=self._graphs is not None)
         except HostError as error:
             raise RuntimeError(f"jit: step must {error}") from None
         except RuntimeError as error:
@@ -338,8 +336,9 @@ class JitStep:
             "triton.cudagraphs": False,
             "post_grad_custom_pre_pass": SnapshotWriteBacks(options.exact),
         }
-        if own := registered():
-            patches["joint_custom_pre_pass"] = own.make()
+        counting = sys.modules.get("funcamp._numerics.counting_pass")  # imported if the step has a tap
+        if counting and counting.can_count_jointly():
+            patches["joint_custom_pre_pass"] = counting.JointCounts()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Start collectives as soon as their inputs are ready, and wait for them as late as possible.
             patches |= {

@@ -128,12 +128,12 @@ class Stats:
 
         Exact if scale is a power of two; otherwise values between two powers count as evenly distributed.
         """
-        return self._fraction(self._upto(format_of(dtype).underflow, scale))
+        return self._fraction(self._below(format_of(dtype).underflow, scale, ties=True))
 
     def subnormal(self, dtype: torch.dtype, scale: float | Tensor = 1.0) -> Tensor:
         """Return the fraction that becomes subnormal, with fewer digits. Exact as `underflow`."""
         known = format_of(dtype)
-        return self._fraction(self._below(known.tiny, scale) - self._upto(known.underflow, scale))
+        return self._fraction(self._below(known.tiny, scale) - self._below(known.underflow, scale, ties=True))
 
     def overflow(self, dtype: torch.dtype, scale: float | Tensor = 1.0) -> Tensor:
         """Return the fraction too large for a dtype.
@@ -169,20 +169,13 @@ class Stats:
     def _powers(self) -> Tensor:
         return self.row[..., HEAD + BINS :]
 
-    def _below(self, bound: float, scale: float | Tensor) -> Tensor:
-        """Return the number of finite nonzero elements with |x| scale < bound."""
-        ratio = self._ratio(bound, scale)
-        inside = torch.where(ratio > 1, self._powers, 0.0) + self._between * (ratio - 1).clamp(0, 1)
-        return inside.sum(-1)
-
-    def _upto(self, bound: float, scale: float | Tensor) -> Tensor:
-        """Return the same with |x| scale <= bound."""
-        return self._below(bound, scale) + torch.where(self._ratio(bound, scale) == 1, self._powers, 0.0).sum(-1)
-
-    def _ratio(self, bound: float, scale: float | Tensor) -> Tensor:
+    def _below(self, bound: float, scale: float | Tensor, *, ties: bool = False) -> Tensor:
+        """Return the number of finite nonzero elements with |x| scale < bound, or with ties <= bound."""
         check_positive("Stats", "scale", scale)
         scale = torch.as_tensor(scale, dtype=torch.float64, device=self.row.device).unsqueeze(-1)
-        return bound / scale / _powers_of_two(self.row)
+        ratio = bound / scale / _powers_of_two(self.row)
+        powers = torch.where(ratio >= 1 if ties else ratio > 1, self._powers, 0.0)
+        return (powers + self._between * (ratio - 1).clamp(0, 1)).sum(-1)
 
     def _fraction(self, part: Tensor) -> Tensor:
         return part / self.nonzero.clamp(min=1)

@@ -55,13 +55,7 @@ class TrackedLoss(ModuleLoss):
     """
 
     def __init__(self, loss_fn: ModuleLoss, chosen: Chosen, sample: int | None) -> None:
-        super().__init__(
-            loss_fn.model,
-            loss_fn.criterion,
-            has_aux=loss_fn.has_aux,
-            keep_buffers=loss_fn.keep_buffers,
-            engine=loss_fn.engine,
-        )
+        vars(self).update(vars(loss_fn), _looked=False)  # the module is not read again
         self.model, self.probes = _with_taps(loss_fn.model, chosen, sample)
         self.holder = Holder(self.model, loss_fn.model)
 
@@ -142,7 +136,8 @@ def _with_taps(module: nn.Module, chosen: Chosen, sample: int | None) -> tuple[n
     if any(_PASSES[0] in part._buffers for part in module.modules()):
         raise ValueError("track_scales: module must not be tracked already; got one with taps")
     names = _choose(module, chosen)
-    shared = {id(value): value for part in module.modules() for value in _tensors_of(part)}
+    held = [each for part in module.modules() for each in (part._parameters, part._buffers, vars(part))]
+    shared = {id(value): value for each in held for value in each.values() if isinstance(value, Tensor)}
     skeleton = copy.deepcopy(module, dict(shared))
     for name in names:
         part = skeleton.get_submodule(name)
@@ -150,11 +145,6 @@ def _with_taps(module: nn.Module, chosen: Chosen, sample: int | None) -> tuple[n
             part.register_buffer(which, torch.zeros(WIDTH, dtype=torch.float64, device="meta"), persistent=False)
         part.register_forward_hook(functools.partial(_tap_outputs, sample))
     return skeleton, names
-
-
-def _tensors_of(part: nn.Module) -> Iterable[Tensor]:
-    held = [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]
-    return (value for value in held if isinstance(value, Tensor))
 
 
 def _choose(module: nn.Module, chosen: Chosen) -> tuple[str, ...]:

@@ -52,13 +52,14 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, own: list[str
     lines = [*report.summary(dtype), "", report.annotate()]
     text = "\n".join(lines) + "\n"
     (args.out / "report.txt").write_text(text + "\n" + _table(report, dtype), encoding="utf-8")
-    page = report.to_html(args.out / "report.html", dtype, f"Numerics of {args.target}")
-    written = [str(args.out / "report.txt"), str(page)]
+    written, picture = [args.out / "report.txt", args.out / "report.html"], b""
     try:
-        written.append(str(report.plot(args.out / "report.png", dtype)))
+        written.append(report.plot(args.out / "report.png", dtype))
+        picture = written[-1].read_bytes()
     except ImportError as error:
         sys.stderr.write(f"{error}\n")
-    sys.stdout.write(f"{text}\nfiles: {', '.join(written)}\n")
+    report._page(args.out / "report.html", dtype, f"Numerics of {args.target}", picture)
+    sys.stdout.write(f"{text}\nfiles: {', '.join(map(str, written))}\n")
     if ending is not None:
         raise ending
     return int(report.first_nonfinite() is not None)

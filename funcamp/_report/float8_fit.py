@@ -8,12 +8,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from funcamp._float8.config import BACKWARD, FORWARD
-from funcamp._float8.product import MULTIPLE
+from funcamp._float8.product import MULTIPLE, fits
 from funcamp._numerics.formats import format_of
 from funcamp._numerics.stats import Stats
 
 
-class Operands(NamedTuple):
+class Multiplied(NamedTuple):
     """What a linear layer multiplies: its inputs of all calls, and its weight."""
 
     input: Stats
@@ -41,15 +41,18 @@ class Float8Layer(NamedTuple):
         )
 
 
-def fit(path: str, operands: Operands, gradient: Stats, scales: Tensor | None, most: float) -> Float8Layer:
+def fit(path: str, multiplied: Multiplied, gradient: Stats, scales: Tensor | None, most: float) -> Float8Layer:
     """Return how float8 holds a layer."""
-    counted = {"input": operands.input, "weight": operands.weight, "gradient": gradient}
-    formats = {"input": FORWARD, "weight": FORWARD, "gradient": BACKWARD}
+    counted = {
+        "input": (multiplied.input, FORWARD),
+        "weight": (multiplied.weight, FORWARD),
+        "gradient": (gradient, BACKWARD),
+    }
     lost, reasons = {}, []
-    if any(not size or size % MULTIPLE for size in operands.sizes):
-        reasons.append(f"its sizes {operands.sizes} are not multiples of {MULTIPLE}")
-    for place, (name, stats) in enumerate(counted.items()):
-        amax, dtype = stats.amax.item(), formats[name]
+    if not fits(multiplied.sizes):
+        reasons.append(f"its sizes {multiplied.sizes} are not multiples of {MULTIPLE}")
+    for place, (name, (stats, dtype)) in enumerate(counted.items()):
+        amax = stats.amax.item()
         if scales is None:
             scale = 2.0 ** math.floor(math.log2(format_of(dtype).max)) / amax if amax else 1.0
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ def of_modules(records: Mapping[str, Record]) -> list[Line]:
     return [line for line in [*forward, *reversed(backward)] if line.stats.count > 0]
 
 
-def draw(rows: list[Line], path: Path, dtype: torch.dtype) -> Path:
+def draw(rows: list[Line], path: Path | BytesIO, dtype: torch.dtype) -> None:
     """Draw the picture of `NumericsReport.plot`: each row's histogram relative to its fullest bin."""
     known = format_of(dtype)
     plt = _pyplot("plot")
@@ -96,7 +97,6 @@ def draw(rows: list[Line], path: Path, dtype: torch.dtype) -> Path:
     axes.set_xlabel("exponent of 2")
     figure.savefig(path, dpi=110)
     plt.close(figure)
-    return path
 
 
 def plot_flushed(

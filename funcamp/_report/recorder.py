@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,30 +28,17 @@ from funcamp._numerics import tap
 from funcamp._numerics.counting import count, has_values
 from funcamp._numerics.record import Record, probe
 from funcamp._numerics.stats import Stats
-from funcamp._report.float8_fit import Operands
+from funcamp._report.float8_fit import Multiplied
 from funcamp._report.passes import Operation, Pass, Trial, combined, largest, narrow
 from funcamp._scaler import scale as scaling
+from funcamp._step.step import TrainStep
 
-#: Operations that create tensors, possibly with another's shape: their values are not results of the computation.
-_FACTORIES = frozenset(
-    f"{kind}{like}" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint") for like in ("", "_like")
-) | {
-    "new_empty",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty_strided",
-    "empty_strided",
-    "scalar_tensor",
-    "arange",
-    "eye",
-    "uniform_",
-    "normal_",
-}
-#: Operations that return their input's values.
-_COPIES = frozenset({"clone", "detach", "lift_fresh", "alias", "contiguous", "_unsafe_view", "_reshape_alias"}) | {
-    f"{name}_" for name in ("squeeze", "unsqueeze", "t", "transpose", "as_strided", "detach")
-}
+#: Operations that create tensors, possibly with another's shape, or return their input's values: not results of the
+#: computation, as little as those of views and of `resize_`.
+_NO_RESULTS = re.compile(
+    r"(new_)?(empty|zeros|ones|full|rand|randn|randint|arange|eye|scalar_tensor)(_like|_strided|_permuted)?|"
+    r"(uniform|normal)_|clone|_unsafe_view"
+)
 
 
 _current_node = _upstream.find("torch._C._current_autograd_node")
@@ -74,7 +62,6 @@ class Recorder(_Mode):
         first: the first backward pass to record.
         passes: number of passes to record; None for all.
         loss_scale: the factor of the loss; None to find it in the run.
-        otherwise: the factor of the loss if none is found.
     """
 
     def __init__(
@@ -83,18 +70,17 @@ class Recorder(_Mode):
         first: int = 1,
         passes: int | None = None,
         loss_scale: float | None = None,
-        otherwise: float = 1.0,
     ) -> None:
         for name in (_current_node, _sequence_number, _engine, _Mode):
             _upstream.check(name)
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.records: dict[str, Record] = {}
-        self.operands: dict[str, Operands] = {}
+        self.operands: dict[str, Multiplied] = {}
         """What each linear layer multiplies."""
         self.gradients: dict[str, Stats] = {}  # of modules' outputs, without loss scaling
         self.passes: list[Pass] = []
-        self.loss_scale = otherwise if loss_scale is None else loss_scale
+        self.loss_scale = 1.0 if loss_scale is None else loss_scale
         self.module = module
         self._looks_for_scale = loss_scale is None
         self._finite_losses: list[bool] = []
@@ -106,43 +92,39 @@ class Recorder(_Mode):
         self._of_node: dict[int, tuple[str, tuple[str, int] | None]] = {}
         self._evaluating = self._muted = self._repeating = self._done = False
         self.seen_backward = False
-        self._mark: tuple[str, bool] | None = None
-        self._reading: Callable[[Tensor], Any] | None = None
-        self._read: Any = None
+        self._reading: Callable[[Tensor], None] | None = None
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Context manager: this mode, hooks on modules, and compiled functions run eagerly."""
-        hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
+        replaced = [
+            (JitStep, "__call__", self._cutting(_eagerly)),
+            (TrainStep, "__call__", self._cutting(TrainStep.__call__)),
+            (torch.autograd, "_engine_run_backward", self._around_backward(_engine)),
+            *((tap, name, self._muting(getattr(tap, name))) for name in ("count", "count_both", "taken")),
+            *((owner, name, self._noting(getattr(owner, name), place)) for owner, name, place in _scales()),
         ]
-        try:
-            with contextlib.ExitStack() as patches, warnings.catch_warnings():
-                patches.enter_context(torch.compiler.set_stance("force_eager"))
-                patches.enter_context(mock.patch.object(JitStep, "__call__", _eagerly))
-                for name in ("count", "count_both", "taken"):
-                    patches.enter_context(mock.patch.object(tap, name, self._muting(getattr(tap, name))))
-                for owner, name, place in _scales():
-                    noting = self._noting(getattr(owner, name), place)
-                    patches.enter_context(mock.patch.object(owner, name, noting))
-                run_backward = self._around_backward(_engine)
-                patches.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", run_backward))
-                patches.enter_context(self)
-                warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-                yield
-        except Enough:
-            pass
-        finally:
+        hooks = (
+            register_module_forward_pre_hook(self._muting(self._enter)),
+            register_module_forward_hook(self._leave, always_call=True),
+        )
+        with contextlib.suppress(Enough), contextlib.ExitStack() as stack, warnings.catch_warnings():
             for hook in hooks:
-                hook.remove()
+                stack.callback(hook.remove)
+            for one in replaced:
+                stack.enter_context(mock.patch.object(*one))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self)
+            warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._done:  # an `except BaseException` of the script caught it
             raise Enough
         if self._reading is not None:
+            read, self._reading = self._reading, None
             out = func(*args, **(kwargs or {}))
-            self._read = self._reading(out)
+            read(out)
             return out
         if self._skip or self._muted:
             return func(*args, **(kwargs or {}))
@@ -150,15 +132,8 @@ class Recorder(_Mode):
         before = _found((args, kwargs))
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
-        if self._mark is not None:
-            (place, backward), self._mark = self._mark, None
-            counted, empty = Stats(count(out)), probe(out.device).forward
-            if backward:
-                _add(self.gradients, place, counted.rescale(1 / self.loss_scale))
-            _add(self.records, place, Record(empty, counted) if backward else Record(counted, empty))
-            return out
         path, line = self._place_of(node)
-        if path is None or name in _FACTORIES or name in _COPIES or getattr(func, "is_view", False):
+        if path is None or func.is_view or torch.Tag.inplace_view in func.tags or _NO_RESULTS.fullmatch(name):
             return out
         for index, leaf in enumerate(_tree.leaves(out)):
             if _counts(leaf):
@@ -169,16 +144,23 @@ class Recorder(_Mode):
         return out
 
     def _muting(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call of a tap, whose operations are not part of the run."""
+        """Wrap a call whose operations are not part of the run."""
 
         def muted(*args: Any, **kwargs: Any) -> Any:
-            before, self._muted = self._muted, True
-            try:
+            with mock.patch.object(self, "_muted", True):
                 return call(*args, **kwargs)
-            finally:
-                self._muted = before
 
         return muted
+
+    def _cutting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the call of a step, whose optimizer's and scaler's operations are not recorded."""
+
+        def cutting(*args: Any, **kwargs: Any) -> Any:
+            out = call(*args, **kwargs)
+            del self.operations[self.end :]
+            return out
+
+        return cutting
 
     def _noting(self, call: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a call that scales a loss: record the scale and whether the loss is finite."""
@@ -198,12 +180,14 @@ class Recorder(_Mode):
 
     def _look(self, x: Tensor, read: Callable[[Tensor], Any]) -> Any:
         """Return `read` of a tensor's values, below the wrappers of torch.func."""
-        self._reading = read
-        try:
-            x.detach().clone()
-        finally:
-            self._reading = None
-        return self._read
+        found: list[Any] = []
+        self._through(x.detach, lambda plain: found.append(read(plain)))
+        return found[0]
+
+    def _through(self, operation: Callable[[], Tensor], read: Callable[[Tensor], None]) -> Tensor:
+        """Return an operation's result, and pass it to `read` without the wrappers of torch.func."""
+        with mock.patch.object(self, "_reading", read):
+            return operation()
 
     def _around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the call that starts every backward pass: count the pass, and repeat it if that helps."""
@@ -213,11 +197,11 @@ class Recorder(_Mode):
         ) -> Any:
             if self._done:
                 raise Enough
-            if self._repeating or _current_node() is not None:  # nested in another pass
-                return run(outputs, seeds, keep, create, inputs, *rest, **how)
-            if self._skip:
+            nested = self._repeating or _current_node() is not None
+            if nested or self._skip:
                 out = run(outputs, seeds, keep, create, inputs, *rest, **how)
-                self._skip, self._finite_losses = self._skip - 1, []
+                if not nested:
+                    self._skip, self._finite_losses = self._skip - 1, []
                 return out
             obstacle, before = _obstacle(), dict(self.gradients)
             out = run(outputs, seeds, keep or not obstacle, create, inputs, *rest, **how)
@@ -253,16 +237,21 @@ class Recorder(_Mode):
         scale = self.loss_scale
         operations = [one for one in self.operations[self.end :] if one.backward]
         clean = not any(one.stats.nonfinite > 0 for one in operations)
-        if not loss_is_finite:
-            return Pass(scale, False, clean, None, operations)
-        if clean and not narrow(operations):
-            return Pass(scale, True, True, None, operations)
+        if obstacle or not loss_is_finite or (clean and not narrow(operations)):
+            return Pass(scale, loss_is_finite, clean, None, operations, obstacle)
 
         def trial(place: int) -> Trial:
             if clean and place == 0:
                 return Trial(operations, True, {})
             factor = 2.0**place
-            with self._apart(scale * factor):
+            apart: dict[str, Any] = {
+                "operations": [],
+                "records": {},
+                "gradients": {},
+                "_muted": False,
+                "_repeating": True,
+            }
+            with mock.patch.multiple(self, loss_scale=scale * factor, **apart):  # not part of the run
                 grads = again(factor)
                 finite = all(self._look(grad, _is_finite) for grad in grads if isinstance(grad, Tensor))
                 return Trial(self.operations, finite, self.gradients)
@@ -270,8 +259,6 @@ class Recorder(_Mode):
         # Seeds, and the scale times them, must be normal numbers.
         lowest = max([-120, *(math.frexp(torch.finfo(dtype).tiny)[1] for dtype in formats)])
         highest = min([127, *(math.frexp(torch.finfo(dtype).max)[1] for dtype in formats)]) - math.frexp(scale)[1]
-        if obstacle:
-            return Pass(scale, True, clean, None, operations, obstacle)
         try:
             place, best = largest(trial, lowest, max(highest, 0))
         except Exception as error:  # of a user's hook, or of a function that allows only one backward pass
@@ -285,18 +272,6 @@ class Recorder(_Mode):
             for path, gradient in best.gradients.items():
                 _add(self.gradients, path, gradient)
         return Pass(scale, True, place >= 0, scale * 2.0**place, evidence)
-
-    @contextlib.contextmanager
-    def _apart(self, scale: float) -> Iterator[None]:
-        """Context manager: its operations are not part of the run."""
-        before = self.operations, self.records, self.gradients, self.loss_scale, self._muted
-        self.operations, self.records, self.gradients = [], {}, {}
-        self.loss_scale, self._muted, self._repeating = scale, False, True
-        try:
-            yield
-        finally:
-            self.operations, self.records, self.gradients, self.loss_scale, self._muted = before
-            self._repeating = False
 
     def _place_of(self, node: Any) -> tuple[str | None, tuple[str, int] | None]:
         """Return the module and line of the current operation; no module if it is in no differentiated pass."""
@@ -313,7 +288,7 @@ class Recorder(_Mode):
     def _enter(self, module: nn.Module, args: Any) -> None:
         module = layer_of(module)
         if module not in self._paths:  # another root
-            self._add(getattr(module, "_orig_mod", module))
+            self._name(getattr(module, "_orig_mod", module))
         if not self._stack:
             in_backward = _current_node() is not None
             if self._passes is not None and not in_backward and not self.records:
@@ -325,12 +300,12 @@ class Recorder(_Mode):
         self._stack.append(None if again else self._paths[getattr(module, "_orig_mod", module)])
         if isinstance(module, nn.Linear) and not again and not self._skip and args:
             inputs, weight = (Stats(self._look(value, count)) for value in (args[0], module.weight))
-            found = Operands(inputs, weight, tuple(module.weight.shape))
+            found = Multiplied(inputs, weight, tuple(module.weight.shape))
             path = self._stack[-1] or ""
             known = self.operands.get(path)
             self.operands[path] = found if known is None else known._replace(input=known.input + found.input)
 
-    def _add(self, root: nn.Module) -> None:
+    def _name(self, root: nn.Module) -> None:
         """Name the parts of another root after its class; the first root's parts have their plain paths."""
         prefix, number = "", 1
         if self.module is None:
@@ -355,11 +330,17 @@ class Recorder(_Mode):
 
     def mark(self, x: Tensor, path: str, *, backward: bool) -> Tensor:
         """Copy and count a module's output or its gradient, also under vmap and torch.func."""
-        self._mark = (path, backward)
-        try:
-            return x.clone()
-        finally:
-            self._mark = None
+
+        def note(plain: Tensor) -> None:
+            if self._skip or self._muted:
+                return
+            self._place_of(_current_node())
+            counted, empty = Stats(count(plain)), probe(plain.device).forward
+            if backward:
+                _add(self.gradients, path, counted.rescale(1 / self.loss_scale))
+            _add(self.records, path, Record(empty, counted) if backward else Record(counted, empty))
+
+        return self._through(x.clone, note)
 
 
 def _scales() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:

@@ -151,7 +151,7 @@ def write_page(
     title: str,
     sentences: list[str],
     tree: str,
-    picture: bytes | None,
+    picture: bytes,
     caption: str,
     rows: list[dict[str, Any]],
 ) -> Path:
@@ -164,7 +164,7 @@ def write_page(
     head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
     said = "".join(f"<li>{html.escape(line)}</li>" for line in sentences)
     image = ""
-    if picture is not None:
+    if picture:
         encoded = base64.b64encode(picture).decode()
         image = f'<h2>Exponents</h2><img alt="exponents of every operation" src="data:image/png;base64,{encoded}">'
     parts = [

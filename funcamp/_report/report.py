@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import _tree
-from funcamp._jit.jit_step import JitStep
 from funcamp._numerics.counting import WIDTH
 from funcamp._numerics.formats import format_of
 from funcamp._numerics.record import Record, text
@@ -22,7 +22,6 @@ from funcamp._report.float8_fit import Float8Layer, fit
 from funcamp._report.passes import Operation, Pass
 from funcamp._report.recorder import Recorder, leaves_behind
 from funcamp._report.render import power
-from funcamp._step.step import TrainStep
 from funcamp._types import name_of
 
 _NONE = Stats(torch.zeros(WIDTH, dtype=torch.float64))
@@ -78,14 +77,17 @@ class NumericsReport:
         self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
 
     def __repr__(self) -> str:
+        return f"NumericsReport({self._counted()})"
+
+    def _counted(self) -> str:
         backward = sum(one.backward for one in self.operations)
-        return f"NumericsReport({len(self.operations) - backward} forward, {backward} backward operations)"
+        return f"{len(self.operations) - backward} forward, {backward} backward operations"
 
     def first_nonfinite(self) -> Origin | None:
         """Return the first operation that created inf or NaN, else the first with NaN, or None.
 
-        An infinity that the program itself writes (a mask) does not count, nor an operation that gets one as input. A
-        value that torch masks at once, as in the backward pass of a norm at 0, is reported too.
+        An infinity that the program itself writes (a mask) does not count, nor one that an operation gets as input; a
+        NaN made of it does. A value that torch masks at once, as in the backward pass of a norm at 0, is reported too.
         """
         return _origin(self.operations)
 
@@ -240,7 +242,8 @@ class NumericsReport:
             ValueError: there is nothing to draw.
         """
         lines = plot.of_modules(self.records) if modules else plot.of_operations(self.operations)
-        return plot.draw(lines, Path(path), dtype)
+        plot.draw(lines, Path(path), dtype)
+        return Path(path)
 
     def to_html(self, path: str | Path, dtype: torch.dtype = torch.float16, title: str = "Numerics") -> Path:
         """Write everything as one self-contained page, with the picture if matplotlib is installed.
@@ -256,12 +259,13 @@ class NumericsReport:
         Raises:
             TypeError: dtype has no known limits.
         """
+        picture = io.BytesIO()
+        with contextlib.suppress(ImportError):
+            plot.draw(plot.of_operations(self.operations), picture, dtype)
+        return self._page(path, dtype, title, picture.getvalue())
+
+    def _page(self, path: str | Path, dtype: torch.dtype, title: str, picture: bytes) -> Path:
         sentences, rows = self.summary(dtype), self.to_rows(dtype)
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                picture = self.plot(Path(folder) / "plot.png", dtype).read_bytes()
-            except ImportError:
-                picture = None
         caption = render.caption(dtype, self.loss_scale)
         return render.write_page(Path(path), title, sentences, self.annotate(), picture, caption, rows)
 
@@ -272,7 +276,7 @@ class NumericsReport:
             TypeError: dtype has no known limits.
         """
         origin = self.first_nonfinite()
-        found = [f"Operations: {repr(self)[15:-12]}. Loss scale in this run: {power(self.loss_scale)}."]
+        found = [f"Operations: {self._counted()}. Loss scale in this run: {power(self.loss_scale)}."]
         found.append(f"Non-finite values: {'none made' if origin is None else origin}.")
         cause = self.cause()
         if cause is not None:
@@ -309,8 +313,8 @@ def numerics_report(
             (torch.func, `backward()`); a `TrainStep`. Compiled functions run eagerly.
         *args: passed to fn.
         module: the module whose paths name the operations; by default the first one that is called.
-        loss_scale: the factor of fn's loss. By default the factor used by a step, `scale` or a GradScaler in fn, or the
-            scale in the first of args that is a state.
+        loss_scale: the factor of fn's loss. By default the factor used by a step, `scale` or a GradScaler in fn; 1 if
+            there is none.
         **kwargs: passed to fn.
 
     Returns:
@@ -339,13 +343,11 @@ def numerics_report(
         raise TypeError(f"numerics_report: module must be a torch.nn.Module; got {module!r}")
     if loss_scale is not None and not 0 < loss_scale < math.inf:
         raise ValueError(f"numerics_report: loss_scale must be a positive number; got {loss_scale}")
-    recorder = Recorder(module, loss_scale=loss_scale, otherwise=_scale_in(args))
+    recorder = Recorder(module, loss_scale=loss_scale)
     with recorder.recording():
         result = fn(*args, **kwargs)
         if not recorder.seen_backward:
             _differentiate(result)
-    if isinstance(fn, (TrainStep, JitStep)):
-        del recorder.operations[recorder.end :]  # of the optimizer and the scaler
     if not recorder.operations:
         raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")
     return NumericsReport(recorder)
@@ -364,15 +366,6 @@ def _where(one: Operation) -> str:
     way = "backward" if one.backward else "forward"
     text = f"{one.name} ({way}, {one.path or 'outside of layers'}, {name_of(one.dtype)}, shape {one.shape})"
     return text if one.line is None else f"{text} at {one.line[0]}:{one.line[1]}"
-
-
-def _scale_in(args: Any) -> float:
-    """Return the scale in the first of args that is a state; else 1."""
-    for arg in args:
-        scale = getattr(getattr(arg, "scaler", arg), "scale", None)
-        if isinstance(scale, Tensor) and scale.dim() == 0:
-            return float(scale.item())
-    return 1.0
 
 
 def _origin(operations: list[Operation], *, any_infinity: bool = False) -> Origin | None:

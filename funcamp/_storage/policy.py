@@ -187,7 +187,7 @@ class Policy:
                 return f"the policy's {kind} names it"
         if leaf.dtype != torch.float32:
             return f"it is {name_of(leaf.dtype)}, not float32"
-        return "" if fits(leaf) else f"its sizes {tuple(leaf.shape)} are not multiples of {MULTIPLE}"
+        return "" if fits(leaf.shape) else f"its sizes {tuple(leaf.shape)} are not multiples of {MULTIPLE}"
 
     def check_names(self, call: str, names: Sequence[str]) -> None:
         """Raise ValueError if a glob of keep or copy matches no parameter's name: a typo would have no effect."""

@@ -55,9 +55,10 @@ def test_a_policy_in_text() -> None:
     ("text", "message"),
     [
         ("float8,float8=late", "scaling must be 'current' or 'delayed'"),
-        ("float8,float8=delayed|history=x", "history must be a number; got 'x'"),
+        ("float8,float8=delayed|history=x", "a valid value, once at most; got 'history=x'"),
+        ("float8,float8=delayed|history=0", "history must be 1 to"),
         ("float8,float8=delayed|emulate=yes", "once at most; got 'emulate=yes'"),
-        ("float8,float8=delayed|size=3", "text must name each of scaling, granularity.* got 'size=3'"),
+        ("float8,float8=delayed|size=3", "text must give each of scaling, granularity.* got 'size=3'"),
         ("bf16,float8=current,float8=current", "float8= once each"),
     ],
 )

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import funcamp
 from funcamp import ScalerConfig, init, jit, make_train_step, module_loss, stateless, unscale_and_check, update
 from funcamp.__main__ import main
+from funcamp._numerics.counting import count
+from funcamp._report import recorder
 from funcamp.numerics import Record, annotate, numerics_report, plot_flushed, stats, track_scales
 from tests.support.helpers import assert_close, assert_same
 from tests.support.models import Block, mlp, tied
@@ -84,6 +86,55 @@ def test_report_of_a_training_step(compiled: bool) -> None:
     for path in theirs:
         assert_close(ours[path].backward.std, theirs[path].backward.std, 2e-2)
     assert not compiled or run.programs == 0
+
+
+def test_the_optimizer_of_a_step_is_left_out_wherever_it_is_called() -> None:
+    task = mlp()
+    step = make_train_step(module_loss(task.model, task.criterion), SGD)
+
+    def fn(state: Any) -> Tensor:
+        for number in range(2):  # the operands of a layer that is called again are summed, which is no operation
+            state, metrics = step(state, task.batch(number))
+        return metrics.loss * 3
+
+    report, direct = numerics_report(fn, step.init()), numerics_report(step, step.init(), task.batch(0))
+    names = [(one.name, one.path) for one in direct.operations]
+    assert not direct.operations[-1].name.startswith("_foreach")
+    assert [(one.name, one.path) for one in report.operations] == [*names, *names, ("mul", "")]
+    assert (report.loss_scale, len(report.passes)) == (2.0**16, 2)
+
+
+def test_a_scale_that_nothing_multiplies_by_is_not_the_factor_of_the_loss() -> None:
+    report = numerics_report(lambda state, w: (w * state.growth_tracker).sum(), init(), torch.ones(2))
+    assert report.loss_scale == 1.0
+    by_hand = numerics_report(lambda state, w: (w * state.scale).sum(), init(), torch.ones(2), loss_scale=2.0**16)
+    assert by_hand.loss_scale == 2.0**16
+
+
+def test_memory_that_nothing_has_written_is_not_counted() -> None:
+    def fn(x: Tensor) -> Tensor:
+        memory = [
+            torch.empty(2), torch.empty_like(x), x.new_empty(2), x.new_empty_strided((2,), (1,)),
+            torch.empty_strided((2,), (1,)), torch.empty_permuted((2,), (0,)), torch.empty(0).resize_(2),
+            torch.empty(0).resize_as_(x), torch.empty(0).set_(torch.UntypedStorage(8), 0, (2,), (1,)),
+        ]  # fmt: skip
+        return sum([x, *(one.zero_() for one in memory)], x).sum()
+
+    assert forward(numerics_report(fn, torch.ones(2))) == ["zero_"] * 9 + ["add"] * 10 + ["sum"]
+
+
+def test_each_tensor_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[tuple[int, ...]] = []
+
+    def noting(x: Tensor) -> Tensor:
+        counted.append(tuple(x.shape))
+        return count(x)
+
+    monkeypatch.setattr(recorder, "count", noting)
+    model = nn.Linear(4, 8)
+    report = numerics_report(lambda x: model(x).sum(), torch.ones(3, 4), module=model)
+    backward = [one.shape for one in report.operations if one.backward]
+    assert sorted(counted) == sorted([(3, 4), (8, 4), (3, 8), (3, 8), (), (3, 8), *backward])
 
 
 def test_records_are_those_of_track_scales() -> None:

@@ -148,9 +148,9 @@ class TrainStep:
             parallel = options.parallel
             stored, plan = store(call, params, options.policy, self.loss_fn, groups, parallel.buckets, consume=consume)
             buffers = clone(buffers) if consumed is None else consumed.take_buffers()
-            parallel.same(stored)
-            parallel.same(buffers)
-            stored = parallel.stored(stored)
+            parallel.broadcast_first(stored)
+            parallel.broadcast_first(buffers)
+            stored = parallel.own_part(stored)
         device = next((leaf.device for leaf in _tree.leaves(stored) if leaf is not None), None)
         if device is None:
             raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}")
@@ -258,7 +258,7 @@ class TrainStep:
         if not isinstance(state, TrainState):
             swapped = "; the state goes first, then the batch" if isinstance(batch, TrainState) else ""
             raise TypeError(f"{call}: state must be a TrainState, as init makes it; got {_tree.brief(state)}{swapped}")
-        self._options.parallel.check(state.params)
+        self._options.parallel.check(call, state.params)
 
     def _copies(self, call: str, state: TrainState) -> Copies:
         """Return compute copies as this step's policy and loss need them: the state's own, or new ones."""
@@ -466,7 +466,7 @@ class TrainStep:
             )
         probes, device = self._probes(state), state.scaler.scale.device
         pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
-        shares = shares_of(options.weight, pieces, parallel.even, parallel.total, device)
+        shares = shares_of(options.weight, pieces, parallel.ranks, device)
         own = self._copies("step", state)
         params, copies = for_step(state.params, own)
         held = state._replace(params=params, copies=copies)

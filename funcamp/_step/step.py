@@ -25,7 +25,7 @@ from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
 from funcamp._step.accumulate import accumulate as accumulate_window
 from funcamp._step.accumulate import micro_batches
 from funcamp._step.check_and_clip import flag_and_norm, squares_and_finite, unscale_and_clip
-from funcamp._step.float8_layers import Float8Layers, begin, inside, larger
+from funcamp._step.float8_layers import Float8Layers, begin
 from funcamp._step.options import Options, described
 from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, export, restore
@@ -64,7 +64,8 @@ class TrainStep:
         self._float8 = Float8Layers(options.policy, loss_fn)
 
     def __repr__(self) -> str:
-        return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={self._options.policy}{self._float8!r})"
+        policy = f"{self._options.policy}{self._float8.described()}"
+        return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={policy})"
 
     @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
     def init(
@@ -241,7 +242,7 @@ class TrainStep:
             held = state._replace(params=params, copies=copies)
             linears = self._float8.around(held, state.params)
             begin(linears, copies.plan, inputs, self._float8.amax(held))
-            with inside(linears):
+            with linears or contextlib.nullcontext():
                 given = self._probes(state), state.buffers, state.scaler, _tree.plain(batch)
                 returned = self._call(build(inputs), *given)
         loss_fn = self.loss_fn
@@ -595,7 +596,7 @@ class TrainStep:
         holding = around_backward(self.loss_fn, build)
         engine = choose(self.loss_fn.engine, state)
         low = (self._options.policy.compute_dtype,)
-        with inside(linears):
+        with linears or contextlib.nullcontext():
             grads, loss, aux = differentiate(
                 "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding, low=low
             )
@@ -604,7 +605,8 @@ class TrainStep:
         if self.loss_fn.has_buffers:
             after, aux = self._buffers_and_aux(buffers, aux)
         grads = gather(state.params, state.copies, grads[: len(inputs)])
-        return (grads, records), loss, (after, larger(amax, found)), clone(aux)
+        amax = torch.maximum(amax, found) if self._float8.delayed else amax
+        return (grads, records), loss, (after, amax), clone(aux)
 
     def _buffers_and_aux(self, before: dict[str, Tensor], beside: Any) -> tuple[dict[str, Tensor], Any]:
         """Return the new buffers and aux of what a loss returned besides itself.

@@ -35,10 +35,6 @@ class Shares(NamedTuple):
     each: Tensor | None = None
     """Of every micro-batch, float64, shape (parts,); None if they count equally."""
 
-    def of(self, index: int) -> Tensor | None:
-        """Return the share of a micro-batch; None if they count equally."""
-        return None if self.each is None else self.each[index]
-
     def weigh(self, loss: Tensor, share: Tensor | None) -> Tensor:
         """Multiply the loss of a micro-batch with this share by its factor."""
         return weighed(loss, self.own, self.parts) if share is None else weighed(loss, share)

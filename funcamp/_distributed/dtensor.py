@@ -77,7 +77,7 @@ def total(value: Tensor, over: Across | None) -> Tensor:
     return summed
 
 
-def agreed(flags: Tensor, leaves: Sequence[Any]) -> Tensor:
+def any_rank(flags: Tensor, leaves: Sequence[Any]) -> Tensor:
     """Return bool flags that are true if they are true on any rank of these tensors' meshes.
 
     Replicas are included: if they have diverged, the ranks must still skip together.

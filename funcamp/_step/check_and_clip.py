@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._distributed.dtensor import agreed, groups, local, total
+from funcamp._distributed.dtensor import any_rank, groups, local, total
 from funcamp._optim.clip import clamp, coefficient
 from funcamp._scaler.scale import reciprocal, reduced, unscaled
 from funcamp._scaler.state import ScalerState, replace
@@ -53,7 +53,7 @@ def squares_and_finite(state: ScalerState, grads: Tree) -> tuple[Tensor, Tensor]
                 sums, checks = torch.stack([_sum(one) for pair in pairs for one in pair]).view(-1, 2).unbind(1)
                 squares = squares + total(torch.where(torch.isfinite(sums), sums, checks * large).sum(), over)
                 finite = finite & torch.isfinite(checks).all()
-    return squares, ~agreed(~finite, leaves)
+    return squares, ~any_rank(~finite, leaves)
 
 
 def flag_and_norm(

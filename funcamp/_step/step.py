@@ -221,8 +221,8 @@ class TrainStep:
             The loss, unscaled, shape ().
 
         Raises:
-            TypeError: state is not a `TrainState`, or training not a bool; the loss does not return a pair although it
-                has buffers or aux.
+            TypeError: state is not a `TrainState`, or training not a bool; the loss is not a floating-point tensor, or
+                not in a pair although it has buffers or aux.
             ValueError: state is sharded over other ranks.
 
         Example:

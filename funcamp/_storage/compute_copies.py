@@ -246,7 +246,7 @@ def of_plan(call: str, params: Tree, copies: Copies, plan: Plan) -> Copies:
     """
     in_program = compiling()
     if copies.plan == plan and (in_program or copies.are_of(params)):
-        return Copies(copies.values, plan, copies._of)
+        return Copies(copies.values, plan, None if in_program else copies._of)  # Dynamo would guard on the tensors
     if in_program:
         raise ValueError(
             f"{call}: state must have the compute copies of this step's policy if it is compiled, "

@@ -132,7 +132,9 @@ def all_reduce_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
     """Return the sums over ranks, by one all-reduce per large tensor and one per dtype for the small ones."""
 
     def reduced(group: list[Tensor]) -> list[Tensor]:
-        total = all_reduce(_joined([x.reshape(-1) for x in group]), "sum", ranks)
+        if len(group) == 1:  # without views around it, or the compiler waits for it before the backward pass goes on
+            return [all_reduce(group[0], "sum", ranks)]
+        total = all_reduce(torch.cat([x.reshape(-1) for x in group]), "sum", ranks)
         return [part.view(x.shape) for x, part in zip(group, torch.split(total, [x.numel() for x in group]))]
 
     return _in_groups(reduced, tensors, ranks)
@@ -142,9 +144,11 @@ def all_gather_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
     """Return the tensors of all ranks along their first dimensions, by as few all-gathers."""
 
     def gathered(group: list[Tensor]) -> list[Tensor]:
-        sent = _joined([x.reshape(-1) for x in group])
+        sent = group[0].contiguous() if len(group) == 1 else torch.cat([x.reshape(-1) for x in group])
         found = _waited(_ops().all_gather_into_tensor(sent, ranks.size, ranks.name))
-        parts = torch.split(found.view(ranks.size, sent.numel()), [x.numel() for x in group], 1)
+        if len(group) == 1:
+            return [found]
+        parts = torch.split(found.view(ranks.size, -1), [x.numel() for x in group], 1)
         return [part.reshape(-1, *x.shape[1:]) for x, part in zip(group, parts)]
 
     return _in_groups(gathered, tensors, ranks)
@@ -154,16 +158,15 @@ def reduce_scatter_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]
     """Return this rank's parts (first dimension) of the sums over ranks, by as few reduce-scatters."""
 
     def scattered(group: list[Tensor]) -> list[Tensor]:
-        sent = _joined([x.reshape(ranks.size, -1) for x in group], 1).reshape(-1)
+        rows = [x.reshape(ranks.size, -1) for x in group]
+        sent = group[0].contiguous() if len(group) == 1 else torch.cat(rows, 1).reshape(-1)
         found = _waited(_ops().reduce_scatter_tensor(sent, "sum", ranks.size, ranks.name))
-        parts = torch.split(found, [x.numel() // ranks.size for x in group])
+        if len(group) == 1:
+            return [found]
+        parts = torch.split(found, [row.shape[1] for row in rows])
         return [part.view(-1, *x.shape[1:]) for x, part in zip(group, parts)]
 
     return _in_groups(scattered, tensors, ranks)
-
-
-def _joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    return torch.cat(tensors, dim) if len(tensors) > 1 else tensors[0].contiguous()
 
 
 def _in_groups(fn: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:

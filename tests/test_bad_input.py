@@ -35,7 +35,9 @@ from funcamp import (
     unscale_and_check,
     update,
 )
+from funcamp._distributed.collectives import Ranks
 from funcamp._optim.stateless import OptState
+from funcamp._storage.shards import cut
 from tests.support.helpers import assert_same, clone
 
 STATE = init()
@@ -56,6 +58,7 @@ def LOSS(params: Any, batch: Any) -> Tensor:
 
 STEP = make_train_step(LOSS, SGD)
 START = STEP.init({"w": W})
+SHARDED = START._replace(params=cut(ravel({"w": W}), Ranks("ranks", 2, 0)))
 WINDOW = make_train_step(LOSS, SGD, accumulate=2)
 BUFFERED = module_loss(torch.nn.BatchNorm1d(2), torch.nn.functional.mse_loss)
 SPARSE = make_train_step(module_loss(torch.nn.Embedding(3, 2, sparse=True), torch.nn.functional.mse_loss), SGD)
@@ -63,6 +66,7 @@ CLAMPED = make_train_step(lambda p, b: (p["w"] * b).abs().sum(), SGD, max_value=
 LINEAR = torch.nn.Linear(2, 2)
 MODULE = module_loss(LINEAR, torch.nn.functional.mse_loss)
 NO_AUX = make_train_step(module_loss(LINEAR, torch.nn.functional.mse_loss, has_aux=True), SGD)
+NO_BUFFERS = make_train_step(loss(lambda params, buffers, batch: LOSS(params, batch), has_buffers=True), SGD)
 NUMBERED = make_train_step(LOSS, SGD, observe={"f": lambda grads: {"t": grads["w"], "n": 2}})
 SILENT = make_train_step(LOSS, SGD, observe={"f": lambda grads: None})
 
@@ -150,7 +154,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "loss shape": (lambda: scaled_grad_and_value(loss_of(lambda w: w))(STATE, W), ValueError, r"a loss of shape \(\); got \(2,\)"),
     "loss number": (lambda: scaled_grad_and_value(loss_of(lambda w: 1.0))(STATE, W), TypeError, "tensor as loss; got 1.0"),
     "loss integer": (lambda: scaled_grad_and_value(loss_of(lambda w: (w > 0).sum()))(STATE, W), TypeError, "as loss; got a torch.int64"),
-    "aux missing": (lambda: scaled_grad_and_value(loss_of(lambda w: w.sum()), has_aux=True)(STATE, W), TypeError, r"return \(loss, aux\)"),
+    "aux missing": (lambda: scaled_grad_and_value(loss_of(lambda w: w.sum()), has_aux=True)(STATE, W), TypeError, r"return a pair: \(loss, aux\)"),
     "aux number": (lambda: scaled_grad_and_value(loss_of(lambda w: (w.sum(), {"n": 1})), has_aux=True)(STATE, W), TypeError, r"aux\['n'\]"),
     "params integer": (lambda: scaled_grad_and_value(loss_of(torch.sum))(STATE, {"n": W.int()}), TypeError, r"params\['n'\] must be floating"),
     # clipping
@@ -211,8 +215,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step scan": (lambda: make_train_step(LOSS, SGD, scan=1), TypeError, "make_train_step: scan must be True or False; got 1"),  # type: ignore[arg-type]
     "step parallel": (lambda: make_train_step(LOSS, SGD, parallel=1), TypeError, "parallel must be a distributed.DataParallel or a function of the flag; got 1"),  # type: ignore[arg-type]
     "step observe": (lambda: make_train_step(LOSS, SGD, observe=all_finite), TypeError, "observe must be a dict of names to functions; got <function all_finite"),  # type: ignore[arg-type]
-    "step observe name": (lambda: make_train_step(LOSS, SGD, observe={1: all_finite}), TypeError, "observe must have names; got 1"),  # type: ignore[dict-item]
-    "step observe function": (lambda: make_train_step(LOSS, SGD, observe={"f": True}), TypeError, r"observe\['f'\] must be callable; got True"),  # type: ignore[dict-item]
+    "step observe name": (lambda: make_train_step(LOSS, SGD, observe={1: all_finite}), TypeError, "observe must be a dict of names to functions; got a dict with 1"),  # type: ignore[dict-item]
+    "step observe function": (lambda: make_train_step(LOSS, SGD, observe={"f": True}), TypeError, "observe must be a dict of names to functions; got a dict with 'f'"),  # type: ignore[dict-item]
     "step observe number": (lambda: NUMBERED(START, W), TypeError, r"step: observe\['f'\]\['n'\] must return tensors; got 2"),
     "step observe nothing": (lambda: SILENT(START, W), TypeError, r"step: observe\['f'\] must return tensors; got None"),
     # the loss
@@ -231,7 +235,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "module_loss has_aux text": (lambda: module_loss(LINEAR, LOSS, has_aux="yes"), TypeError, "module_loss: has_aux must be True or False; got 'yes'"),  # type: ignore[arg-type]
     "module_loss keep_buffers": (lambda: module_loss(LINEAR, LOSS, keep_buffers=0), TypeError, "module_loss: keep_buffers must be True or False; got 0"),  # type: ignore[arg-type]
     "module_loss engine": (lambda: module_loss(LINEAR, LOSS, engine="tape"), ValueError, "module_loss: engine must be 'func', 'autograd' or None; got 'tape'"),  # type: ignore[arg-type]
-    "module_loss no aux": (lambda: NO_AUX(NO_AUX.init(), (W, W)), TypeError, r"module_loss: criterion must return \(loss, aux\) with has_aux=True; got a torch.float32 tensor"),
+    "module_loss no aux": (lambda: NO_AUX(NO_AUX.init(), (W, W)), TypeError, r"module_loss: criterion must return a pair: \(loss, aux\), .*; got a torch.float32 tensor"),
     "init flat": (lambda: STEP.init({"w": W}, flat=1), TypeError, "init: flat must be True or False; got 1"),  # type: ignore[arg-type]
     "init group": (lambda: STEP.init({"w": W}, group="matrix"), TypeError, "init: group must be callable; got 'matrix'"),  # type: ignore[arg-type]
     "init group of a tree": (lambda: STEP.init({"w": W}, flat=False, group=lambda name, leaf: name), ValueError, "init: flat must be True with a group; got False"),
@@ -246,8 +250,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "loss swapped": (lambda: STEP.loss({"x": W}, START), TypeError, "loss: state must be a TrainState.*got a dict with 'x'; the state goes first"),  # type: ignore[arg-type]
     "compute_params state": (lambda: STEP.compute_params(W), TypeError, "compute_params: state must be a TrainState.*got a torch.float32 tensor"),  # type: ignore[arg-type]
     "loss training": (lambda: STEP.loss(START, W, training=1), TypeError, "training must be True or False; got 1"),  # type: ignore[arg-type]
-    "loss number evaluated": (lambda: make_train_step(lambda p, b: 1.0, SGD).loss(START, W), TypeError, "loss: loss_fn must return a tensor as loss; got 1.0"),
-    "loss without aux": (lambda: make_train_step(loss(LOSS, has_aux=True), SGD).loss(START, W), TypeError, r"loss: loss_fn must return \(loss, buffers or aux\); got a torch.float32 tensor"),
+    "loss number evaluated": (lambda: make_train_step(lambda p, b: 1.0, SGD).loss(START, W), TypeError, "loss: loss_fn must return a floating-point tensor as loss; got 1.0"),
+    "loss without aux": (lambda: make_train_step(loss(LOSS, has_aux=True), SGD).loss(START, W), TypeError, r"loss: loss_fn must return a pair: \(loss, aux\), .*; got a torch.float32 tensor"),
+    "step without buffers": (lambda: NO_BUFFERS(NO_BUFFERS.init({"w": W}, {"b": W}), W), TypeError, r"step: loss_fn must return a pair: .*\(loss, buffers\) .*; got a torch.float32 tensor"),
+    "state_dict state": (lambda: STEP.state_dict(3), TypeError, "^state_dict: state must be a TrainState.*got 3"),  # type: ignore[arg-type]
+    "to_torch state": (lambda: STEP.to_torch(3), TypeError, "^to_torch: state must be a TrainState.*got 3"),  # type: ignore[arg-type]
+    "loss sharded": (lambda: STEP.loss(SHARDED, W), ValueError, "^loss: state must not be sharded; .*got params rank 0 of 2"),
+    "compute_params sharded": (lambda: STEP.compute_params(SHARDED), ValueError, "^compute_params: state must not be sharded"),
     "flat name": (lambda: START.params["v"], KeyError, "'v' must be in .tree\\(\\), a dict with 'w'"),
     "flat iteration": (lambda: list(START.params), TypeError, r"must not be iterated over: .tree\(\) is the pytree of its tensors"),
     "flat attribute": (lambda: START.params.items(), AttributeError, r"has no attribute 'items': .tree\(\) is the pytree"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
-from funcamp._distributed.dtensor import agreed, is_distributed, local, settled_sum
+from funcamp._distributed.dtensor import any_rank, is_distributed, local, settled_sum
 
 
 def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.device, list[Tensor]]:
@@ -85,7 +85,7 @@ def _on_all_ranks(found: Tensor, grads: list[Tensor]) -> Tensor:
     whole = [settled_sum(grad) for grad in spread]
     sums = [local(total) for total, grad in zip(whole, spread) if total is not grad]
     bad = [found != 0, *[~torch.isfinite(total).all() for total in sums]]
-    return agreed(torch.stack(bad).any(), whole).float()
+    return any_rank(torch.stack(bad).any(), whole).float()
 
 
 def _by_dtype(grads: list[Tensor]) -> list[list[Tensor]]:

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.scaled_grad import Engine, check_engine
+from funcamp._autograd.scaled_grad import Engine, check_engine, pair
 from funcamp._check import boolean
 from funcamp._memory import identity, overlaps, rebind
 
@@ -103,7 +103,7 @@ class ModuleLoss(Loss):
             fresh = {name: value.clone() for name, value in given[0].items()}
             values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
         returned = self._loss(values, batch)
-        loss, aux = _pair(returned) if self.has_aux else (returned, ())
+        loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
         self._check_reads(loss, values, batch)
         if not self.has_buffers:
             return returned
@@ -524,14 +524,6 @@ def _loss_in(outputs: Any) -> Tensor:
             "batch if the model wants them for it, or module_loss a criterion"
         )
     return loss
-
-
-def _pair(returned: Any) -> tuple[Tensor, Any]:
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(
-            f"module_loss: criterion must return (loss, aux) with has_aux=True; got {_tree.brief(returned)}"
-        )
-    return returned
 
 
 def _loss_of(outputs: Any, loss: Any) -> str:

@@ -210,12 +210,24 @@ def check_engine(call: str, engine: object) -> Engine | None:
     return engine  # type: ignore[return-value]  # checked in the line above
 
 
-def _split(call: str, returned: Any, has_aux: bool) -> tuple[Tensor, Any]:
-    if has_aux and not (isinstance(returned, tuple) and len(returned) == 2):
-        raise TypeError(f"{call}: loss_fn must return (loss, aux) with has_aux=True; got {type(returned).__name__}")
-    loss, aux = returned if has_aux else (returned, ())
+def pair(call: str, name: str, returned: Any) -> tuple[Any, Any]:
+    """Return what a loss returned if it is a pair; raise TypeError for anything else."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        rule = "must return a pair: (loss, aux), (loss, buffers) or (loss, (buffers, aux))"
+        raise TypeError(f"{call}: {name} {rule}; got {_tree.brief(returned)}")
+    return returned
+
+
+def loss_and_aux(call: str, returned: Any, beside: bool) -> tuple[Tensor, Any]:
+    """Return the loss, and what a loss function returned beside it if it returns more."""
+    loss, aux = pair(call, "loss_fn", returned) if beside else (returned, ())
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         raise TypeError(f"{call}: loss_fn must return a floating-point tensor as loss; got {_tree.describe(loss)}")
+    return loss, aux
+
+
+def _split(call: str, returned: Any, has_aux: bool) -> tuple[Tensor, Any]:
+    loss, aux = loss_and_aux(call, returned, has_aux)
     if loss.dim() != 0:
         raise ValueError(f"{call}: loss_fn must return a loss of shape (); got {tuple(loss.shape)}")
     if not loss.requires_grad:

@@ -103,20 +103,14 @@ def max_over(*groups: Any) -> Reduce:
         Megatron-LM and apex take the MAX over their model-parallel group (apex/transformer/amp/grad_scaler.py).
     """
     each = [part for group in groups for part in (group.get_all_groups() if _is_mesh(group) else [group])]
-    return _MaxOver(tuple(dict.fromkeys(ranks_of("max_over", group) for group in each or [None])))
+    known = tuple(dict.fromkeys(ranks_of("max_over", group) for group in each or [None]))
 
-
-class _MaxOver:
-    def __init__(self, groups: tuple[Ranks, ...]) -> None:
-        self._groups = groups
-
-    def __repr__(self) -> str:
-        return f"max_over({', '.join(group.name for group in self._groups)})"
-
-    def __call__(self, flag: Tensor) -> Tensor:
-        for ranks in self._groups:
+    def reduce(flag: Tensor) -> Tensor:
+        for ranks in known:
             flag = all_reduce(flag, "max", ranks)
         return flag
+
+    return reduce
 
 
 def all_reduce(x: Tensor, op: str, ranks: Ranks) -> Tensor:
@@ -138,7 +132,7 @@ def all_reduce_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
     """Return the sums over ranks, by one all-reduce per large tensor and one per dtype for the small ones."""
 
     def reduced(group: list[Tensor]) -> list[Tensor]:
-        if len(group) == 1:
+        if len(group) == 1:  # without views around it, or the compiler waits for it before the backward pass goes on
             return [all_reduce(group[0], "sum", ranks)]
         total = all_reduce(torch.cat([x.reshape(-1) for x in group]), "sum", ranks)
         return [part.view(x.shape) for x, part in zip(group, torch.split(total, [x.numel() for x in group]))]

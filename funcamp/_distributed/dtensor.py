@@ -40,9 +40,9 @@ def local(leaf: Any) -> Tensor:
     return part
 
 
-def as_part_of(leaf: Any, part: Tensor | None) -> Tensor | None:
+def as_dtensor_like(leaf: Any, part: Tensor) -> Tensor:
     """Return a local part as a DTensor like leaf; as it is if leaf is a plain tensor."""
-    if part is None or not is_distributed(leaf):
+    if not is_distributed(leaf):
         return part
     from torch.distributed.tensor import DTensor
 
@@ -51,19 +51,13 @@ def as_part_of(leaf: Any, part: Tensor | None) -> Tensor | None:
     )
 
 
-def across(leaf: Any) -> Across | None:
-    """Return the mesh dimensions over which the parts differ; None for a plain tensor and replicas."""
-    if not is_distributed(leaf):
-        return None
-    dims = tuple([dim for dim, placement in enumerate(leaf.placements) if not placement.is_replicate()])
-    return Across(leaf.device_mesh, dims) if dims else None
-
-
 def groups(leaves: Sequence[Any]) -> list[tuple[Across | None, list[Any]]]:
-    """Group tensors by the mesh dimensions over which they differ, in the order of first occurrence."""
+    """Group tensors by the mesh dimensions over which their parts differ (None for plain tensors and replicas)."""
     found: list[tuple[Across | None, list[Any]]] = []
     for leaf in leaves:
-        key = across(leaf)
+        placed = enumerate(leaf.placements if is_distributed(leaf) else ())
+        dims = tuple([dim for dim, placement in placed if not placement.is_replicate()])
+        key = Across(leaf.device_mesh, dims) if dims else None
         members = next((members for known, members in found if known == key), None)
         if members is None:
             found.append((key, [leaf]))
@@ -83,7 +77,7 @@ def total(value: Tensor, over: Across | None) -> Tensor:
     return summed
 
 
-def agreed(flags: Tensor, leaves: Sequence[Any]) -> Tensor:
+def any_rank(flags: Tensor, leaves: Sequence[Any]) -> Tensor:
     """Return bool flags that are true if they are true on any rank of these tensors' meshes.
 
     Replicas are included: if they have diverged, the ranks must still skip together.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +11,6 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import integer
 from funcamp._types import Tree
-
-
-class _Arrival(Protocol):
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
 
 
 class MetricReader:
@@ -41,7 +35,7 @@ class MetricReader:
 
     def __init__(self, limit: int = 256) -> None:
         self._limit = integer("MetricReader", "limit", limit, 1)
-        self._pending: deque[tuple[list[Any], Any, _Arrival | None]] = deque()
+        self._pending: deque[tuple[list[Any], Any, list[Any]]] = deque()
         self._arrived: list[Any] = []
 
     def __len__(self) -> int:
@@ -52,16 +46,16 @@ class MetricReader:
         if len(self._pending) >= self._limit:
             self._take(wait=True)
         leaves, spec = _tree.flatten(metrics)
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor) and _on_device(leaf)), None)
+        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and _on_device(leaf)}
         copies = [
             leaf.detach().to("cpu", non_blocking=True, copy=True) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
-        self._pending.append((copies, spec, None if device is None else _recorded(device)))
+        self._pending.append((copies, spec, [_recorded(device) for device in devices]))
 
     def ready(self) -> list[Any]:
         """Return what arrived since the last call, oldest first, scalars as Python numbers. No sync."""
-        while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
+        while self._pending and all(event.query() for event in self._pending[0][2]):
             self._take(wait=False)
         arrived, self._arrived = self._arrived, []
         return arrived
@@ -73,9 +67,9 @@ class MetricReader:
         return self.ready()
 
     def _take(self, *, wait: bool) -> None:
-        copies, spec, arrival = self._pending.popleft()
-        if wait and arrival is not None:
-            arrival.synchronize()
+        copies, spec, arrivals = self._pending.popleft()
+        for event in arrivals if wait else ():
+            event.synchronize()
         values = [leaf.item() if isinstance(leaf, Tensor) and not leaf.dim() else leaf for leaf in copies]
         self._arrived.append(_tree.unflatten(values, spec))
 
@@ -84,7 +78,7 @@ def _on_device(leaf: Tensor) -> bool:
     return leaf.is_cuda
 
 
-def _recorded(device: torch.device) -> _Arrival:
+def _recorded(device: torch.device) -> Any:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event

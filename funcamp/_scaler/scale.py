@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._distributed.dtensor import agreed, local, settled_sum
+from funcamp._distributed.dtensor import any_rank, local, settled_sum
 from funcamp._scaler.state import ScalerState, check_state, replace
 from funcamp._scaler.torch_rule import widen
 from funcamp._types import Reduce, Tree
@@ -128,7 +128,7 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
     found = state.found_inf != 0
     if finite := [_finite(leaf).to(found.device) for leaf in values if leaf is not None]:
         found = found | ~torch.stack(finite).all()
-    flag = agreed(found, values).float()
+    flag = any_rank(found, values).float()
     if reduce is not None:
         flag = reduced("unscale_and_check", "reduce", reduce, flag)
     return _tree.unflatten(values, spec), replace(state, found_inf=flag)
@@ -158,7 +158,7 @@ def all_finite(tree: Tree) -> Tensor:
     values = [settled_sum(leaf) for leaf in flat if leaf is not None]
     if not values:
         return torch.ones((), dtype=torch.bool)
-    return ~agreed(~torch.stack([_finite(leaf) for leaf in values]).all(), values)
+    return ~any_rank(~torch.stack([_finite(leaf) for leaf in values]).all(), values)
 
 
 def found_inf_by_leaf(grads: Tree) -> Tensor:
@@ -185,7 +185,7 @@ def found_inf_by_leaf(grads: Tree) -> Tensor:
     leaves = [settled_sum(leaf) for leaf in flat if leaf is not None]
     if not leaves:
         return torch.zeros(0, dtype=torch.bool)
-    return agreed(torch.stack([~all_finite(local(leaf)) for leaf in leaves]), leaves)
+    return any_rank(torch.stack([~all_finite(local(leaf)) for leaf in leaves]), leaves)
 
 
 def leaf_names(tree: Tree) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._step.shares import Shares
+from funcamp._storage.compute_copies import clone
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
@@ -64,8 +65,8 @@ def accumulate(
         total, carried, losses, aux = _scanned(part, total, carried, batch, shares.each)
     else:
         kept = []
-        for index, piece in enumerate(pieces):
-            total, carried, loss, aux = part(total, carried, piece, shares.of(index))
+        for piece, share in zip(pieces, [None] * len(pieces) if shares.each is None else shares.each):
+            total, carried, loss, aux = part(total, carried, piece, share)
             kept.append((loss, aux))
         losses = torch.stack([loss for loss, _ in kept])
         aux = _tree.stacked([aux for _, aux in kept])
@@ -95,7 +96,7 @@ def _scanned(part: Any, total: list[Any], carried: Tree, batch: Any, each: Tenso
         piece, share = _tree.unflatten([next(taken) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         after, carried, loss, aux = part(full, before, piece, share)
         # scan does not accept an output that is one of its inputs.
-        return ([a for a in after if a is not None], _fresh(carried)), _fresh((loss, aux))
+        return ([a for a in after if a is not None], clone(carried)), clone((loss, aux))
 
     start = ([a for a in total if a is not None], carried)
     (sums, carried), (losses, aux) = _scan(combine, start, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
@@ -124,8 +125,3 @@ def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tre
     with torch.no_grad():
         done = list(scan_op(module, carry, xs, tuple(captured)))
     return _tree.unflatten(done[: len(carry)], spec), _tree.unflatten(done[len(carry) :], specs[0])
-
-
-def _fresh(tree: Tree) -> Tree:
-    flat, spec = _tree.flatten(tree)
-    return _tree.unflatten([leaf.clone() for leaf in flat], spec)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._distributed.dtensor import Across, agreed, groups, local, total
+from funcamp._distributed.dtensor import any_rank, groups, local, total
 from funcamp._optim.clip import clamp, coefficient
 from funcamp._scaler.scale import reciprocal, reduced, unscaled
 from funcamp._scaler.state import ScalerState, replace
@@ -43,9 +43,17 @@ def squares_and_finite(state: ScalerState, grads: Tree) -> tuple[Tensor, Tensor]
     leaves = [leaf for leaf in _tree.leaves(grads) if leaf is not None]
     squares, finite = torch.zeros_like(widen(state.scale)), torch.ones_like(state.scale, dtype=torch.bool)
     for over, members in groups(leaves):
-        parts = [part for leaf in members for part in _parts(local(leaf))]
-        squares, finite = _add(squares, finite, parts, inv_scale, over)
-    return squares, ~agreed(~finite, leaves)
+        values = [unscaled(part, inv_scale) for leaf in members for part in _parts(local(leaf))]
+        values = [torch.view_as_real(value) if value.is_complex() else value for value in values]
+        for dtype, small, floor, large in _RANGES:
+            chosen = [value for value in values if value.dtype == dtype]
+            if chosen:
+                # Stacked, because Inductor does not fuse sums that are further apart and would read twice.
+                pairs = [(value.square(), (value * small).abs().clamp(min=floor).square()) for value in chosen]
+                sums, checks = torch.stack([_sum(one) for pair in pairs for one in pair]).view(-1, 2).unbind(1)
+                squares = squares + total(torch.where(torch.isfinite(sums), sums, checks * large).sum(), over)
+                finite = finite & torch.isfinite(checks).all()
+    return squares, ~any_rank(~finite, leaves)
 
 
 def flag_and_norm(
@@ -56,23 +64,6 @@ def flag_and_norm(
     if reduce is not None:
         flag = reduced("step", "parallel", reduce, flag)
     return replace(state, found_inf=flag), squares.sqrt()
-
-
-def _add(
-    squares: Tensor, finite: Tensor, parts: list[Tensor], inv_scale: Tensor, over: Across | None
-) -> tuple[Tensor, Tensor]:
-    """Add more gradients to the sum of squares and to the finite flag."""
-    values = [unscaled(part, inv_scale) for part in parts]
-    values = [torch.view_as_real(value) if value.is_complex() else value for value in values]
-    for dtype, small, floor, large in _RANGES:
-        chosen = [value for value in values if value.dtype == dtype]
-        if chosen:
-            # Stacked, because Inductor does not fuse sums that are further apart and would read twice.
-            pairs = [(value.square(), (value * small).abs().clamp(min=floor).square()) for value in chosen]
-            sums, checks = torch.stack([_sum(one) for pair in pairs for one in pair]).view(-1, 2).unbind(1)
-            squares = squares + total(torch.where(torch.isfinite(sums), sums, checks * large).sum(), over)
-            finite = finite & torch.isfinite(checks).all()
-    return squares, finite
 
 
 def _parts(leaf: Tensor) -> list[Tensor]:

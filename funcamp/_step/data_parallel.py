@@ -6,6 +6,7 @@ grads   = sum over ranks of d(scale * share_r * loss_r) / d(params)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from funcamp._check import boolean, integer
 from funcamp._distributed.collectives import (
     Ranks,
     all_gather_each,
-    all_reduce,
     all_reduce_each,
     broadcast,
     check_alike,
@@ -24,69 +24,121 @@ from funcamp._distributed.collectives import (
     largest,
     ranks_of,
 )
-from funcamp._distributed.dtensor import as_part_of, local, settled_sum
+from funcamp._distributed.dtensor import as_dtensor_like, local, settled_sum
 from funcamp._step.shares import Share, weighed
 from funcamp._storage.flat import FlatParams
 from funcamp._storage.shards import Shards, cut, summed_slices
 from funcamp._types import Reduce, Tree
 
+_ONE = Ranks("", 1, 0)
 
-class Alone:
-    """One process, or several that reduce only the flag with the user's function."""
 
-    shard = False
-    buckets = 1
-    even = 1.0
-    """The factor of this process's loss if all count equally."""
+@dataclass(frozen=True)
+class Parallel:
+    """The communication of a step; over one rank none, except the user's function of the flag."""
 
-    def __init__(self, reduce: Reduce | None = None) -> None:
-        self.reduce = reduce
+    ranks: Ranks = _ONE
+    shard: bool = False
+    dtype: torch.dtype | None = None
+    buckets: int = 1
+    mean_buffers: bool = True
+    reduce: Reduce | None = None
 
-    def total(self, weight: Tensor) -> Tensor:
-        """Return the sum of a weight over all ranks."""
-        return weight
-
-    def check(self, params: Tree) -> None:
-        """Raise ValueError if the parameters are not laid out as `stored` does it."""
-        if isinstance(params, Shards):
-            raise ValueError(
-                f"step: state must not be sharded; distributed.gather_state gives the full state; got params {params!r}"
-            )
+    def check(self, call: str, params: Tree) -> None:
+        """Raise ValueError if the parameters are not laid out as `own_part` does it."""
+        if (params.ranks if isinstance(params, Shards) else None) == (self.ranks if self.shard else None):
+            return
+        rule = f"not be sharded; distributed.gather_state gives the full state; got params {params!r}"
+        if self.shard:
+            made = "as its init and load_state_dict return it"
+            rule = f"be sharded over this step's ranks, {made}; got params {params!r} with {self!r}"
+        raise ValueError(f"{call}: state must {rule}")
 
     def agree(self, described: list[str]) -> None:
-        """Raise ValueError if a rank's step differs from the first rank's."""
+        """Raise ValueError on all ranks if a rank's step differs from the first rank's; reads the host."""
+        own = [(name, getattr(self, name)) for name in ("shard", "dtype", "buckets", "mean_buffers")]
+        described = described + [f"{name} of DataParallel is {value}" for name, value in own]
+        check_alike("the optimizer and every constant must be the same on all ranks", described, self.ranks)
 
-    def same(self, tree: Tree) -> None:
-        """Write the first rank's values into a tree, so that the state is equal on all ranks."""
+    def broadcast_first(self, tree: Tree) -> None:
+        """Write the first rank's values into tensors that have the same names on all ranks."""
+        if self.ranks.size == 1:  # a tensor written onto itself would count as changed
+            return
+        single = _tree.expand(tree)
+        named = zip(_tree.names(single), _tree.leaves(single))
+        rule = "params and buffers must have the same names, shapes and dtypes on all ranks"
+        described = [f"{name} is {_tree.describe(leaf).rpartition(' on ')[0]}" for name, leaf in named]
+        check_alike(rule, described, self.ranks)
+        for leaf in _tree.leaves(tree):
+            if leaf is not None:
+                local(leaf).copy_(broadcast(local(leaf), self.ranks))
 
-    def stored(self, params: Tree) -> Tree:
-        """Return the part of the parameters that this process stores."""
-        return params
+    def own_part(self, params: Tree) -> Tree:
+        """Return this rank's slices of flat parameters, or all of them."""
+        return cut(params, self.ranks) if self.shard else params
 
-    def joined(
-        self,
-        share: Share,  # noqa: ARG002
-        squares: Tensor,
-        finite: Tensor,
-        amax: Tree,
-    ) -> tuple[Tensor, Tensor, Tree]:
-        """Return the sum of squares and the finite flag over the parts of all ranks, and the largest amaxes."""
-        return squares, finite, amax
+    def joined(self, share: Share, squares: Tensor, finite: Tensor, amax: Tree) -> tuple[Tensor, Tensor, Tree]:
+        """Return the sum of squares and the finite flag over the slices of all ranks, and the largest amaxes.
+
+        At most one collective. The amaxes are of the ranks that have a share, infinite for NaN.
+        """
+        if self.ranks.size == 1:
+            return squares, finite, amax
+        delayed = isinstance(amax, Tensor)
+        if delayed and isinstance(share, Tensor):
+            amax = torch.where(share == 0, 0.0, amax)
+        if not self.shard:
+            return squares, finite, largest(amax, self.ranks) if delayed else amax
+        wide = squares.dtype
+        sent = [torch.stack([squares, finite.to(wide)]), *([comparable(amax).reshape(-1).to(wide)] if delayed else [])]
+        (rows,) = all_gather_each([torch.cat(sent)], self.ranks)
+        both, amaxes = rows.view(self.ranks.size, -1).tensor_split([2], dim=1)
+        found = amaxes.amax(0).to(amax.dtype).view(amax.shape) if delayed else amax
+        return both[:, 0].sum(), (both[:, 1] != 0).all(), found
 
     def exchanged(
-        self,
-        share: Share,  # noqa: ARG002
-        grads: Tree,
-        loss: Tensor,
-        before: dict[str, Tensor],  # noqa: ARG002
-        after: dict[str, Tensor],
+        self, share: Share, grads: Tree, loss: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]
     ) -> tuple[Tree, Tensor, dict[str, Tensor]]:
-        """Return the summed gradients in the stored layout, and the means of the loss and the buffers."""
+        """Return the summed gradients, and the means of loss and floating-point buffers weighted by share."""
+        if self.ranks.size == 1:
+            return self._summed(grads, [])[0], loss, after
+        names = [name for name, value in after.items() if self.mean_buffers and value.is_floating_point()]
+        values = [loss, *[after[name] for name in names]]
+        wide = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
+        parts = [weighed(value.reshape(-1).to(wide), share) for value in values]
+        if names:  # last, so that a buffer that no rank wrote keeps its bits
+            written = [(after[name] != before[name]).any().to(wide) for name in names]
+            parts.append(weighed(torch.stack(written), share))
+        if isinstance(share, Tensor):  # the backward pass of a mean over 0 examples gives NaN
+            grads = _tree.map_leaves(lambda leaf: torch.where(share == 0, 0.0, leaf), *_tree.flatten(grads))
+        grads, (total,) = self._summed(grads, [torch.cat(parts)])
+        mean, *sums = torch.split(total, [part.numel() for part in parts])
+        new = {}
+        for place, name in enumerate(names):
+            old = before[name]
+            new[name] = torch.where(sums[-1][place] == 0, old, sums[place].view(old.shape)).to(old.dtype)
+        return grads, mean.reshape(()).to(loss.dtype), {**after, **new}
+
+    def _summed(self, grads: Tree, more: list[Tensor]) -> tuple[Tree, list[Tensor]]:
+        """Sum gradients and further tensors over ranks."""
         flat, spec = _tree.flatten(grads)
-        return _tree.map_leaves(settled_sum, flat, spec), loss, after
+        values = [settled_sum(leaf) for leaf in flat]
+        if self.dtype is not None:
+            values = [v if v is None or v.is_complex() else v.to(self.dtype) for v in values]
+        if self.ranks.size == 1 and not self.shard:
+            return _tree.unflatten(values, spec), more
+        if isinstance(grads, FlatParams) and self.shard:
+            slices = summed_slices(FlatParams(tuple(values), grads.layout), self.ranks)
+            return slices, all_reduce_each(more, self.ranks)
+        order = grads.layout.last_first() if isinstance(grads, FlatParams) else range(len(values))
+        held = [number for number in order if values[number] is not None]
+        sums = all_reduce_each([*[local(values[number]) for number in held], *more], self.ranks)
+        for number, value in zip(held, sums):
+            values[number] = as_dtensor_like(values[number], value)
+        return _tree.unflatten(values, spec), sums[len(held) :]
 
 
-class DataParallel(Alone):
+class DataParallel(Parallel):
     """Data parallelism inside the step: one model, a batch per rank; for `parallel` of `make_train_step`.
 
     Gradients are summed over ranks after the last micro-batch, in their own dtype. There is one all-reduce per group of
@@ -143,106 +195,13 @@ class DataParallel(Alone):
         mean_buffers: bool = True,
     ) -> None:
         call = "DataParallel"
-        self.ranks: Ranks = ranks_of(call, group)
+        ranks = ranks_of(call, group)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"{call}: dtype must be a torch.dtype; got {dtype!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"{call}: dtype must be a floating-point type; got {dtype}")
-        super().__init__()
-        self.shard, self.buckets = boolean(call, "shard", shard), integer(call, "buckets", buckets, 1)
-        self._dtype, self.even = dtype, 1.0 / self.ranks.size
-        self._mean_buffers = boolean(call, "mean_buffers", mean_buffers)
+        shard, mean_buffers = boolean(call, "shard", shard), boolean(call, "mean_buffers", mean_buffers)
+        super().__init__(ranks, shard, dtype, integer(call, "buckets", buckets, 1), mean_buffers)
 
     def __repr__(self) -> str:
         return f"DataParallel(rank {self.ranks.rank} of {self.ranks.size}{', shard=True' if self.shard else ''})"
-
-    def total(self, weight: Tensor) -> Tensor:
-        """Return the sum of a weight over all ranks."""
-        return all_reduce(weight, "sum", self.ranks)
-
-    def check(self, params: Tree) -> None:
-        """Raise ValueError if the parameters are not laid out as `stored` does it."""
-        if not self.shard:
-            super().check(params)
-        elif not isinstance(params, Shards) or params.ranks != self.ranks:
-            raise ValueError(
-                "step: state must be sharded over this step's ranks, as its init and load_state_dict return it; "
-                f"got params {params!r} with {self!r}"
-            )
-
-    def agree(self, described: list[str]) -> None:
-        """Raise ValueError on all ranks if a rank's step differs from the first rank's; reads the host."""
-        own = {"shard": self.shard, "dtype": self._dtype, "buckets": self.buckets, "mean_buffers": self._mean_buffers}
-        described = described + [f"{name} of DataParallel is {value}" for name, value in own.items()]
-        check_alike("the optimizer and every constant must be the same on all ranks", described, self.ranks)
-
-    def same(self, tree: Tree) -> None:
-        """Write the first rank's values into tensors that have the same names on all ranks."""
-        single = _tree.expand(tree)
-        named = zip(_tree.names(single), _tree.leaves(single))
-        rule = "params and buffers must have the same names, shapes and dtypes on all ranks"
-        described = [f"{name} is {_tree.describe(leaf).rpartition(' on ')[0]}" for name, leaf in named]
-        check_alike(rule, described, self.ranks)
-        for leaf in _tree.leaves(tree):
-            if leaf is not None:
-                local(leaf).copy_(broadcast(local(leaf), self.ranks))
-
-    def stored(self, params: Tree) -> Tree:
-        """Return this rank's slices of flat parameters, or all of them."""
-        return cut(params, self.ranks) if self.shard else params
-
-    def joined(self, share: Share, squares: Tensor, finite: Tensor, amax: Tree) -> tuple[Tensor, Tensor, Tree]:
-        """Return the sum of squares and the finite flag over the slices of all ranks, and the largest amaxes.
-
-        At most one collective. The amaxes are of the ranks that have a share, infinite for NaN.
-        """
-        delayed = isinstance(amax, Tensor)
-        if delayed and isinstance(share, Tensor):
-            amax = torch.where(share == 0, 0.0, amax)
-        if not self.shard:
-            return squares, finite, largest(amax, self.ranks) if delayed else amax
-        wide = squares.dtype
-        sent = [torch.stack([squares, finite.to(wide)]), *([comparable(amax).reshape(-1).to(wide)] if delayed else [])]
-        (rows,) = all_gather_each([torch.cat(sent)], self.ranks)
-        both, amaxes = rows.view(self.ranks.size, -1).tensor_split([2], dim=1)
-        found = amaxes.amax(0).to(amax.dtype).view(amax.shape) if delayed else amax
-        return both[:, 0].sum(), (both[:, 1] != 0).all(), found
-
-    def exchanged(
-        self, share: Share, grads: Tree, loss: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]
-    ) -> tuple[Tree, Tensor, dict[str, Tensor]]:
-        """Return the summed gradients, and the means of loss and floating-point buffers weighted by share."""
-        if self.ranks.size == 1:
-            return self._summed(grads, [])[0], loss, after
-        names = [name for name, value in after.items() if self._mean_buffers and value.is_floating_point()]
-        values = [loss, *[after[name] for name in names]]
-        wide = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-        parts = [weighed(value.reshape(-1).to(wide), share) for value in values]
-        if names:  # last, so that a buffer that no rank wrote keeps its bits
-            written = [(after[name] != before[name]).any().to(wide) for name in names]
-            parts.append(weighed(torch.stack(written), share))
-        if isinstance(share, Tensor):  # the backward pass of a mean over 0 examples gives NaN
-            grads = _tree.map_leaves(lambda leaf: torch.where(share == 0, 0.0, leaf), *_tree.flatten(grads))
-        grads, (total,) = self._summed(grads, [torch.cat(parts)])
-        mean, *sums = torch.split(total, [part.numel() for part in parts])
-        new = {}
-        for place, name in enumerate(names):
-            old = before[name]
-            new[name] = torch.where(sums[-1][place] == 0, old, sums[place].view(old.shape)).to(old.dtype)
-        return grads, mean.reshape(()).to(loss.dtype), {**after, **new}
-
-    def _summed(self, grads: Tree, more: list[Tensor]) -> tuple[Tree, list[Tensor]]:
-        """Sum gradients and further tensors over ranks."""
-        flat, spec = _tree.flatten(grads)
-        values = [settled_sum(leaf) for leaf in flat]
-        if self._dtype is not None:
-            values = [v if v is None or v.is_complex() else v.to(self._dtype) for v in values]
-        if isinstance(grads, FlatParams) and self.shard:
-            slices = summed_slices(FlatParams(tuple(values), grads.layout), self.ranks)
-            return slices, all_reduce_each(more, self.ranks)
-        order = grads.layout.last_first() if isinstance(grads, FlatParams) else range(len(values))
-        held = [number for number in order if values[number] is not None]
-        sums = all_reduce_each([*[local(values[number]) for number in held], *more], self.ranks)
-        for number, value in zip(held, sums):
-            values[number] = as_part_of(values[number], value)
-        return _tree.unflatten(values, spec), sums[len(held) :]

@@ -6,7 +6,6 @@ gradient is divided by the loss scale before the step, and its amax is multiplie
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from funcamp._float8.state import check_state, init, update, with_loss_scale, wi
 from funcamp._scaler.state import ScalerState
 from funcamp._step.float8_weights import weights_in_float8
 from funcamp._step.state import TrainState
-from funcamp._storage.compute_copies import Plan, products
+from funcamp._storage.compute_copies import Plan, float8_leaves, products
 from funcamp._storage.policy import Policy
 from funcamp._tree import settled
 from funcamp._types import Tree
@@ -41,6 +40,7 @@ class Float8Layers:
                 "make_train_step: policy must have float8 only for a loss of module_loss, whose linear layers it "
                 f"finds; got {policy} with {loss_fn!r}: call float8.scaled_mm in a function of your own"
             )
+        self._model = loss_fn.model
         parts = [loss_fn.model.get_submodule(name.rpartition(".")[0]) for name in sorted(loss_fn.linear_names)]
         self._stand_ins = StandIns(loss_fn.holder, parts)
 
@@ -55,18 +55,20 @@ class Float8Layers:
         if not products(plan):
             raise ValueError(
                 f"init: policy must have float8 only with a layer to multiply in it; got {self._policy} and none: a "
-                f"Linear layer with sizes that are multiples of 16{self}"
+                f"Linear layer with sizes that are multiples of 16{self.described()}"
             )
         return init(self.config, len(products(plan)), device=device) if self.delayed else ()
 
-    def __repr__(self) -> str:
-        """Return how many linear layers multiply in float8, and why not the others."""
+    def described(self) -> str:
+        """Return how many linear layers multiply in float8, and why not the others, as the end of a repr."""
         names, linear = self._loss_fn.names or {}, self._loss_fn.linear_names
         if self.config is None:
             return ""
-        params = self._loss_fn.params()
+        held = dict(self._model.named_parameters(remove_duplicate=False))  # params() raises if the module has changed
         why = {name: "it is frozen" for name in sorted(linear) if name not in names}
-        why |= {name: self._policy.no_float8(name, params[names[name]], linear) for name in names if name in linear}
+        why |= {
+            name: self._policy.no_float8(name, held[name], linear) for name in names if name in linear & held.keys()
+        }
         others = "".join(f", not {name}: {reason}" for name, reason in why.items() if reason)
         return f"; float8 in {list(why.values()).count('')} of {len(why)} linear layers{others}"
 
@@ -107,10 +109,9 @@ class Float8Layers:
         if not self.delayed:
             return {}
         plan, scale = state.copies.plan, self._scale(state)
-        rows = {use.leaf: None for use in plan.uses if use.float8}
-        place = {leaf: number for number, leaf in enumerate(rows)}
+        rows: dict[Any, Tensor] = dict(zip(float8_leaves(plan), scale))
         named = zip(plan.names or (), plan.uses)
-        return {name.rpartition(".")[0]: scale[place[use.leaf]].clone() for name, use in named if use.float8}
+        return {name.rpartition(".")[0]: rows[use.leaf].clone() for name, use in named if use.float8}
 
     def amax(self, state: TrainState) -> Tree:
         """Return zeros to differentiate with respect to; () without delayed scaling."""
@@ -124,17 +125,7 @@ class Float8Layers:
         return update(state.float8, unscaled, self.config, found_inf=scaler.found_inf)
 
 
-def inside(linears: Float8Linears | None) -> contextlib.AbstractContextManager[Any]:
-    """Return the context, or one that does nothing."""
-    return linears or contextlib.nullcontext()
-
-
 def begin(linears: Float8Linears | None, plan: Plan, values: list[Tensor], amax: Tree) -> None:
     """Give the context the weights among the inputs of the loss."""
     if linears is not None:
         linears.begin([values[place] for place in products(plan)], amax if isinstance(amax, Tensor) else None)
-
-
-def larger(one: Tree, other: Tree) -> Tree:
-    """Return the larger amaxes of two micro-batches."""
-    return torch.maximum(one, other) if isinstance(one, Tensor) else one

@@ -16,13 +16,11 @@ from funcamp._optim.clip import check_limit
 from funcamp._optim.ema import check_decay
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._step.accumulate import can_scan
-from funcamp._step.data_parallel import Alone
+from funcamp._step.data_parallel import Parallel
 from funcamp._step.options import Options
 from funcamp._step.step import TrainStep
 from funcamp._storage.policy import Policy, check_policy
 from funcamp._types import Reduce
-
-_NO_POLICY = Policy(torch.float32)
 
 
 def make_train_step(
@@ -37,7 +35,7 @@ def make_train_step(
     scan: bool = False,
     weight: Callable[[Any], float | Tensor] | None = None,
     ema_decay: float | None = None,
-    parallel: Alone | Reduce | None = None,
+    parallel: Parallel | Reduce | None = None,
     observe: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> TrainStep:
     """Build a pure training step from a loss function and an optimizer.
@@ -98,7 +96,7 @@ def make_train_step(
     check_function(call, loss_fn)
     check_optimizer(call, "optimizer", optimizer)
     config = check_config(call, config)
-    checked = check_policy(call, policy)
+    policy = check_policy(call, policy)
     for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
         if limit is not None:
             check_limit(call, name, limit)
@@ -106,18 +104,22 @@ def make_train_step(
         raise ValueError(f"{call}: max_norm and max_value must not both be given; got {max_norm} and {max_value}")
     if ema_decay is not None:
         check_decay(call, "ema_decay", ema_decay)
-    across = _parallel(call, parallel)
+    if not isinstance(parallel, Parallel):
+        if parallel is not None and not callable(parallel):
+            rule = "parallel must be a distributed.DataParallel or a function of the flag"
+            raise TypeError(f"{call}: {rule}; got {_tree.brief(parallel)}")
+        parallel = Parallel(reduce=parallel)
     if weight is not None and not callable(weight):
         raise TypeError(f"{call}: weight must be a function of a micro-batch; got {_tree.brief(weight)}")
     options = Options(
-        policy=checked or _NO_POLICY,
+        policy=policy,
         max_norm=max_norm,
         max_value=max_value,
         accumulate=integer(call, "accumulate", accumulate, 1),
         scan=boolean(call, "scan", scan) and can_scan(),
         weight=weight,
         ema_decay=ema_decay,
-        parallel=across,
+        parallel=parallel,
         observe=_observers(call, observe),
     )
     if options.observe and options.parallel.shard:
@@ -125,23 +127,10 @@ def make_train_step(
     return TrainStep(loss_fn if isinstance(loss_fn, Loss) else loss(loss_fn), optimizer, config, options)
 
 
-def _parallel(call: str, parallel: Alone | Reduce | None) -> Alone:
-    if isinstance(parallel, Alone):
-        return parallel
-    if parallel is not None and not callable(parallel):
-        got = _tree.brief(parallel)
-        raise TypeError(f"{call}: parallel must be a distributed.DataParallel or a function of the flag; got {got}")
-    return Alone(parallel)
-
-
 def _observers(call: str, observe: Mapping[str, Callable[[Any], Any]] | None) -> Mapping[str, Callable[[Any], Any]]:
     if observe is None:
         return {}
-    if not isinstance(observe, Mapping):
+    found = dict(observe) if isinstance(observe, Mapping) else {None: observe}
+    if not all(isinstance(name, str) and callable(function) for name, function in found.items()):
         raise TypeError(f"{call}: observe must be a dict of names to functions; got {_tree.brief(observe)}")
-    for name, function in observe.items():
-        if not isinstance(name, str):
-            raise TypeError(f"{call}: observe must have names; got {_tree.brief(name)}")
-        if not callable(function):
-            raise TypeError(f"{call}: observe[{name!r}] must be callable; got {_tree.brief(function)}")
-    return dict(observe)
+    return found

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from funcamp._autograd.loss import Loss
 from funcamp._scaler.config import ScalerConfig
-from funcamp._step.data_parallel import Alone
+from funcamp._step.data_parallel import Parallel
 from funcamp._step.shares import Weight
 from funcamp._storage.policy import Policy
 
@@ -26,13 +25,13 @@ class Options(NamedTuple):
     scan: bool
     weight: Weight | None
     ema_decay: float | None
-    parallel: Alone
+    parallel: Parallel
     observe: Mapping[str, Callable[[Any], Any]]
 
 
 def described(loss_fn: Loss, optimizer: Any, config: ScalerConfig, options: Options, flat: bool) -> list[str]:
     """Return lines that describe how the state changes, equal in processes with equal options."""
-    known = {f"{field.name} of ScalerConfig": getattr(config, field.name) for field in fields(config)}
+    known = {f"{name} of ScalerConfig": value for name, value in vars(config).items()}
     known |= {"optimizer": optimizer, "keep_buffers": loss_fn.keep_buffers, "flat": flat}
     known |= {name: getattr(options, name) for name in ("policy", "max_norm", "max_value", "accumulate", "ema_decay")}
     return [f"{name} is {_PLACE.sub('', repr(value))}" for name, value in known.items()]

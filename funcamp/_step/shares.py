@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._distributed.collectives import Ranks, all_reduce
 
 #: The factor of a loss: a number, or a tensor of shape ().
 Share: TypeAlias = "float | Tensor"
@@ -34,10 +35,6 @@ class Shares(NamedTuple):
     each: Tensor | None = None
     """Of every micro-batch, float64, shape (parts,); None if they count equally."""
 
-    def of(self, index: int) -> Tensor | None:
-        """Return the share of a micro-batch; None if they count equally."""
-        return None if self.each is None else self.each[index]
-
     def weigh(self, loss: Tensor, share: Tensor | None) -> Tensor:
         """Multiply the loss of a micro-batch with this share by its factor."""
         return weighed(loss, self.own, self.parts) if share is None else weighed(loss, share)
@@ -49,18 +46,13 @@ class Shares(NamedTuple):
         return (weighed(losses, self.each).sum() / self.own).to(losses.dtype)
 
 
-def shares_of(
-    weight: Weight | None, pieces: list[Any], even: float, total: Callable[[Tensor], Tensor], device: torch.device
-) -> Shares:
-    """Return the factors of micro-batches; NaN if a tensor of weight is negative, or if all weights are 0.
-
-    even: this process's share without weights. total: the sum of a tensor over ranks.
-    """
+def shares_of(weight: Weight | None, pieces: list[Any], ranks: Ranks, device: torch.device) -> Shares:
+    """Return the factors of micro-batches; NaN if a tensor of weight is negative, or if all weights are 0."""
     if weight is None:
-        return Shares(even, len(pieces))
+        return Shares(1.0 / ranks.size, len(pieces))
     weights = torch.stack([_number(weight(piece), device) for piece in pieces])
     own = weights.sum()
-    whole = total(own)
+    whole = all_reduce(own, "sum", ranks)
     return Shares(own / whole, len(pieces), weights / whole)
 
 

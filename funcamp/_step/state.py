@@ -114,9 +114,15 @@ def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _entries(f"{name}/{key}", item)
 
 
-def export(state: TrainState) -> dict[str, Tensor]:
+def check_train_state(call: str, name: str, value: object, hint: str = "") -> None:
+    """Raise TypeError if a value is not a state."""
+    if not isinstance(value, TrainState):
+        raise TypeError(f"{call}: {name} must be a TrainState, as init makes it; got {_tree.brief(value)}{hint}")
+
+
+def export(call: str, state: TrainState) -> dict[str, Tensor]:
     """Return copies of all tensors under their dotted names."""
-    found: dict[str, Tensor] = clone(_by_name(_tree.expand(_without_copies(gather_state(state)))))
+    found: dict[str, Tensor] = clone(_by_name(_tree.expand(_without_copies(gathered(call, state)))))
     return found
 
 
@@ -132,15 +138,14 @@ def restore(
 
     split: lays out like again, with parameters of different values in separate groups.
     """
-    if not isinstance(like, TrainState) or not isinstance(saved, dict):
-        raise TypeError(
-            "load_state_dict: like must be a TrainState and saved a dict; got "
-            f"{_tree.brief(like)} and {_tree.brief(saved)}"
-        )
+    call = "load_state_dict"
+    check_train_state(call, "like", like)
+    if not isinstance(saved, dict):
+        raise TypeError(f"{call}: saved must be a dict, as state_dict gives it; got {_tree.brief(saved)}")
     if not strict:
-        own = export(like)
+        own = export(call, like)
         if not own.keys() & {name for name in saved if str(name).startswith("params.")}:
-            raise ValueError("load_state_dict: saved must hold at least one parameter of like; it holds none")
+            raise ValueError(f"{call}: saved must hold at least one parameter of like; it holds none")
         saved = {name: saved.get(name, value) for name, value in own.items()}
     stored = _without_copies(like)
     full = _tree.map_nodes(Shards, outline, stored)
@@ -151,32 +156,25 @@ def restore(
     if odd:
         first = min(odd, key=str)
         kind = "has unknown" if first in saved else "lacks"
-        raise ValueError(f"load_state_dict: saved must hold the names that state_dict gives; it {kind} {first!r}")
+        raise ValueError(f"{call}: saved must hold the names that state_dict gives; it {kind} {first!r}")
     new: list[Tensor | None] = []
     for name, leaf in zip(names, leaves):
         if name is None:
             new.append(None)
             continue
         value = saved[name]
-        if not isinstance(value, Tensor) or value.shape != leaf.shape or value.dtype != leaf.dtype:
-            raise ValueError(
-                f"load_state_dict: saved[{name!r}] must be like {_tree.describe(leaf)}; got {_tree.describe(value)}"
-            )
-        if value.is_meta or value.layout != leaf.layout:
-            fix = "load it with its values" if value.is_meta else "to_dense() makes one"
-            got = f"{_tree.describe(value)}, {value.layout}"
-            raise ValueError(f"load_state_dict: saved[{name!r}] must be dense and have values; got {got}: {fix}")
+        _check_like(call, name, value, leaf)
         new.append(value.detach().to(leaf.device, copy=True))
     values = _tree.unflatten(new, spec)
     full = _tree.collapse(full, values)
-    _check_numbers("load_state_dict", full)
+    _check_values(call, full)
     for name, given, kept in zip(names, new, _tree.leaves(_tree.expand(full))):
         if given is not None and kept is not given and kept.dim() == 0 and not torch.equal(given, kept):
             # Flat storage has one count a group: parameters that were frozen or added later have another.
             if isinstance(like.params, FlatParams):
                 return restore(saved, split(like, _counts(stored, values)), split=split)
             raise ValueError(
-                "load_state_dict: saved must hold one count for all parameters that lie in one group of flat storage; "
+                f"{call}: saved must hold one count for all parameters that lie in one group of flat storage; "
                 f"got {given.item():g} for {name!r} and {kept.item():g} for another. Give parameters that were added "
                 "later a label of their own, init(group=...), or use init(flat=False)"
             )
@@ -221,8 +219,12 @@ def gather_state(state: TrainState) -> TrainState:
         >>> distributed.gather_state(state).params is state.params
         True
     """
-    if not isinstance(state, TrainState):
-        raise TypeError(f"gather_state: state must be a TrainState; got {_tree.brief(state)}")
+    return gathered("gather_state", state)
+
+
+def gathered(call: str, state: TrainState) -> TrainState:
+    """Return the full state, as `gather_state` does."""
+    check_train_state(call, "state", state)
     if not isinstance(state.params, Shards):
         return state
     full: TrainState = _tree.map_nodes(Shards, whole, state)
@@ -260,8 +262,7 @@ _LAYOUT = "layout"
 
 
 def _slices(call: str, name: str, state: TrainState) -> dict[str, Tensor]:
-    if not isinstance(state, TrainState):
-        raise TypeError(f"{call}: {name} must be a TrainState; got {_tree.brief(state)}")
+    check_train_state(call, name, state)
     tree = _tree.map_nodes(FlatParams, slice_of, _without_copies(state))
     return _by_name(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
 
@@ -287,7 +288,8 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
 
     Raises:
         TypeError: like is not a `TrainState`.
-        ValueError: saved has other names, shapes or dtypes than like, or its parameters have another order.
+        ValueError: saved has other names, shapes or dtypes than like, a sparse tensor or one without values, or its
+            parameters have another order.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
@@ -301,11 +303,7 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
     if not isinstance(saved, dict) or list(saved) != list(expected):
         raise ValueError(f"{call}: saved must be what sharded_state_dict(like) gave; got other names")
     for name, value in saved.items():
-        wanted = expected[name]
-        if not isinstance(value, Tensor) or value.shape != wanted.shape or value.dtype != wanted.dtype:
-            raise ValueError(
-                f"{call}: saved[{name!r}] must be like {_tree.describe(wanted)}; got {_tree.describe(value)}"
-            )
+        _check_like(call, name, value, expected[name])
     if saved[_LAYOUT] != expected[_LAYOUT]:
         raise ValueError(
             f"{call}: saved must hold like's parameters, in its order and under its policy; got another layout"
@@ -314,11 +312,19 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
     given = iter(saved.values())
     new = [None if leaf is None else joined_slice(next(given), leaf) for leaf in leaves]
     state: TrainState = _tree.unflatten(new, spec)
-    _check_numbers(call, state)
+    _check_values(call, state)
     return state._replace(copies=refresh(state.params, like.copies.plan))
 
 
-def _check_numbers(call: str, state: TrainState) -> None:
+def _check_like(call: str, name: str, value: object, like: Tensor) -> None:
+    """Raise ValueError if a saved value cannot take the place of a tensor."""
+    kinds = ("shape", "dtype", "layout")
+    if not isinstance(value, Tensor) or value.is_meta or any(getattr(value, k) != getattr(like, k) for k in kinds):
+        got = _tree.describe(value) + (f", {value.layout}" if isinstance(value, Tensor) else "")
+        raise ValueError(f"{call}: saved[{name!r}] must be like {_tree.describe(like)}, dense, with values; got {got}")
+
+
+def _check_values(call: str, state: TrainState) -> None:
     """Raise ValueError for a scale, flag or count that is impossible or unrecoverable; reads the host."""
 
     def check(name: str, value: Tensor, holds: Tensor, rule: str) -> None:
@@ -339,9 +345,6 @@ def _check_numbers(call: str, state: TrainState) -> None:
     }
     for name, count in _by_name(tree).items():
         check(name, count, count >= 0, "0 or more")
-    for name, limit in (("skipped", "step"), ("consecutive_skips", "skipped")):
-        part, whole_count = getattr(state, name), getattr(state, limit)
-        check(name, part, part <= whole_count, f"at most saved[{limit!r}]")
 
 
 def with_own_copies(tree: Tree) -> Tree:

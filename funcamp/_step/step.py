@@ -12,7 +12,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
-from funcamp._autograd.scaled_grad import around_backward, choose, differentiate
+from funcamp._autograd.scaled_grad import around_backward, choose, differentiate, loss_and_aux
 from funcamp._check import boolean
 from funcamp._float8.linears import Float8Linears
 from funcamp._numerics.record import Record, Records, probe
@@ -25,10 +25,10 @@ from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
 from funcamp._step.accumulate import accumulate as accumulate_window
 from funcamp._step.accumulate import micro_batches
 from funcamp._step.check_and_clip import flag_and_norm, squares_and_finite, unscale_and_clip
-from funcamp._step.float8_layers import Float8Layers, begin, inside, larger
+from funcamp._step.float8_layers import Float8Layers, begin
 from funcamp._step.options import Options, described
 from funcamp._step.shares import shares_of
-from funcamp._step.state import Metrics, TrainState, export, restore
+from funcamp._step.state import Metrics, TrainState, check_train_state, export, restore
 from funcamp._step.torch_checkpoint import from_torch, to_torch
 from funcamp._storage.compute_copies import (
     Copies,
@@ -64,7 +64,8 @@ class TrainStep:
         self._float8 = Float8Layers(options.policy, loss_fn)
 
     def __repr__(self) -> str:
-        return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={self._options.policy}{self._float8!r})"
+        policy = f"{self._options.policy}{self._float8.described()}"
+        return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={policy})"
 
     @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
     def init(
@@ -84,7 +85,8 @@ class TrainStep:
 
         Args:
             params: a pytree of floating-point or complex tensors, or a `FlatParams`; by default the module's, if the
-                loss is of `module_loss`.
+                loss is of `module_loss`. A `FlatParams` keeps its groups: neither the policy nor
+                `DataParallel(buckets=...)` splits them.
             buffers: tensors by name; by default the module's.
             flat: store the parameters in a `FlatParams`, so that the number of kernel launches does not depend on the
                 number of tensors; False keeps the tree as it is.
@@ -148,9 +150,9 @@ class TrainStep:
             parallel = options.parallel
             stored, plan = store(call, params, options.policy, self.loss_fn, groups, parallel.buckets, consume=consume)
             buffers = clone(buffers) if consumed is None else consumed.take_buffers()
-            parallel.same(stored)
-            parallel.same(buffers)
-            stored = parallel.stored(stored)
+            parallel.broadcast_first(stored)
+            parallel.broadcast_first(buffers)
+            stored = parallel.own_part(stored)
         device = next((leaf.device for leaf in _tree.leaves(stored) if leaf is not None), None)
         if device is None:
             raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}")
@@ -189,19 +191,14 @@ class TrainStep:
             return None
         if not isinstance(self.loss_fn, ModuleLoss):
             raise TypeError(
-                f"{call}: consume must be False for a loss that module_loss did not make, as there is no module whose "
-                f"place the state could take; got True with {self.loss_fn!r}"
+                f"{call}: consume must be False for a loss that module_loss did not make; got {self.loss_fn!r}"
             )
         if params is not None or buffers is not None:
-            name = "buffers" if params is None else "params"
-            raise ValueError(
-                f"{call}: consume must be False if params or buffers are given, as it takes the module's own; got "
-                f"True and {name}={_tree.brief(buffers if params is None else params)}"
-            )
+            raise ValueError(f"{call}: consume must be False if params or buffers are given; got True")
         if self._options.parallel.shard:
             raise ValueError(
-                f"{call}: consume must be False with {self._options.parallel!r}, because a parameter of the module "
-                'cannot be a view of a slice; got True. model.to("meta") after init frees the module\'s memory'
+                f"{call}: consume must be False with {self._options.parallel!r}, because a parameter cannot be a view "
+                'of a slice; got True. model.to("meta") after init frees the module\'s memory'
             )
         return self.loss_fn
 
@@ -224,8 +221,8 @@ class TrainStep:
             The loss, unscaled, shape ().
 
         Raises:
-            TypeError: state is not a `TrainState`, or training not a bool; the loss does not return a pair although it
-                has buffers or aux.
+            TypeError: state is not a `TrainState`, or training not a bool; the loss is not a floating-point tensor, or
+                not in a pair although it has buffers or aux.
             ValueError: state is sharded over other ranks.
 
         Example:
@@ -241,38 +238,25 @@ class TrainStep:
             held = state._replace(params=params, copies=copies)
             linears = self._float8.around(held, state.params)
             begin(linears, copies.plan, inputs, self._float8.amax(held))
-            with inside(linears):
+            with linears or contextlib.nullcontext():
                 given = self._probes(state), state.buffers, state.scaler, _tree.plain(batch)
                 returned = self._call(build(inputs), *given)
-        loss_fn = self.loss_fn
-        if loss_fn.has_buffers or loss_fn.has_aux:
-            if not isinstance(returned, tuple) or len(returned) != 2:
-                beside = "(buffers, aux)" if loss_fn.has_buffers and loss_fn.has_aux else "buffers or aux"
-                raise TypeError(f"loss: loss_fn must return (loss, {beside}); got {_tree.brief(returned)}")
-            returned, _ = returned
-        if not isinstance(returned, Tensor):
-            raise TypeError(f"loss: loss_fn must return a tensor as loss; got {_tree.brief(returned)}")
-        return returned
+        return loss_and_aux("loss", returned, self.loss_fn.has_buffers or self.loss_fn.has_aux)[0]
 
     def _check_state(self, call: str, state: Any, batch: Any = None) -> None:
-        if not isinstance(state, TrainState):
-            swapped = "; the state goes first, then the batch" if isinstance(batch, TrainState) else ""
-            raise TypeError(f"{call}: state must be a TrainState, as init makes it; got {_tree.brief(state)}{swapped}")
-        self._options.parallel.check(state.params)
+        swapped = "; the state goes first, then the batch" if isinstance(batch, TrainState) else ""
+        check_train_state(call, "state", state, swapped)
+        self._options.parallel.check(call, state.params)
 
     def _copies(self, call: str, state: TrainState) -> Copies:
         """Return compute copies as this step's policy and loss need them: the state's own, or new ones."""
         plan, place = state.copies.plan, place_of(state.params)
         if plan.rule != self._rule or plan.place != place:  # another step's
-            known = None if compiling() else self._planned
-            plan = known if known and known.place == place else self._plan(call, state.params)
+            known, policy = None if compiling() else self._planned, self._options.policy
+            plan = known if known and known.place == place else plan_for(call, state.params, policy, self.loss_fn)
+            if not compiling():  # cached for several steps that share one state
+                self._planned = plan
         return of_plan(call, state.params, state.copies, plan)
-
-    def _plan(self, call: str, params: Tree) -> Plan:
-        plan = plan_for(call, params, self._options.policy, self.loss_fn)
-        if not compiling():  # cached for several steps that share one state
-            self._planned = plan
-        return plan
 
     def compute_params(self, state: TrainState) -> Tree:
         """Return the parameters as the loss gets them: compute copies if the policy makes them.
@@ -325,7 +309,7 @@ class TrainStep:
             >>> list(step.state_dict(step.init({"w": torch.ones(2)})))[:4]
             ['step', 'skipped', 'consecutive_skips', 'params.w']
         """
-        return export(state)
+        return export("state_dict", state)
 
     def load_state_dict(self, saved: dict[str, Tensor], like: TrainState, *, strict: bool = True) -> TrainState:
         """Return the state saved by `state_dict`, laid out as `like` (from `init`), on its devices.
@@ -413,8 +397,7 @@ class TrainStep:
         """Return the state that continues a torch loop, from the state_dicts of its optimizer and its scaler.
 
         Parameters and buffers are taken from like: load the module first, `model.load_state_dict(...)`, then call
-            `init`.
-        Syncs: reads the counts.
+        `init`. Syncs: reads the counts.
 
         Args:
             like: from `init`; not changed.
@@ -466,7 +449,7 @@ class TrainStep:
             )
         probes, device = self._probes(state), state.scaler.scale.device
         pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
-        shares = shares_of(options.weight, pieces, parallel.even, parallel.total, device)
+        shares = shares_of(options.weight, pieces, parallel.ranks, device)
         own = self._copies("step", state)
         params, copies = for_step(state.params, own)
         held = state._replace(params=params, copies=copies)
@@ -595,7 +578,7 @@ class TrainStep:
         holding = around_backward(self.loss_fn, build)
         engine = choose(self.loss_fn.engine, state)
         low = (self._options.policy.compute_dtype,)
-        with inside(linears):
+        with linears or contextlib.nullcontext():
             grads, loss, aux = differentiate(
                 "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding, low=low
             )
@@ -604,7 +587,8 @@ class TrainStep:
         if self.loss_fn.has_buffers:
             after, aux = self._buffers_and_aux(buffers, aux)
         grads = gather(state.params, state.copies, grads[: len(inputs)])
-        return (grads, records), loss, (after, larger(amax, found)), clone(aux)
+        amax = torch.maximum(amax, found) if self._float8.delayed else amax
+        return (grads, records), loss, (after, amax), clone(aux)
 
     def _buffers_and_aux(self, before: dict[str, Tensor], beside: Any) -> tuple[dict[str, Tensor], Any]:
         """Return the new buffers and aux of what a loss returned besides itself.

@@ -17,9 +17,8 @@ from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.stateless import APPLIED, StatelessOptimizer
 from funcamp._scaler.state_dict import from_state_dict, to_state_dict
-from funcamp._step.state import TrainState, export, gather_state, restore
+from funcamp._step.state import TrainState, check_train_state, export, gather_state, restore
 from funcamp._storage.flat import FlatParams
-from funcamp._storage.shards import Shards
 
 #: Entries of a torch group that do not affect the result: how the class runs, and what a scheduler stores there.
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr")
@@ -42,7 +41,7 @@ class _Part(NamedTuple):
 
 def to_torch(step: Any, state: TrainState, names: Iterable[str] | None) -> dict[str, Any]:
     """Return the state_dicts of `TrainStep.to_torch`."""
-    saved, several = export(state), _several(step.optimizer)
+    saved, several = export("to_torch", state), _several(step.optimizer)
     found: dict[str | None, dict[str, Any]] = {}
     for part in _parts("to_torch", step, state, names):
         one = found.setdefault(part.label if several else None, {"state": {}, "param_groups": []})
@@ -72,9 +71,8 @@ def from_torch(
 ) -> TrainState:
     """Return the state of `TrainStep.from_torch`."""
     call = "from_torch"
-    if not isinstance(like, TrainState):
-        raise TypeError(f"{call}: like must be a TrainState, from init; got {like!r}")
-    saved = export(like)
+    check_train_state(call, "like", like)
+    saved = export(call, like)
     if optimizer is not None:
         parts, labels = _parts(call, step, like, names), [None]
         if _several(step.optimizer):
@@ -102,13 +100,9 @@ def from_torch(
         saved |= {name: torch.full_like(saved[name], number) for name, number in numbers.items()}
     if scaler is not None:
         held, config = from_state_dict(scaler, step.config, device=like.scaler.scale.device)
-        for name in ("growth_factor", "backoff_factor", "growth_interval"):
-            own, value = getattr(step.config, name), getattr(config, name)
-            if own != value:
-                raise ValueError(
-                    f"{call}: scaler must have the step's {name}, {own}; got {value}: make the step with "
-                    f"ScalerConfig({name}={value})"
-                )
+        other = {name: value for name, value in vars(config).items() if value != getattr(step.config, name)}
+        if other:
+            raise ValueError(f"{call}: scaler must have the step's constants; got {other}: make the step with them")
         saved |= {f"scaler.{name}": value for name, value in held._asdict().items()}
     return restore(saved, like, split=step._split)
 
@@ -139,7 +133,7 @@ def _take(
         if f"params.{name}" not in saved:  # frozen
             continue
         part = part_of[name]
-        _check_numbers(call, part.optimizer, group_of[number], name)
+        _check_group(call, part.optimizer, group_of[number], name)
         entries = {entry: value for entry, value in given["state"].get(number, {}).items() if value is not None}
         kept = _entries(saved, part.prefix)
         if APPLIED in kept:
@@ -157,7 +151,12 @@ def _take(
 
 
 def _parts(call: str, step: Any, state: TrainState, names: Iterable[str] | None) -> list[_Part]:
-    leaves = _labelled(step.optimizer, state.params)
+    params, grouped = state.params, isinstance(step.optimizer, GroupedOptimizer)
+    group = step.optimizer.group if grouped else lambda *_: None
+    if isinstance(params, FlatParams):
+        leaves: dict[str, Any] = dict(params.layout.label_of())
+    else:
+        leaves = {n: group(n, leaf) for n, leaf in zip(_tree.names(params), _tree.leaves(params)) if leaf is not None}
     frozen: dict[str, Any] = {}
     if isinstance(step.loss_fn, ModuleLoss):
         frozen = dict(step.loss_fn.model.named_parameters())
@@ -165,28 +164,14 @@ def _parts(call: str, step: Any, state: TrainState, names: Iterable[str] | None)
     if len(set(order)) < len(order) or not set(leaves) <= set(order) <= {*leaves, *frozen}:
         odd = sorted(set(leaves) ^ set(order))
         raise ValueError(f"{call}: names must be those of the step's parameters, each once; got {order}, odd is {odd}")
-    optimizers: dict[Any, Any] = {None: step.optimizer}
-    if isinstance(step.optimizer, GroupedOptimizer):
-        optimizers = step.optimizer.optimizers
-        leaves = {name: leaves[name] if name in leaves else step.optimizer.group(name, frozen[name]) for name in order}
+    labels = {n: leaves[n] if n in leaves else group(n, frozen[n]) for n in order} if grouped else {}
     parts = []
-    for label, optimizer in optimizers.items():
+    for label, optimizer in (step.optimizer.optimizers if grouped else {None: step.optimizer}).items():
         if not isinstance(optimizer, StatelessOptimizer):
             raise TypeError(f"{call}: the step's optimizer must be made by stateless; got {optimizer!r}")
         prefix = "opt_state." if label is None else f"opt_state.{label}."
-        parts.append(_Part(label, optimizer, prefix, [name for name in order if leaves.get(name) == label]))
+        parts.append(_Part(label, optimizer, prefix, [name for name in order if labels.get(name) == label]))
     return parts
-
-
-def _labelled(optimizer: Any, params: Any) -> dict[str, str | None]:
-    """Return every parameter's name with its `by_group` label."""
-    if isinstance(params, (FlatParams, Shards)):
-        found: dict[str, str | None] = dict(params.layout.label_of())
-    else:
-        leaves = dict(zip(_tree.names(params), _tree.leaves(params)))
-        grouped = isinstance(optimizer, GroupedOptimizer)
-        found = {n: optimizer.group(n, leaf) if grouped else "" for n, leaf in leaves.items() if leaf is not None}
-    return found if isinstance(optimizer, GroupedOptimizer) else dict.fromkeys(found)
 
 
 def _several(optimizer: Any) -> bool:
@@ -207,7 +192,7 @@ def _group(optimizer: StatelessOptimizer, applied: Tensor) -> dict[str, Any]:
     return {name: value for name, value in made.param_groups[0].items() if name != "params"}
 
 
-def _check_numbers(call: str, optimizer: StatelessOptimizer, group: Mapping[str, Any], name: str) -> None:
+def _check_group(call: str, optimizer: StatelessOptimizer, group: Mapping[str, Any], name: str) -> None:
     """Raise ValueError if torch's group has another number than the step would continue with."""
     made = optimizer._cls([torch.zeros(2, 2)], **optimizer._traits.arguments).param_groups[0]
     for key, own in made.items():

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._memory import identity, rebind
-from funcamp._storage.flat import FlatParams, lay_out
-from funcamp._storage.layout import Layout
+from funcamp._storage.flat import FlatParams
+from funcamp._storage.layout import Layout, arrange
 from funcamp._storage.policy import Policy
 from funcamp._storage.shards import Shards, outline, whole
 from funcamp._trace.tracing import compiling
@@ -50,9 +50,8 @@ class Plan:
 class Copies:
     """The compute copies in a state, as a pytree: one for every group or leaf of the plan."""
 
-    def __init__(self, values: tuple[Tensor, ...], plan: Plan) -> None:
-        self.values, self.plan = values, plan
-        self._of: list[tuple[Tensor, int]] | None = None
+    def __init__(self, values: tuple[Tensor, ...], plan: Plan, of: list[tuple[Tensor, int]] | None = None) -> None:
+        self.values, self.plan, self._of = values, plan, of
 
     def __repr__(self) -> str:
         return f"Copies({', '.join(_tree.describe(value) for value in self.values)})"
@@ -117,7 +116,8 @@ def store(
         def apart(name: str, leaf: Tensor) -> object:
             return leaf.dim() > 1 and uses_of(name, leaf), (split or {}).get(name)
 
-        flat = lay_out(call, params, group, apart, buckets, consume=consume)
+        layout, tensors = arrange(call, params, group, apart, buckets)
+        flat = FlatParams(layout.take(tensors) if consume else layout.join(tensors), layout)
     else:
         flat = None
     if flat is None:
@@ -246,11 +246,7 @@ def of_plan(call: str, params: Tree, copies: Copies, plan: Plan) -> Copies:
     """
     in_program = compiling()
     if copies.plan == plan and (in_program or copies.are_of(params)):
-        if copies.plan is plan:
-            return copies
-        same = Copies(copies.values, plan)
-        same._of = copies._of
-        return same
+        return Copies(copies.values, plan, None if in_program else copies._of)  # Dynamo would guard on the tensors
     if in_program:
         raise ValueError(
             f"{call}: state must have the compute copies of this step's policy if it is compiled, "

@@ -164,25 +164,8 @@ def ravel(params: Tree, *, group: Callable[[str, Tensor], str] = matrix_or_vecto
         >>> [tuple(values.shape) for values in flat.groups], flat.layout.labels
         ([(128,), (64,)], ('matrix', 'vector'))
     """
-    return lay_out("ravel", params, group)
-
-
-def lay_out(
-    call: str,
-    params: Tree,
-    group: Callable[[str, Tensor], str],
-    apart: Callable[[str, Tensor], object] = lambda *_: None,
-    buckets: int = 1,
-    *,
-    consume: bool = False,
-) -> FlatParams:
-    """Lay out a tree as `ravel` does, with further criteria.
-
-    Tensors with different values of `apart` or in different buckets are in separate groups. With consume the given
-    tensors become views of the groups.
-    """
-    layout, distinct = arrange(call, params, group, apart, buckets)
-    return FlatParams(layout.take(distinct) if consume else layout.join(distinct), layout)
+    layout, tensors = arrange("ravel", params, group)
+    return FlatParams(layout.join(tensors), layout)
 
 
 def _collect(call: str, like: FlatParams, tree: Tree) -> list[Tensor | None]:

@@ -11,6 +11,7 @@ A matrix starts at a multiple of 128 elements (256 bytes in a two-byte copy of t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -60,12 +61,6 @@ class Layout:
     def __reduce__(self) -> tuple[Any, ...]:
         numbers = _tree.unflatten(list(self.leaves), self.spec)  # a pickled TreeSpec depends on torch's version
         return _restore, (numbers, self.slots, self.labels, self.pieces, self.columns, self.buckets)
-
-    def __copy__(self) -> Layout:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Layout:
-        return self
 
     def views(self, groups: Groups, wanted: Container[int] | None = None) -> list[Tensor | None]:
         """Return a view per slot; None if its group is None, the group itself if its shape is ().
@@ -144,8 +139,8 @@ def arrange(
     call: str,
     params: Tree,
     group: Callable[[str, Tensor], str],
-    apart: Callable[[str, Tensor], object],
-    buckets: int,
+    apart: Callable[[str, Tensor], object] = lambda *_: None,
+    buckets: int = 1,
 ) -> tuple[Layout, list[Tensor]]:
     """Return the layout of a tree and its tensors, one per slot.
 
@@ -201,14 +196,13 @@ def _row_lengths(keys: list[tuple[Any, ...]], tensors: list[Tensor], most: int) 
     Inductor never performs a concatenation of matrices along their rows: each product that computes a weight's gradient
     writes directly into its slice. One-dimensional pieces it copies.
     """
-    sizes: dict[Any, int] = {}
-    for key, leaf in zip(keys, tensors):
-        if leaf.dim() == 2 and leaf.numel() % _ALIGNMENT == 0 and leaf.numel():
-            like = (key, leaf.shape[1])
-            sizes[like] = sizes.get(like, 0) + leaf.numel()
-    chosen = set(sorted(sizes, key=lambda like: -sizes[like])[:most])
-    aligned = [leaf.dim() == 2 and leaf.numel() % _ALIGNMENT == 0 for leaf in tensors]
-    return [
-        leaf.shape[1] if fits and (key, leaf.shape[1]) in chosen else None
-        for key, leaf, fits in zip(keys, tensors, aligned)
+    likes = [
+        (key, leaf.shape[1]) if leaf.dim() == 2 and leaf.numel() % _ALIGNMENT == 0 else None
+        for key, leaf in zip(keys, tensors)
     ]
+    sizes: Counter[Any] = Counter()
+    for like, leaf in zip(likes, tensors):
+        sizes[like] += leaf.numel()
+    del sizes[None]
+    chosen = {like for like, size in sizes.most_common(most) if size}
+    return [like[1] if like is not None and like in chosen else None for like in likes]

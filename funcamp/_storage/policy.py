@@ -201,13 +201,13 @@ class Policy:
                     )
 
 
-def check_policy(call: str, policy: object) -> Policy | None:
-    """Return the policy, created from a string or a dtype if needed; raise TypeError for anything else."""
+def check_policy(call: str, policy: object) -> Policy:
+    """Return the policy, created from a string, a dtype or None if needed; raise TypeError for anything else."""
     if isinstance(policy, str):
         return Policy.parse(policy)
-    if isinstance(policy, torch.dtype):
-        return Policy(policy)
-    if policy is not None and not isinstance(policy, Policy):
+    if policy is None or isinstance(policy, torch.dtype):
+        return Policy(policy or torch.float32)
+    if not isinstance(policy, Policy):
         names = ", ".join(field.name for field in fields(Policy))
         raise TypeError(f"{call}: policy must be a Policy ({names}), a string, a torch.dtype or None; got {policy!r}")
     return policy

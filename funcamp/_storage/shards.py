@@ -19,7 +19,6 @@ from funcamp._distributed.collectives import Ranks, all_gather_each, process_gro
 from funcamp._distributed.dtensor import is_distributed, local
 from funcamp._storage.flat import FlatParams
 from funcamp._storage.layout import Groups, Layout
-from funcamp._types import Tree
 
 
 class Shards(FlatParams):
@@ -35,24 +34,15 @@ class Shards(FlatParams):
     def __repr__(self) -> str:
         return f"rank {self.ranks.rank} of {self.ranks.size} of {super().__repr__()}"
 
-    def tree(self) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raise, because a rank has only slices."""
-        self._refuse("tree")
-
-    def ravel(self, tree: Tree) -> NoReturn:  # noqa: ARG002  the interface of what it refuses
-        """Raise, because a rank has only slices."""
-        self._refuse("ravel")
-
-    def state_dict(self) -> NoReturn:
-        """Raise, because a rank has only slices."""
-        self._refuse("state_dict")
-
-    def _refuse(self, call: str) -> NoReturn:
         raise TypeError(
-            f"{call}: params must not be sharded over ranks: a rank has a slice of every group, so only an "
+            "FlatParams: params must not be sharded over ranks: a rank has a slice of every group, so only an "
             "elementwise optimizer takes them (not Muon, not Adafactor), and distributed.gather_state makes them "
             f"complete; got {self!r}"
         )
+
+    tree = ravel = state_dict = _refuse
 
 
 _tree.register(
@@ -66,11 +56,12 @@ _tree.register(
 def cut(flat: FlatParams, ranks: Ranks) -> Shards:
     """Return this rank's slices of storage that every rank has in full; no collective."""
 
-    def part(group: Tensor) -> Tensor:
-        length = slice_length(group.numel(), ranks)
-        return _padded(group, ranks)[ranks.rank * length : (ranks.rank + 1) * length].clone()
+    def part(group: Tensor | None) -> Tensor | None:
+        if group is None or not group.dim():  # a number per group (a step count) is the same on every rank
+            return group
+        return _padded(group, ranks).tensor_split(ranks.size)[ranks.rank].clone()
 
-    return Shards(_each(part, flat.groups), flat.layout, ranks)
+    return Shards(tuple([part(group) for group in flat.groups]), flat.layout, ranks)
 
 
 def summed_slices(flat: FlatParams, ranks: Ranks) -> Shards:
@@ -152,16 +143,6 @@ def joined_slice(saved: Tensor, like: Tensor) -> Tensor:
     return torch.cat([part, like.new_zeros(like.numel() - part.numel())])
 
 
-def slice_length(size: int, ranks: Ranks) -> int:
-    """Return the number of elements per rank for a group of this size, including padding."""
-    return -(-size // ranks.size)
-
-
 def _padded(group: Tensor, ranks: Ranks) -> Tensor:
-    missing = slice_length(group.numel(), ranks) * ranks.size - group.numel()
+    missing = -group.numel() % ranks.size
     return torch.cat([group, group.new_zeros(missing)]) if missing else group
-
-
-def _each(fn: Any, groups: Groups) -> Groups:
-    # A scalar per tensor (an optimizer's step count) is the same on every rank.
-    return tuple(group if group is None or not group.dim() else fn(group) for group in groups)

@@ -40,6 +40,9 @@ def test_linear_layers_that_fit_have_no_copy_and_the_repr_says_why_others_are_no
         "not odd.weight: its sizes (16, 24) are not multiples of 16, not head.weight: the policy's keep names it)"
     )
     assert "float8" not in repr(make_train_step(loss, ADAMW, policy="bf16"))
+    model.middle.weight.requires_grad_()
+    del model.head  # init refuses such a module
+    assert "float8 in 1 of 3 linear layers" in repr(step)
 
 
 def test_a_policy_in_text() -> None:

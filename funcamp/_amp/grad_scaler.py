@@ -124,8 +124,8 @@ class GradScaler(torch.amp.GradScaler):
             enabled = False
         super().__init__(device, *numbers, enabled=enabled)
         self._skip, self._allow_fp16 = skip, allow_fp16
+        prepare()
         if enabled:
-            prepare()
             self._config = ScalerConfig(init_scale) if config is None else config
             self._configure()
             self._counters: dict[str, Tensor] = {}
@@ -338,7 +338,12 @@ class GradScaler(torch.amp.GradScaler):
             state |= {"_init_counters": self._read_counters(), "_counters": {}, "_found_inf": None}
         return state
 
-    # overrides of methods that torch's class provides for subclasses
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        prepare()  # an unpickled scaler may be the first of its process
+
+    # Overrides of methods that torch's class provides for subclasses, some with torch's own code: Dynamo does not trace
+    # torch.amp's files, and puts `_refresh_per_optimizer_state` into the graph without tracing it.
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -7,7 +7,6 @@ only for torch.optim's unmodified classes.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
+from funcamp._optim.branchless import init_group
 
 #: found_inf for every device with gradients: float32, shape (), 1.0 or 0.0.
 Flags = dict[torch.device, Tensor]
@@ -201,11 +201,9 @@ def make_state(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _init_groups(optimizer: torch.optim.Optimizer) -> None:
-    init_group = optimizer._init_group  # type: ignore[attr-defined]
-    lists = len(inspect.signature(init_group).parameters) - 1
     with torch.no_grad():
         for group in optimizer.param_groups:
-            init_group(group, *([] for _ in range(lists)))
+            init_group(optimizer, group)
             if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
                 # The first buffer is the gradient itself. A later step computes it from -0.0, which is neutral in a
                 # sum, also for -0.0. If the first step is skipped, the fused kernel leaves the buffer uninitialized.

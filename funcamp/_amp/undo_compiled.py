@@ -86,7 +86,7 @@ def _step(
 
     def run(params: list[Tensor], grads: list[Tensor], states: list[LeafState] | None) -> tuple[list[Tensor], Any]:
         new, after, _ = run_step(
-            optimizer._runs, traits.arguments, hyper, params, grads, states, writes_grads=traits.writes_grads
+            optimizer._cls, traits.arguments, hyper, params, grads, states, writes_grads=traits.writes_grads
         )
         return new, after
 

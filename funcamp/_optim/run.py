@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from funcamp import _upstream
-from funcamp._optim.branchless import ASGD, RAdam
+from funcamp._optim.branchless import BRANCHLESS
 from funcamp._scaler.torch_rule import widen
 from funcamp._tree import settled
 
@@ -28,12 +28,6 @@ _FEW, _LARGE = 16, 1024
 
 #: Devices on which torch.optim supports capturable=True and so keeps counters there. On others `_Pure` does.
 _CAPTURABLE = ("cuda", "xpu", "hpu")
-
-#: Classes that branch on a counter on the other devices.
-_WITHOUT_BRANCH: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
-    torch.optim.ASGD: ASGD,
-    torch.optim.RAdam: RAdam,
-}
 
 #: Operations whose scalar results are worth storing; none of them returns a view.
 _ARITHMETIC = {
@@ -203,10 +197,11 @@ def run_step(
         for param, grad in zip(fresh, grads):
             grad = grad.detach().to(param.dtype)
             param.grad = grad.clone() if writes_grads else grad
-        capturable = fresh[0].device.type in _CAPTURABLE
-        if not capturable:
-            cls = _WITHOUT_BRANCH.get(cls, cls)
-        optimizer = cls(fresh, **(arguments | {"capturable": capturable} if "capturable" in arguments else arguments))
+        if "capturable" in arguments:
+            arguments = arguments | {"capturable": fresh[0].device.type in _CAPTURABLE}
+        if not arguments.get("capturable"):
+            cls = BRANCHLESS.get(cls, cls)
+        optimizer = cls(fresh, **arguments)
         optimizer.param_groups[0].update(hyper)
         made = optimizer.state  # torch 2.11's Adagrad fills it in its constructor
         optimizer.state = defaultdict(Recorder)

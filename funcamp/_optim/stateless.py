@@ -14,7 +14,6 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._distributed.dtensor import is_distributed
-from funcamp._optim.adafactor import Adafactor
 from funcamp._optim.hyperparameters import Fixed, evaluate
 from funcamp._optim.run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
 from funcamp._optim.traits import Traits, probe
@@ -39,8 +38,7 @@ class StatelessOptimizer(Fixed):
     def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
         self._cls = cls
         self._hyperparameters = hyperparameters
-        self._runs = Adafactor if cls is torch.optim.Adafactor else cls
-        self._traits: Traits = probe(self._runs, hyperparameters)
+        self._traits: Traits = probe(cls, hyperparameters)
         rate = inspect.signature(cls.__init__).parameters.get("lr")
         self._default_rate = None if rate is None else rate.default
         # Dynamo reuses a graph across closures that differ only in a traced function that they capture (similar to
@@ -203,8 +201,8 @@ class StatelessOptimizer(Fixed):
 
     def _check_entries(self, opt_state: OptState) -> None:
         expected, found = self._traits.entries, opt_state.state.keys() - {APPLIED}
-        # In other modules entries may depend on a parameter's shape, as in Adafactor.
-        exact = self._runs.__module__.startswith("torch.optim.") or not expected
+        # Entries may depend on a parameter's shape in Adafactor, and in classes of other libraries.
+        exact = (self._traits.elementwise and self._cls.__module__.startswith("torch.optim.")) or not expected
         if not (found == expected if exact else found <= expected or expected <= found):
             raise ValueError(
                 f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
@@ -301,7 +299,7 @@ def _first_states(key: str, params: list[Tensor], hyper: dict[str, Any]) -> list
         for number, part in enumerate(parts):
             grads = [torch.zeros_like(part)]
             _, (recorded,), _ = run_step(
-                optimizer._runs, traits.arguments, hyper, [part], grads, None, writes_grads=traits.writes_grads
+                optimizer._cls, traits.arguments, hyper, [part], grads, None, writes_grads=traits.writes_grads
             )
             for name, value in first_values(recorded, part, traits.starts_at_zero).items():
                 if len(parts) == 1 or not value.dim():
@@ -329,7 +327,7 @@ def _step(
 
     def run(start: list[LeafState] | None) -> tuple[list[Tensor], list[LeafState]]:
         new, after, _ = run_step(
-            optimizer._runs, traits.arguments, hyper, params, grads, start, writes_grads=traits.writes_grads
+            optimizer._cls, traits.arguments, hyper, params, grads, start, writes_grads=traits.writes_grads
         )
         return new, [narrow_counters(old, state, p) for p, state, old in zip(new, after, states)]
 

@@ -6,7 +6,7 @@ tensors as numbers (`alpha=-lr`); `_Pure` rewrites both, for the current thread 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -85,8 +85,11 @@ class _Pure(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Recorder(dict[str, Any]):
-    """A parameter's state that remembers the first value of each key: the state before the first step."""
+class Recorder(UserDict[str, Any]):
+    """A parameter's state that remembers the first value of each key: the state before the first step.
+
+    A `UserDict`, because a dict's own `setdefault` and `update` pass `__setitem__` by.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,17 +99,6 @@ class Recorder(dict[str, Any]):
         if key not in self.first:
             self.first[key] = value.clone() if isinstance(value, Tensor) else value
         super().__setitem__(key, value)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """Like dict's, through `__setitem__`."""
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Like dict's, through `__setitem__`."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
 
 
 def as_tensor(value: Any, like: Tensor) -> Any:

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState as Stage
 
 from funcamp import _upstream
 from funcamp._amp import unscale
-from funcamp._amp.undo import Flags, Made, is_watched, joined, make_state, obstacle, read, select, with_grads
+from funcamp._amp.undo import Flags, entries, forget, is_watched, joined, make_state, obstacle, read, select, with_grads
 from funcamp._amp.undo_compiled import prepare, select_compiled
 from funcamp._check import boolean
 from funcamp._scaler.config import ScalerConfig, check_config
@@ -419,10 +419,10 @@ class GradScaler(torch.amp.GradScaler):
                 "No inf checks were recorded for this optimizer: unscale_() or step() must be called after backward(); "
                 "there was no gradient when it was called, so those that are there now would be taken scaled."
             )
-        made = None
+        before = None
         if isinstance(optimizer, torch.optim.SGD):  # only SGD writes a first state in a step that it skips
             make_state(optimizer)
-            made = Made(optimizer)
+            before = entries(optimizer)
         given = getattr(optimizer, "grad_scale", None)
         optimizer.grad_scale = given if unscaled else (scale if given is None else scale * given)
         optimizer.found_inf = joined(list(flags.values()) or [torch.zeros_like(scale)], scale.device)
@@ -430,8 +430,8 @@ class GradScaler(torch.amp.GradScaler):
             result = optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-        if made is not None and made.added() and read(flags):
-            made.remove()
+        if before is not None and entries(optimizer) != before and read(flags):
+            forget(optimizer, before)
         return result
 
     def _configure(self, **values: Any) -> None:

@@ -18,9 +18,9 @@ from funcamp._amp.undo import Flags, entries, forget, is_watched, joined, make_s
 from funcamp._amp.undo_compiled import prepare, select_compiled
 from funcamp._check import boolean
 from funcamp._scaler.config import ScalerConfig, check_config
+from funcamp._scaler.precision import reciprocal
 from funcamp._scaler.state import RuleState, ScalerState, tensors_of, with_counters
 from funcamp._scaler.state_dict import saved_count, saved_counters, saved_scale
-from funcamp._scaler.torch_rule import widen
 from funcamp._scaler.update import first_counters, update
 
 _INT32_MAX = torch.iinfo(torch.int32).max
@@ -176,7 +176,7 @@ class GradScaler(torch.amp.GradScaler):
         if noted["stage"] is Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         noted["found_inf_per_device"] = self._unscale_grads_(
-            optimizer, widen(scale).reciprocal().float(), torch.zeros_like(scale), self._allow_fp16
+            optimizer, reciprocal(scale), torch.zeros_like(scale), self._allow_fp16
         )
         noted["stage"] = Stage.UNSCALED
 
@@ -359,7 +359,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        inv_scale = widen(scale).reciprocal().float()
+        inv_scale = reciprocal(scale)
         grows = self._may_grow(inv_scale)
         with torch.no_grad():
             flags = {

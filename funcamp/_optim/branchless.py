@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp._scaler.torch_rule import widen
+from funcamp._scaler.precision import widen
 
 
 def init_group(optimizer: Any, group: dict[str, Any]) -> list[list[Any]]:

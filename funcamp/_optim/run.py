@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from funcamp import _upstream
 from funcamp._optim.branchless import BRANCHLESS
-from funcamp._scaler.torch_rule import widen
+from funcamp._scaler.precision import widen
 from funcamp._tree import settled
 
 #: In-place calls of torch.optim without a batching rule; tests/upstream/test_upstream.py fails when one gets a rule.

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from funcamp._scaler.precision import widen
+from funcamp._scaler.rules import Outcome
 from funcamp._scaler.state import ScalerState, replace
-from funcamp._scaler.torch_rule import Outcome, widen
 
 if TYPE_CHECKING:
     from funcamp._scaler.config import ScalerConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcamp._scaler import peer_rules as peers
-from funcamp._scaler import torch_rule as rules
+from funcamp._scaler import rules
 
 if TYPE_CHECKING:
     from funcamp._scaler.config import ScalerConfig

@@ -9,8 +9,8 @@ from funcamp import _tree
 from funcamp._check import real
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.rule_table import RULES
+from funcamp._scaler.rules import Outcome
 from funcamp._scaler.state import ScalerState, check_state, replace, tensors_of, with_counters
-from funcamp._scaler.torch_rule import Outcome
 from funcamp._types import Tree
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState as Stage
 
 from funcamp import _upstream
-from funcamp._amp import unscale
 from funcamp._amp.undo import Flags, entries, forget, is_watched, joined, make_state, obstacle, read, select, with_grads
 from funcamp._amp.undo_compiled import prepare, select_compiled
+from funcamp._amp.unscale import by_device, unscale
 from funcamp._check import boolean
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.precision import reciprocal
@@ -25,10 +25,6 @@ from funcamp._scaler.update import first_counters, update
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 _NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
-
-
-def _no_cuda() -> bool:
-    return bool(torch.cuda.amp.common.amp_definitely_not_available())  # type: ignore[no-untyped-call]
 
 
 def _per_optimizer() -> dict[str, Any]:
@@ -88,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         (tensor([0.5000, 0.5000]), 8.0)
 
     References:
-        torch/amp/grad_scaler.py, PyTorch 2.11 to 2.13.
+        torch/amp/grad_scaler.py, PyTorch 2.11 to 2.15.
     """
 
     _takes_as_is = False
@@ -119,7 +115,8 @@ class GradScaler(torch.amp.GradScaler):
                     f"config is given; got {numbers}"
                 )
             numbers = (config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval)
-        if enabled and device == "cuda" and _no_cuda():
+        no_cuda = device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available()  # type: ignore[no-untyped-call]
+        if enabled and no_cuda:
             warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
             enabled = False
         super().__init__(device, *numbers, enabled=enabled)
@@ -274,7 +271,8 @@ class GradScaler(torch.amp.GradScaler):
                 "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
                 "torch.FloatTensor with requires_grad=False."
             )
-            if value.device.type != self._device or value.numel() != 1 or value.requires_grad:
+            one = isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
+            if not one or value.device.type != self._device:
                 raise AssertionError(reason)
             scale.copy_(value.reshape(()))
         if self._config.min_scale is not None or self._config.max_scale is not None:
@@ -346,26 +344,29 @@ class GradScaler(torch.amp.GradScaler):
     # torch.amp's files, and puts `_refresh_per_optimizer_state` into the graph without tracing it.
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+        *,
+        only_check: Tensor | None = None,
     ) -> Flags:
-        grads = unscale.by_device(optimizer, allow_fp16)
         inv_scale = inv_scale.reshape(())
         grows = self._may_grow(inv_scale)
+        flags = {}
         with torch.no_grad():
-            return {
-                device: torch.maximum(found_inf.to(device), unscale.unscale(held, inv_scale.to(device), grows=grows))
-                for device, held in grads.items()
-            }
+            for device, grads in by_device(optimizer, allow_fp16).items():
+                scale = None if only_check is None else only_check.to(device)
+                found = unscale(grads, inv_scale.to(device), grows=grows, only_check=scale)
+                flags[device] = torch.maximum(found_inf.to(device), found)
+        return flags
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        inv_scale = reciprocal(scale)
-        grows = self._may_grow(inv_scale)
-        with torch.no_grad():
-            flags = {
-                device: unscale.check(held, inv_scale.to(device), scale.to(device), grows=grows)
-                for device, held in unscale.by_device(optimizer, allow_fp16=True).items()
-            }
+        inv_scale, zero = reciprocal(scale), torch.zeros_like(scale)
+        # not a subclass's, which may have torch's signature
+        flags = GradScaler._unscale_grads_(self, optimizer, inv_scale, zero, allow_fp16=True, only_check=scale)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -401,14 +402,7 @@ class GradScaler(torch.amp.GradScaler):
     def _fused_step(self, optimizer: Any, noted: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            warnings.warn(
-                "GradScaler is going to stop passing itself as a keyword argument to the passed "
-                "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
-                "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
-                FutureWarning,
-                stacklevel=3,
-            )
-            return optimizer.step(*args, **kwargs, grad_scaler=self)
+            return super().step(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
         unscaled = noted["stage"] is Stage.UNSCALED
         if not unscaled:

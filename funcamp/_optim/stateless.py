@@ -252,7 +252,7 @@ def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) ->
         tensor(1)
 
     References:
-        torch/optim, PyTorch 2.11 to 2.13.
+        torch/optim, PyTorch 2.11 to 2.15.
     """
     return StatelessOptimizer(optimizer, hyperparameters)
 

@@ -344,30 +344,26 @@ class GradScaler(torch.amp.GradScaler):
     # torch.amp's files, and puts `_refresh_per_optimizer_state` into the graph without tracing it.
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
-        *,
-        only_check: Tensor | None = None,
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> Flags:
-        inv_scale = inv_scale.reshape(())
-        grows = self._may_grow(inv_scale)
-        flags = {}
-        with torch.no_grad():
-            for device, grads in by_device(optimizer, allow_fp16).items():
-                scale = None if only_check is None else only_check.to(device)
-                found = unscale(grads, inv_scale.to(device), grows=grows, only_check=scale)
-                flags[device] = torch.maximum(found_inf.to(device), found)
-        return flags
+        flags = self._flags(by_device(optimizer, allow_fp16), inv_scale.reshape(()))
+        return {device: torch.maximum(found_inf.to(device), flag) for device, flag in flags.items()}
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        inv_scale, zero = reciprocal(scale), torch.zeros_like(scale)
-        # not a subclass's, which may have torch's signature
-        flags = GradScaler._unscale_grads_(self, optimizer, inv_scale, zero, allow_fp16=True, only_check=scale)
+        flags = self._flags(by_device(optimizer, allow_fp16=True), reciprocal(scale), only_check=scale)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags
+
+    def _flags(
+        self, grads: dict[torch.device, list[Tensor]], inv_scale: Tensor, only_check: Tensor | None = None
+    ) -> Flags:
+        """Unscale gradients, or only check them for this scale; return the flags."""
+        grows, flags = self._may_grow(inv_scale), {}
+        with torch.no_grad():
+            for device, held in grads.items():
+                scale = None if only_check is None else only_check.to(device)
+                flags[device] = unscale(held, inv_scale.to(device), grows=grows, only_check=scale)
         return flags
 
     def _may_grow(self, inv_scale: Tensor) -> bool:

@@ -91,9 +91,10 @@ class _Call:
 
     def run(self, body: dict[str, Any], name: str, args: Any) -> Any:
         """Apply own without ctx in its forward."""
-        methods = {"forward": self.forward, "setup_context": self.set_up, name: self.backward}
-        body = {**body, **{name: staticmethod(method) for name, method in methods.items()}, "generate_vmap_rule": True}
-        out = type(self._own.__name__, (self._own,), body).apply(*args)
+        methods = {"forward": staticmethod(self.forward), "setup_context": staticmethod(self.set_up)}
+        body = {**body, **methods, name: staticmethod(self.backward), "generate_vmap_rule": True}
+        runs: Any = type(self._own.__name__, (self._own,), body)
+        out = runs.apply(*args)
         return out[0] if self._single else out[: self._outputs]
 
 
@@ -134,11 +135,10 @@ def _kinds_of(own: Any) -> _Kinds:
         "__module__": own.__module__,
         name: staticmethod(backward),
     }
-    if takes_ctx:
-        more = {"forward": staticmethod(forward)}
-    else:
+    more: dict[str, Any] = {"forward": staticmethod(forward)}
+    if not takes_ctx:
         more = {"setup_context": staticmethod(setup_context), "generate_vmap_rule": own.vmap is Function.vmap}
-    plain = type(own.__name__, (own,), body | more)
+    plain: Any = type(own.__name__, (own,), body | more)
 
     def under_func(*args: Any) -> Any:
         return _Call(own, backward).run(body, name, args) if takes_ctx else plain.apply(*args)

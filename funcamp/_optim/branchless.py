@@ -33,7 +33,7 @@ class _ByParameter:
                 self._one(group, *real)
 
 
-class RAdam(_ByParameter, torch.optim.RAdam):
+class RAdam(_ByParameter, torch.optim.RAdam):  # type: ignore[misc]  # a step without a closure
     """torch.optim.RAdam with its state, arguments and arithmetic: torch/optim/radam.py, PyTorch 2.13."""
 
     @staticmethod
@@ -60,7 +60,7 @@ class RAdam(_ByParameter, torch.optim.RAdam):
         param.sub_(torch.where(length > 5.0, adapted, update))
 
 
-class ASGD(_ByParameter, torch.optim.ASGD):
+class ASGD(_ByParameter, torch.optim.ASGD):  # type: ignore[misc]  # a step without a closure
     """torch.optim.ASGD with its state, arguments and arithmetic: torch/optim/asgd.py, PyTorch 2.13."""
 
     @staticmethod
@@ -81,7 +81,7 @@ class ASGD(_ByParameter, torch.optim.ASGD):
         mu.copy_(1 / (step - group["t0"]).clamp(min=1))
 
 
-class Adafactor(_ByParameter, torch.optim.Adafactor):
+class Adafactor(_ByParameter, torch.optim.Adafactor):  # type: ignore[misc]  # a step without a closure
     """torch.optim.Adafactor with its state, arguments and arithmetic: torch/optim/_adafactor.py, PyTorch 2.13.
 
     For a parameter p of n elements at its step t, with gradient g and learning rate lr:

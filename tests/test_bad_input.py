@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "update config": (lambda: update(STATE, 2.0), TypeError, "update: config must be a ScalerConfig"),  # type: ignore[arg-type]
     "state none": (lambda: scale(None, W), TypeError, "scale: state must be a ScalerState.*got None"),  # type: ignore[arg-type]
     "state tuple": (lambda: unscale(tuple(STATE), W), TypeError, "unscale: state must be a ScalerState"),  # type: ignore[arg-type]
-    "state dtype": (lambda: update(DOUBLE), TypeError, "state.scale must be torch.float32; got torch.float64"),
+    "state dtype": (lambda: update(DOUBLE), TypeError, "state.scale must be a torch.float32 tensor; got a torch.float64 tensor"),
     "state shape": (lambda: unscale_and_check(BATCHED, W), ValueError, r"state.scale must have shape \(\); got \(3,\).*vmap"),
     "state number": (lambda: update(ScalerState(1.0, *STATE[1:])), TypeError, "state.scale must be a .* tensor.*got 1.0"),  # type: ignore[arg-type]
     # trees

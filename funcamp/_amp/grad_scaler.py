@@ -13,22 +13,18 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState as Stage
 
 from funcamp import _upstream
-from funcamp._amp import unscale
-from funcamp._amp.undo import Flags, Made, is_watched, joined, make_state, obstacle, read, select, with_grads
+from funcamp._amp.undo import Flags, entries, forget, is_watched, joined, make_state, obstacle, read, select, with_grads
 from funcamp._amp.undo_compiled import prepare, select_compiled
+from funcamp._amp.unscale import by_device, unscale
 from funcamp._check import boolean
 from funcamp._scaler.config import ScalerConfig, check_config
+from funcamp._scaler.precision import reciprocal
 from funcamp._scaler.state import RuleState, ScalerState, tensors_of, with_counters
 from funcamp._scaler.state_dict import saved_count, saved_counters, saved_scale
-from funcamp._scaler.torch_rule import widen
 from funcamp._scaler.update import first_counters, update
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 _NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
-
-
-def _no_cuda() -> bool:
-    return bool(torch.cuda.amp.common.amp_definitely_not_available())  # type: ignore[no-untyped-call]
 
 
 def _per_optimizer() -> dict[str, Any]:
@@ -88,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
         (tensor([0.5000, 0.5000]), 8.0)
 
     References:
-        torch/amp/grad_scaler.py, PyTorch 2.11 to 2.13.
+        torch/amp/grad_scaler.py, PyTorch 2.11 to 2.15.
     """
 
     _takes_as_is = False
@@ -119,13 +115,14 @@ class GradScaler(torch.amp.GradScaler):
                     f"config is given; got {numbers}"
                 )
             numbers = (config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval)
-        if enabled and device == "cuda" and _no_cuda():
+        no_cuda = device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available()  # type: ignore[no-untyped-call]
+        if enabled and no_cuda:
             warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
             enabled = False
         super().__init__(device, *numbers, enabled=enabled)
         self._skip, self._allow_fp16 = skip, allow_fp16
+        prepare()
         if enabled:
-            prepare()
             self._config = ScalerConfig(init_scale) if config is None else config
             self._configure()
             self._counters: dict[str, Tensor] = {}
@@ -176,7 +173,7 @@ class GradScaler(torch.amp.GradScaler):
         if noted["stage"] is Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         noted["found_inf_per_device"] = self._unscale_grads_(
-            optimizer, widen(scale).reciprocal().float(), torch.zeros_like(scale), self._allow_fp16
+            optimizer, reciprocal(scale), torch.zeros_like(scale), self._allow_fp16
         )
         noted["stage"] = Stage.UNSCALED
 
@@ -274,7 +271,8 @@ class GradScaler(torch.amp.GradScaler):
                 "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
                 "torch.FloatTensor with requires_grad=False."
             )
-            if value.device.type != self._device or value.numel() != 1 or value.requires_grad:
+            one = isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
+            if not one or value.device.type != self._device:
                 raise AssertionError(reason)
             scale.copy_(value.reshape(()))
         if self._config.min_scale is not None or self._config.max_scale is not None:
@@ -338,30 +336,34 @@ class GradScaler(torch.amp.GradScaler):
             state |= {"_init_counters": self._read_counters(), "_counters": {}, "_found_inf": None}
         return state
 
-    # overrides of methods that torch's class provides for subclasses
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        prepare()  # an unpickled scaler may be the first of its process
+
+    # Overrides of methods that torch's class provides for subclasses, some with torch's own code: Dynamo does not trace
+    # torch.amp's files, and puts `_refresh_per_optimizer_state` into the graph without tracing it.
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> Flags:
-        grads = unscale.by_device(optimizer, allow_fp16)
-        inv_scale = inv_scale.reshape(())
-        grows = self._may_grow(inv_scale)
-        with torch.no_grad():
-            return {
-                device: torch.maximum(found_inf.to(device), unscale.unscale(held, inv_scale.to(device), grows=grows))
-                for device, held in grads.items()
-            }
+        flags = self._flags(by_device(optimizer, allow_fp16), inv_scale.reshape(()))
+        return {device: torch.maximum(found_inf.to(device), flag) for device, flag in flags.items()}
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        inv_scale = widen(scale).reciprocal().float()
-        grows = self._may_grow(inv_scale)
-        with torch.no_grad():
-            flags = {
-                device: unscale.check(held, inv_scale.to(device), scale.to(device), grows=grows)
-                for device, held in unscale.by_device(optimizer, allow_fp16=True).items()
-            }
+        flags = self._flags(by_device(optimizer, allow_fp16=True), reciprocal(scale), only_check=scale)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags
+
+    def _flags(
+        self, grads: dict[torch.device, list[Tensor]], inv_scale: Tensor, only_check: Tensor | None = None
+    ) -> Flags:
+        """Unscale gradients, or only check them for this scale; return the flags."""
+        grows, flags = self._may_grow(inv_scale), {}
+        with torch.no_grad():
+            for device, held in grads.items():
+                scale = None if only_check is None else only_check.to(device)
+                flags[device] = unscale(held, inv_scale.to(device), grows=grows, only_check=scale)
         return flags
 
     def _may_grow(self, inv_scale: Tensor) -> bool:
@@ -396,14 +398,7 @@ class GradScaler(torch.amp.GradScaler):
     def _fused_step(self, optimizer: Any, noted: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            warnings.warn(
-                "GradScaler is going to stop passing itself as a keyword argument to the passed "
-                "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
-                "`found_inf: Tensor` to the passed optimizer and let the optimizer use them directly.",
-                FutureWarning,
-                stacklevel=3,
-            )
-            return optimizer.step(*args, **kwargs, grad_scaler=self)
+            return super().step(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
         unscaled = noted["stage"] is Stage.UNSCALED
         if not unscaled:
@@ -414,10 +409,10 @@ class GradScaler(torch.amp.GradScaler):
                 "No inf checks were recorded for this optimizer: unscale_() or step() must be called after backward(); "
                 "there was no gradient when it was called, so those that are there now would be taken scaled."
             )
-        made = None
+        before = None
         if isinstance(optimizer, torch.optim.SGD):  # only SGD writes a first state in a step that it skips
             make_state(optimizer)
-            made = Made(optimizer)
+            before = entries(optimizer)
         given = getattr(optimizer, "grad_scale", None)
         optimizer.grad_scale = given if unscaled else (scale if given is None else scale * given)
         optimizer.found_inf = joined(list(flags.values()) or [torch.zeros_like(scale)], scale.device)
@@ -425,8 +420,8 @@ class GradScaler(torch.amp.GradScaler):
             result = optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-        if made is not None and made.added() and read(flags):
-            made.remove()
+        if before is not None and entries(optimizer) != before and read(flags):
+            forget(optimizer, before)
         return result
 
     def _configure(self, **values: Any) -> None:

@@ -7,7 +7,6 @@ only for torch.optim's unmodified classes.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
+from funcamp._optim.branchless import init_group
 
 #: found_inf for every device with gradients: float32, shape (), 1.0 or 0.0.
 Flags = dict[torch.device, Tensor]
@@ -93,9 +93,9 @@ def select(optimizer: Any, flags: Flags, step: Callable[[], Any], reason: str | 
     if reason is not None:
         _warn(optimizer, reason)
         return None if read(flags) else step()
-    made = Made(optimizer)
-    entries = [optimizer.state[param] for param in params if param in optimizer.state]
-    changing = [*params, *(value for entry in entries for value in entry.values() if isinstance(value, Tensor))]
+    before = entries(optimizer)
+    states = [optimizer.state[param] for param in params if param in optimizer.state]
+    changing = [*params, *(value for state in states for value in state.values() if isinstance(value, Tensor))]
     if _writes_grads(optimizer):
         changing += [param.grad for param in params if not param.grad.is_sparse]
     kept = [torch.empty_like(tensor) for tensor in changing]
@@ -114,8 +114,8 @@ def select(optimizer: Any, flags: Flags, step: Callable[[], Any], reason: str | 
             on = {device: found.to(device, non_blocking=True) for device in {tensor.device for tensor in changing}}
             for tensor, old in zip(changing, kept):
                 torch.where(on[tensor.device], old, tensor, out=tensor)
-        if made.added() and read(flags):
-            made.remove()
+        if entries(optimizer) != before and read(flags):
+            forget(optimizer, before)
 
 
 def with_grads(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -143,31 +143,23 @@ def _writes_grads(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) is torch.optim.SGD and any(group["nesterov"] for group in optimizer.param_groups)
 
 
-class Made:
-    """A snapshot of the keys of an optimizer's state, to find and remove later additions."""
+def entries(optimizer: torch.optim.Optimizer) -> dict[Any, set[str]]:
+    """Return the names of a state's entries that have a value, to find and remove later additions."""
+    return {
+        param: {name for name, value in entry.items() if value is not None}
+        for param, entry in optimizer.state.items()
+        if isinstance(entry, dict)
+    }
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._state: Any = optimizer.state
-        self._names = {param: self._given(entry) for param, entry in self._state.items()}
 
-    @staticmethod
-    def _given(entry: Any) -> set[str]:
-        return {name for name, value in entry.items() if value is not None} if isinstance(entry, dict) else set()
-
-    def added(self) -> list[tuple[Any, Any]]:
-        """Return the dict and the key of every addition."""
-        found = []
-        for param, entry in self._state.items():
-            if param not in self._names:
-                found.append((self._state, param))
-            else:
-                found += [(entry, name) for name in self._given(entry) - self._names[param]]
-        return found
-
-    def remove(self) -> None:
-        """Remove the additions."""
-        for place, name in self.added():
-            del place[name]
+def forget(optimizer: torch.optim.Optimizer, before: dict[Any, set[str]]) -> None:
+    """Remove what the state has besides these entries."""
+    for param, names in entries(optimizer).items():
+        if param not in before:
+            del optimizer.state[param]
+            continue
+        for name in names - before[param]:
+            del optimizer.state[param][name]
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> str | None:
@@ -188,7 +180,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> str | None:
         return None
     if all(optimizer.state.get(param) for param in params):
         return None
-    made = Made(optimizer)
+    before = entries(optimizer)
     try:
         _init_groups(optimizer)
     except Exception as error:
@@ -196,16 +188,14 @@ def make_state(optimizer: torch.optim.Optimizer) -> str | None:
     else:
         reason = _obstacle_of_tensors(optimizer, params)
     if reason is not None:
-        made.remove()
+        forget(optimizer, before)
     return reason
 
 
 def _init_groups(optimizer: torch.optim.Optimizer) -> None:
-    init_group = optimizer._init_group  # type: ignore[attr-defined]
-    lists = len(inspect.signature(init_group).parameters) - 1
     with torch.no_grad():
         for group in optimizer.param_groups:
-            init_group(group, *([] for _ in range(lists)))
+            init_group(optimizer, group)
             if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
                 # The first buffer is the gradient itself. A later step computes it from -0.0, which is neutral in a
                 # sum, also for -0.0. If the first step is skipped, the fused kernel leaves the buffer uninitialized.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
-from funcamp._optim.run import LeafState, first_values, narrow_counters, run_step
-from funcamp._optim.stateless import stateless
+from funcamp._optim.run import LeafState
+from funcamp._optim.stateless import advance, eager_only, first_state, stateless
 
 #: A stand-in for None, and entries that are decided by torch.compile or are not arguments of a class.
 _NONE = "<None>"
@@ -51,26 +51,18 @@ def _chosen(found: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
     return new if found is None else torch.where(found, old, new)
 
 
-def _traced(*_: Any) -> Any:
-    raise RuntimeError("GradScaler.step: prepare() must have run before it is compiled")
+_traced: Any = None
 
 
 def prepare() -> None:
     """Prepare this module for torch.compile. Imports torch._dynamo, as any optimizer's first step does."""
     global _traced
-    if _traced.__name__ != "_traced":
+    if _traced is not None:
         return
     nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace")
     modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes")  # `stateless` needs it
     lost = [name for name in (nonstrict_trace, modes) if not _upstream.usable(name)]
-    _traced = _refusing(_upstream.message(lost[0].path)) if lost else nonstrict_trace(_step)
-
-
-def _refusing(message: str) -> Any:
-    def refused(*_: Any) -> Any:
-        raise RuntimeError(message)
-
-    return refused
+    _traced = eager_only(_step, lost[0].path) if lost else nonstrict_trace(_step)
 
 
 def _step(
@@ -81,28 +73,15 @@ def _step(
     accepted = inspect.signature(cls.__init__).parameters
     options = {name: _sent(value) for name, value in options.items()}
     optimizer = stateless(cls, **{name: value for name, value in options.items() if name in accepted})
-    traits = optimizer._traits
-    hyper = {name: options[name] for name in traits.dynamic}
-
-    def run(params: list[Tensor], grads: list[Tensor], states: list[LeafState] | None) -> tuple[list[Tensor], Any]:
-        new, after, _ = run_step(
-            optimizer._runs, traits.arguments, hyper, params, grads, states, writes_grads=traits.writes_grads
-        )
-        return new, after
-
-    if traits.first_step_differs and not all(states):
+    hyper = {name: options[name] for name in optimizer._traits.dynamic}
+    if optimizer._traits.first_step_differs and not all(states):
         raise ValueError(
             f"GradScaler.step: optimizer must have taken a step before it is compiled, as the first step of "
             f"{cls.__name__} with these hyperparameters is another formula; got one without state"
         )
-    before = []
-    for param, state in zip(params, states):
-        if not state:
-            _, (recorded,) = run([param], [torch.zeros_like(param)], None)
-            state = first_values(recorded, param, traits.starts_at_zero)
-        before.append(state)
-    new, after = run(params, grads, before)
-    return new, before, [narrow_counters(old, state, param) for old, state, param in zip(before, after, params)]
+    before = [state or first_state(optimizer, param, hyper) for param, state in zip(params, states)]
+    new, after = advance(optimizer, params, grads, before, before, hyper)
+    return new, before, after
 
 
 def _sendable(value: Any) -> Any:

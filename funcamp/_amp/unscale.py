@@ -42,15 +42,17 @@ def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.
     return grads
 
 
-def unscale(grads: list[Tensor], inv_scale: Tensor, *, grows: bool = True) -> Tensor:
+def unscale(grads: list[Tensor], inv_scale: Tensor, *, grows: bool = True, only_check: Tensor | None = None) -> Tensor:
     """Multiply gradients on one device in place; return the flag, float32, shape (), 1.0 or 0.0.
 
     grows: whether inv_scale may be above 1. If not, torch's single kernel is correct.
+    only_check: the scale; return the flag for multiplication or division, without changing gradients.
     """
     found = torch.zeros_like(inv_scale)
     for group in _by_dtype([local(grad) for grad in grads]):
         if type(group[0]) is not Tensor or not grows:
-            found = torch.maximum(found, _by_torch(group, inv_scale))
+            # torch's kernel, for subclasses that implement it, and if no product can overflow
+            _upstream.unscale_each(group, found, inv_scale if only_check is None else torch.ones_like(inv_scale))
             continue
         if torch.compiler.is_dynamo_compiling():
             products = [_times(grad, inv_scale) for grad in group]
@@ -58,21 +60,12 @@ def unscale(grads: list[Tensor], inv_scale: Tensor, *, grows: bool = True) -> Te
             for grad, product in zip(group, products):
                 grad.copy_(product)
         else:
-            finite = torch.isfinite(_times(_largest(group), inv_scale))
-            _multiply(group, inv_scale)
-        found = torch.maximum(found, (~finite).float())
-    return _on_all_ranks(found, grads)
-
-
-def check(grads: list[Tensor], inv_scale: Tensor, scale: Tensor, *, grows: bool = True) -> Tensor:
-    """Return the flag that unscaling would set, by multiplication or division, without changing gradients."""
-    found = torch.zeros_like(inv_scale)
-    for group in _by_dtype([local(grad) for grad in grads]):
-        if type(group[0]) is not Tensor or not grows:
-            found = torch.maximum(found, _by_torch(group, torch.ones_like(inv_scale)))
-            continue
-        top = _largest(group)
-        finite = torch.isfinite(_times(top, inv_scale)) & torch.isfinite(top / scale)
+            top = _largest(group)
+            finite = torch.isfinite(_times(top, inv_scale))
+            if only_check is None:
+                _multiply(group, inv_scale)
+            else:
+                finite &= torch.isfinite(top / only_check)
         found = torch.maximum(found, (~finite).float())
     return _on_all_ranks(found, grads)
 
@@ -100,7 +93,7 @@ def _by_dtype(grads: list[Tensor]) -> list[list[Tensor]]:
 
 def _largest(grads: list[Tensor]) -> Tensor:
     """Return the largest magnitude, or NaN if there is one."""
-    if grads[0].device.type == "cpu" or torch.compiler.is_dynamo_compiling():
+    if grads[0].device.type == "cpu":
         # because eager CPU norms take ten times as long
         ends = [torch.stack(torch.aminmax(grad)) for grad in grads]
         return torch.stack(ends).abs().max()
@@ -118,10 +111,3 @@ def _multiply(grads: list[Tensor], inv_scale: Tensor) -> None:
         _upstream.copy_each(grads, [_times(grad, inv_scale) for grad in grads])
     else:
         _upstream.multiply_each(grads, inv_scale)
-
-
-def _by_torch(grads: list[Tensor], inv_scale: Tensor) -> Tensor:
-    """Call torch's kernel, for subclasses that implement it, and if no product can overflow."""
-    found = torch.zeros_like(inv_scale)
-    _upstream.unscale_each(grads, found, inv_scale)
-    return found

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -20,36 +18,11 @@ _CAST = "_funcamp_cast_inputs"
 _KINDS = "_funcamp_kinds"
 
 
-@dataclass(frozen=True)
 class _Place:
-    """The position of a saved tensor: among the leaves of forward's inputs, or among its outputs."""
+    """Stands for a tensor that forward saved: its position among the leaves of the inputs and then the outputs."""
 
-    of_inputs: bool
-    index: int
-
-
-@dataclass
-class _Call:
-    """One call under torch.func of a forward that takes ctx: the data for setup_context and backward."""
-
-    single: bool = False
-    arguments: int = 0
-    outputs: int = 0
-    """The number of forward's own outputs; saved intermediates follow them."""
-    done: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """The calls of ctx's methods in forward, with a `_Place` for each tensor."""
-    attributes: dict[str, Any] = field(default_factory=dict)
-    """The attributes that forward set on ctx, likewise."""
-
-
-class _Calls(threading.local):
-    """The calls in progress, innermost last, so that a call's forward and setup_context share one entry."""
-
-    def __init__(self) -> None:
-        self.stack: list[_Call] = []
-
-
-_calls = _Calls()
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
 class _Notes:
@@ -68,60 +41,70 @@ class _Notes:
         return lambda *args: self._done.__setitem__(name, args)
 
 
-def _forward_with_notes(own: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the outputs of a forward that takes ctx, followed by the intermediates that it saved."""
-    call, notes = _calls.stack[-1], _Notes(args)
-    result = own.forward(notes, *args)
-    call.single, call.arguments = not isinstance(result, tuple), len(args)
-    outputs = [result] if call.single else list(result)
-    call.outputs = len(outputs)
-    known = [(_Place(True, index), value) for index, value in enumerate(_tree.leaves(args))]
-    known += [(_Place(False, index), value) for index, value in enumerate(outputs)]
+class _Call:
+    """One call under torch.func of a forward that takes ctx; torch runs it as forward, setup_context and backward."""
 
-    def place(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        for found, other in known:
-            if other is value:
-                return found
-        found = _Place(False, len(outputs))
-        known.append((found, value))
-        outputs.append(value.detach())  # an alias, because the tensor itself may be another module's parameter
-        return found
+    def __init__(self, own: Any, backward: Callable[..., Any]) -> None:
+        self._own, self._backward = own, backward
 
-    call.done = {name: tuple(place(value) for value in given) for name, given in notes._done.items()}
-    own_names = ("needs_input_grad", "_done")
-    call.attributes = {
-        name: _tree.map_leaves(place, *_tree.flatten(value))
-        for name, value in vars(notes).items()
-        if name not in own_names
-    }
-    return tuple(outputs)
+    def forward(self, *args: Any) -> tuple[Any, ...]:
+        """Return the outputs of own's forward, followed by the intermediates that it saved."""
+        notes = _Notes(args)
+        result = self._own.forward(notes, *args)
+        self._single, self._arguments = not isinstance(result, tuple), len(args)
+        outputs = [result] if self._single else list(result)
+        self._outputs = len(outputs)
+        known = [*_tree.leaves(args), *outputs]
 
+        def place(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            for index, other in enumerate(known):
+                if other is value:
+                    return _Place(index)
+            known.append(value)
+            outputs.append(value.detach())  # an alias, because the tensor itself may be another module's parameter
+            return _Place(len(known) - 1)
 
-def _set_up_from_notes(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-    call, leaves = _calls.stack[-1], _tree.leaves(inputs)
+        attributes = {name: value for name, value in vars(notes).items() if name not in ("needs_input_grad", "_done")}
+        self._kept = _tree.map_leaves(place, *_tree.flatten((notes._done, attributes)))
+        return tuple(outputs)
 
-    def find(value: Any) -> Any:
-        return (leaves if value.of_inputs else outputs)[value.index] if isinstance(value, _Place) else value
+    def set_up(self, ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+        """Repeat on ctx what own's forward did to it."""
+        ctx.funcamp_region, known = _region(inputs), [*_tree.leaves(inputs), *outputs]
+        done, attributes = _tree.map_leaves(
+            lambda value: known[value.index] if isinstance(value, _Place) else value, *_tree.flatten(self._kept)
+        )
+        if intermediates := outputs[self._outputs :]:
+            done["mark_non_differentiable"] = (*done.get("mark_non_differentiable", ()), *intermediates)
+        for name, given in done.items():
+            getattr(ctx, name)(*given)
+        for name, value in attributes.items():
+            setattr(ctx, name, value)
 
-    done = {name: tuple(find(value) for value in given) for name, given in call.done.items()}
-    if intermediates := outputs[call.outputs :]:
-        done["mark_non_differentiable"] = (*done.get("mark_non_differentiable", ()), *intermediates)
-    for name, given in done.items():
-        getattr(ctx, name)(*given)
-    for name, value in call.attributes.items():
-        setattr(ctx, name, _tree.map_leaves(find, *_tree.flatten(value)))
-    ctx.funcamp_call = call
+    def backward(self, ctx: Any, *grads: Any) -> Any:
+        """Return own's backward, with a None for each argument that it leaves out."""
+        result = self._backward(ctx, *grads[: self._outputs])
+        result = result if isinstance(result, tuple) else (result,)
+        return (*result, *[None] * (self._arguments - len(result)))
+
+    def run(self, body: dict[str, Any], name: str, args: Any) -> Any:
+        """Apply own without ctx in its forward."""
+        methods = {"forward": staticmethod(self.forward), "setup_context": staticmethod(self.set_up)}
+        body = {**body, **methods, name: staticmethod(self.backward), "generate_vmap_rule": True}
+        runs: Any = type(self._own.__name__, (self._own,), body)
+        out = runs.apply(*args)
+        return out[0] if self._single else out[: self._outputs]
 
 
 class _Kinds(NamedTuple):
-    """The user's class and the subclasses that run instead."""
+    """What runs instead of a user's class."""
 
     plain: Any
-    """Keeps autocast for backward."""
-    under_func: Any
-    """Has no ctx in its forward either."""
+    """A subclass that keeps autocast for backward."""
+    under_func: Callable[..., Any]
+    """Applies the class under torch.func."""
     signature: inspect.Signature
     takes_ctx: bool
 
@@ -146,33 +129,20 @@ def _kinds_of(own: Any) -> _Kinds:
         with _autocast(ctx.funcamp_region):
             return backward_of(ctx, *grads)
 
-    def forward_alone(*args: Any) -> Any:
-        return _forward_with_notes(own, args)
-
-    def set_up(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-        ctx.funcamp_region = _region(inputs)
-        _set_up_from_notes(ctx, inputs, outputs)
-
-    def backward_alone(ctx: Any, *grads: Any) -> Any:
-        call = ctx.funcamp_call
-        result = backward(ctx, *grads[: call.outputs])
-        result = result if isinstance(result, tuple) else (result,)
-        return (*result, *[None] * (call.arguments - len(result)))
-
     # torch.func calls apply again at every nested level: this must be torch's own, on the class that runs.
     body: dict[str, Any] = {
         "apply": vars(Function)["apply"],
         "__module__": own.__module__,
         name: staticmethod(backward),
     }
-    if takes_ctx:
-        plain = type(own.__name__, (own,), {**body, "forward": staticmethod(forward)})
-        body |= {name: staticmethod(backward_alone), "forward": staticmethod(forward_alone)}
-        body |= {"setup_context": staticmethod(set_up), "generate_vmap_rule": True}
-        under_func = type(own.__name__, (own,), body)
-    else:
-        body |= {"setup_context": staticmethod(setup_context), "generate_vmap_rule": own.vmap is Function.vmap}
-        plain = under_func = type(own.__name__, (own,), body)
+    more: dict[str, Any] = {"forward": staticmethod(forward)}
+    if not takes_ctx:
+        more = {"setup_context": staticmethod(setup_context), "generate_vmap_rule": own.vmap is Function.vmap}
+    plain: Any = type(own.__name__, (own,), body | more)
+
+    def under_func(*args: Any) -> Any:
+        return _Call(own, backward).run(body, name, args) if takes_ctx else plain.apply(*args)
+
     kinds = _Kinds(plain, under_func, inspect.signature(own.forward), takes_ctx)
     setattr(own, _KINDS, kinds)
     return kinds
@@ -188,15 +158,7 @@ def apply(own: Any, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{own.__name__}.apply: forward must not have keyword-only arguments; got {bound.kwargs}")
     values, region = _cast(bound.args[kinds.takes_ctx :], getattr(own, _CAST))
     with _autocast(region):
-        if not kinds.takes_ctx or not _upstream.transforms_active():
-            return kinds.plain.apply(*values)
-        call = _Call()
-        _calls.stack.append(call)
-        try:
-            out = kinds.under_func.apply(*values)
-        finally:
-            _calls.stack.pop()
-    return out[0] if call.single else out[: call.outputs]
+        return (kinds.under_func if _upstream.transforms_active() else kinds.plain.apply)(*values)
 
 
 _Region = tuple[str, torch.dtype, bool]

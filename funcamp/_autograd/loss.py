@@ -122,7 +122,8 @@ def loss(
     checked = {name: boolean(call, name, flag) for name, flag in flags.items()}
     if keep_buffers and not has_buffers:
         raise ValueError(f"{call}: keep_buffers must be False without has_buffers; got True")
-    return Loss(function, **checked, probes=_names(call, probes), engine=check_engine(call, engine))
+    check_engine(call, engine)
+    return Loss(function, **checked, probes=_names(call, probes), engine=engine)
 
 
 def check_function(call: str, function: object) -> None:

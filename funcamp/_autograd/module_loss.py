@@ -24,18 +24,12 @@ _LAYER = frozenset({"weight", "bias"})
 
 #: Per module class, the parameters that its forward uses only in operations that torch.autocast casts.
 _CAST: dict[type[nn.Module], frozenset[str]] = {
-    nn.Linear: _LAYER,
-    nn.Conv1d: _LAYER,
-    nn.Conv2d: _LAYER,
-    nn.Conv3d: _LAYER,
-    nn.ConvTranspose1d: _LAYER,
-    nn.ConvTranspose2d: _LAYER,
-    nn.ConvTranspose3d: _LAYER,
+    **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), _LAYER),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _LAYER),
     nn.MultiheadAttention: frozenset(
         {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"}
     ),
 }
-
 
 #: While a thread calls a module with other tensors, others wait: torch puts the tensors into the module itself.
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()

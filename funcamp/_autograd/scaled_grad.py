@@ -130,7 +130,8 @@ def choose(engine: Engine | None, arguments: Any) -> Engine:
         return engine
     if torch.compiler.is_dynamo_compiling():
         return "autograd" if torch._dynamo.config.trace_autograd_ops else "func"
-    if _upstream.transforms_active() or forward_ad._current_level >= 0 or _losses.depth:
+    # a torch without the level may be inside a jvp, in which "autograd" would lose the tangents
+    if _upstream.transforms_active() or getattr(forward_ad, "_current_level", 0) >= 0 or _losses.depth:
         return "func"
     requires = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _tree.leaves(arguments))
     return "func" if requires and torch.is_grad_enabled() else "autograd"
@@ -203,11 +204,10 @@ def _leaf(value: Tensor) -> Tensor:
     return value.detach().requires_grad_()
 
 
-def check_engine(call: str, engine: object) -> Engine | None:
-    """Return the engine; raise ValueError if it is another string."""
+def check_engine(call: str, engine: object) -> None:
+    """Raise ValueError if this is no engine."""
     if engine is not None and engine not in get_args(Engine):
         raise ValueError(f"{call}: engine must be 'func', 'autograd' or None; got {engine!r}")
-    return engine  # type: ignore[return-value]  # checked in the line above
 
 
 def pair(call: str, name: str, returned: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import boolean
 from funcamp._float8.config import FORWARD, LARGEST
-from funcamp._scaler.torch_rule import widen
+from funcamp._scaler.precision import reciprocal, widen
 
 #: The smallest amax that torchao distinguishes from 0.
 _LEAST = 1e-12
@@ -91,11 +91,6 @@ def amax_of(x: Tensor, dim: int | None = None) -> Tensor:
     """Return the largest magnitude of a tensor, or of each of its rows along a dimension; NaN if any is."""
     magnitude = x.abs()
     return (magnitude.amax() if dim is None else magnitude.amax(dim, keepdim=True)).float()
-
-
-def reciprocal(scale: Tensor) -> Tensor:
-    """Return f32(1 / f64(scale)), which all compilers and devices compute alike."""
-    return widen(scale).reciprocal().float()
 
 
 def current_scale(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:

@@ -15,8 +15,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import integer
 from funcamp._float8.config import BACKWARD, FORWARD, LARGEST, Float8Config, check_config
-from funcamp._float8.quantize import reciprocal
-from funcamp._scaler.torch_rule import widen
+from funcamp._scaler.precision import reciprocal, widen
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 

@@ -62,8 +62,7 @@ class GroupedOptimizer(Fixed):
             labels: list[str | None] = list(params.layout.labels)
         else:
             leaves = _tree.leaves(params)
-            labels = [n if v is None else self.group(n, v) for n, v in zip(_tree.names(params), leaves)]
-            labels = [None if v is None else label for label, v in zip(labels, leaves)]
+            labels = [None if v is None else self.group(n, v) for n, v in zip(_tree.names(params), leaves)]
         for label in labels:
             if label is not None and label not in self.optimizers:
                 raise ValueError(

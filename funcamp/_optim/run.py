@@ -6,7 +6,7 @@ tensors as numbers (`alpha=-lr`); `_Pure` rewrites both, for the current thread 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from funcamp import _upstream
-from funcamp._optim.branchless import ASGD, RAdam
-from funcamp._scaler.torch_rule import widen
+from funcamp._optim.branchless import BRANCHLESS
+from funcamp._scaler.precision import widen
 from funcamp._tree import settled
 
 #: In-place calls of torch.optim without a batching rule; tests/upstream/test_upstream.py fails when one gets a rule.
@@ -28,12 +28,6 @@ _FEW, _LARGE = 16, 1024
 
 #: Devices on which torch.optim supports capturable=True and so keeps counters there. On others `_Pure` does.
 _CAPTURABLE = ("cuda", "xpu", "hpu")
-
-#: Classes that branch on a counter on the other devices.
-_WITHOUT_BRANCH: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
-    torch.optim.ASGD: ASGD,
-    torch.optim.RAdam: RAdam,
-}
 
 #: Operations whose scalar results are worth storing; none of them returns a view.
 _ARITHMETIC = {
@@ -91,8 +85,11 @@ class _Pure(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Recorder(dict[str, Any]):
-    """A parameter's state that remembers the first value of each key: the state before the first step."""
+class Recorder(UserDict[str, Any]):
+    """A parameter's state that remembers the first value of each key: the state before the first step.
+
+    A `UserDict`, because a dict's own `setdefault` and `update` pass `__setitem__` by.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,17 +99,6 @@ class Recorder(dict[str, Any]):
         if key not in self.first:
             self.first[key] = value.clone() if isinstance(value, Tensor) else value
         super().__setitem__(key, value)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """Like dict's, through `__setitem__`."""
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Like dict's, through `__setitem__`."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
 
 
 def as_tensor(value: Any, like: Tensor) -> Any:
@@ -203,10 +189,11 @@ def run_step(
         for param, grad in zip(fresh, grads):
             grad = grad.detach().to(param.dtype)
             param.grad = grad.clone() if writes_grads else grad
-        capturable = fresh[0].device.type in _CAPTURABLE
-        if not capturable:
-            cls = _WITHOUT_BRANCH.get(cls, cls)
-        optimizer = cls(fresh, **(arguments | {"capturable": capturable} if "capturable" in arguments else arguments))
+        if "capturable" in arguments:
+            arguments = arguments | {"capturable": fresh[0].device.type in _CAPTURABLE}
+        if not arguments.get("capturable"):
+            cls = BRANCHLESS.get(cls, cls)
+        optimizer = cls(fresh, **arguments)
         optimizer.param_groups[0].update(hyper)
         made = optimizer.state  # torch 2.11's Adagrad fills it in its constructor
         optimizer.state = defaultdict(Recorder)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._distributed.dtensor import is_distributed
-from funcamp._optim.adafactor import Adafactor
 from funcamp._optim.hyperparameters import Fixed, evaluate
 from funcamp._optim.run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
 from funcamp._optim.traits import Traits, probe
@@ -39,8 +38,7 @@ class StatelessOptimizer(Fixed):
     def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
         self._cls = cls
         self._hyperparameters = hyperparameters
-        self._runs = Adafactor if cls is torch.optim.Adafactor else cls
-        self._traits: Traits = probe(self._runs, hyperparameters)
+        self._traits: Traits = probe(cls, hyperparameters)
         rate = inspect.signature(cls.__init__).parameters.get("lr")
         self._default_rate = None if rate is None else rate.default
         # Dynamo reuses a graph across closures that differ only in a traced function that they capture (similar to
@@ -203,8 +201,8 @@ class StatelessOptimizer(Fixed):
 
     def _check_entries(self, opt_state: OptState) -> None:
         expected, found = self._traits.entries, opt_state.state.keys() - {APPLIED}
-        # In other modules entries may depend on a parameter's shape, as in Adafactor.
-        exact = self._runs.__module__.startswith("torch.optim.") or not expected
+        # Entries may depend on a parameter's shape in Adafactor, and in classes of other libraries.
+        exact = (self._traits.elementwise and self._cls.__module__.startswith("torch.optim.")) or not expected
         if not (found == expected if exact else found <= expected or expected <= found):
             raise ValueError(
                 f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
@@ -254,7 +252,7 @@ def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) ->
         tensor(1)
 
     References:
-        torch/optim, PyTorch 2.11 to 2.13.
+        torch/optim, PyTorch 2.11 to 2.15.
     """
     return StatelessOptimizer(optimizer, hyperparameters)
 
@@ -271,8 +269,9 @@ def _rebuild(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) 
     return stateless(cls, **hyperparameters)
 
 
-def _eager_only(fn: Callable[..., Any]) -> Callable[..., Any]:
-    message = _upstream.message("torch._dynamo.nonstrict_trace")
+def eager_only(fn: Callable[..., Any], lost: str = "torch._dynamo.nonstrict_trace") -> Callable[..., Any]:
+    """Make fn raise under torch.compile, because torch lacks a private name."""
+    message = _upstream.message(lost)
 
     def called(*args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -285,7 +284,7 @@ def _eager_only(fn: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _nonstrict() -> tuple[Any, Any]:
     # Only when an optimizer is used, because importing torch._dynamo takes a second.
-    nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace", _eager_only)
+    nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace", eager_only)
     return nonstrict_trace(_first_states), nonstrict_trace(_step)
 
 
@@ -299,11 +298,7 @@ def _first_states(key: str, params: list[Tensor], hyper: dict[str, Any]) -> list
         cut = param.numel() > _PART and traits.elementwise and param.is_contiguous() and not is_distributed(param)
         parts = torch.split(param.view(-1), _PART) if cut else (param,)
         for number, part in enumerate(parts):
-            grads = [torch.zeros_like(part)]
-            _, (recorded,), _ = run_step(
-                optimizer._runs, traits.arguments, hyper, [part], grads, None, writes_grads=traits.writes_grads
-            )
-            for name, value in first_values(recorded, part, traits.starts_at_zero).items():
+            for name, value in first_state(optimizer, part, hyper).items():
                 if len(parts) == 1 or not value.dim():
                     state.setdefault(name, value)
                     continue
@@ -327,17 +322,12 @@ def _step(
     traits = optimizer._traits
     refuse_differentiation((*params, *grads))
 
-    def run(start: list[LeafState] | None) -> tuple[list[Tensor], list[LeafState]]:
-        new, after, _ = run_step(
-            optimizer._runs, traits.arguments, hyper, params, grads, start, writes_grads=traits.writes_grads
-        )
-        return new, [narrow_counters(old, state, p) for p, state, old in zip(new, after, states)]
-
     if not traits.first_step_differs:
-        return run(states)
+        return advance(optimizer, params, grads, states, states, hyper)
     applied = [state[APPLIED] for state in states]
     states = [{name: value for name, value in state.items() if name != APPLIED} for state in states]
-    (fresh, fresh_states), (later, later_states) = run(None), run(states)
+    fresh, fresh_states = advance(optimizer, params, grads, None, states, hyper)
+    later, later_states = advance(optimizer, params, grads, states, states, hyper)
     for index, count in enumerate(applied):
         first = count == 0
         later[index] = torch.where(first, fresh[index], later[index])
@@ -345,3 +335,29 @@ def _step(
             later_states[index][name] = torch.where(first, value, later_states[index][name])
         later_states[index][APPLIED] = count + 1
     return later, later_states
+
+
+def first_state(optimizer: StatelessOptimizer, param: Tensor, hyper: dict[str, Any]) -> LeafState:
+    """Return a parameter's state before the first step."""
+    _, (recorded,) = _run(optimizer, [param], [torch.zeros_like(param)], None, hyper)
+    return first_values(recorded, param, optimizer._traits.starts_at_zero)
+
+
+def advance(
+    optimizer: StatelessOptimizer,
+    params: list[Tensor],
+    grads: list[Tensor],
+    start: list[LeafState] | None,
+    like: list[LeafState],
+    hyper: dict[str, Any],
+) -> tuple[list[Tensor], list[LeafState]]:
+    """Return new parameters and states, with the dtypes of the states `like`; `start` is None for a first step."""
+    new, after = _run(optimizer, params, grads, start, hyper)
+    return new, [narrow_counters(old, state, param) for old, state, param in zip(like, after, new)]
+
+
+def _run(
+    optimizer: StatelessOptimizer, params: list[Tensor], grads: list[Tensor], start: Any, hyper: dict[str, Any]
+) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    traits = optimizer._traits
+    return run_step(optimizer._cls, traits.arguments, hyper, params, grads, start, writes_grads=traits.writes_grads)[:2]

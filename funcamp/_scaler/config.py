@@ -13,17 +13,16 @@ from funcamp._scaler.rule_table import RULES
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT32_LEAST = 2.0**-149
+_POSITIVE = f"positive and finite in float32, from 2**-149 to {_FLOAT32_MAX}"
 _INT32_MAX = torch.iinfo(torch.int32).max
 _CALL = "ScalerConfig"
 
 
-def _scale_value(name: str, value: object) -> float:
-    """Return a number that is positive and finite in float32."""
+def _between(name: str, value: object, least: float, most: float, rule: str) -> float:
+    """Return a number from least to most."""
     number = real(_CALL, name, value)
-    if not _FLOAT32_LEAST <= number <= _FLOAT32_MAX:
-        raise ValueError(
-            f"ScalerConfig: {name} must be positive and finite in float32, from 2**-149 to {_FLOAT32_MAX}; got {value}"
-        )
+    if not least <= number <= most:
+        raise ValueError(f"ScalerConfig: {name} must be {rule}; got {value}")
     return number
 
 
@@ -69,35 +68,26 @@ class ScalerConfig:
     stop_scale: float | None = None
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {"init_scale": _scale_value("init_scale", self.init_scale)}
-        growth = real(_CALL, "growth_factor", self.growth_factor)
-        backoff = real(_CALL, "backoff_factor", self.backoff_factor)
-        if not 1.0 <= growth <= _FLOAT32_MAX:
-            raise ValueError(
-                f"ScalerConfig: growth_factor must be 1 or more and finite in float32; got {self.growth_factor}"
-            )
-        if not 0.0 < backoff <= 1.0:
-            raise ValueError(f"ScalerConfig: backoff_factor must be above 0 and at most 1; got {self.backoff_factor}")
-        if self.rule in RULES and RULES[self.rule].divides and backoff != 1.0 / growth:
+        growth = _between("growth_factor", self.growth_factor, 1.0, _FLOAT32_MAX, "1 or more and finite in float32")
+        backoff = _between("backoff_factor", self.backoff_factor, math.ulp(0.0), 1.0, "above 0 and at most 1")
+        tolerance = _between("tolerance", self.tolerance, 0.0, 1.0, "from 0 to 1")
+        checked: dict[str, Any] = {"growth_factor": growth, "backoff_factor": backoff, "tolerance": tolerance}
+        for name in ("growth_interval", "hysteresis"):
+            checked[name] = integer(_CALL, name, getattr(self, name), 1, _INT32_MAX)
+        for name in ("init_scale", "min_scale", "max_scale", "stop_scale"):
+            value = getattr(self, name)
+            if value is not None or name == "init_scale":
+                checked[name] = _between(name, value, _FLOAT32_LEAST, _FLOAT32_MAX, _POSITIVE)
+        if self.rule not in RULES:
+            raise ValueError(f"ScalerConfig: rule must be one of {', '.join(RULES)}; got {self.rule!r}")
+        if RULES[self.rule].divides and backoff != 1.0 / growth:
             raise ValueError(
                 f"ScalerConfig: backoff_factor must be 1 / growth_factor for the rule {self.rule!r}, which divides by "
                 f"it; got {self.backoff_factor} with growth_factor {self.growth_factor}"
             )
-        checked |= {"growth_factor": growth, "backoff_factor": backoff}
-        for name in ("growth_interval", "hysteresis"):
-            checked[name] = integer(_CALL, name, getattr(self, name), 1, _INT32_MAX)
-        for name in ("min_scale", "max_scale", "stop_scale"):
-            value = getattr(self, name)
-            checked[name] = None if value is None else _scale_value(name, value)
-        if checked["stop_scale"] is None and self.rule == "fairseq":
+        if self.stop_scale is None and self.rule == "fairseq":
             raise ValueError("ScalerConfig: stop_scale must be given for the rule 'fairseq'; got None")
-        tolerance = real(_CALL, "tolerance", self.tolerance)
-        if not 0.0 <= tolerance <= 1.0:
-            raise ValueError(f"ScalerConfig: tolerance must be from 0 to 1; got {self.tolerance}")
-        checked["tolerance"] = tolerance
-        if self.rule not in RULES:
-            raise ValueError(f"ScalerConfig: rule must be one of {', '.join(RULES)}; got {self.rule!r}")
-        low, high = checked["min_scale"], checked["max_scale"]
+        low, high = checked.get("min_scale"), checked.get("max_scale")
         if low is not None and high is not None and low > high:
             raise ValueError(f"ScalerConfig: min_scale must not be above max_scale; got {low} and {high}")
         if not (low or 0.0) <= checked["init_scale"] <= (math.inf if high is None else high):

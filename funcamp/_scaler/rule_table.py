@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcamp._scaler import peer_rules as peers
-from funcamp._scaler import torch_rule as rules
+from funcamp._scaler import rules
 
 if TYPE_CHECKING:
     from funcamp._scaler.config import ScalerConfig
@@ -34,9 +35,9 @@ RULES: dict[str, Rule] = {
     "apex": Rule(peers.apex, divides=True),
     "apex_hysteresis": _hysteresis(peers.apex_hysteresis),
     "deepspeed": _hysteresis(peers.deepspeed, divides=True),
-    "deepspeed_consecutive": _hysteresis(peers.deepspeed_consecutive, divides=True),
-    "deepspeed_old": _hysteresis(peers.deepspeed_old, divides=True),
-    "deepspeed_old_consecutive": _hysteresis(peers.deepspeed_old_consecutive, divides=True),
+    "deepspeed_consecutive": _hysteresis(partial(peers.deepspeed, refill="clean"), divides=True),
+    "deepspeed_old": _hysteresis(partial(peers.deepspeed, late=False), divides=True),
+    "deepspeed_old_consecutive": _hysteresis(partial(peers.deepspeed, refill="clean", late=False), divides=True),
     "deepspeed_fp16": Rule(peers.deepspeed_fp16, divides=True),
     "fairseq": Rule(peers.fairseq, lambda _: {"since_rescale": 1, "overflows": 0}, divides=True),
     "flax": Rule(peers.flax),
@@ -45,6 +46,6 @@ RULES: dict[str, Rule] = {
     "keras": Rule(peers.float32_factors),
     "megatron": _hysteresis(peers.megatron),
     "paddle": _hysteresis(peers.paddle),
-    "paddle_dygraph": _hysteresis(peers.paddle_dygraph),
+    "paddle_dygraph": _hysteresis(partial(peers.paddle, finite=False)),
     "tensorflow": Rule(peers.tensorflow, divides=True),
 }

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._distributed.dtensor import any_rank, local, settled_sum
+from funcamp._scaler.precision import reciprocal
 from funcamp._scaler.state import ScalerState, check_state, replace
-from funcamp._scaler.torch_rule import widen
 from funcamp._types import Reduce, Tree
 
 
@@ -85,7 +85,7 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
     """
     state = check_state("unscale", state)
     flat, spec = _tree.gradients("unscale", "tree", tree, state.scale.device)
-    inv_scale = reciprocal(state)
+    inv_scale = reciprocal(state.scale)
     return _tree.map_leaves(lambda leaf: unscaled(leaf, inv_scale), flat, spec)
 
 
@@ -123,7 +123,7 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
     state = check_state("unscale_and_check", state)
     _tree.check_whole("unscale_and_check", "grads", grads)
     flat, spec = _tree.gradients("unscale_and_check", "grads", grads, state.scale.device)
-    inv_scale = reciprocal(state)
+    inv_scale = reciprocal(state.scale)
     values = [None if leaf is None else unscaled(settled_sum(leaf), inv_scale) for leaf in flat]
     found = state.found_inf != 0
     if finite := [_finite(leaf).to(found.device) for leaf in values if leaf is not None]:
@@ -185,7 +185,7 @@ def found_inf_by_leaf(grads: Tree) -> Tensor:
     leaves = [settled_sum(leaf) for leaf in flat if leaf is not None]
     if not leaves:
         return torch.zeros(0, dtype=torch.bool)
-    return any_rank(torch.stack([~all_finite(local(leaf)) for leaf in leaves]), leaves)
+    return any_rank(torch.stack([~_finite(leaf) for leaf in leaves]), leaves)
 
 
 def leaf_names(tree: Tree) -> tuple[str, ...]:
@@ -210,12 +210,6 @@ def leaf_names(tree: Tree) -> tuple[str, ...]:
     tree = _tree.map_nodes(_tree.Stored, lambda node: node.placeholders(), tree)
     flat, _ = _tree.tensors("leaf_names", "tree", tree)
     return tuple(name for name, leaf in zip(_tree.names(tree), flat) if leaf is not None)
-
-
-def reciprocal(state: ScalerState) -> Tensor:
-    """Return inv_scale, float32."""
-    # On some devices and compilers float32 division is approximate; float64 division is exact after rounding.
-    return widen(state.scale).reciprocal().float()
 
 
 def unscaled(leaf: Tensor, inv_scale: Tensor) -> Tensor:

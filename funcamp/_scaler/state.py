@@ -50,22 +50,15 @@ def check_state(call: str, state: object) -> ScalerState:
     if not isinstance(state, tuple) or getattr(type(state), "_fields", ())[:3] != ScalerState._fields:
         raise TypeError(f"{call}: state must be a ScalerState, as init makes it; got {_tree.brief(state)}")
     known = cast(ScalerState, state)
-    for name, dtype in _DTYPES.items():
-        value = getattr(known, name)
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{call}: state.{name} must be a {dtype} tensor of shape (); got {value!r}")
-        if value.dtype != dtype:
-            raise TypeError(f"{call}: state.{name} must be {dtype}; got {value.dtype}")
+    for name, value in {**dict(zip(known._fields[:3], known)), **getattr(known, "counters", {})}.items():
+        dtype = _DTYPES.get(name, torch.int32)
+        if not isinstance(value, Tensor) or value.dtype != dtype:
+            raise TypeError(f"{call}: state.{name} must be a {dtype} tensor; got {_tree.describe(value)}")
         if value.dim() != 0:
             raise ValueError(
                 f"{call}: state.{name} must have shape (); got {tuple(value.shape)} "
                 "(a batch of scalers goes through torch.func.vmap)"
             )
-    for field in list(known._fields)[3:]:
-        held = getattr(known, field)
-        for name, value in (held if isinstance(held, dict) else {field: held}).items():
-            if not isinstance(value, Tensor) or value.dtype != torch.int32 or value.dim() != 0:
-                raise TypeError(f"{call}: state.{name} must be an int32 tensor of shape (); got {value!r}")
     return known
 
 

@@ -86,10 +86,8 @@ def from_state_dict(
     tracker = saved_count(call, "_growth_tracker", saved["_growth_tracker"])
     counters = tensors_of(saved_counters(call, saved, config), device)
     first = init(config, device=device)
-    state = ScalerState(
-        torch.full_like(first.scale, scale), torch.full_like(first.growth_tracker, tracker), first.found_inf
-    )
-    return with_counters(state, counters), config
+    restored = (torch.full_like(first.scale, scale), torch.full_like(first.growth_tracker, tracker), first.found_inf)
+    return with_counters(ScalerState(*restored), counters), config
 
 
 def saved_scale(call: str, value: object) -> float:

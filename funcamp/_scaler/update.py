@@ -9,8 +9,8 @@ from funcamp import _tree
 from funcamp._check import real
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.rule_table import RULES
+from funcamp._scaler.rules import Outcome
 from funcamp._scaler.state import ScalerState, check_state, replace, tensors_of, with_counters
-from funcamp._scaler.torch_rule import Outcome
 from funcamp._types import Tree
 
 
@@ -88,10 +88,10 @@ def update(
     """
     state, config = checked("update", state, config)
     if new_scale is None:
-        state = _bounded(_outcome(state, config).state, config)
+        state = RULES[config.rule].outcome(state, config).state
     else:
-        state = _bounded(replace(state, scale=_new_scale(state, new_scale)), config)
-    return replace(state, found_inf=torch.zeros_like(state.found_inf))
+        state = replace(state, scale=_new_scale(state, new_scale))
+    return replace(_bounded(state, config), found_inf=torch.zeros_like(state.found_inf))
 
 
 def merge(*states: ScalerState) -> ScalerState:
@@ -222,7 +222,7 @@ def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
 def _ahead(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, Outcome, Tensor]:
     """Return the state, the rule's outcome, and the scale after the bounds."""
     state, config = checked(call, state, config)
-    after = _outcome(state, config)
+    after = RULES[config.rule].outcome(state, config)
     return state, after, _bounded(after.state, config).scale
 
 
@@ -247,11 +247,6 @@ def checked(call: str, state: ScalerState, config: ScalerConfig) -> tuple[Scaler
 def first_counters(config: ScalerConfig) -> dict[str, int]:
     """Return the initial values of the rule's counters besides growth_tracker."""
     return RULES[config.rule].counters(config)
-
-
-def _outcome(state: ScalerState, config: ScalerConfig) -> Outcome:
-    """Return the result of the configuration's rule, before its bounds."""
-    return RULES[config.rule].outcome(state, config)
 
 
 def _bounded(state: ScalerState, config: ScalerConfig) -> ScalerState:

@@ -24,9 +24,9 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._distributed.dtensor import any_rank, groups, local, total
 from funcamp._optim.clip import clamp, coefficient
-from funcamp._scaler.scale import reciprocal, reduced, unscaled
+from funcamp._scaler.precision import reciprocal, widen
+from funcamp._scaler.scale import reduced, unscaled
 from funcamp._scaler.state import ScalerState, replace
-from funcamp._scaler.torch_rule import widen
 from funcamp._types import Reduce, Tree
 
 # Per dtype: a factor that keeps squares finite, the floor, and the factor's inverse in float64. A norm whose square is
@@ -39,7 +39,7 @@ _ROW = 2048
 
 def squares_and_finite(state: ScalerState, grads: Tree) -> tuple[Tensor, Tensor]:
     """Return the sum of squares of the unscaled gradients, and whether all are finite, from one reading."""
-    inv_scale = _tree.settled(reciprocal(state))
+    inv_scale = _tree.settled(reciprocal(state.scale))
     leaves = [leaf for leaf in _tree.leaves(grads) if leaf is not None]
     squares, finite = torch.zeros_like(widen(state.scale)), torch.ones_like(state.scale, dtype=torch.bool)
     for over, members in groups(leaves):
@@ -86,7 +86,7 @@ def unscale_and_clip(
     state: ScalerState, grads: Tree, norm: Tensor, max_norm: float | Tensor | None, max_value: float | Tensor | None
 ) -> Tree:
     """Return unscaled, clipped gradients; compiled, they are computed in the optimizer's loop."""
-    inv_scale = _tree.settled(reciprocal(state))
+    inv_scale = _tree.settled(reciprocal(state.scale))
     wide = None if max_norm is None else coefficient(max_norm, norm)
     factor = None if wide is None else _tree.settled(wide.float())
 

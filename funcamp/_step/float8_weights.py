@@ -8,7 +8,8 @@ from torch import Tensor
 from funcamp._distributed.collectives import all_gather_each, largest
 from funcamp._float8.config import FORWARD, Float8Config
 from funcamp._float8.product import Operands, Scales, of_values, operands
-from funcamp._float8.quantize import amax_of, current_scale, quantize, reciprocal
+from funcamp._float8.quantize import amax_of, current_scale, quantize
+from funcamp._scaler.precision import reciprocal
 from funcamp._step.state import TrainState
 from funcamp._storage.compute_copies import float8_groups, float8_leaves, for_loss, products
 from funcamp._storage.shards import Shards, pieces_of

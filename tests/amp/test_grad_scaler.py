@@ -349,6 +349,13 @@ def test_new_scale_of_shape_one_is_taken() -> None:
     assert loop.scaler.get_scale() == 3.0
 
 
+def test_new_scale_of_another_type_is_refused() -> None:
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    with pytest.raises(AssertionError, match="new_scale should be a float"):
+        scaler.update("8")  # type: ignore[arg-type]
+
+
 def test_bounds_hold() -> None:
     loop = Loop(GradScaler("cpu", config=ScalerConfig(4.0, min_scale=2.0, max_scale=8.0, growth_interval=1)), "SGD")
     for overflow, expected in ((True, 2.0), (True, 2.0), (False, 4.0), (False, 8.0), (False, 8.0)):

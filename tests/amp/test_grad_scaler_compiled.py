@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +16,7 @@ from torch import Tensor
 
 from funcamp import GradScaler, presets
 from tests.support.helpers import assert_close, assert_same
+from tests.support.launch import ENVIRONMENT, ROOT
 
 STEPS = 12
 Loop = Callable[[Tensor, Tensor], Tensor]
@@ -271,3 +276,35 @@ def test_a_disabled_scaler_compiles() -> None:
     expected, _, plain = build(torch.amp.GradScaler("cpu", enabled=False), "AdamW")
     plain(*batch(1))
     assert_close(list(model.parameters()), list(expected.parameters()), 1e-5)
+
+
+#: The scaler is the first of its process: the one that pickles it does not compile.
+ALONE = """
+import copy, pickle, sys, torch
+from tests.amp.test_grad_scaler_compiled import batch, build
+scaler = pickle.load(sys.stdin.buffer)
+if sys.argv[1] == "copied":
+    scaler = copy.deepcopy(scaler)
+if sys.argv[1] == "disabled":
+    from funcamp import GradScaler
+    scaler = GradScaler("cpu", enabled=False)
+model, _, loop = build(scaler, "SGD momentum")
+with torch._dynamo.config.patch(trace_autograd_ops=True):
+    torch.compile(loop, fullgraph=True, backend="eager")(*batch(1))
+print([value.tolist() for value in model.parameters()])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("made", ["disabled", "unpickled", "copied"])
+def test_a_scaler_that_no_other_came_before_compiles(made: str) -> None:
+    plain = GradScaler("cpu", init_scale=16.0, enabled=made != "disabled")
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, made], cwd=ROOT, env=ENVIRONMENT, input=pickle.dumps(plain), capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    model, _, loop = build(plain, "SGD momentum")
+    loop(*batch(1))
+    assert_close(
+        [torch.tensor(value) for value in ast.literal_eval(done.stdout.decode())], list(model.parameters()), 1e-6
+    )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcamp._scaler.precision import widen
 from funcamp._scaler.state import ScalerState, replace
 
 if TYPE_CHECKING:
@@ -22,11 +23,6 @@ class Outcome(NamedTuple):
     """bool: whether the rule lowers the scale at this step, if it can."""
     grows: Tensor
     """bool: whether the rule raises the scale at this step, if it can."""
-
-
-def widen(scale: Tensor) -> Tensor:
-    """Return the scale in float64, for factors and reciprocals; float32 on MPS, which has no float64."""
-    return scale if scale.device.type == "mps" else scale.double()
 
 
 def dynamic(state: ScalerState, config: ScalerConfig) -> Outcome:

@@ -39,13 +39,12 @@ class Draws:
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
         """Context manager: a trace with draws; restores the generator afterwards."""
-        before = torch.get_rng_state()
-        torch.default_generator.manual_seed(_FIRST)
-        try:
-            yield
-        finally:
-            torch.set_rng_state(before)
-            self._drawn.clear()
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(_FIRST)
+            try:
+                yield
+            finally:
+                self._drawn.clear()
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operation that draws random numbers.
@@ -85,9 +84,8 @@ class Draws:
             return out
         # Eager mode fills memory in its order; functionalized, the call would fill a contiguous tensor.
         memory = _in_order(target)
-        if (
-            func is _RANGE and len(args) == 3 and args[2] is not None
-        ):  # an argument named like a keyword (`from`) cannot be passed by name in a graph
+        if func is _RANGE and len(args) == 3 and args[2] is not None:
+            # An argument named like a keyword (`from`) cannot be passed by name in a graph.
             memory.copy_(_aten.randint.low(*args[1:], memory.shape, dtype=memory.dtype, device=memory.device))
         else:
             func(memory, *args[1:], **kwargs)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._jit import cuda_graph
-from funcamp._jit.ahead import Ahead
+from funcamp._jit.ahead import ahead
 from funcamp._jit.buffer_pool import Scratch, asked, keep_heap, wanted
 from funcamp._jit.compile import Flat, check_compiler, compile_graph
 from funcamp._jit.donation import Layout, Owned, arranged, layouts_for, own
@@ -216,8 +216,8 @@ class JitStep:
             layouts = layouts_for(given)
             given = arranged(given, layouts, owned.memory)
             asks = options.backend == "inductor" and _on_cpu(owned)
-            with _compiling(self._task(batch, key)) as progress, Ahead() if asks else contextlib.nullcontext() as ahead:
-                program, results = with_room(lambda: self._program(key, owned, one, given, layouts, progress, ahead))
+            with _compiling(self._task(batch, key)) as progress, ahead() if asks else contextlib.nullcontext() as headers:
+                program, results = with_room(lambda: self._program(key, owned, one, given, layouts, progress, headers))
         except BaseException as error:
             if not self._programs:  # a state that no program used must not constrain later ones
                 self._owned = self._graphs = self._like = None
@@ -240,7 +240,7 @@ class JitStep:
         given: list[Tensor],
         layouts: list[Layout],
         progress: Progress,
-        ahead: Ahead | None,
+        headers: Callable[[], object] | None,
     ) -> tuple[_Program, list[Tensor]]:
         options, graphs = self._options, self._graphs
         graph = self._trace(owned, one, given if options.unroll is None else [leaf[0] for leaf in given])
@@ -252,8 +252,8 @@ class JitStep:
         count, on_cpu = len(owned.leaves), _on_cpu(owned)
         written = sum(leaf.nbytes for leaf in owned.leaves) if options.donate else 0
 
-        def compiled(backend: str, ahead: Ahead | None = None) -> Flat:
-            one = self._compile_graph(graph, backend, written if on_cpu else None, ahead)
+        def compiled(backend: str, headers: Callable[[], object] | None = None) -> Flat:
+            one = self._compile_graph(graph, backend, written if on_cpu else None, headers)
             return one if options.unroll is None else unrolled(one, count, metrics, options.unroll)
 
         metrics = len(graph.rest.tensors)
@@ -262,7 +262,7 @@ class JitStep:
         if late:
             run = self._late(key, compiled("eager"), compiled, progress.task)
         else:
-            run = compiled(options.backend, ahead)
+            run = compiled(options.backend, headers)
             progress.phase("running")
         if graphs is not None:
             owned.watch(_WATCHED)
@@ -330,7 +330,9 @@ class JitStep:
             advise("jit", error)
             raise
 
-    def _compile_graph(self, graph: Graph, backend: str, written: int | None, ahead: Ahead | None) -> Flat:
+    def _compile_graph(
+        self, graph: Graph, backend: str, written: int | None, headers: Callable[[], object] | None
+    ) -> Flat:
         options, pooled = self._options, False
         if backend == "eager":
             return compile_graph(graph, backend, {})
@@ -361,7 +363,7 @@ class JitStep:
             patches["cpp_wrapper"] = not pooled
         try:
             with corrected(exact=options.exact), asked() if pooled else contextlib.nullcontext():
-                return compile_graph(graph, backend, patches, ahead)
+                return compile_graph(graph, backend, patches, headers)
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error

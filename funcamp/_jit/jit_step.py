@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._jit import cuda_graph
 from funcamp._jit.ahead import ahead
 from funcamp._jit.buffer_pool import Scratch, asked, keep_heap, wanted
@@ -34,6 +34,7 @@ from funcamp._memory import Memory
 from funcamp._trace.open_shapes import is_open
 from funcamp._trace.passes import registered
 from funcamp._trace.trace import Graph, HostError, Outline, trace
+from funcamp._trace.tracing import running
 from funcamp._types import Tree
 from funcamp._upstream.advice import advise
 from funcamp._upstream.inductor_cpu import corrected
@@ -109,7 +110,7 @@ class JitStep:
             RuntimeError: step cannot be compiled or captured, or reads the host; there is no compiler.
             Exception: any error of step itself during tracing.
         """
-        if _thread.compiling or torch._C._are_functorch_transforms_active():
+        if running() is not None or _upstream.transforms_active():
             raise RuntimeError(
                 f"jit: {self!r} must not be called inside another jit or a transform of "
                 "torch.func (vmap, grad): use the function it was made of there, and jit the result"
@@ -369,25 +370,13 @@ class JitStep:
             raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error
 
 
-class _Thread(threading.local):
-    """Whether this thread is compiling a step."""
-
-    compiling = False
-
-
-_thread = _Thread()
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def _compiling(task: str) -> Iterator[Progress]:
-    with _lock:  # make_fx and Inductor's options are global to the process
-        _thread.compiling = True
-        try:
-            with _few_collections(), Progress(task) as progress:
-                yield progress
-        finally:
-            _thread.compiling = False
+    with _lock, _few_collections(), Progress(task) as progress:  # make_fx and Inductor's options are of the process
+        yield progress
 
 
 @contextlib.contextmanager

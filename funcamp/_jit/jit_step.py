@@ -75,7 +75,7 @@ class JitStep:
         self._like: Tree = None
         self._captured: list[Tensor] = []
         self._places: list[tuple[int, tuple[int, ...]]] = []
-        self._graphs: cuda_graph.Graphs | None = None
+        self._graphs: cuda_graph.CudaGraphs | None = None
         self._scratch: Scratch | None = None
         self._last: Any = None
         self._turn = threading.Lock()

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     _keystr = _pytree.keystr
     _register = _pytree.register_pytree_node
     _Attribute = _pytree.GetAttrKey
-    _kind_of = _pytree._get_node_type
-    _NODES = _pytree.SUPPORTED_NODES
 else:
     TreeSpec = _upstream.find("torch.utils._pytree.TreeSpec")
     flatten = _upstream.find("torch.utils._pytree.tree_flatten")
@@ -31,12 +29,11 @@ else:
     _keystr = _upstream.find("torch.utils._pytree.keystr")
     _register = _upstream.find("torch.utils._pytree.register_pytree_node")
     _Attribute = _upstream.find("torch.utils._pytree.GetAttrKey")
-    _kind_of = _upstream.find("torch.utils._pytree._get_node_type")
-    _NODES = _upstream.find("torch.utils._pytree.SUPPORTED_NODES")
     if not _upstream.usable(_register):
         flatten = _register  # without registration a FlatParams would be a leaf
 _HAS_PATHS = _upstream.usable(_flatten_with_path, _keystr, _Attribute)
-_HAS_NODES = _upstream.usable(_kind_of, _NODES)
+#: Classes of immutable nodes, and functions that return a node's children first.
+_immutable: dict[type, Callable[[Any], tuple[list[Any], Any]]] = {}
 _Node = TypeVar("_Node")
 
 
@@ -78,7 +75,7 @@ def register(
         keyed = [(_Attribute(f"{attribute}[{i}]"), child) for i, child in enumerate(children)]
         return keyed, context
 
-    _immutable.add(cls)
+    _immutable[cls] = flatten_node
     if not _upstream.usable(_register):
         return
     _register(
@@ -142,28 +139,24 @@ def check_whole(call: str, name: str, tree: Tree) -> None:
 
 
 def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[Any, ...]]] | None:
-    """Return every dict and list of a tree with its keys and items; None if another node is mutable."""
-    if not _HAS_NODES:
-        return None
+    """Return every dict and list of a tree of tensors with its keys and items; None if another node may be mutable."""
     held: list[tuple[Any, list[Any] | None, tuple[Any, ...]]] = []
     stack = [tree]
     while stack:
         node = stack.pop()
-        kind = _kind_of(node)
-        if kind not in _NODES:
-            continue
-        children, _ = _NODES[kind].flatten_fn(node)
-        if isinstance(node, dict):
+        if type(node) in _immutable:
+            stack += _immutable[type(node)](node)[0]
+        elif isinstance(node, dict):
             held.append((node, list(node), tuple(node.values())))
+            stack += node.values()
         elif isinstance(node, list):
             held.append((node, None, tuple(node)))
-        elif not isinstance(node, tuple) and kind not in _immutable:
+            stack += node
+        elif isinstance(node, tuple):
+            stack += node
+        elif node is not None and not isinstance(node, Tensor):
             return None
-        stack.extend(children)
     return held
-
-
-_immutable: set[type] = set()
 
 
 def describe(leaf: object) -> str:

@@ -160,9 +160,10 @@ def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[Any, ...]]] 
 
 
 def describe(leaf: object) -> str:
-    """Return a leaf for an error message: dtype, shape and device of a tensor, else value and type."""
+    """Return a leaf for an error message: dtype, shape, device and layout of a tensor, else value and type."""
     if isinstance(leaf, Tensor):
-        return f"a {leaf.dtype} tensor of shape {tuple(leaf.shape)} on {leaf.device}"
+        layout = "" if leaf.layout == torch.strided else f" in layout {leaf.layout}"
+        return f"a {leaf.dtype} tensor of shape {tuple(leaf.shape)} on {leaf.device}{layout}"
     if torch.compiler.is_compiling():  # Dynamo may represent the value by a symbol, which has no string
         return f"a {type(leaf).__name__}"
     return f"{leaf!r} of type {type(leaf).__name__}"
@@ -216,44 +217,36 @@ def tensors(call: str, name: str, tree: Tree) -> tuple[list[Tensor | None], Tree
     return flat, spec
 
 
-def parameters(call: str, name: str, tree: Tree) -> tuple[list[Tensor | None], TreeSpec]:
-    """Flatten a tree of strided floating-point or complex tensors.
+def parameters(call: str, name: str, tree: Tree, *, sparse: bool = False) -> tuple[list[Tensor | None], TreeSpec]:
+    """Flatten a tree of strided floating-point or complex tensors; with `sparse` they may be sparse COO.
 
     Raises:
-        TypeError: a leaf is not a tensor, is an integer or boolean tensor, or is sparse.
+        TypeError: a leaf is not a tensor, is an integer or boolean tensor, or has another layout.
     """
     flat, spec = tensors(call, name, tree)
+    layouts = (torch.strided, torch.sparse_coo) if sparse else (torch.strided,)
     for index, leaf in enumerate(flat):
         if leaf is None:
             continue
-        if not (leaf.is_floating_point() or leaf.is_complex()) or leaf.layout != torch.strided:
+        if not (leaf.is_floating_point() or leaf.is_complex()) or leaf.layout not in layouts:
             raise TypeError(
-                f"{call}: {name}{path_of(tree, index)} must be a strided floating-point or complex tensor; "
-                f"got {describe(leaf)}"
+                f"{call}: {name}{path_of(tree, index)} must be a strided {'or sparse COO ' * sparse}floating-point or "
+                f"complex tensor; got {describe(leaf)}"
             )
     return flat, spec
 
 
 def gradients(call: str, name: str, tree: Tree, device: torch.device) -> tuple[list[Tensor | None], TreeSpec]:
-    """Flatten a tree of floating-point or complex tensors on one type of device.
+    """Flatten a tree of strided or sparse floating-point or complex tensors on one type of device.
 
     Raises:
         TypeError: a leaf is not a tensor, is an integer or boolean tensor, or is neither strided nor sparse COO.
         ValueError: a leaf is on another type of device than the scaler state.
     """
-    flat, spec = tensors(call, name, tree)
+    flat, spec = parameters(call, name, tree, sparse=True)
     for index, leaf in enumerate(flat):
-        if leaf is None:
-            continue
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            raise TypeError(
-                f"{call}: {name}{path_of(tree, index)} must be floating point or complex; got {describe(leaf)}"
-            )
-        if leaf.layout not in (torch.strided, torch.sparse_coo):
-            raise TypeError(
-                f"{call}: {name}{path_of(tree, index)} must be strided or sparse COO; got layout {leaf.layout}"
-            )
-        check_device(call, name, tree, index, leaf, device)
+        if leaf is not None:
+            check_device(call, name, tree, index, leaf, device)
     return flat, spec
 
 

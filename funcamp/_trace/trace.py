@@ -422,8 +422,8 @@ class _Watch(TorchDispatchMode):
             leaf = leaves[index]
             if leaf.layout != torch.strided:
                 raise HostError(
-                    f"read strided tensors only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)} in "
-                    f"layout {leaf.layout}: make it dense, or pass its indices and values as a leaf of the batch each"
+                    f"read strided tensors only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)}: "
+                    "make it dense, or pass its indices and values as a leaf of the batch each"
                 )
             if id(leaf) not in self._seen:
                 with disable_proxy_modes_tracing():  # from_tensor views its base, which must not be in the graph

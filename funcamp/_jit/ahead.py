@@ -13,13 +13,15 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 from funcamp import _upstream
 
+Request: TypeAlias = Callable[[], object]
+
 
 @contextlib.contextmanager
-def ahead() -> Iterator[Callable[[], object]]:
+def ahead() -> Iterator[Request]:
     """Context manager: a thread queries the vector instructions; exit waits for it. Inductor repeats failed queries.
 
     Gives a function that requests the headers of a program that is compiled with Inductor's current options.

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from funcamp._jit.ahead import Request
 from funcamp._jit.convolutions import decompositions
 from funcamp._jit.eager_layouts import keep_layouts, one_by_one
 from funcamp._jit.open_parts import closed_decompositions, inner_compile
@@ -33,7 +34,7 @@ LONG = 1500
 DEEP = 20_000
 
 
-def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], headers: Callable[[], object] | None = None) -> Flat:
+def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], headers: Request | None = None) -> Flat:
     """Compile a graph; return a function from the arguments to the results of the traced function.
 
     Args:
@@ -91,7 +92,7 @@ def _no_autocast(kinds: list[str]) -> Iterator[None]:
 
 
 def _inductor(
-    graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any], headers: Callable[[], object] | None, *, is_open: bool
+    graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any], headers: Request | None, *, is_open: bool
 ) -> Any:
     from torch._functorch import config as functorch_config
     from torch._inductor import config

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._jit import cuda_graph
-from funcamp._jit.ahead import ahead
+from funcamp._jit.ahead import Request, ahead
 from funcamp._jit.buffer_pool import Scratch, asked, keep_heap, wanted
 from funcamp._jit.compile import Flat, check_compiler, compile_graph
 from funcamp._jit.donation import Layout, Owned, arranged, layouts_for, own
@@ -217,7 +217,10 @@ class JitStep:
             layouts = layouts_for(given)
             given = arranged(given, layouts, owned.memory)
             asks = options.backend == "inductor" and _on_cpu(owned)
-            with _compiling(self._task(batch, key)) as progress, ahead() if asks else contextlib.nullcontext() as headers:
+            with (
+                _compiling(self._task(batch, key)) as progress,
+                ahead() if asks else contextlib.nullcontext() as headers,
+            ):
                 program, results = with_room(lambda: self._program(key, owned, one, given, layouts, progress, headers))
         except BaseException as error:
             if not self._programs:  # a state that no program used must not constrain later ones
@@ -241,7 +244,7 @@ class JitStep:
         given: list[Tensor],
         layouts: list[Layout],
         progress: Progress,
-        headers: Callable[[], object] | None,
+        headers: Request | None,
     ) -> tuple[_Program, list[Tensor]]:
         options, graphs = self._options, self._graphs
         graph = self._trace(owned, one, given if options.unroll is None else [leaf[0] for leaf in given])
@@ -253,7 +256,7 @@ class JitStep:
         count, on_cpu = len(owned.leaves), _on_cpu(owned)
         written = sum(leaf.nbytes for leaf in owned.leaves) if options.donate else 0
 
-        def compiled(backend: str, headers: Callable[[], object] | None = None) -> Flat:
+        def compiled(backend: str, headers: Request | None = None) -> Flat:
             one = self._compile_graph(graph, backend, written if on_cpu else None, headers)
             return one if options.unroll is None else unrolled(one, count, metrics, options.unroll)
 
@@ -331,9 +334,7 @@ class JitStep:
             advise("jit", error)
             raise
 
-    def _compile_graph(
-        self, graph: Graph, backend: str, written: int | None, headers: Callable[[], object] | None
-    ) -> Flat:
+    def _compile_graph(self, graph: Graph, backend: str, written: int | None, headers: Request | None) -> Flat:
         options, pooled = self._options, False
         if backend == "eager":
             return compile_graph(graph, backend, {})

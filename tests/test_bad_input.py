@@ -307,7 +307,10 @@ def test_presets() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda w: unscale_and_check(STATE, {"n": w.int()}), "grads['n'] must be a strided or sparse COO floating-point"),
+        (
+            lambda w: unscale_and_check(STATE, {"n": w.int()}),
+            "grads['n'] must be a strided or sparse COO floating-point",
+        ),
         (lambda w: skip_step(STATE, new={"a": w}, old={"b": w}), "new['a'] against old['b']"),
         (lambda w: scale(STATE, {"a": "text"}), "outputs['a'] must be a tensor or None"),
     ],

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from funcamp import _tree
 from funcamp._trace.schema import aliased
 from funcamp._trace.user_line import in_stack
+from funcamp._upstream.inductor_writeback import chain_start
 
 #: Larger than any user's seed.
 _FIRST = 1 << 63
@@ -118,9 +119,7 @@ def _same(one: fx.Node | None, other: fx.Node | None) -> bool:
     """Return whether two nodes have equal values because their computations are equal."""
     rest, seen = [(one, other)], set()
     while rest:
-        pair = _origin(rest[-1][0]), _origin(rest[-1][1])
-        rest.pop()
-        a, b = pair
+        a, b = pair = tuple(chain_start(node, lambda one: one.target in _SAME_VALUES) for node in rest.pop())
         if a is b or pair in seen:
             continue
         seen.add(pair)
@@ -135,9 +134,3 @@ def _same(one: fx.Node | None, other: fx.Node | None) -> bool:
             elif isinstance(x, fx.Node) or isinstance(y, fx.Node) or x != y:
                 return False
     return True
-
-
-def _origin(node: fx.Node | None) -> fx.Node | None:
-    while node is not None and node.target in _SAME_VALUES:
-        node = node.all_input_nodes[0]
-    return node

@@ -178,9 +178,12 @@ def arranged(batch: list[Tensor], layouts: list[Layout], memory: Memory | None) 
 def layouts_for(batch: list[Tensor]) -> list[Layout]:
     """Return the layouts to compile for: the batch's if contiguous or channels last, else contiguous."""
     return [
-        Layout(leaf.stride(), leaf.numel() * leaf.element_size())
-        if leaf.is_contiguous() or (leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last))
-        else Layout(torch.empty(leaf.shape, device="meta").stride(), leaf.numel() * leaf.element_size())
+        Layout(
+            leaf.stride()
+            if leaf.is_contiguous() or (leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last))
+            else torch.empty(leaf.shape, device="meta").stride(),
+            leaf.nbytes,
+        )
         for leaf in batch
     ]
 

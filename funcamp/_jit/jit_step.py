@@ -121,7 +121,7 @@ class JitStep:
     def _call(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
         leaves, spec = flat(batch)
         try:
-            key = (spec, tuple([key_of(leaf) for leaf in leaves]), autocast())
+            key = (spec, tuple([key_of(leaf) for leaf in leaves]), autocast(), torch.get_default_dtype())
             program = self._programs.get(key)
         except Exception:
             if (as_dicts := _tree.plain(batch)) is not batch:

@@ -171,7 +171,7 @@ def shapes(batch: Tree) -> str:
 
 
 def difference(batch: Tree, before: Any, now: Any) -> str:
-    """Return how a batch's signature differs from another one; each has structure, leaves and autocast."""
+    """Return how a batch's signature differs from another one; each has structure, leaves, autocast, default dtype."""
     if before[0] != now[0]:
         return f"its structure changed to {_tree.flatten(batch)[1]}"
     for index, (old, new) in enumerate(zip(before[1], now[1])):
@@ -181,6 +181,8 @@ def difference(batch: Tree, before: Any, now: Any) -> str:
         return (
             f"the autocast around the call changed from {before[2]} to {now[2]}: give make_train_step a policy instead"
         )
+    if before[3] != now[3]:
+        return f"torch's default dtype changed from {before[3]} to {now[3]}"
     return "it went back to an old one"
 
 

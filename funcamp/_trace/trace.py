@@ -309,7 +309,7 @@ def _fresh_casts() -> Iterator[None]:
 
 
 def _name_dtypes(graph: torch.fx.Graph) -> None:
-    """Name the dtype of tensors made of nothing, as the default dtype may be another one at a later call."""
+    """Name the dtype of tensors made of nothing, as the function may change the default dtype while it runs."""
     for node in graph.nodes:
         schema, made = getattr(node.target, "_schema", None), node.meta.get("val")
         if schema is None or not isinstance(made, Tensor):

@@ -116,18 +116,14 @@ class JitStep:
             return self._call(state, batch)
 
     def _call(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
-        leaves, spec = flat(batch)
+        batch, leaves, spec = flat(batch)
         try:
             key = (spec, tuple([key_of(leaf) for leaf in leaves]), autocast(), torch.get_default_dtype())
             program = self._programs.get(key)
-        except Exception:
-            if (as_dicts := _tree.plain(batch)) is not batch:
-                return self._call(state, as_dicts)
+        except Exception:  # what cannot be hashed
             check_batch(batch)
             raise
         if program is None:
-            if (as_dicts := _tree.plain(batch)) is not batch:  # a mapping that can be hashed
-                return self._call(state, as_dicts)
             check_batch(batch)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self._captured and [(leaf.data_ptr(), leaf.stride()) for leaf in self._captured] != self._places:

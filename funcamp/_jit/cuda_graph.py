@@ -98,9 +98,13 @@ class Captured:
         except Exception as error:
             raise RuntimeError(f"jit: the step could not be captured into one CUDA graph: {error}") from error
 
-    def __call__(self, batch: list[Tensor]) -> list[Tensor]:
-        """Copy a batch in, replay, and return results that later calls do not change. No sync."""
-        if batch:
+    def __call__(self, values: list[Tensor]) -> list[Tensor]:
+        """Copy the batch in, replay, and return results that later calls do not change. No sync.
+
+        Args:
+            values: the state, which is in its static storage, and a batch.
+        """
+        if batch := values[len(self._state) :]:
             _upstream.copy_each(self._batch, batch, non_blocking=True)
         self._replay()
         torch.autograd.graph.increment_version(self._state)  # torch's operations do this, a replay does not

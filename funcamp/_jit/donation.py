@@ -141,11 +141,11 @@ class Layout(NamedTuple):
     """The number of bytes from the first to the last."""
 
 
-def arranged(batch: list[Tensor], layouts: list[Layout], memory: Memory | None) -> list[Tensor]:
+def arranged(batch: list[Tensor], layouts: list[Layout], memory: Memory) -> list[Tensor]:
     """Return a batch as a program needs it: in its layouts, outside memory that it writes, without grad."""
     return [
         leaf
-        if leaf.stride() == stride and (memory is None or memory.is_free(leaf.data_ptr(), extent)) and not _lazy(leaf)
+        if leaf.stride() == stride and memory.is_free(leaf.data_ptr(), extent) and not _lazy(leaf)
         else _laid_out(leaf.detach(), stride)
         for leaf, (stride, extent) in zip(batch, layouts)
     ]

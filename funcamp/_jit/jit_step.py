@@ -29,7 +29,7 @@ from funcamp._jit.signature import (
     kinds,
     shapes,
 )
-from funcamp._jit.unroll import first_of, unrolled
+from funcamp._jit.unroll import check_steps, unrolled
 from funcamp._memory import Memory
 from funcamp._trace.open_shapes import is_open
 from funcamp._trace.passes import registered
@@ -57,7 +57,7 @@ class Options(NamedTuple):
 class _Program(NamedTuple):
     """A step compiled for one batch signature."""
 
-    run: Flat | cuda_graph.Captured
+    run: Flat
     outline: Outline
     layouts: list[Layout]
 
@@ -132,32 +132,26 @@ class JitStep:
         if owned is None or not owned.is_of(state):
             check_state(state)
             if owned is not None and self._graphs is not None:  # before another state is copied into that memory
-                batch, given = _outside(owned.memory, batch)
+                given = [leaf.detach().clone() if owned.memory.meets(leaf) else leaf for leaf in given]
             owned = self._own(state)
         if program is None:
             with torch.inference_mode(False):
                 program, results = self._compile(key, owned, batch, given)
             owned = self._owned or owned
         else:
-            if isinstance(program.run, cuda_graph.Captured):  # it copies the batch before it writes
-                results = program.run(arranged(given, program.layouts, None))
-            else:
-                results = self._run(program.run, owned, arranged(given, program.layouts, owned.memory))
+            results = self._run(program.run, owned, arranged(given, program.layouts, owned.memory))
         self._last = key
         metrics, first = list(program.outline.constants), len(results) - len(program.outline.tensors)
         for index, value in zip(program.outline.tensors, results[first:]):
             metrics[index] = value
         if first:  # not donated
-            fresh = Owned(owned.filled(results[:first]), owned.strides, written=False)
+            owned = Owned(owned.filled(results[:first]), owned.strides, written=False)
             if self._graphs is None:
-                self._owned = fresh
-            return fresh.tree, _tree.unflatten(metrics, program.outline.spec)
+                self._owned = owned
         return owned.tree, _tree.unflatten(metrics, program.outline.spec)
 
     def _run(self, run: Flat, owned: Owned, given: list[Tensor]) -> list[Tensor]:
-        if self._scratch is None:
-            return run([*owned.leaves, *given])
-        with self._scratch.used():
+        with self._scratch.used() if self._scratch else contextlib.nullcontext():
             return run([*owned.leaves, *given])
 
     def _own(self, state: Tree) -> Owned:
@@ -204,8 +198,9 @@ class JitStep:
                     f"{difference(batch, self._last, key)}"
                 )
             if self._graphs is not None:
-                batch, given = _beside(owned.leaves[0], batch)
-            one = batch if unroll is None else first_of(batch, unroll)
+                given = [leaf.to(owned.leaves[0].device) for leaf in given]
+            if unroll is not None:
+                check_steps(batch, unroll)
             check_compiler(options.backend, owned.leaves + given)
             layouts = layouts_for(given)
             given = arranged(given, layouts, owned.memory)
@@ -214,15 +209,16 @@ class JitStep:
                 _compiling(self._task(batch, key)) as progress,
                 ahead() if asks else contextlib.nullcontext() as headers,
             ):
-                program, results = with_room(lambda: self._program(key, owned, one, given, layouts, progress, headers))
+                made = with_room(lambda: self._program(key, owned, batch, given, layouts, progress, headers))
         except BaseException as error:
             if not self._programs:  # a state that no program used must not constrain later ones
                 self._owned = self._graphs = self._like = None
+                self._captured, self._places = [], []
             if isinstance(error, RuntimeError):
                 advise("jit", error)
             raise
-        self._programs[key] = program
-        return program, results
+        self._programs[key] = made[0]
+        return made
 
     def _task(self, batch: Tree, key: Any) -> str:
         name = getattr(self._step, "__name__", type(self._step).__name__)
@@ -233,14 +229,14 @@ class JitStep:
         self,
         key: Any,
         owned: Owned,
-        one: Tree,
+        batch: Tree,
         given: list[Tensor],
         layouts: list[Layout],
         progress: Progress,
         headers: Request | None,
     ) -> tuple[_Program, list[Tensor]]:
         options, graphs = self._options, self._graphs
-        graph = self._trace(owned, one, given if options.unroll is None else [leaf[0] for leaf in given])
+        graph = self._trace(owned, batch, given if options.unroll is None else [leaf[0] for leaf in given])
         if any(map(owned.memory.meets, graph.captured)):
             owned = self._owned = own(owned.tree, self._like, Memory(), copy=True)
         self._captured += [leaf for leaf in graph.captured if all(leaf is not other for other in self._captured)]
@@ -262,10 +258,8 @@ class JitStep:
             run = compiled(options.backend, headers)
             progress.phase("running")
         if graphs is not None:
-            captured = cuda_graph.Captured(graphs, run, owned.leaves, given, metrics)
-            return _Program(captured, graph.rest, layouts), captured(given)
-        program = _Program(run, graph.rest, layouts)
-        return program, self._run(run, owned, given)
+            run = cuda_graph.Captured(graphs, run, owned.leaves, given, metrics)
+        return _Program(run, graph.rest, layouts), self._run(run, owned, given)
 
     def _late(self, key: Any, traced: Flat, compiled: Callable[[str], Flat], task: str) -> Flat:
         """Return a function that runs the traced operations one by one, and compiles them after enough calls."""
@@ -287,13 +281,13 @@ class JitStep:
     def _trace(self, owned: Owned, batch: Tree, given: list[Tensor]) -> Graph:
         options, step, like = self._options, self._step, self._like
         count, filled = len(owned.leaves), owned.filled
-        flat, spec = _tree.flatten(batch)
-        places = [index for index, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+        leaves, spec = _tree.flatten(batch)
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def body(values: list[Tensor]) -> tuple[list[Tensor], Tree]:
-            whole = list(flat)
+            whole = list(leaves)
             for place, value in zip(places, values[count:]):
-                whole[place] = value.detach().requires_grad_() if flat[place].requires_grad else value
+                whole[place] = value.detach().requires_grad_() if leaves[place].requires_grad else value
             out = step(filled(values[:count]), _tree.unflatten(whole, spec))
             if not isinstance(out, tuple) or len(out) != 2:
                 raise TypeError(f"jit: step must return the pair (state, metrics); got {type(out).__name__}")
@@ -401,17 +395,3 @@ def _has_complex(graph: Graph) -> bool:
 
 def _place(leaf: Tensor) -> tuple[int, tuple[int, ...]]:
     return leaf.data_ptr(), leaf.stride()
-
-
-def _outside(memory: Memory, batch: Tree) -> tuple[Tree, list[Tensor]]:
-    """Return a batch that shares no memory with `memory`, and its tensors."""
-    leaves, spec = _tree.flatten(batch)
-    apart = [leaf.detach().clone() if isinstance(leaf, Tensor) and memory.meets(leaf) else leaf for leaf in leaves]
-    return _tree.unflatten(apart, spec), [leaf for leaf in apart if isinstance(leaf, Tensor)]
-
-
-def _beside(leaf: Tensor, batch: Tree) -> tuple[Tree, list[Tensor]]:
-    """Return a batch on a leaf's device, and its tensors."""
-    leaves, spec = _tree.flatten(batch)
-    moved = [value.to(leaf.device) if isinstance(value, Tensor) else value for value in leaves]
-    return _tree.unflatten(moved, spec), [value for value in moved if isinstance(value, Tensor)]

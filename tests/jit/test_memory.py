@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from funcamp import jit
-from funcamp._jit import cuda_graph
+from funcamp._jit import cuda_graph, jit_step
 from funcamp._memory import Memory
 from tests.support.helpers import assert_same, clone
 from tests.support.stand_in import StandIn
@@ -404,3 +404,18 @@ def test_results_that_are_equal_to_one_input_share_no_memory() -> None:
     state, metric = jit(step, donate=False)({"a": torch.zeros(4), "b": torch.zeros(4)}, torch.arange(4.0))
     state["a"].add_(1)
     assert_same((state["b"], metric), (torch.arange(4.0), torch.arange(4.0)))
+
+
+def test_a_tensor_that_a_failed_compilation_read_may_get_other_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.arange(4.0).view(2, 2)
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    run = jit(lambda state, batch: (state + table, batch * 1), backend="aot_eager")
+    with monkeypatch.context() as patch:
+        patch.setattr(jit_step, "compile_graph", fail)
+        with pytest.raises(RuntimeError, match="cannot be compiled: no space left"):
+            run(torch.zeros(2, 2), torch.ones(()))
+    table.t_()
+    assert_same(run(torch.zeros(2, 2), torch.ones(()))[0], table + 0)

@@ -24,7 +24,7 @@ _Order = tuple[int | None, list[int]]
 
 
 def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any]) -> None:
-    """Give such results the layout of the trace, unless they have an open shape.
+    """Give such results the layout of the trace, except those of open operations.
 
     Args:
         module: its graph is changed in place; not recompiled.

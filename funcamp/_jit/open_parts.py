@@ -1,11 +1,11 @@
-"""Compile a program in which some shapes follow from values, such as that of `logits[mask]`: open shapes.
+"""Compile a program in which some shapes or strides follow from values, such as those of `logits[mask]`: open layouts.
 
 Some releases of Inductor compute such operations wrongly without an error (`_upstream.WRONG_ROWS`). So it compiles only
 the parts between them, and they run one by one, as in eager mode:
 
     stage -2: compiled part, then open operations | stage -1: compiled part, ... | stage 0: compiled part, all writes
 
-An operation is open if an argument or a result has an open shape. What a trace assumes of such sizes (that two are the
+An operation is open if an argument or a result has an open layout. What a trace assumes of such sizes (that two are the
 same, or that one is not 1) is checked: the result of every open operation must have the shape of the trace.
 """
 

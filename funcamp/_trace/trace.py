@@ -60,6 +60,17 @@ _FROM_VALUES = (
 
 _log = logging.getLogger("funcamp")
 _aten = torch.ops.aten
+#: The place of an offset in the memory of the first argument.
+_OFFSET = {
+    _aten.as_strided.default: 3,
+    _aten.as_strided_.default: 3,
+    _aten.as_strided_copy.default: 3,
+    _aten.as_strided_scatter.default: 4,
+}
+_DEVICE = torch.ops.prim.device.default
+_MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
+_PLAIN = {Tensor, torch.nn.Parameter}
+_CONSTANTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}
 #: Texts of torch's errors when the values or the memory of a fake tensor are read.
 _ASKED = (
     "is not supported for tensor subclasses",
@@ -115,7 +126,7 @@ class Graph(NamedTuple):
     wrapped: bool
     """Whether an argument or a result is not a plain tensor."""
     is_open: bool
-    """Whether a shape follows from values."""
+    """Whether an operation has a shape or strides that follow from values."""
 
 
 def trace(
@@ -498,18 +509,3 @@ class _Watch(TorchDispatchMode):
                 value = node.meta.get("val")
                 if isinstance(value, Tensor) and id(value) in self._made:
                     node.meta["val"] = value.detach()
-
-
-#: The place of an offset in the memory of the first argument.
-_OFFSET = {
-    _aten.as_strided.default: 3,
-    _aten.as_strided_.default: 3,
-    _aten.as_strided_copy.default: 3,
-    _aten.as_strided_scatter.default: 4,
-}
-
-
-_DEVICE = torch.ops.prim.device.default
-_MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
-_PLAIN = {Tensor, torch.nn.Parameter}
-_CONSTANTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}

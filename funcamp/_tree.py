@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     _keystr = _pytree.keystr
     _register = _pytree.register_pytree_node
     _Attribute = _pytree.GetAttrKey
-    _kind_of = _pytree._get_node_type
-    _NODES = _pytree.SUPPORTED_NODES
 else:
     TreeSpec = _upstream.find("torch.utils._pytree.TreeSpec")
     flatten = _upstream.find("torch.utils._pytree.tree_flatten")
@@ -31,12 +29,11 @@ else:
     _keystr = _upstream.find("torch.utils._pytree.keystr")
     _register = _upstream.find("torch.utils._pytree.register_pytree_node")
     _Attribute = _upstream.find("torch.utils._pytree.GetAttrKey")
-    _kind_of = _upstream.find("torch.utils._pytree._get_node_type")
-    _NODES = _upstream.find("torch.utils._pytree.SUPPORTED_NODES")
     if not _upstream.usable(_register):
         flatten = _register  # without registration a FlatParams would be a leaf
 _HAS_PATHS = _upstream.usable(_flatten_with_path, _keystr, _Attribute)
-_HAS_NODES = _upstream.usable(_kind_of, _NODES)
+#: Classes of immutable nodes, and functions that return a node's children first.
+_immutable: dict[type, Callable[[Any], tuple[list[Any], Any]]] = {}
 _Node = TypeVar("_Node")
 
 
@@ -78,7 +75,7 @@ def register(
         keyed = [(_Attribute(f"{attribute}[{i}]"), child) for i, child in enumerate(children)]
         return keyed, context
 
-    _immutable.add(cls)
+    _immutable[cls] = flatten_node
     if not _upstream.usable(_register):
         return
     _register(
@@ -142,34 +139,31 @@ def check_whole(call: str, name: str, tree: Tree) -> None:
 
 
 def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[Any, ...]]] | None:
-    """Return every dict and list of a tree with its keys and items; None if another node is mutable."""
-    if not _HAS_NODES:
-        return None
+    """Return every dict and list of a tree of tensors with its keys and items; None if another node may be mutable."""
     held: list[tuple[Any, list[Any] | None, tuple[Any, ...]]] = []
     stack = [tree]
     while stack:
         node = stack.pop()
-        kind = _kind_of(node)
-        if kind not in _NODES:
-            continue
-        children, _ = _NODES[kind].flatten_fn(node)
-        if isinstance(node, dict):
+        if type(node) in _immutable:
+            stack += _immutable[type(node)](node)[0]
+        elif isinstance(node, dict):
             held.append((node, list(node), tuple(node.values())))
+            stack += node.values()
         elif isinstance(node, list):
             held.append((node, None, tuple(node)))
-        elif not isinstance(node, tuple) and kind not in _immutable:
+            stack += node
+        elif isinstance(node, tuple):
+            stack += node
+        elif node is not None and not isinstance(node, Tensor):
             return None
-        stack.extend(children)
     return held
 
 
-_immutable: set[type] = set()
-
-
 def describe(leaf: object) -> str:
-    """Return a leaf for an error message: dtype, shape and device of a tensor, else value and type."""
+    """Return a leaf for an error message: dtype, shape, device and layout of a tensor, else value and type."""
     if isinstance(leaf, Tensor):
-        return f"a {leaf.dtype} tensor of shape {tuple(leaf.shape)} on {leaf.device}"
+        layout = "" if leaf.layout == torch.strided else f" in layout {leaf.layout}"
+        return f"a {leaf.dtype} tensor of shape {tuple(leaf.shape)} on {leaf.device}{layout}"
     if torch.compiler.is_compiling():  # Dynamo may represent the value by a symbol, which has no string
         return f"a {type(leaf).__name__}"
     return f"{leaf!r} of type {type(leaf).__name__}"
@@ -223,44 +217,36 @@ def tensors(call: str, name: str, tree: Tree) -> tuple[list[Tensor | None], Tree
     return flat, spec
 
 
-def parameters(call: str, name: str, tree: Tree) -> tuple[list[Tensor | None], TreeSpec]:
-    """Flatten a tree of strided floating-point or complex tensors.
+def parameters(call: str, name: str, tree: Tree, *, sparse: bool = False) -> tuple[list[Tensor | None], TreeSpec]:
+    """Flatten a tree of strided floating-point or complex tensors; with `sparse` they may be sparse COO.
 
     Raises:
-        TypeError: a leaf is not a tensor, is an integer or boolean tensor, or is sparse.
+        TypeError: a leaf is not a tensor, is an integer or boolean tensor, or has another layout.
     """
     flat, spec = tensors(call, name, tree)
+    layouts = (torch.strided, torch.sparse_coo) if sparse else (torch.strided,)
     for index, leaf in enumerate(flat):
         if leaf is None:
             continue
-        if not (leaf.is_floating_point() or leaf.is_complex()) or leaf.layout != torch.strided:
+        if not (leaf.is_floating_point() or leaf.is_complex()) or leaf.layout not in layouts:
             raise TypeError(
-                f"{call}: {name}{path_of(tree, index)} must be a strided floating-point or complex tensor; "
-                f"got {describe(leaf)}"
+                f"{call}: {name}{path_of(tree, index)} must be a strided {'or sparse COO ' * sparse}floating-point or "
+                f"complex tensor; got {describe(leaf)}"
             )
     return flat, spec
 
 
 def gradients(call: str, name: str, tree: Tree, device: torch.device) -> tuple[list[Tensor | None], TreeSpec]:
-    """Flatten a tree of floating-point or complex tensors on one type of device.
+    """Flatten a tree of strided or sparse floating-point or complex tensors on one type of device.
 
     Raises:
         TypeError: a leaf is not a tensor, is an integer or boolean tensor, or is neither strided nor sparse COO.
         ValueError: a leaf is on another type of device than the scaler state.
     """
-    flat, spec = tensors(call, name, tree)
+    flat, spec = parameters(call, name, tree, sparse=True)
     for index, leaf in enumerate(flat):
-        if leaf is None:
-            continue
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            raise TypeError(
-                f"{call}: {name}{path_of(tree, index)} must be floating point or complex; got {describe(leaf)}"
-            )
-        if leaf.layout not in (torch.strided, torch.sparse_coo):
-            raise TypeError(
-                f"{call}: {name}{path_of(tree, index)} must be strided or sparse COO; got layout {leaf.layout}"
-            )
-        check_device(call, name, tree, index, leaf, device)
+        if leaf is not None:
+            check_device(call, name, tree, index, leaf, device)
     return flat, spec
 
 

@@ -123,9 +123,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "scale number": (lambda: scale(STATE, 3.0), TypeError, "scale: outputs must be a tensor or None; got 3.0 of type float"),
     "scale nested": (lambda: scale(STATE, {"a": ["x"]}), TypeError, r"scale: outputs\['a'\]\[0\] must be .*got 'x'"),
     "scale device": (lambda: scale(META, W), ValueError, r"outputs must be on .* meta \(make the state with init"),
-    "integer gradient": (lambda: unscale_and_check(STATE, [W, W.int()]), TypeError, r"grads\[1\] must be floating point.*int32"),
-    "boolean gradient": (lambda: unscale(STATE, W > 0), TypeError, "unscale: tree must be floating point.*bool"),
-    "layout": (lambda: unscale(STATE, W.to_mkldnn()), TypeError, "tree must be strided or sparse COO; got layout"),
+    "integer gradient": (lambda: unscale_and_check(STATE, [W, W.int()]), TypeError, r"grads\[1\] must be a strided or sparse COO floating-point.*int32"),
+    "boolean gradient": (lambda: unscale(STATE, W > 0), TypeError, "unscale: tree must be a strided or sparse COO floating-point.*bool"),
+    "layout": (lambda: unscale(STATE, W.to_mkldnn()), TypeError, "tree must be a strided or sparse COO .* in layout torch._mkldnn"),
     "gradient device": (lambda: unscale_and_check(META, {"w": W}), ValueError, r"grads\['w'\] must be on .* meta"),
     "all_finite number": (lambda: all_finite([1.0]), TypeError, r"all_finite: tree\[0\] must be a tensor"),
     "reduce number": (lambda: unscale_and_check(STATE, W, reduce=lambda f: 1.0), TypeError, "reduce must return a tensor.*1.0"),  # type: ignore[arg-type, return-value]
@@ -156,7 +156,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "loss integer": (lambda: scaled_grad_and_value(loss_of(lambda w: (w > 0).sum()))(STATE, W), TypeError, "as loss; got a torch.int64"),
     "aux missing": (lambda: scaled_grad_and_value(loss_of(lambda w: w.sum()), has_aux=True)(STATE, W), TypeError, r"return a pair: \(loss, aux\)"),
     "aux number": (lambda: scaled_grad_and_value(loss_of(lambda w: (w.sum(), {"n": 1})), has_aux=True)(STATE, W), TypeError, r"aux\['n'\]"),
-    "params integer": (lambda: scaled_grad_and_value(loss_of(torch.sum))(STATE, {"n": W.int()}), TypeError, r"params\['n'\] must be floating"),
+    "params integer": (lambda: scaled_grad_and_value(loss_of(torch.sum))(STATE, {"n": W.int()}), TypeError, r"params\['n'\] must be a strided or sparse COO floating"),
     # clipping
     "max_norm zero": (lambda: clip_grad_norm(W, 0.0), ValueError, "max_norm must be positive; got 0.0"),
     "max_norm text": (lambda: clip_grad_norm(W, "1"), TypeError, "max_norm must be a number or a tensor; got '1'"),  # type: ignore[arg-type]
@@ -316,7 +316,10 @@ def test_presets() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda w: unscale_and_check(STATE, {"n": w.int()}), "grads['n'] must be floating point or complex"),
+        (
+            lambda w: unscale_and_check(STATE, {"n": w.int()}),
+            "grads['n'] must be a strided or sparse COO floating-point",
+        ),
         (lambda w: skip_step(STATE, new={"a": w}, old={"b": w}), "new['a'] against old['b']"),
         (lambda w: scale(STATE, {"a": "text"}), "outputs['a'] must be a tensor or None"),
     ],

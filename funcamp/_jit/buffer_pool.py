@@ -53,17 +53,15 @@ class Scratch:
 
     def __init__(self) -> None:
         self._kept: dict[Any, list[_Block]] = {}
-        self._lock = threading.Lock()
 
     def take(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor without defined values."""
-        with self._lock:
-            kept = self._kept.setdefault((size, stride, dtype), [])
-            block = next((block for block in kept if block.is_free()), None)
-            if block is None:
-                block = _Block(_allocate(size, stride, dtype))
-                kept.append(block)
-            return block.tensor.detach()
+        kept = self._kept.setdefault((size, stride, dtype), [])
+        block = next((block for block in kept if block.is_free()), None)
+        if block is None:
+            block = _Block(_allocate(size, stride, dtype))
+            kept.append(block)
+        return block.tensor.detach()
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -125,11 +123,9 @@ def _storages(node: fx.Node) -> list[tuple[int, int]]:
     return [(storage._cdata, storage.nbytes()) for storage in storages]
 
 
-@contextlib.contextmanager
-def asked() -> Iterator[None]:
-    """Context manager: Inductor compiles programs that take their buffers from this pool."""
-    with mock.patch("torch._C._dynamo.guards._empty_strided_cpu", _empty_strided):
-        yield
+def asked() -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager: Inductor compiles programs that take their buffers from this pool."""
+    return mock.patch("torch._C._dynamo.guards._empty_strided_cpu", _empty_strided)
 
 
 def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:

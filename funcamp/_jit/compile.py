@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from funcamp._jit.ahead import Ahead
+from funcamp._jit.ahead import Request
 from funcamp._jit.decompositions import decompositions
 from funcamp._jit.eager_layouts import keep_layouts, one_by_one
 from funcamp._jit.open_parts import closed_decompositions, inner_compile
@@ -35,14 +35,14 @@ LONG = 1500
 DEEP = 20_000
 
 
-def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ahead | None = None) -> Flat:
+def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], headers: Request | None = None) -> Flat:
     """Compile a graph; return a function from the arguments to the results of the traced function.
 
     Args:
         graph: from `trace`.
         backend: "inductor", or another name that torch.compile knows.
         patches: Inductor's options.
-        ahead: asks the C++ compiler ahead of time, if given.
+        headers: if given, requests the headers of a program ahead of time.
     """
     kinds = sorted({example.device.type for example in graph.examples})
     module, examples = graph.module, graph.examples
@@ -55,7 +55,7 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], ahead: Ah
                 module, examples, flats = part_inputs(module, examples, graph.mode)
         module.recompile()
         if backend == "inductor":
-            inner = _inductor(module, examples, patches, ahead, is_open=graph.is_open)
+            inner = _inductor(module, examples, patches, headers, is_open=graph.is_open)
         elif backend == "eager":
             inner = one_by_one(module)
         else:
@@ -94,7 +94,7 @@ def _no_autocast(kinds: list[str]) -> Iterator[None]:
 
 
 def _inductor(
-    graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any], ahead: Ahead | None, *, is_open: bool
+    graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any], headers: Request | None, *, is_open: bool
 ) -> Any:
     from torch._functorch import config as functorch_config
     from torch._inductor import config
@@ -112,8 +112,8 @@ def _inductor(
                 patches["aot_inductor.compile_wrapper_opt_level"] = "O0"
             try:
                 with _deep(), config.patch(patches):
-                    if ahead:
-                        ahead.headers()
+                    if headers:
+                        headers()
                     return compile_fx(graph, inputs, **how)
             except Exception as error:  # Python may be able to call what C++ cannot; else its error is the familiar one
                 _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)

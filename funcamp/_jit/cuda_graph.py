@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +18,6 @@ _PACKED = (torch.float32, torch.int64)
 _WARM_UPS = 3
 
 
-class Graphs(Protocol):
-    """The interface for capture and replay: `CudaGraphs`, or a replacement on machines without a GPU."""
-
-    def kept(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: restore the state of the random number generator afterwards."""
-
-    def warm_up(self, run: Callable[[], Any], times: int) -> None:
-        """Run some times outside a capture."""
-
-    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-        """Record a run without executing it; return its replay function and the tensors that a replay fills."""
-
-
 class CudaGraphs:
     """torch.cuda's graphs, in one memory pool and on one stream: memory of another stream is not reused."""
 
@@ -40,8 +26,8 @@ class CudaGraphs:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, run: Callable[[], Any], times: int) -> None:
-        """Run on a side stream, because lazy initialization must not happen in the capture."""
-        with self.kept(), torch.cuda.device(self._device):
+        """Run some times on a side stream, because lazy initialization must not happen in the capture."""
+        with torch.random.fork_rng([self._device]), torch.cuda.device(self._device):
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -51,8 +37,9 @@ class CudaGraphs:
             torch.cuda.synchronize()
 
     def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-        """Capture into one graph; other threads (a loader that pins memory) may continue.
+        """Record a run without executing it; return its replay function and the tensors that a replay fills.
 
+        Other threads (a loader that pins memory) may continue.
         torch.cuda.graph is not used: its stream is the same for all devices, and stays current if the capture fails.
         """
         graph = torch.cuda.CUDAGraph()
@@ -69,17 +56,8 @@ class CudaGraphs:
                 raise
         return graph.replay, outputs
 
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Context manager: restore the device's default generator afterwards."""
-        before = torch.cuda.get_rng_state(self._device)
-        try:
-            yield
-        finally:
-            torch.cuda.set_rng_state(before, self._device)
 
-
-def graphs_for(device: torch.device) -> Graphs | None:
+def graphs_for(device: torch.device) -> CudaGraphs | None:
     """Return the capture interface of a device; None if it has none."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
@@ -87,7 +65,7 @@ def graphs_for(device: torch.device) -> Graphs | None:
 class Captured:
     """The graph of one batch signature, with its static batch and results."""
 
-    def __init__(self, graphs: Graphs, run: Flat, state: list[Tensor], batch: list[Tensor], metrics: int) -> None:
+    def __init__(self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor], metrics: int) -> None:
         """Warm up on clones and capture; state and batch are not written, even if this fails.
 
         Args:
@@ -107,12 +85,10 @@ class Captured:
         graphs.warm_up(functools.partial(run, [*clones, *self._batch]), _WARM_UPS)
         del clones
         self._packed: list[list[int]] = []
-        self._first = 0
 
         def body() -> list[Tensor]:
             results = run([*state, *self._batch])
-            self._first = len(results) - metrics
-            later = range(self._first, len(results))
+            later = range(len(results) - metrics, len(results))
             alike = [[i for i in later if not results[i].dim() and results[i].dtype == dtype] for dtype in _PACKED]
             self._packed = [indices for indices in alike if len(indices) > 1]
             return [*results, *(torch.stack([results[i] for i in indices]) for indices in self._packed)]
@@ -122,9 +98,13 @@ class Captured:
         except Exception as error:
             raise RuntimeError(f"jit: the step could not be captured into one CUDA graph: {error}") from error
 
-    def __call__(self, batch: list[Tensor]) -> list[Tensor]:
-        """Copy a batch in, replay, and return results that later calls do not change. No sync."""
-        if batch:
+    def __call__(self, values: list[Tensor]) -> list[Tensor]:
+        """Copy the batch in, replay, and return results that later calls do not change. No sync.
+
+        Args:
+            values: the state, which is in its static storage, and a batch.
+        """
+        if batch := values[len(self._state) :]:
             _upstream.copy_each(self._batch, batch, non_blocking=True)
         self._replay()
         torch.autograd.graph.increment_version(self._state)  # torch's operations do this, a replay does not

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from funcamp import _tree
 from funcamp._jit.decompositions import decompositions
 from funcamp._trace.open_shapes import has_open_layout, is_open_node
 
@@ -25,21 +24,21 @@ _Order = tuple[int | None, list[int]]
 
 
 def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any]) -> None:
-    """Give such results the layout of the trace, unless they have an open shape.
+    """Give such results the layout of the trace, except those of open operations.
 
     Args:
         module: its graph is changed in place; not recompiled.
         mode: the mode of its fake tensors.
     """
     table = decompositions()
-    known: dict[Any, list[_Order]] = {}
+    known: dict[str, list[_Order]] = {}
     with mode, torch.no_grad():
         for node in list(module.graph.nodes):
             if node.target not in table or any(result.alias_info for result in node.target._schema.returns):
                 continue
             if is_open_node(node):
                 continue
-            key = node.target, *_kinds(node)
+            key = str((node.target, fx.map_arg((node.args, node.kwargs), lambda other: _kinds(other.meta["val"]))))
             if key not in known:
                 known[key] = _orders(node, table[node.target])
             for index, order in known[key]:
@@ -109,18 +108,11 @@ def _in_order(value: Tensor, order: list[int]) -> Tensor:
     return value.permute(order).contiguous().permute(_inverse(order))
 
 
-def _kinds(node: fx.Node) -> list[Any]:
-    leaves, spec = _tree.flatten((node.args, node.kwargs))
-    values = [leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
-    return [
-        str(spec),
-        *[
-            (value.shape, value.stride(), value.dtype, value.device)
-            if isinstance(value, Tensor)
-            else (type(value), str(value))
-            for value in values
-        ],
-    ]
+def _kinds(value: Any) -> str:
+    """Return the shapes, strides, dtypes and devices of the tensors in an example value, and its numbers."""
+    if isinstance(value, Tensor):
+        return f"{value.shape}, {value.stride()}, {value.dtype}, {value.device}"
+    return f"[{', '.join(map(_kinds, value))}]" if isinstance(value, (list, tuple)) else str(value)
 
 
 def _orders(node: fx.Node, decomposition: Any) -> list[_Order]:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._jit import cuda_graph
-from funcamp._jit.ahead import Ahead
+from funcamp._jit.ahead import Request, ahead
 from funcamp._jit.buffer_pool import Scratch, asked, keep_heap, wanted
 from funcamp._jit.compile import Flat, check_compiler, compile_graph
 from funcamp._jit.donation import Layout, Owned, arranged, layouts_for, own
@@ -30,18 +30,16 @@ from funcamp._jit.signature import (
     kinds,
     shapes,
 )
-from funcamp._jit.unroll import first_of, unrolled
+from funcamp._jit.unroll import check_steps, unrolled
 from funcamp._memory import Memory
 from funcamp._trace.open_shapes import is_open
 from funcamp._trace.trace import Graph, HostError, Outline, trace
+from funcamp._trace.tracing import running
 from funcamp._types import Tree
 from funcamp._upstream.advice import advise
 from funcamp._upstream.inductor_cpu import corrected
 from funcamp._upstream.inductor_writeback import SnapshotWriteBacks
 from funcamp._upstream.python_stack import with_room
-
-#: Number of leaves whose memory a call of a captured step checks, at 0.15 µs each.
-_WATCHED = 16
 
 
 class Options(NamedTuple):
@@ -59,7 +57,7 @@ class Options(NamedTuple):
 class _Program(NamedTuple):
     """A step compiled for one batch signature."""
 
-    run: Flat | cuda_graph.Captured
+    run: Flat
     outline: Outline
     layouts: list[Layout]
 
@@ -74,7 +72,7 @@ class JitStep:
         self._like: Tree = None
         self._captured: list[Tensor] = []
         self._places: list[tuple[int, tuple[int, ...]]] = []
-        self._graphs: cuda_graph.Graphs | None = None
+        self._graphs: cuda_graph.CudaGraphs | None = None
         self._scratch: Scratch | None = None
         self._last: Any = None
         self._turn = threading.Lock()
@@ -109,7 +107,7 @@ class JitStep:
             RuntimeError: step cannot be compiled or captured, or reads the host; there is no compiler.
             Exception: any error of step itself during tracing.
         """
-        if _thread.compiling or torch._C._are_functorch_transforms_active():
+        if running() is not None or _upstream.transforms_active():
             raise RuntimeError(
                 f"jit: {self!r} must not be called inside another jit or a transform of "
                 "torch.func (vmap, grad): use the function it was made of there, and jit the result"
@@ -118,18 +116,14 @@ class JitStep:
             return self._call(state, batch)
 
     def _call(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
-        leaves, spec = flat(batch)
+        batch, leaves, spec = flat(batch)
         try:
-            key = (spec, tuple([key_of(leaf) for leaf in leaves]), autocast())
+            key = (spec, tuple([key_of(leaf) for leaf in leaves]), autocast(), torch.get_default_dtype())
             program = self._programs.get(key)
-        except Exception:
-            if (as_dicts := _tree.plain(batch)) is not batch:
-                return self._call(state, as_dicts)
+        except Exception:  # what cannot be hashed
             check_batch(batch)
             raise
         if program is None:
-            if (as_dicts := _tree.plain(batch)) is not batch:  # a mapping that can be hashed
-                return self._call(state, as_dicts)
             check_batch(batch)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self._captured and [(leaf.data_ptr(), leaf.stride()) for leaf in self._captured] != self._places:
@@ -138,39 +132,33 @@ class JitStep:
         if owned is None or not owned.is_of(state):
             check_state(state)
             if owned is not None and self._graphs is not None:  # before another state is copied into that memory
-                batch, given = _outside(owned.memory, batch)
+                given = [leaf.detach().clone() if owned.memory.meets(leaf) else leaf for leaf in given]
             owned = self._own(state)
         if program is None:
             with torch.inference_mode(False):
                 program, results = self._compile(key, owned, batch, given)
             owned = self._owned or owned
         else:
-            if isinstance(program.run, cuda_graph.Captured):  # it copies the batch before it writes
-                results = program.run(arranged(given, program.layouts, None))
-            else:
-                results = self._run(program.run, owned, arranged(given, program.layouts, owned.memory))
+            results = self._run(program.run, owned, arranged(given, program.layouts, owned.memory))
         self._last = key
         metrics, first = list(program.outline.constants), len(results) - len(program.outline.tensors)
         for index, value in zip(program.outline.tensors, results[first:]):
             metrics[index] = value
         if first:  # not donated
-            fresh = Owned(owned.filled(results[:first]), owned.strides, written=False)
+            owned = Owned(owned.filled(results[:first]), owned.strides, written=False)
             if self._graphs is None:
-                self._owned = fresh
-            return fresh.tree, _tree.unflatten(metrics, program.outline.spec)
+                self._owned = owned
         return owned.tree, _tree.unflatten(metrics, program.outline.spec)
 
     def _run(self, run: Flat, owned: Owned, given: list[Tensor]) -> list[Tensor]:
-        if self._scratch is None:
-            return run([*owned.leaves, *given])
-        with self._scratch.used():
+        with self._scratch.used() if self._scratch else contextlib.nullcontext():
             return run([*owned.leaves, *given])
 
     def _own(self, state: Tree) -> Owned:
         """Return the state's leaves in memory that this step may write; with graphs, in their static memory."""
         with torch.inference_mode(False), torch.no_grad():
             if self._owned is not None and self._graphs is not None:
-                self._owned.refill(state, self._like)
+                self._owned = self._owned.refilled(state, self._like)
                 return self._owned
             leaf = next((leaf for leaf in _tree.leaves(state) if isinstance(leaf, Tensor)), None)
             if self._owned is None and self._options.capture and leaf is not None:
@@ -210,22 +198,27 @@ class JitStep:
                     f"{difference(batch, self._last, key)}"
                 )
             if self._graphs is not None:
-                batch, given = _beside(owned.leaves[0], batch)
-            one = batch if unroll is None else first_of(batch, unroll)
+                given = [leaf.to(owned.leaves[0].device) for leaf in given]
+            if unroll is not None:
+                check_steps(batch, unroll)
             check_compiler(options.backend, owned.leaves + given)
             layouts = layouts_for(given)
             given = arranged(given, layouts, owned.memory)
             asks = options.backend == "inductor" and _on_cpu(owned)
-            with _compiling(self._task(batch, key)) as progress, Ahead() if asks else contextlib.nullcontext() as ahead:
-                program, results = with_room(lambda: self._program(key, owned, one, given, layouts, progress, ahead))
+            with (
+                _compiling(self._task(batch, key)) as progress,
+                ahead() if asks else contextlib.nullcontext() as headers,
+            ):
+                made = with_room(lambda: self._program(key, owned, batch, given, layouts, progress, headers))
         except BaseException as error:
             if not self._programs:  # a state that no program used must not constrain later ones
                 self._owned = self._graphs = self._like = None
+                self._captured, self._places = [], []
             if isinstance(error, RuntimeError):
                 advise("jit", error)
             raise
-        self._programs[key] = program
-        return program, results
+        self._programs[key] = made[0]
+        return made
 
     def _task(self, batch: Tree, key: Any) -> str:
         name = getattr(self._step, "__name__", type(self._step).__name__)
@@ -236,14 +229,14 @@ class JitStep:
         self,
         key: Any,
         owned: Owned,
-        one: Tree,
+        batch: Tree,
         given: list[Tensor],
         layouts: list[Layout],
         progress: Progress,
-        ahead: Ahead | None,
+        headers: Request | None,
     ) -> tuple[_Program, list[Tensor]]:
         options, graphs = self._options, self._graphs
-        graph = self._trace(owned, one, given if options.unroll is None else [leaf[0] for leaf in given])
+        graph = self._trace(owned, batch, given if options.unroll is None else [leaf[0] for leaf in given])
         if any(map(owned.memory.meets, graph.captured)):
             owned = self._owned = own(owned.tree, self._like, Memory(), copy=True)
         self._captured += [leaf for leaf in graph.captured if all(leaf is not other for other in self._captured)]
@@ -252,8 +245,8 @@ class JitStep:
         count, on_cpu = len(owned.leaves), _on_cpu(owned)
         written = sum(leaf.nbytes for leaf in owned.leaves) if options.donate else 0
 
-        def compiled(backend: str, ahead: Ahead | None = None) -> Flat:
-            one = self._compile_graph(graph, backend, written if on_cpu else None, ahead)
+        def compiled(backend: str, headers: Request | None = None) -> Flat:
+            one = self._compile_graph(graph, backend, written if on_cpu else None, headers)
             return one if options.unroll is None else unrolled(one, count, metrics, options.unroll)
 
         metrics = len(graph.rest.tensors)
@@ -262,14 +255,11 @@ class JitStep:
         if late:
             run = self._late(key, compiled("eager"), compiled, progress.task)
         else:
-            run = compiled(options.backend, ahead)
+            run = compiled(options.backend, headers)
             progress.phase("running")
         if graphs is not None:
-            owned.watch(_WATCHED)
-            captured = cuda_graph.Captured(graphs, run, owned.leaves, given, metrics)
-            return _Program(captured, graph.rest, layouts), captured(given)
-        program = _Program(run, graph.rest, layouts)
-        return program, self._run(run, owned, given)
+            run = cuda_graph.Captured(graphs, run, owned.leaves, given, metrics)
+        return _Program(run, graph.rest, layouts), self._run(run, owned, given)
 
     def _late(self, key: Any, traced: Flat, compiled: Callable[[str], Flat], task: str) -> Flat:
         """Return a function that runs the traced operations one by one, and compiles them after enough calls."""
@@ -291,13 +281,13 @@ class JitStep:
     def _trace(self, owned: Owned, batch: Tree, given: list[Tensor]) -> Graph:
         options, step, like = self._options, self._step, self._like
         count, filled = len(owned.leaves), owned.filled
-        flat, spec = _tree.flatten(batch)
-        places = [index for index, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+        leaves, spec = _tree.flatten(batch)
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def body(values: list[Tensor]) -> tuple[list[Tensor], Tree]:
-            whole = list(flat)
+            whole = list(leaves)
             for place, value in zip(places, values[count:]):
-                whole[place] = value.detach().requires_grad_() if flat[place].requires_grad else value
+                whole[place] = value.detach().requires_grad_() if leaves[place].requires_grad else value
             out = step(filled(values[:count]), _tree.unflatten(whole, spec))
             if not isinstance(out, tuple) or len(out) != 2:
                 raise TypeError(f"jit: step must return the pair (state, metrics); got {type(out).__name__}")
@@ -328,7 +318,7 @@ class JitStep:
             advise("jit", error)
             raise
 
-    def _compile_graph(self, graph: Graph, backend: str, written: int | None, ahead: Ahead | None) -> Flat:
+    def _compile_graph(self, graph: Graph, backend: str, written: int | None, headers: Request | None) -> Flat:
         options, pooled = self._options, False
         if backend == "eager":
             return compile_graph(graph, backend, {})
@@ -360,31 +350,19 @@ class JitStep:
             patches["cpp_wrapper"] = not pooled
         try:
             with corrected(exact=options.exact), asked() if pooled else contextlib.nullcontext():
-                return compile_graph(graph, backend, patches, ahead)
+                return compile_graph(graph, backend, patches, headers)
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error
 
 
-class _Thread(threading.local):
-    """Whether this thread is compiling a step."""
-
-    compiling = False
-
-
-_thread = _Thread()
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def _compiling(task: str) -> Iterator[Progress]:
-    with _lock:  # make_fx and Inductor's options are global to the process
-        _thread.compiling = True
-        try:
-            with _few_collections(), Progress(task) as progress:
-                yield progress
-        finally:
-            _thread.compiling = False
+    with _lock, _few_collections(), Progress(task) as progress:  # make_fx and Inductor's options are of the process
+        yield progress
 
 
 @contextlib.contextmanager
@@ -416,17 +394,3 @@ def _has_complex(graph: Graph) -> bool:
 
 def _place(leaf: Tensor) -> tuple[int, tuple[int, ...]]:
     return leaf.data_ptr(), leaf.stride()
-
-
-def _outside(memory: Memory, batch: Tree) -> tuple[Tree, list[Tensor]]:
-    """Return a batch that shares no memory with `memory`, and its tensors."""
-    leaves, spec = _tree.flatten(batch)
-    apart = [leaf.detach().clone() if isinstance(leaf, Tensor) and memory.meets(leaf) else leaf for leaf in leaves]
-    return _tree.unflatten(apart, spec), [leaf for leaf in apart if isinstance(leaf, Tensor)]
-
-
-def _beside(leaf: Tensor, batch: Tree) -> tuple[Tree, list[Tensor]]:
-    """Return a batch on a leaf's device, and its tensors."""
-    leaves, spec = _tree.flatten(batch)
-    moved = [value.to(leaf.device) if isinstance(value, Tensor) else value for value in leaves]
-    return _tree.unflatten(moved, spec), [value for value in moved if isinstance(value, Tensor)]

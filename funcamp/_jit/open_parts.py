@@ -1,11 +1,11 @@
-"""Compile a program in which some shapes follow from values, such as that of `logits[mask]`: open shapes.
+"""Compile a program in which some shapes or strides follow from values, such as those of `logits[mask]`: open layouts.
 
 Some releases of Inductor compute such operations wrongly without an error (`_upstream.WRONG_ROWS`). So it compiles only
 the parts between them, and they run one by one, as in eager mode:
 
-    stage 0: compiled part, then open operations | stage 1: compiled part, ... | last: compiled part with all writes
+    stage -2: compiled part, then open operations | stage -1: compiled part, ... | stage 0: compiled part, all writes
 
-An operation is open if an argument or a result has an open shape. What a trace assumes of such sizes (that two are the
+An operation is open if an argument or a result has an open layout. What a trace assumes of such sizes (that two are the
 same, or that one is not 1) is checked: the result of every open operation must have the shape of the trace.
 """
 
@@ -24,6 +24,8 @@ from funcamp import _tree
 from funcamp._jit.decompositions import Table, decompositions
 from funcamp._jit.eager_layouts import laid_out_as
 from funcamp._trace.open_shapes import has_open_layout, is_open_node
+from funcamp._trace.schema import aliased
+from funcamp._upstream.inductor_writeback import behind
 
 _aten = torch.ops.aten
 
@@ -60,7 +62,7 @@ def inner_compile(module: fx.GraphModule, _: Sequence[Any], **options: Any) -> C
     inputs, results = graph.find_nodes(op="placeholder"), list(graph.output_node().args[0])  # type: ignore[arg-type]
     views = [node for node in results if node in stages.free]
     groups = stages.groups()
-    end = stages.last, False
+    end = 0, False
     if views:
         groups[end] = [*groups.get(end, ()), *views]
     pieces = {place: stages.with_free(nodes) for place, nodes in sorted(groups.items())}
@@ -91,7 +93,7 @@ class _Piece(NamedTuple):
 
 
 class _Stages:
-    """When each node of a graph runs: as late as those that need it allow."""
+    """When each node of a graph runs: as late as those that need it allow. Stages count up to 0, the last."""
 
     def __init__(self, graph: fx.Graph) -> None:
         nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
@@ -106,20 +108,11 @@ class _Stages:
             elif of in self.free or node.op == "get_attr" or getattr(node.target, "is_view", False):
                 self.free.add(node)
         after = _after_draws(nodes)
-        first: dict[fx.Node, int] = {}
-        for node in nodes:
-            before = [other for other in (*node.all_input_nodes, *after.get(node, ())) if other in first]
-            first[node] = max((first[other] + self._gap(other, node) for other in before), default=0)
-        self.last = max((first[node] for node in self._open), default=-1) + 1
-        users: dict[fx.Node, list[fx.Node]] = {node: [user for user in node.users if user in first] for node in nodes}
-        for node, others in after.items():
-            for other in others:
-                users[other].append(node)
         self._stage: dict[fx.Node, int] = {}
         for node in reversed(nodes):
-            latest = self.last - (node in self._open and not _writes(node))
-            limits = [self._stage[user] - self._gap(node, user) for user in users[node]]
-            self._stage[node] = min([latest, *limits])
+            later = [*(user for user in node.users if user.op != "output"), *after.get(node, ())]
+            latest = -(node in self._open and not aliased(node.target, node.args, node.kwargs, written=True))
+            self._stage[node] = min([latest, *(self._stage[user] - self._gap(node, user) for user in later)])
         for node in nodes:
             if node.target is operator.getitem:  # a part returns tensors only
                 self._stage[node] = self._stage[node.args[0]]
@@ -134,26 +127,16 @@ class _Stages:
 
     def with_free(self, nodes: list[fx.Node]) -> list[fx.Node]:
         """Return nodes and the free ones that they need, in the order of the graph."""
-        found, queue = dict.fromkeys(nodes), list(nodes)
-        while queue:
-            new = [node for node in queue.pop().all_input_nodes if node in self.free and node not in found]
-            found |= dict.fromkeys(new)
-            queue += new
-        return sorted(found)
+        return sorted(behind(nodes, lambda node: [other for other in node.all_input_nodes if other in self.free]))
 
     def _gap(self, node: fx.Node, user: fx.Node) -> bool:
         return node in self._open and user not in self._open
 
 
 def _after_draws(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Return for each operation that draws random numbers the one before it: they stay in order."""
+    """Return for each operation that draws random numbers the one after it: they stay in order."""
     draws = [node for node in nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
-    return {node: [before] for before, node in itertools.pairwise(draws)}
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    return {before: [node] for before, node in itertools.pairwise(draws)}
 
 
 def _outside(nodes: list[fx.Node]) -> list[fx.Node]:

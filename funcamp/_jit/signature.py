@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,32 +65,26 @@ def check_like(names: tuple[str, str], like: Tree, tree: Tree) -> None:
             )
 
 
-def flat(batch: Tree) -> tuple[list[Any], Any]:
-    """Return the leaves of a batch and a key of its structure, cheap for a tuple or a dict of tensors."""
+def flat(batch: Tree) -> tuple[Any, list[Any], Any]:
+    """Return a batch as a pytree, its leaves and a key of its structure, cheap for a tuple or a dict of tensors."""
     kind = type(batch)
     if kind is tuple and {*map(type, batch)} <= _PLAIN:
-        return list(batch), len(batch)
+        return batch, list(batch), len(batch)
     if kind is dict and {*map(type, batch.values())} <= _PLAIN:
-        return list(batch.values()), tuple(batch)
-    return _tree.flatten(batch)
-
-
-def signature(leaf: Any) -> Any:
-    """Return a tensor's shape, dtype and device, else type and value: 1, 1.0 and True differ."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device
-    return type(leaf), repr(leaf) if isinstance(leaf, numbers.Number) else leaf
+        return batch, list(batch.values()), tuple(batch)
+    leaves, spec = _tree.flatten(batch)
+    return flat(_tree.plain(batch)) if any(isinstance(leaf, Mapping) for leaf in leaves) else (batch, leaves, spec)
 
 
 def key_of(leaf: Any) -> Any:
-    """Return the key of a batch's leaf; for a tensor including whether it requires a gradient."""
-    if isinstance(leaf, Tensor):
-        kind: Any = type(leaf)
-        if kind not in _PLAIN and is_distributed(leaf):
-            kind = kind, leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
-        kind = Tensor if kind is torch.nn.Parameter else kind
-        return leaf.shape, leaf.dtype, leaf.device, leaf.layout, kind, leaf.requires_grad
-    return signature(leaf)
+    """Return the key of a batch's leaf: all of a tensor but its values; else type and value: 1, 1.0 and True differ."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf), repr(leaf) if isinstance(leaf, numbers.Number) else leaf
+    kind: Any = type(leaf)
+    if kind not in _PLAIN and is_distributed(leaf):
+        kind = kind, leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
+    kind = Tensor if kind is torch.nn.Parameter else kind
+    return leaf.shape, leaf.dtype, leaf.device, leaf.layout, kind, leaf.requires_grad
 
 
 def autocast() -> tuple[tuple[str, torch.dtype], ...] | None:
@@ -171,7 +166,7 @@ def shapes(batch: Tree) -> str:
 
 
 def difference(batch: Tree, before: Any, now: Any) -> str:
-    """Return how a batch's signature differs from another one; each has structure, leaves and autocast."""
+    """Return how a batch's signature differs from another one; each has structure, leaves, autocast, default dtype."""
     if before[0] != now[0]:
         return f"its structure changed to {_tree.flatten(batch)[1]}"
     for index, (old, new) in enumerate(zip(before[1], now[1])):
@@ -181,6 +176,8 @@ def difference(batch: Tree, before: Any, now: Any) -> str:
         return (
             f"the autocast around the call changed from {before[2]} to {now[2]}: give make_train_step a policy instead"
         )
+    if before[3] != now[3]:
+        return f"torch's default dtype changed from {before[3]} to {now[3]}"
     return "it went back to an old one"
 
 

@@ -10,20 +10,14 @@ from funcamp._jit.compile import Flat
 from funcamp._types import Tree
 
 
-def first_of(batch: Tree, unroll: int) -> Tree:
-    """Return the first step's batch.
-
-    Raises:
-        ValueError: the first dimension of a tensor is not unroll.
-    """
-    leaves, spec = _tree.flatten(batch)
-    for index, leaf in enumerate(leaves):
+def check_steps(batch: Tree, unroll: int) -> None:
+    """Raise ValueError if the first dimension of a tensor is not unroll."""
+    for index, leaf in enumerate(_tree.leaves(batch)):
         if isinstance(leaf, Tensor) and (not leaf.dim() or leaf.shape[0] != unroll):
             raise ValueError(
                 f"jit: batch{_tree.path_of(batch, index)} must hold {unroll} steps along its first dimension (unroll); "
                 f"got {_tree.describe(leaf)}"
             )
-    return _tree.unflatten([leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 def unrolled(one: Flat, state: int, metrics: int, unroll: int) -> Flat:

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from funcamp import _tree
 from funcamp._memory import Memory
 from funcamp._trace.schema import aliased
+from funcamp._upstream.inductor_writeback import behind
 
 _log = logging.getLogger("funcamp")
 
@@ -99,14 +100,7 @@ class _Aliases:
 
     def behind(self, node: fx.Node) -> set[fx.Node]:
         """Return a node, everything that it is computed from, and everything that writes to any of these."""
-        found, rest = {node}, [node]
-        while rest:
-            now = rest.pop()
-            for other in [*now.all_input_nodes, *self._writers.get(self.root[now], [])]:
-                if other not in found:
-                    found.add(other)
-                    rest.append(other)
-        return found
+        return behind([node], lambda now: [*now.all_input_nodes, *self._writers.get(self.root[now], [])])
 
 
 def _arguments(node: fx.Node, *, written: bool = False) -> list[fx.Node]:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from funcamp import _tree
 from funcamp._trace.schema import aliased
 from funcamp._trace.user_line import in_stack
+from funcamp._upstream.inductor_writeback import chain_start
 
 #: Larger than any user's seed.
 _FIRST = 1 << 63
@@ -39,13 +40,12 @@ class Draws:
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
         """Context manager: a trace with draws; restores the generator afterwards."""
-        before = torch.get_rng_state()
-        torch.default_generator.manual_seed(_FIRST)
-        try:
-            yield
-        finally:
-            torch.set_rng_state(before)
-            self._drawn.clear()
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(_FIRST)
+            try:
+                yield
+            finally:
+                self._drawn.clear()
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operation that draws random numbers.
@@ -85,9 +85,8 @@ class Draws:
             return out
         # Eager mode fills memory in its order; functionalized, the call would fill a contiguous tensor.
         memory = _in_order(target)
-        if (
-            func is _RANGE and len(args) == 3 and args[2] is not None
-        ):  # an argument named like a keyword (`from`) cannot be passed by name in a graph
+        if func is _RANGE and len(args) == 3 and args[2] is not None:
+            # An argument named like a keyword (`from`) cannot be passed by name in a graph.
             memory.copy_(_aten.randint.low(*args[1:], memory.shape, dtype=memory.dtype, device=memory.device))
         else:
             func(memory, *args[1:], **kwargs)
@@ -120,9 +119,7 @@ def _same(one: fx.Node | None, other: fx.Node | None) -> bool:
     """Return whether two nodes have equal values because their computations are equal."""
     rest, seen = [(one, other)], set()
     while rest:
-        pair = _origin(rest[-1][0]), _origin(rest[-1][1])
-        rest.pop()
-        a, b = pair
+        a, b = pair = tuple(chain_start(node, lambda one: one.target in _SAME_VALUES) for node in rest.pop())
         if a is b or pair in seen:
             continue
         seen.add(pair)
@@ -137,9 +134,3 @@ def _same(one: fx.Node | None, other: fx.Node | None) -> bool:
             elif isinstance(x, fx.Node) or isinstance(y, fx.Node) or x != y:
                 return False
     return True
-
-
-def _origin(node: fx.Node | None) -> fx.Node | None:
-    while node is not None and node.target in _SAME_VALUES:
-        node = node.all_input_nodes[0]
-    return node

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -59,6 +60,17 @@ _FROM_VALUES = (
 
 _log = logging.getLogger("funcamp")
 _aten = torch.ops.aten
+#: The place of an offset in the memory of the first argument.
+_OFFSET = {
+    _aten.as_strided.default: 3,
+    _aten.as_strided_.default: 3,
+    _aten.as_strided_copy.default: 3,
+    _aten.as_strided_scatter.default: 4,
+}
+_DEVICE = torch.ops.prim.device.default
+_MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
+_PLAIN = {Tensor, torch.nn.Parameter}
+_CONSTANTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}
 #: Texts of torch's errors when the values or the memory of a fake tensor are read.
 _ASKED = (
     "is not supported for tensor subclasses",
@@ -114,7 +126,7 @@ class Graph(NamedTuple):
     wrapped: bool
     """Whether an argument or a result is not a plain tensor."""
     is_open: bool
-    """Whether a shape follows from values."""
+    """Whether an operation has a shape or strides that follow from values."""
 
 
 def trace(
@@ -137,31 +149,24 @@ def trace(
         RuntimeError: fn accumulates gradients in a tensor that is not an argument.
         Exception: any error of fn.
     """
-    draws, as_compiled = HostDraws(), True
+    draws, run = HostDraws(), functools.partial(_traced, fn, args, home, fixed_shapes)
     try:
-        graph = _traced(fn, args, home, fixed_shapes, as_compiled)
+        graph = run()
     except Exception as error:
-        asks = not isinstance(error, HostError) and asks_whether_compiled(error)
-        if (again := _as_in_eager_mode(fn, args, home, fixed_shapes) if asks else None) is None:
+        again = None
+        if not isinstance(error, HostError) and asks_whether_compiled(error):
+            run = functools.partial(run, as_compiled=False)  # a model may take a mask to be given otherwise
+            with contextlib.suppress(Exception):
+                again = run()
+        if again is None:
             raise
-        graph, as_compiled = again, False
-    if (names := draws.since()) and (line := draws.line(lambda: _traced(fn, args, home, fixed_shapes, as_compiled))):
+        graph = again
+        _log.warning("jit: step fails where torch.compiler.is_compiling() is True, so it is traced as in eager mode")
+    if (names := draws.since()) and (line := draws.line(run)):
         raise HostError(
             f"not draw from {names}, as the program would repeat the numbers at every step; {line} does: draw from "
             "torch's generator, or pass the numbers in the batch"
         )
-    return graph
-
-
-def _as_in_eager_mode(
-    fn: Callable[[list[Tensor]], tuple[list[Tensor], Tree]], args: list[Tensor], home: Set[str], fixed_shapes: bool
-) -> Graph | None:
-    """Trace as if nothing were compiled: a model may take a mask to be given otherwise. None where this fails too."""
-    try:
-        graph = _traced(fn, args, home, fixed_shapes, as_compiled=False)
-    except Exception:
-        return None
-    _log.warning("jit: step fails where torch.compiler.is_compiling() is True, so it is traced as in eager mode")
     return graph
 
 
@@ -170,7 +175,7 @@ def _traced(
     args: list[Tensor],
     home: Set[str],
     fixed_shapes: bool,
-    as_compiled: bool,
+    as_compiled: bool = True,
 ) -> Graph:
     """Trace once, while torch.compiler.is_compiling is True if `as_compiled`."""
     for name in (FakeTensor, FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass):
@@ -212,11 +217,12 @@ def _traced(
         return [part for result in results for part in parts(result)]
 
     try:
-        # On a GPU autograd would call backward in another thread, outside these modes.
         with (
-            _as_if_compiling() if as_compiled else contextlib.nullcontext(),
-            _unchecked_distributions(),
+            # Models check torch.compiler.is_compiling before they read values.
+            mock.patch.object(torch.compiler, "_is_compiling_flag", True) if as_compiled else contextlib.nullcontext(),
+            mock.patch.object(torch.distributions.Distribution, "_validate_args", False),  # as under torch.compile
             _fresh_casts(),
+            # On a GPU autograd would call backward in another thread, outside these modes.
             torch.autograd.set_multithreading_enabled(False),
             fake,
         ):
@@ -304,29 +310,6 @@ def stay() -> None:
 
 
 @contextlib.contextmanager
-def _as_if_compiling() -> Iterator[None]:
-    """Context manager: torch.compiler.is_compiling returns True, as models check before reading values."""
-    flags: Any = torch.compiler
-    before, flags._is_compiling_flag = flags._is_compiling_flag, True
-    try:
-        yield
-    finally:
-        flags._is_compiling_flag = before
-
-
-@contextlib.contextmanager
-def _unchecked_distributions() -> Iterator[None]:
-    """Context manager: torch.distributions does not check the values it is given, as under torch.compile."""
-    kind: Any = torch.distributions.Distribution
-    before = kind._validate_args
-    kind.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        kind.set_default_validate_args(before)
-
-
-@contextlib.contextmanager
 def _fresh_casts() -> Iterator[None]:
     """Context manager: separate the autocast cache of the trace from the one around the call."""
     torch.clear_autocast_cache()
@@ -337,7 +320,7 @@ def _fresh_casts() -> Iterator[None]:
 
 
 def _name_dtypes(graph: torch.fx.Graph) -> None:
-    """Name the dtype of tensors made of nothing, as the default dtype may be another one at a later call."""
+    """Name the dtype of tensors made of nothing, as the function may change the default dtype while it runs."""
     for node in graph.nodes:
         schema, made = getattr(node.target, "_schema", None), node.meta.get("val")
         if schema is None or not isinstance(made, Tensor):
@@ -450,8 +433,8 @@ class _Watch(TorchDispatchMode):
             leaf = leaves[index]
             if leaf.layout != torch.strided:
                 raise HostError(
-                    f"read strided tensors only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)} in "
-                    f"layout {leaf.layout}: make it dense, or pass its indices and values as a leaf of the batch each"
+                    f"read strided tensors only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)}: "
+                    "make it dense, or pass its indices and values as a leaf of the batch each"
                 )
             if id(leaf) not in self._seen:
                 with disable_proxy_modes_tracing():  # from_tensor views its base, which must not be in the graph
@@ -526,18 +509,3 @@ class _Watch(TorchDispatchMode):
                 value = node.meta.get("val")
                 if isinstance(value, Tensor) and id(value) in self._made:
                     node.meta["val"] = value.detach()
-
-
-#: The place of an offset in the memory of the first argument.
-_OFFSET = {
-    _aten.as_strided.default: 3,
-    _aten.as_strided_.default: 3,
-    _aten.as_strided_copy.default: 3,
-    _aten.as_strided_scatter.default: 4,
-}
-
-
-_DEVICE = torch.ops.prim.device.default
-_MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
-_PLAIN = {Tensor, torch.nn.Parameter}
-_CONSTANTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}

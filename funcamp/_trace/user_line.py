@@ -3,48 +3,40 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 
 READS = "not read a tensor's value on the host (no .item(), no branch on a tensor or a size that follows from values)"
 FIXED = "take torch.where or a mask of fixed shape instead"
 INSTEAD = f"{FIXED}, and return in the metrics what you want to read"
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+_OURS = (*(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent)), "<")
 
 
 def in_traceback(error: BaseException) -> str:
     """Return the innermost line of user code in an error's traceback."""
-    return _first_of_users(iter(_frames(error)))
+    return _first_of_users(_innermost_first(error))
 
 
 def asks_whether_compiled(error: BaseException) -> bool:
     """Return whether an error came out of user code that asks if it is being compiled (by a name like is_compiling)."""
-    codes = [frame.f_code for frame, _ in _frames(error) if not frame.f_code.co_filename.startswith(_OURS)]
-    return any(name.endswith("compiling") for code in codes for name in code.co_names)
+    codes = [frame.f_code for frame, _ in _innermost_first(error)]
+    names = [name for code in codes if not code.co_filename.startswith(_OURS) for name in code.co_names]
+    return any(name.endswith("compiling") for name in names)
 
 
 def in_stack(beside: tuple[str, ...] = ()) -> str:
     """Return the innermost line of user code in the current call stack, outside of files that start with `beside`."""
-    frames: list[tuple[FrameType, int]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        frames.append((frame, frame.f_lineno))
-        frame = frame.f_back
-    return _first_of_users(iter(frames), beside)
+    return _first_of_users(traceback.walk_stack(sys._getframe(1)), beside)
 
 
-def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
-    """Return the frames of an error's traceback and their lines, the innermost first."""
-    frames: list[tuple[FrameType, int]] = []
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        frames.append((trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    return frames[::-1]
+def _innermost_first(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    return reversed([*traceback.walk_tb(error.__traceback__)])
 
 
 def _first_of_users(frames: Iterator[tuple[FrameType, int]], beside: tuple[str, ...] = ()) -> str:

@@ -113,9 +113,9 @@ PRIVATE = {
     "torch._amp_foreach_non_finite_check_and_unscale_": "GradScaler unscales gradients one by one",
     "torch._amp_update_scale_": "GradScaler.update takes several kernels",
     "torch._dynamo.nonstrict_trace": "stateless does not work under torch.compile",
-    "torch._foreach_copy_": "copies of lists of tensors take a kernel for each",
-    "torch._foreach_mul_": "GradScaler unscales gradients one by one",
-    "torch._foreach_norm": "GradScaler checks gradients one by one",
+    "torch._foreach_copy_": "captured steps, and GradScaler with 16-bit gradients, do not work",
+    "torch._foreach_mul_": "GradScaler does not work",
+    "torch._foreach_norm": "GradScaler does not work on a GPU",
     "torch._higher_order_ops.scan.scan": "scan=True traces every micro-batch",
     "torch._higher_order_ops.scan.scan_op": "scan=True traces every micro-batch",
     "torch._inductor.codecache.CppPythonBindingsCodeCache": "a first call takes longer",
@@ -142,9 +142,7 @@ PRIVATE = {
     "torch.utils._python_dispatch._disable_current_modes": "stateless is not made under FakeTensorMode, torch.compile",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "jit does not work",
     "torch.utils._pytree.GetAttrKey": "leaves have no names: no state_dict",
-    "torch.utils._pytree.SUPPORTED_NODES": "jit flattens the state at every call",
     "torch.utils._pytree.TreeSpec": "nothing",
-    "torch.utils._pytree._get_node_type": "jit flattens the state at every call",
     "torch.utils._pytree.keystr": "errors name a leaf by its number",
     "torch.utils._pytree.register_pytree_node": "funcamp does not work",
     "torch.utils._pytree.tree_flatten": "funcamp does not work",
@@ -229,34 +227,12 @@ def lost() -> list[str]:
     return [message(path) for path in PRIVATE if isinstance(look_up(path), Missing)]
 
 
-def _never() -> bool:
-    return False
-
-
-def _always(*_: Any) -> bool:
-    return True
-
-
 def _has_no_storage(tensor: Tensor) -> bool:
     try:
         tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
         return True
     return False
-
-
-def _copy_each(to: list[Tensor], values: list[Tensor], non_blocking: bool = False) -> None:
-    for place, value in zip(to, values):
-        place.copy_(value, non_blocking)
-
-
-def _multiply_each(tensors: list[Tensor], factor: Tensor) -> None:
-    for tensor in tensors:
-        tensor.mul_(factor)
-
-
-def _norm_of_each(tensors: list[Tensor], order: float) -> list[Tensor]:
-    return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
 
 
 def _unscale_each(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -266,14 +242,14 @@ def _unscale_each(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> 
 
 
 #: Whether a transform of torch.func surrounds this call. False is safe, because torch.func then raises itself.
-transforms_active: Callable[[], bool] = find("torch._C._are_functorch_transforms_active", _never)
-is_batched: Callable[[Tensor], bool] = find("torch._C._functorch.is_batchedtensor", _always)
+transforms_active: Callable[[], bool] = find("torch._C._are_functorch_transforms_active", lambda: False)
+is_batched: Callable[[Tensor], bool] = find("torch._C._functorch.is_batchedtensor", lambda _: True)
 is_wrapped: Callable[[Tensor], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor", _has_no_storage)
 is_differentiated: Callable[[Tensor], bool] = find("torch._C._functorch.is_gradtrackingtensor")
 unwrapped: Callable[[Tensor], Tensor] = find("torch._C._functorch.get_unwrapped")
-copy_each: Callable[..., None] = find("torch._foreach_copy_", _copy_each)
-multiply_each: Callable[..., None] = find("torch._foreach_mul_", _multiply_each)
-norm_of_each: Callable[..., list[Tensor]] = find("torch._foreach_norm", _norm_of_each)
+copy_each: Callable[..., None] = find("torch._foreach_copy_")
+multiply_each: Callable[..., None] = find("torch._foreach_mul_")
+norm_of_each: Callable[..., list[Tensor]] = find("torch._foreach_norm")
 unscale_each: Callable[..., None] = find("torch._amp_foreach_non_finite_check_and_unscale_", _unscale_each)
 #: torch's kernel for the scale's rule; False if torch has none.
 update_scale: Any = find("torch._amp_update_scale_", False)

@@ -117,6 +117,20 @@ def is_view(node: torch.fx.Node) -> bool:
     return schema is None or any(result.alias_info for result in schema.returns)
 
 
+def behind(
+    values: Any, before: Callable[[torch.fx.Node], list[torch.fx.Node]] = lambda node: node.all_input_nodes
+) -> set[torch.fx.Node]:
+    """Return the nodes among values, and those from which they are computed; `before` returns one step of these."""
+    rest: list[torch.fx.Node] = []
+    torch.fx.map_arg(values, rest.append)
+    found = set(rest)
+    while rest:
+        new = [node for node in before(rest.pop()) if node not in found]
+        found.update(new)
+        rest += new
+    return found
+
+
 def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:
     """Make all readers of a complex input read a copy (`_upstream.COMPLEX_PARTS`)."""
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
@@ -137,7 +151,7 @@ def _change_copies(graph: torch.fx.Graph, written: set[torch.fx.Node]) -> None:
         if _may_work_in_place(node):
             base: Any = node.args[0]
             start = chain_start(base)
-            if start in _behind(node.args[1:]) or (start in written and not _is_new_value(node, start)):
+            if start in behind(node.args[1:]) or (start in written and not _is_new_value(node, start)):
                 node.args = (copied(node, base), *node.args[1:])
         elif node.target in _FUNCTIONALIZED:
             given: list[torch.fx.Node] = []
@@ -156,22 +170,10 @@ def _is_new_value(node: torch.fx.Node, target: torch.fx.Node) -> bool:
         (user,) = node.users
         if user.target is _COPY:
             return user.args[:2] == (target, node)
-        if not _may_work_in_place(user) or user.args[0] is not node or target in _behind(user.args[1:]):
+        if not _may_work_in_place(user) or user.args[0] is not node or target in behind(user.args[1:]):
             return False
         node = user
     return False
-
-
-def _behind(values: Any) -> set[torch.fx.Node]:
-    """Return the nodes from which values are computed, and those among them."""
-    rest: list[torch.fx.Node] = []
-    torch.fx.map_arg(values, rest.append)
-    found = set(rest)
-    while rest:
-        new = [node for node in rest.pop().all_input_nodes if node not in found]
-        found.update(new)
-        rest += new
-    return found
 
 
 def _updated_jointly(value: Any) -> Any:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 #: Values that the frame asks for: 4 MiB and a little, so of a chunk of 8 MiB half is left. No memory is touched.
 _VALUES = 2**19
 
 
-def with_room(fn: Callable[[], T]) -> T:
+def with_room(fn: Callable[[], _T]) -> _T:
     """Return the result of a function whose frames, up to some 10,000, are in one chunk of memory."""
     return fn()
 

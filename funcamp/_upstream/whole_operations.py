@@ -5,7 +5,7 @@ a compiled program runs with them disabled: the backward pass then fails, with e
 if it were contiguous, and Inductor may give it one that is not: the gradient of the input's weight is then that of
 other numbers. Torch 2.11 to 2.15; https://github.com/pytorch/pytorch/issues/158007
 
-Multi-label margin loss: torch.compile's own form counts the classes after the first -1 too. Torch 2.11 to 2.13;
+Multi-label margin loss: torch.compile's own form counts the classes after the first -1 too. Torch 2.11 to 2.14;
 https://github.com/pytorch/pytorch/issues/141017
 """
 
@@ -23,18 +23,18 @@ _library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-
 _instead: dict[Any, Any] = {}
 
 
-def _whole(value: Any) -> Any:
+def _contiguous(value: Any) -> Any:
     return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _layer(*args: Any) -> tuple[Tensor, ...]:
     with torch.enable_grad():
-        found: tuple[Tensor, ...] = _aten.mkldnn_rnn_layer.default(*map(_whole, args))
+        found: tuple[Tensor, ...] = _aten.mkldnn_rnn_layer.default(*map(_contiguous, args))
     return found
 
 
 def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
-    *found, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(*map(_whole, args))
+    *found, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(*map(_contiguous, args))
     *others, bias = found
     return *others, bias.clone(), grad_hx, grad_cx  # both biases' gradient is one tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,11 +10,10 @@ import torch
 from torch import Tensor
 from torch._inductor import codecache, cpu_vec_isa
 
-from funcamp import jit
-from funcamp._jit import ahead as asking
+from funcamp import _upstream, jit
 from funcamp._jit import compile as compiler
 from funcamp._jit import jit_step
-from funcamp._jit.ahead import Ahead
+from funcamp._jit.ahead import ahead
 
 
 def step(state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -54,22 +54,26 @@ def test_a_program_asks_for_the_same_headers(kind: str, asked: set[Any], monkeyp
         "cpp_wrapper_build_separate": apart,
         "aot_inductor.compile_wrapper_opt_level": "O0" if apart else "O1",
     }
-    with torch._inductor.config.patch(options), Ahead() as ahead:
-        ahead.headers()
+    with torch._inductor.config.patch(options), ahead() as headers:
+        headers()
     before = set(asked)
     assert len(before) == (2 if apart else 1)
     assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 1
-    monkeypatch.setattr(asking.Ahead, "headers", lambda *_: None)
+    monkeypatch.setattr(jit_step, "ahead", lambda: contextlib.nullcontext(lambda: None))
     with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(Stop):
         jit(step)({"w": torch.zeros(3)}, torch.ones(3))
     assert asked == before
 
 
-def test_what_cannot_be_asked_is_no_error() -> None:
-    def refuse() -> None:
+def test_what_cannot_be_asked_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(*_: object, **__: object) -> None:
+        asked.append(True)
         raise OSError("no compiler")
 
-    ahead = Ahead()
-    ahead._instructions = refuse
-    with ahead:
-        ahead.headers()
+    monkeypatch.setitem(_upstream._looked_up, "torch._inductor.cpu_vec_isa.pick_vec_isa", refuse)
+    monkeypatch.setattr(codecache.CppPythonBindingsCodeCache, "load_async", refuse)
+    with ahead() as headers:
+        headers()
+    assert len(asked) == 2

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcamp import ScalerConfig, _upstream, jit, make_train_step, module_loss, stateless
 from funcamp._jit import convolutions
+from funcamp._jit.decompositions import decompositions
 from tests.support.helpers import assert_close, clone
 
 OP = torch.ops.aten.convolution_backward.default

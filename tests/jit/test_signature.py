@@ -253,3 +253,23 @@ def test_another_autocast_around_the_call_is_another_signature() -> None:
     changed = r"autocast around the call changed from None to .*torch.float16.*: give make_train_step a policy"
     with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=changed):
         run(state, batch)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_another_default_dtype_is_another_signature(backend: str) -> None:
+    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Any]:
+        return state + batch, (batch / 3, batch * 1.5, torch.full((2,), 0.1))
+
+    run, state, batch = jit(step, backend=backend, donate=False, max_signatures=2), torch.zeros(2), torch.arange(2)
+    try:
+        for programs, dtype in enumerate((torch.float32, torch.float64), 1):
+            torch.set_default_dtype(dtype)
+            for _ in range(2):
+                assert_same(run(state, batch), step(state, batch))
+            assert run.programs == programs
+        torch.set_default_dtype(torch.bfloat16)
+        with pytest.raises(ValueError, match=r"default dtype changed from torch.float64 to torch.bfloat16"):
+            run(state, batch)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -190,7 +190,7 @@ def on_gpu(written: Callable[[str], None] = lambda code: None) -> Iterator[None]
         with pretended(), _chosen_attention():
             return trace(fn, _like(args), {"cuda"}, **options)
 
-    def compiled(graph: Any, backend: str, patches: dict[str, Any], ahead: Any = None) -> Any:
+    def compiled(graph: Any, backend: str, patches: dict[str, Any], headers: Any = None) -> Any:
         with pretended(), triton_cpu.loaded(), mock.patch.object(GraphLowering, "save_output_code", written):
             run = compile_graph(graph, backend, patches, None)
 

@@ -84,7 +84,6 @@ DIRECT = {
     "_distributed/collectives.py",
     "_jit/ahead.py",
     "_jit/compile.py",
-    "_jit/jit_step.py",
     "_jit/open_parts.py",
     "_optim/run.py",
     "_trace/trace.py",

@@ -43,8 +43,7 @@ def decompositions(eager_draws: bool = False) -> Table:
 
     with config.patch(fallback_random=eager_draws):
         table: Decompositions = _upstream.find("torch._inductor.decomposition.select_decomp_table")()
-    # The zeros that derivatives of constants are, as torch.func.jvp and torch.sgn have them, have no memory. Generated
-    # code reads it nevertheless (https://github.com/pytorch/pytorch/issues/197067).
+    # ZERO_TENSORS: zeros without memory, as torch.func.jvp and the derivative of torch.sgn have them.
     own = {torch.ops.aten._efficientzerotensor.default: _zeros, **convolutions(table)}
     return Table((decompositions, eager_draws), {**table, **own})
 

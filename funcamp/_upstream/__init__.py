@@ -89,6 +89,9 @@ PADDED_TARGETS = Defect((2, 11), (2, 15))
 UNSLICED_PERMUTATION = Defect((2, 11), (2, 15))
 #: It draws a second permutation for `order[order]`, which takes other rows: `permutations`.
 SECOND_PERMUTATION = Defect((2, 15), None)
+#: Generated code reads zeros that have no memory, such as derivatives of constants: `_jit.decompositions`.
+#: https://github.com/pytorch/pytorch/issues/177261
+ZERO_TENSORS = Defect((2, 11), (2, 15))
 #: A CPU has no float8 products with a scale per row: `_float8.product.check_device`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: Dynamo's None keeps the source of the first `.grad` that is None: GradScaler's docstring says to return a value.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import funcamp
 from funcamp import _upstream, jit, make_train_step, module_loss, stateless
+from funcamp._jit.decompositions import decompositions
 from tests.support.helpers import assert_close, assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -110,3 +113,40 @@ def test_multilabel_margin_loss_ends_at_the_first_negative_target(reduction: str
         return state, F.multilabel_margin_loss(x, target, reduction=reduction)
 
     assert_close(jit(value, backend="aot_eager")(torch.zeros(()), x)[1], value(x, x)[1], 1e-6)
+
+
+def hessian_product(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Forward over reverse; torch.func.jvp makes zeros without memory for what does not depend on x."""
+
+    def out(x: Tensor) -> Tensor:
+        hidden: Tensor = (x @ params["w"] + params["b"]).tanh() @ params["w"] + params["b"]
+        return hidden.square().sum() + torch.sgn(hidden)[-1].sum()
+
+    tangents: Any = torch.func.jvp(torch.func.grad(out), (x,), (torch.ones_like(x),))
+    mean: Tensor = tangents[1].square().mean()
+    return mean
+
+
+def hessian_steps(run: Any) -> Tensor:
+    params = {"w": torch.linspace(-1, 1, 64).view(8, 8).sin(), "b": torch.zeros(8)}
+    step = make_train_step(hessian_product, stateless(torch.optim.SGD, lr=5e-4), funcamp.ScalerConfig(init_scale=4.0))
+    state, call = step.init(params), run(step)
+    for _ in range(3):
+        state, metrics = call(state, torch.linspace(-1, 1, 32).view(4, 8))
+    loss: Tensor = metrics.loss
+    return loss
+
+
+@pytest.mark.inductor
+def test_a_hessian_product_is_the_eager_ones() -> None:
+    assert_close(hessian_steps(jit), hessian_steps(lambda step: step), 1e-5)
+
+
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore")
+def test_zeros_without_memory_are_needed_as_long_as_torch_has_the_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(decompositions(False), torch.ops.aten._efficientzerotensor.default)
+    uncached = torch._inductor.config.patch(force_disable_caches=True)
+    fails = pytest.raises(RuntimeError, match="mm_out") if _upstream.ZERO_TENSORS.present else contextlib.nullcontext()
+    with uncached, fails:
+        hessian_steps(jit)

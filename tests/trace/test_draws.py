@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from funcamp import jit
+from funcamp import _upstream, jit
 from tests.support.helpers import assert_same, together
 
 X = torch.linspace(-1, 1, 6)
@@ -56,6 +56,22 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
 def test_numbers_are_those_of_the_eager_step(name: str) -> None:
     eager, jitted = both(DRAWN[name])
     assert_same(jitted, eager)
+
+
+@pytest.mark.inductor
+def test_generated_code_with_exact_draws_the_eager_steps_numbers() -> None:
+    def drawn(x: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(x).exponential_()]
+        found += [x.new_empty(4).cauchy_(), torch.empty_like(x).geometric_(0.5)]
+        found += [torch.empty_like(x).log_normal_(), F.gumbel_softmax(x, hard=True), F.rrelu(x, training=True)]
+        found += [torch.empty_like(x).uniform_(-1, 1), torch.bernoulli(x.abs()), torch.randn_like(x)]
+        return found[:1] if _upstream.SWAPPED_DRAWS.present else found
+
+    run = jit(lambda state, x: (state + 1, drawn(x)), exact=True, donate=False)
+    torch.manual_seed(0)
+    _, found = run(torch.zeros(()), X)
+    torch.manual_seed(0)
+    assert_same(list(found), drawn(X))
 
 
 def again(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:

@@ -244,14 +244,8 @@ class Recorder(_Mode):
             if clean and place == 0:
                 return Trial(operations, True, {})
             factor = 2.0**place
-            apart: dict[str, Any] = {
-                "operations": [],
-                "records": {},
-                "gradients": {},
-                "_muted": False,
-                "_repeating": True,
-            }
-            with mock.patch.multiple(self, loss_scale=scale * factor, **apart):  # not part of the run
+            apart: dict[str, Any] = {"operations": [], "records": {}, "gradients": {}}  # not part of the run
+            with mock.patch.multiple(self, loss_scale=scale * factor, _muted=False, _repeating=True, **apart):
                 grads = again(factor)
                 finite = all(self._look(grad, _is_finite) for grad in grads if isinstance(grad, Tensor))
                 return Trial(self.operations, finite, self.gradients)

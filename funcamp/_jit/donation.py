@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 from typing import NamedTuple
@@ -34,8 +35,8 @@ class Owned:
         self._places = [index for index, leaf in enumerate(flat) if leaf is not None]
         self.leaves: list[Tensor] = [flat[index] for index in self._places]
         self.strides = [leaf.stride() for leaf in self.leaves] if strides is None else strides
-        self._addresses = list(map(Tensor.data_ptr, self.leaves))
         self._contents = _tree.contents(tree)
+        self.watch(len(self.leaves) or 1)
         # Callers may give their handles of it other memory; these references keep the original.
         self._statics = [leaf.detach() for leaf in self.leaves] if written else []
         #: The memory that steps write.
@@ -52,14 +53,33 @@ class Owned:
         """Return whether a state is this one, with no leaf replaced or given other memory or strides in place.
 
         If the state has compute copies, parameters written in place since it was returned make it another state.
+
+        Raises:
+            RuntimeError: a leaf was given other memory or strides at a call that did not check it.
         """
-        return (
-            state is self._tree
-            and self._holds(state)
-            and all(node.copies.are_of(node.params) for node in self._states)
-            and list(map(Tensor.data_ptr, self.leaves)) == self._addresses
-            and list(map(Tensor.stride, self.leaves)) == self.strides
+        if state is not self._tree or not self._holds(state):
+            return False
+        if not all(node.copies.are_of(node.params) for node in self._states):
+            return False
+        leaves, addresses, strides = next(self._parts)
+        if list(map(Tensor.data_ptr, leaves)) == addresses and list(map(Tensor.stride, leaves)) == strides:
+            return True
+        if self._part >= len(self.leaves):
+            return False
+        now = zip(self._places, self.leaves, self._statics)
+        place = next(place for place, *pair in now if len({(leaf.data_ptr(), leaf.stride()) for leaf in pair}) > 1)
+        raise RuntimeError(
+            f"jit: state{_tree.path_of(state, place)} must stay where it is in memory, as a CUDA graph writes there; "
+            "it was given other memory or strides (by .data, set_, t_): put another tensor in its place"
         )
+
+    def watch(self, part: int) -> None:
+        """Check `part` leaves per call, in turn; only for steps that do not read the callers' tensors."""
+        self._part = part
+        starts = range(0, len(self.leaves), part)
+        parts = [(self.leaves[i : i + part], self.strides[i : i + part]) for i in starts] or [([], [])]
+        held = [(leaves, list(map(Tensor.data_ptr, leaves)), strides) for leaves, strides in parts]
+        self._parts = itertools.cycle(held)
 
     def _holds(self, state: Tree) -> bool:
         if self._contents is None:
@@ -79,20 +99,24 @@ class Owned:
             flat[place] = leaf
         return _tree.unflatten(flat, self.spec)
 
-    def refilled(self, state: Tree, like: Tree) -> Owned:
+    def refill(self, state: Tree, like: Tree) -> None:
         """Copy another state into this one's storage; tensors that callers still have keep their values."""
         check_like(_NAMES, like, state)
         values = [leaf for leaf in _tree.leaves(with_own_copies(state)) if leaf is not None]
         values = [leaf.detach().clone() if self.memory.meets(leaf) else leaf.detach() for leaf in values]
-        statics = self._statics
-        handles, self.leaves, self._tree, self._contents, self._states = self.leaves, [], None, [], []
+        statics, self._statics = self._statics, [leaf.detach() for leaf in self._statics]
+        handles, self.leaves, self._tree, self._contents = self.leaves, statics, None, []
+        self._states = []
+        self._parts = itertools.cycle([])
         while handles:
             handle = handles.pop()
             if sys.getrefcount(handle) > 2:  # more than this name and the call's argument
                 handle.set_(handle.clone())  # type: ignore[call-overload]
         for static, value in zip(statics, values):
             static.copy_(value)
-        return Owned(self.filled(statics))
+        self._tree = self.filled(statics)
+        self._states, self._contents = states(self._tree), _tree.contents(self._tree)
+        self.watch(self._part)
 
 
 def own(state: Tree, like: Tree | None, avoid: Memory, *, copy: bool = False, written: bool = True) -> Owned:

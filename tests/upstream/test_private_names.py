@@ -84,6 +84,7 @@ DIRECT = {
     "_distributed/collectives.py",
     "_jit/ahead.py",
     "_jit/compile.py",
+    "_jit/decompositions.py",
     "_jit/open_parts.py",
     "_optim/run.py",
     "_trace/trace.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import os
 import pickle
 import re
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from funcamp import _tree
 
+#: The longest file name on Linux, macOS and Windows, in bytes.
+_NAME_BYTES = 255
 _TENSORS = (Tensor, torch.nn.Parameter)
 #: What torch.load(weights_only=True) accepts in any process, tested type by type on torch 2.11 and 2.13.
 _PLAIN = (*_TENSORS, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -29,8 +32,8 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a checkpoint atomically.
 
     At every moment path is the complete old file or the complete new one. The file is written into a folder beside
-    path, synced to disk and renamed. A killed save leaves that folder, `<name>.<8 hex digits>.part`; the next
-    successful save to path removes it. A symbolic link is followed. Syncs: reads every tensor.
+    path, synced to disk and renamed. A killed save leaves that folder, `<name>.<8 hex digits>.part` (a long name is
+    shortened); the next successful save to path removes it. A symbolic link is followed. Syncs: reads every tensor.
 
     Args:
         saved: the result of `state_dict`, or tensors, numbers and strings in dicts, lists and tuples.
@@ -41,10 +44,9 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
         TypeError: path is not a path; saved is not a dict, or contains what the format cannot store or `load` would not
             read.
         ValueError: path is not a file: a folder, a device, a link to itself; saved contains itself, or a tensor without
-            values (on the meta device), or is nested too deeply.
+            values (on the meta device), or is nested deeper than Python's recursion limit.
         ImportError: path ends in `.safetensors` and the package is missing.
-        OSError: the file cannot be written, for example if its name has more than 241 bytes (255, less the folder's
-            ending); path is then as it was.
+        OSError: the file cannot be written; path is then as it was.
 
     Example:
         >>> import tempfile
@@ -68,7 +70,7 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
         try:
             _check_plain("saved", saved)
         except RecursionError as error:
-            raise ValueError("save: saved must not hold itself, or be nested too deeply") from error
+            raise ValueError("save: saved must be nested less deeply than Python's recursion limit") from error
     with _folder_beside(target) as folder:
         part = os.path.join(folder, os.path.basename(target))
         if package:
@@ -157,15 +159,17 @@ def _safetensors(call: str, name: str) -> Any:
     return safetensors
 
 
-def _check_plain(where: str, value: object) -> None:
+def _check_plain(where: str, value: object, around: tuple[object, ...] = ()) -> None:
     """Reject what load could not read, at a time when the run still has its state."""
+    if any(value is container for container in around):
+        raise ValueError(f"save: saved must not hold itself; got {where}, which does")
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():  # type: ignore[attr-defined]
-            _check_plain(f"a key of {where}", key)
-            _check_plain(f"{where}[{key!r}]", item)
+            _check_plain(f"a key of {where}", key, (*around, value))
+            _check_plain(f"{where}[{key!r}]", item, (*around, value))
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):  # type: ignore[arg-type]
-            _check_plain(f"{where}[{index}]", item)
+            _check_plain(f"{where}[{index}]", item, (*around, value))
     elif isinstance(value, Tensor) and value.is_meta:
         raise ValueError(f"save: {where} must have values; got {_tree.describe(value)}")
     elif type(value) not in _PLAIN:
@@ -235,7 +239,7 @@ def _check_readable(part: str) -> None:
 def _folder_beside(target: str) -> Iterator[str]:
     """Create a folder for the new file, lock it while in use and remove it afterwards."""
     while True:
-        folder = f"{target}.{secrets.token_hex(4)}.part"
+        folder = f"{_stem(target)}.{secrets.token_hex(4)}.part"
         os.mkdir(folder)
         with _locked(folder, wait=True):
             if not os.path.exists(folder):  # another save removed it as stale before it was locked
@@ -247,10 +251,20 @@ def _folder_beside(target: str) -> Iterator[str]:
         return
 
 
+def _stem(target: str) -> str:
+    """Return the prefix of the folders beside a file: its name, shortened if they would be too long."""
+    name = os.fsencode(os.path.basename(target))
+    if len(name) + len(".00000000.part") <= _NAME_BYTES:
+        return target
+    mark = hashlib.sha256(name).hexdigest()[:16]
+    return os.path.join(os.path.dirname(target), f"{os.fsdecode(name[:200]).encode(errors='ignore').decode()}.{mark}")
+
+
 def _remove_stale(target: str) -> None:
     """Remove the folders of killed saves of this file: those whose lock is free."""
-    for folder in glob.glob(f"{glob.escape(target)}.*.part"):
-        if re.fullmatch(r"\.[0-9a-f]{8}\.part", folder[len(target) :]):
+    stem = _stem(target)
+    for folder in glob.glob(f"{glob.escape(stem)}.*.part"):
+        if re.fullmatch(r"\.[0-9a-f]{8}\.part", folder[len(stem) :]):
             with _locked(folder, wait=False) as free:
                 if free:
                     shutil.rmtree(folder, ignore_errors=True)

@@ -393,7 +393,7 @@ def test_what_holds_itself_is_refused_and_what_is_held_twice_is_not(tmp_path: Pa
     save({"a": inner, "b": [inner, inner]}, tmp_path / "twice.pt")
     assert load(tmp_path / "twice.pt") == {"a": inner, "b": [inner, inner]}
     inner["x"].append(inner)
-    with pytest.raises(ValueError, match="saved must not hold itself"):
+    with pytest.raises(ValueError, match=re.escape("saved must not hold itself; got saved['a']['x'][1], which does")):
         save({"a": inner}, tmp_path / "again.pt")
     assert os.listdir(tmp_path) == ["twice.pt"]
 
@@ -470,7 +470,7 @@ def test_nesting_beyond_the_recursion_limit_is_refused(tmp_path: Path) -> None:
     saved: dict[str, Any] = {"w": torch.ones(2)}
     for _ in range(3000):
         saved = {"a": saved}
-    with pytest.raises(ValueError, match=r"save: saved must not hold itself, or be nested too deeply"):
+    with pytest.raises(ValueError, match=r"save: saved must be nested less deeply than Python's recursion limit"):
         save(saved, tmp_path / "deep.pt")
     assert os.listdir(tmp_path) == []
 
@@ -517,8 +517,8 @@ def test_link_to_itself_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("letter", ["n", "é", "語"])
-@pytest.mark.parametrize("length", [240, 241])
-def test_name_may_be_as_long_as_its_folder_allows(length: int, letter: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [240, 241, 242, 243, 254, 255])
+def test_name_may_be_as_long_as_a_name_may_be(length: int, letter: str, tmp_path: Path) -> None:
     size = len(letter.encode())
     name = (letter * (length // size)).rjust(length - length // size * (size - 1), "a")
     assert len(os.fsencode(name)) == length
@@ -533,10 +533,9 @@ def test_name_may_be_as_long_as_its_folder_allows(length: int, letter: str, tmp_
     assert sorted(tmp_path.iterdir()) == sorted([tmp_path / name, *stale])
 
 
-@pytest.mark.parametrize("length", [242, 256])
-def test_name_too_long_for_the_system_is_an_os_error_that_leaves_nothing(length: int, tmp_path: Path) -> None:
+def test_name_too_long_for_the_system_is_an_os_error_that_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="too long"):
-        save({}, tmp_path / ("n" * length))
+        save({}, tmp_path / ("n" * 256))
     assert os.listdir(tmp_path) == []
 
 

@@ -49,7 +49,7 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], headers: 
     flats: list[FlatInput] = []
     with _no_autocast(kinds), torch.no_grad():
         if backend == "inductor":
-            keep_layouts(module, graph.mode)
+            keep_layouts(module, graph.mode, decompositions(patches.get("fallback_random", False)))
             index_without_check(module)
             if not graph.is_open:
                 module, examples, flats = part_inputs(module, examples, graph.mode)

@@ -33,7 +33,7 @@ class Table(Decompositions):
 
 
 @functools.cache
-def decompositions(eager_draws: bool = False) -> Table:
+def decompositions(eager_draws: bool) -> Table:
     """Return the table.
 
     Args:

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from funcamp._jit.decompositions import decompositions
+from funcamp._jit.decompositions import Decompositions
 from funcamp._trace.open_shapes import has_open_layout, is_open_node
 
 #: An index among several results, and the dimensions from the outermost in memory to the innermost.
 _Order = tuple[int | None, list[int]]
 
 
-def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any]) -> None:
+def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any], table: Decompositions) -> None:
     """Give such results the layout of the trace, except those of open operations.
 
     Args:
         module: its graph is changed in place; not recompiled.
         mode: the mode of its fake tensors.
+        table: the decompositions that it will be compiled with.
     """
-    table = decompositions()
     known: dict[str, list[_Order]] = {}
     with mode, torch.no_grad():
         for node in list(module.graph.nodes):

@@ -65,7 +65,7 @@ def test_gradients_are_torchs(name: str, dtype: torch.dtype, images: int, monkey
         given = arguments(name, dtype, layout, images)
         exact = [value.double() if isinstance(value, Tensor) else value for value in given]
         for mask in itertools.product([True, False], repeat=3):
-            found = decompositions()[OP](*given, list(mask))
+            found = decompositions(False)[OP](*given, list(mask))
             if found is NotImplemented:  # left to torch
                 continue
             wanted = OP(*exact, list(mask))
@@ -107,7 +107,7 @@ def test_the_slow_gradients_are_computed_otherwise(
 ) -> None:
     monkeypatch.setattr(convolutions, "_MANY", many)
     with Calls() as calls:
-        decompositions()[OP](*arguments(name, dtype, LAYOUTS[0]), [True] * 3)
+        decompositions(False)[OP](*arguments(name, dtype, LAYOUTS[0]), [True] * 3)
     assert calls.calls == expected
 
 

@@ -103,14 +103,20 @@ def max_over(*groups: Any) -> Reduce:
         Megatron-LM and apex take the MAX over their model-parallel group (apex/transformer/amp/grad_scaler.py).
     """
     each = [part for group in groups for part in (group.get_all_groups() if _is_mesh(group) else [group])]
-    known = tuple(dict.fromkeys(ranks_of("max_over", group) for group in each or [None]))
+    return _MaxOver(tuple(dict.fromkeys(ranks_of("max_over", group) for group in each or [None])))
 
-    def reduce(flag: Tensor) -> Tensor:
-        for ranks in known:
+
+class _MaxOver:
+    def __init__(self, groups: tuple[Ranks, ...]) -> None:
+        self._groups = groups
+
+    def __repr__(self) -> str:
+        return f"max_over({', '.join(group.name for group in self._groups)})"
+
+    def __call__(self, flag: Tensor) -> Tensor:
+        for ranks in self._groups:
             flag = all_reduce(flag, "max", ranks)
         return flag
-
-    return reduce
 
 
 def all_reduce(x: Tensor, op: str, ranks: Ranks) -> Tensor:

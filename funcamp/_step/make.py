@@ -130,7 +130,11 @@ def make_train_step(
 def _observers(call: str, observe: Mapping[str, Callable[[Any], Any]] | None) -> Mapping[str, Callable[[Any], Any]]:
     if observe is None:
         return {}
-    found = dict(observe) if isinstance(observe, Mapping) else {None: observe}
-    if not all(isinstance(name, str) and callable(function) for name, function in found.items()):
+    if not isinstance(observe, Mapping):
         raise TypeError(f"{call}: observe must be a dict of names to functions; got {_tree.brief(observe)}")
-    return found
+    for name, function in observe.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{call}: observe must have names; got {_tree.brief(name)}")
+        if not callable(function):
+            raise TypeError(f"{call}: observe[{name!r}] must be callable; got {_tree.brief(function)}")
+    return dict(observe)

@@ -320,8 +320,12 @@ def _check_like(call: str, name: str, value: object, like: Tensor) -> None:
     """Raise ValueError if a saved value cannot take the place of a tensor."""
     kinds = ("shape", "dtype", "layout")
     if not isinstance(value, Tensor) or value.is_meta or any(getattr(value, k) != getattr(like, k) for k in kinds):
-        got = _tree.describe(value) + (f", {value.layout}" if isinstance(value, Tensor) else "")
-        raise ValueError(f"{call}: saved[{name!r}] must be like {_tree.describe(like)}, dense, with values; got {got}")
+        got, fix = _tree.describe(value), ""
+        if isinstance(value, Tensor) and (value.is_meta or value.layout != like.layout):
+            got = f"{got}, {value.layout}"
+            fix = ": load it with its values" if value.is_meta else ": to_dense() makes one"
+        rule = f"must be like {_tree.describe(like)}, dense, with values"
+        raise ValueError(f"{call}: saved[{name!r}] {rule}; got {got}{fix}")
 
 
 def _check_values(call: str, state: TrainState) -> None:
@@ -345,6 +349,9 @@ def _check_values(call: str, state: TrainState) -> None:
     }
     for name, count in _by_name(tree).items():
         check(name, count, count >= 0, "0 or more")
+    for name, limit in (("skipped", "step"), ("consecutive_skips", "skipped")):
+        part, whole_count = getattr(state, name), getattr(state, limit)
+        check(name, part, part <= whole_count, f"at most saved[{limit!r}]")
 
 
 def with_own_copies(tree: Tree) -> Tree:

@@ -191,14 +191,19 @@ class TrainStep:
             return None
         if not isinstance(self.loss_fn, ModuleLoss):
             raise TypeError(
-                f"{call}: consume must be False for a loss that module_loss did not make; got {self.loss_fn!r}"
+                f"{call}: consume must be False for a loss that module_loss did not make, as there is no module whose "
+                f"place the state could take; got True with {self.loss_fn!r}"
             )
         if params is not None or buffers is not None:
-            raise ValueError(f"{call}: consume must be False if params or buffers are given; got True")
+            name = "buffers" if params is None else "params"
+            raise ValueError(
+                f"{call}: consume must be False if params or buffers are given, as it takes the module's own; got "
+                f"True and {name}={_tree.brief(buffers if params is None else params)}"
+            )
         if self._options.parallel.shard:
             raise ValueError(
-                f"{call}: consume must be False with {self._options.parallel!r}, because a parameter cannot be a view "
-                'of a slice; got True. model.to("meta") after init frees the module\'s memory'
+                f"{call}: consume must be False with {self._options.parallel!r}, because a parameter of the module "
+                'cannot be a view of a slice; got True. model.to("meta") after init frees the module\'s memory'
             )
         return self.loss_fn
 

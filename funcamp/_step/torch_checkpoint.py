@@ -100,9 +100,13 @@ def from_torch(
         saved |= {name: torch.full_like(saved[name], number) for name, number in numbers.items()}
     if scaler is not None:
         held, config = from_state_dict(scaler, step.config, device=like.scaler.scale.device)
-        other = {name: value for name, value in vars(config).items() if value != getattr(step.config, name)}
-        if other:
-            raise ValueError(f"{call}: scaler must have the step's constants; got {other}: make the step with them")
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            own, value = getattr(step.config, name), getattr(config, name)
+            if own != value:
+                raise ValueError(
+                    f"{call}: scaler must have the step's {name}, {own}; got {value}: make the step with "
+                    f"ScalerConfig({name}={value})"
+                )
         saved |= {f"scaler.{name}": value for name, value in held._asdict().items()}
     return restore(saved, like, split=step._split)
 

@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         (TypeError, "optimizer must be a state_dict of a torch.optim.Optimizer; got", {"optimizer": {"lr": 1}}),
         (ValueError, "names must be those", {"optimizer": saved["optimizer"], "names": ["0.weight"]}),
         (ValueError, "names must be given", {"optimizer": smaller.state_dict()}),
-        (ValueError, "scaler must have the step's constants; got {'growth_interval': 7}", {"scaler": other_scaler}),
+        (ValueError, "scaler must have the step's growth_interval, 3; got 7", {"scaler": other_scaler}),
         (ValueError, "saved must have 'scale'; it is empty", {"scaler": {}}),
         (ValueError, r"saved\['scaler.scale'\] must be above 0", {"scaler": saved["scaler"] | {"scale": 0.0}}),
         (ValueError, "growth_tracker.*0 or more; got -5", {"scaler": saved["scaler"] | {"_growth_tracker": -5}}),

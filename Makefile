@@ -6,7 +6,7 @@
 # make peers   the rules of jmp, flax, Keras, DeepSpeed and torchao against the packages themselves
 # make package build the wheel and the source archive, and check what is in them and that the wheel works
 # make gpu     the CUDA tests and benchmarks, with the Python at hand: it installs nothing. In parts of at most 8 minutes:
-#              make gpu-tests gpu-step gpu-phase gpu-price gpu-rest gpu-float8
+#              make gpu-tests gpu-step gpu-phase gpu-price gpu-rest; and gpu-parity gpu-roofline gpu-sanitize gpu-float8
 
 PYTHON ?= python3
 PINNED := 2.13.0
@@ -29,7 +29,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo check test lint docs bench peers package gpu gpu-tests gpu-step gpu-phase gpu-price gpu-rest gpu-float8 clean
+GPU := gpu $(addprefix gpu-,tests step phase price rest parity roofline sanitize float8)
+.PHONY: help demo check test lint docs bench peers package $(GPU) clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -80,6 +81,7 @@ bench: $(VENV)/installed $(VENV)/models/installed
 	$(BIN)/python benchmarks/warm_start.py --out $(RESULTS)
 	$(BIN)/python benchmarks/float8.py --out $(RESULTS)
 	$(BIN)/python benchmarks/float16_rl.py --out $(RESULTS)
+	$(BIN)/python benchmarks/parity.py --out $(RESULTS)
 
 # Needs Python 3.11. DeepSpeed's scaler is one file of plain Python, so its dependencies are not installed.
 peers:
@@ -97,7 +99,7 @@ package:
 	PIP_CONSTRAINT=constraints.txt .venv-package/bin/python .github/check_package.py dist
 
 # DEVICE=cpu SIZES="..." ROUNDS=2 rehearse a part where there is no GPU.
-gpu gpu-tests gpu-step gpu-phase gpu-price gpu-rest gpu-float8:
+$(GPU):
 	$(PYTHON) benchmarks/gpu.py $(patsubst gpu-%,%,$(filter gpu-%,$@)) --device $(DEVICE) --out $(RESULTS) \
 		$(if $(SIZES),--sizes '$(SIZES)') $(if $(ROUNDS),--rounds $(ROUNDS))
 

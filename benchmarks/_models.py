@@ -50,6 +50,11 @@ GPU_SIZES = {
     "GPT 124 M, 16,384 tokens": Size("gpt", 12, 768, 16, 1024, 50304, steps=10),
 }
 
+PROGRAM_SIZES = {name: GPU_SIZES[name] for name in ("MLP 0.14 M", "MLP 134 M", "GPT 124 M, 16,384 tokens")} | {
+    "GPT 1.3 B, 8,192 tokens": Size("gpt", 24, 2048, 8, 1024, 50304, steps=5),
+}
+"""Those whose program on a GPU is counted without one, and then compared with what is measured there."""
+
 
 class MLPBlock(nn.Module):
     """x + W2 gelu(W1 norm(x))."""

@@ -100,6 +100,7 @@ def funcamp_step(
     parallel: DataParallel | None = None,
     consume: bool | None = None,
     policy: str | None = None,
+    max_norm: float | None = None,
     **options: Any,
 ) -> Callable[[], Any]:
     """The step as a pure function: eager, or by `funcamp.jit` with these options; a call returns its metrics.
@@ -110,7 +111,8 @@ def funcamp_step(
     model, batch, criterion = task(size, device)
     loss_fn = change(funcamp.module_loss(model, criterion))
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
-    step = funcamp.make_train_step(loss_fn, adamw, config, policy=policy or name_of(dtype), parallel=parallel)
+    precision = policy or name_of(dtype)
+    step = funcamp.make_train_step(loss_fn, adamw, config, policy=precision, parallel=parallel, max_norm=max_norm)
     run: Callable[..., Any] = funcamp.jit(step, **options) if compiled else step
     state = [step.init(flat=flat, consume=not (parallel and parallel.shard) if consume is None else consume)]
 

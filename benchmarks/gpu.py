@@ -1,11 +1,13 @@
 """Tests and benchmarks on a GPU that is lent for half an hour: parts of at most eight minutes, in order of value.
 
-    python benchmarks/gpu.py tests|step|phase|price|rest|float8 [--out DIR] [--device cpu] [--sizes "..."] [--rounds 9]
+    python benchmarks/gpu.py [PART ...] [--out DIR] [--device cpu] [--sizes "..."] [--rounds 9]
 
-It needs torch, numpy, pytest and what torch.compile needs, installs nothing, and takes JAX, optax and matplotlib if
-they are there. A part goes on past a line that fails or takes too long, says at the end which did, and fails then. What
-was measured is in the result files with every row. --device, --sizes and --rounds replace those of every line of a
-part: with `--device cpu` and a small size they rehearse it, in four times the time.
+Parts: tests, step, phase, price and rest, half an hour together and what runs if no part is named; parity, roofline,
+sanitize and float8. It needs torch, numpy, pytest and what torch.compile needs, installs nothing, and takes JAX, optax
+and matplotlib if they are there; sanitize needs CUDA's compute-sanitizer. A part goes on past a line that fails or
+takes too long, says at the end which did, and fails then. What was measured is in the result files with every row.
+--device, --sizes and --rounds replace those of every line of a part: with `--device cpu` and a small size they
+rehearse it, in four times the time.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,6 +65,9 @@ PARTS: dict[str, list[Line]] = {
         Line("track", 150, ("GPT 3.3 M",), ("--copies=1",)),
         Line("step", 130, ("MLP 3.2 M",), ("--forms", "--variants", ";".join(OTHERS))),
     ],
+    "parity": [Line("parity", 300, ())],
+    "roofline": [Line("roofline", 300, ("GPT 124 M, 16,384 tokens", "MLP 0.14 M", "MLP 134 M"))],
+    "sanitize": [],
     "float8": [
         Line(
             "float8_speed",
@@ -69,8 +76,9 @@ PARTS: dict[str, list[Line]] = {
         )
     ],
 }
-HALF_AN_HOUR = [part for part in PARTS if part != "float8"]
+HALF_AN_HOUR = ("tests", "step", "phase", "price", "rest")
 TESTS = 400  # seconds
+SANITIZE = 400
 SHOWN = 50  # lines of what failed; tests.log has all
 WORKERS = 12  # test processes at most: each has a context on the GPU
 
@@ -118,9 +126,7 @@ def tests(device: str, out: Path | None) -> list[str]:
         with ThreadPoolExecutor(len(commands)) as pool:
             ends = list(pool.map(lambda one: run(one[1], TESTS, folder / f"{one[0]}.log", **alone), commands.items()))
         logs = {label: (folder / f"{label}.log").read_text() for label in commands}
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "tests.log").write_text("\n".join(f"==== {label}\n{text}" for label, text in logs.items()))
+    _keep(out, "tests.log", logs)
     failed = []
     for (label, text), wrong in zip(logs.items(), ends):
         lines = text.splitlines()
@@ -133,12 +139,64 @@ def tests(device: str, out: Path | None) -> list[str]:
     return failed
 
 
+def sanitize(device: str, out: Path | None) -> list[str]:
+    """Run a few steps under compute-sanitizer, all at once; return what failed.
+
+    Every access of memory is checked, of the captured steps and of the program called without a graph, whose tensors
+    are allocated one by one then. A read of memory that nothing wrote counts in generated kernels alone: libraries do
+    that to their workspaces.
+    """
+    tool = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
+    if device == "cuda" and not tool:
+        return ["sanitize: compute-sanitizer was not found"]
+    apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    forms: dict[str, tuple[str, str, dict[str, str]]] = {
+        "memcheck, captured": ("memcheck", "captured", {}),
+        "memcheck, called": ("memcheck", "called", apart),
+        "initcheck, captured": ("initcheck", "captured", {}),
+    }
+
+    def checked(one: tuple[str, tuple[str, str, dict[str, str]]], folder: Path) -> tuple[str, str]:
+        label, (kind, form, variables) = one
+        tooled = [str(tool), "--tool", kind, "--launch-timeout", "0"] if device == "cuda" else []
+        command = [*tooled, sys.executable, "-m", "tests.cuda.short_run", form, device]
+        wrong = run(command, SANITIZE, folder / label, TORCHINDUCTOR_COMPILE_THREADS="1", **variables)
+        return wrong, (folder / label).read_text()
+
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(forms)) as pool:
+        ends = list(pool.map(lambda one: checked(one, Path(name)), forms.items()))
+    _keep(out, "sanitize.log", {label: text for label, (_, text) in zip(forms, ends)})
+    failed = []
+    for label, (wrong, text) in zip(forms, ends):
+        summary = re.findall(r"ERROR SUMMARY: .*", text)
+        print(f"{label}: {wrong or 'ran to its end'}; {summary[-1] if summary else 'no summary'}")
+        faults = [line for line in text.splitlines() if "triton_" in line]
+        if label.startswith("memcheck") and summary and "SUMMARY: 0 errors" not in summary[-1]:
+            faults = faults or summary
+        if device == "cuda" and not summary:
+            faults = text.splitlines()[-5:]
+        failed += [f"sanitize: {label}: {line[:200]}" for line in ([wrong] if wrong else []) + faults[:10]]
+    return failed
+
+
+def _keep(out: Path | None, name: str, logs: dict[str, str]) -> None:
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("\n".join(f"==== {label}\n{text}" for label, text in logs.items()))
+
+
+#: Parts that are not lines of benchmarks.
+PROGRAMS = {"tests": tests, "sanitize": sanitize}
+
+
 def main() -> None:
     """Run the parts that are named, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; without one all but float8")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: {', '.join(HALF_AN_HOUR)}"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, help="folder for the result files, and for tests.log")
+    parser.add_argument("--out", type=Path, help="folder for the result files and the logs")
     parser.add_argument("--sizes", help="names, separated by semicolons")
     parser.add_argument("--rounds", type=int)
     args = parser.parse_args()
@@ -150,10 +208,12 @@ def main() -> None:
     failed: list[str] = []
     for part in args.parts or HALF_AN_HOUR:
         start = time.monotonic()
-        failed += tests(args.device, out) if part == "tests" else []
+        if part in PROGRAMS:
+            failed += PROGRAMS[part](args.device, out)
         for line in PARTS[part]:
             sizes = args.sizes or ";".join(line.sizes)
-            command = [sys.executable, f"benchmarks/{line.script}.py", *given, *line.options, "--sizes", sizes]
+            command = [sys.executable, f"benchmarks/{line.script}.py", *given, *line.options]
+            command += ["--sizes", sizes] if sizes else []
             if wrong := run(command, line.seconds * (4 if args.device == "cpu" else 1)):
                 failed.append(f"{part}: {line.script}.py: {wrong}")
         print(f"==== {part}: {time.monotonic() - start:.0f} s", flush=True)

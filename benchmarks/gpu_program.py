@@ -29,8 +29,8 @@ from tests.support import fake_cuda
 fake_cuda.load()  # before torch is imported
 
 import torch  # noqa: E402
-from _models import Size, build, cross_entropy  # noqa: E402
-from _timing import about, arguments, table, write  # noqa: E402
+from _models import PROGRAM_SIZES, Size, build, cross_entropy  # noqa: E402
+from _timing import about, arguments, chosen, table, write  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import funcamp  # noqa: E402
@@ -40,12 +40,6 @@ from tests.support.ptxas import Compiled, compiled  # noqa: E402
 PEAK, PEAK_REACHED = 989e12, 0.6  # dense float16 FLOPs a second of an H100 SXM, and what large products reach
 BANDWIDTH, BANDWIDTH_REACHED = 3.35e12, 0.9
 GAP = 1.3e-6  # seconds
-SIZES = {
-    "MLP 0.14 M": Size("mlp", 4, 64, 32),
-    "MLP 134 M": Size("mlp", 16, 1024, 1024),
-    "GPT 124 M, 16,384 tokens": Size("gpt", 12, 768, 16, 1024, 50304),
-    "GPT 1.3 B, 8,192 tokens": Size("gpt", 24, 2048, 8, 1024, 50304),
-}
 #: Kernels of each model in the table: those that move most.
 SHOWN = 8
 
@@ -109,11 +103,10 @@ def _short(name: str) -> str:
 def main() -> None:
     """Print, and write the result files where asked."""
     parser = arguments(__doc__)
-    parser.add_argument("--sizes", help="names of SIZES, with ; between them")
     args = parser.parse_args()
     rows, largest = [], []
-    for name in args.sizes.split(";") if args.sizes else SIZES:
-        made, parameters = program(SIZES[name])
+    for name, size in chosen(parser, args, PROGRAM_SIZES).items():
+        made, parameters = program(size)
         kernels = {kernel: compiled(kernel) for kernel in made.kernels}
         rows.append(row(name, made, parameters, kernels))
         largest += shown(name, kernels)

@@ -10,7 +10,6 @@ the same static tensors, as one writes a capture by hand, which checks nothing.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -29,10 +28,6 @@ SIZES = {"10 leaves": 10, "1,000 leaves": 1000}
 
 class NoGraph:
     """In place of CUDA graphs: warm-up and capture run, a replay does nothing."""
-
-    def kept(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps no random state."""
-        return contextlib.nullcontext()
 
     def warm_up(self, run: Callable[[], Any], times: int) -> None:
         """Not needed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 
 from tests.support.launch import ROOT
+
+#: Each has a main. gpu_program.py registers a device before torch is imported, so it needs a process.
+SCRIPTS = sorted({file.stem for file in (ROOT / "benchmarks").glob("[a-z]*.py")} - {"gpu_program"})
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +71,77 @@ def test_the_gpus_run_names_sizes_and_variants_that_there_are() -> None:
     for lines in gpu.PARTS.values():
         for line in lines:
             script = import_module(line.script)
-            known = getattr(script, "GPU_SIZES", None) or script.SIZES
+            known = next(
+                getattr(script, name) for name in ("GPU_SIZES", "PROGRAM_SIZES", "SIZES") if hasattr(script, name)
+            )
             assert not {*line.sizes} - {*known}, line
     assert not {*gpu.PEERS, *gpu.OTHERS} - {*step.variants("cuda", forms=True)}
     assert gpu.TESTS + sum(line.seconds for part in gpu.HALF_AN_HOUR for line in gpu.PARTS[part]) <= 30 * 60
     assert max(sum(line.seconds for line in lines) for lines in gpu.PARTS.values()) <= 8 * 60
+    assert {part for part, lines in gpu.PARTS.items() if not lines} == {*gpu.PROGRAMS}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_shows_its_options(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        import_module(script).main()
+    assert ended.value.code == 0
+    assert "--out" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_the_script_with_a_device_of_its_own_shows_its_options() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu_program.py", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--sizes" in done.stdout
+
+
+def test_the_time_of_a_step_is_split_by_kernels() -> None:
+    roofline = import_module("roofline")
+    found = [("nvjet_hsh_128x256", 2.0), ("triton_red_fused_abs_sum_3", 0.5), ("triton_poi_fused_lerp_9", 1.0)]
+    found += [("triton_poi_fused_gelu_1", 0.25), ("Memset (Device)", 0.125), ("triton_poi_fused_gelu_1", 0.25)]
+    assert roofline.parts(found, 5.0) == {
+        "calls of libraries": 2.0,
+        "generated kernels": 2.0,
+        "of them check and update": 1.5,
+        "copies and fills": 0.125,
+        "gaps": 0.875,
+        "step": 5.0,
+    }
+    assert roofline.by_time(found)[2] == ("triton_red_fused_abs_sum_3", 1, 0.5)
+    assert {*roofline.MODEL.values()} <= {*next(iter(roofline.modelled().values()))}
+    assert {*roofline.PROGRAM_SIZES} == {*roofline.modelled()}
+
+
+def test_a_run_under_the_sanitizer_fails_for_an_error_of_memory_or_a_kernel_that_reads_what_nobody_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = import_module("gpu")
+    texts = {
+        ("memcheck", "captured"): "mlp: [1.0]\n========= ERROR SUMMARY: 0 errors\n",
+        ("memcheck", "called"): "========= Invalid __global__ read\n========= ERROR SUMMARY: 1 error\n",
+        ("initcheck", "captured"): "========= at triton_poi_3\n========= at gemm\n========= ERROR SUMMARY: 2 errors\n",
+    }
+
+    def run(command: list[str], seconds: float, log: Path, **variables: str) -> str:
+        log.write_text(texts[command[command.index("--tool") + 1], command[-2]])
+        return ""
+
+    monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(gpu.shutil, "which", lambda name, path: "/bin/sanitizer")
+    assert gpu.sanitize("cuda", tmp_path) == [
+        "sanitize: memcheck, called: ERROR SUMMARY: 1 error",
+        "sanitize: initcheck, captured: ========= at triton_poi_3",
+    ]
+    assert "==== memcheck, called\n========= Invalid" in (tmp_path / "sanitize.log").read_text()
+    monkeypatch.setattr(gpu.shutil, "which", lambda name, path: None)
+    assert gpu.sanitize("cuda", None) == ["sanitize: compute-sanitizer was not found"]
+    assert "ran to its end" in capsys.readouterr().out
 
 
 def test_a_row_of_reinforcement_learning_has_a_curve_of_every_seed(

@@ -82,6 +82,7 @@ bench: $(VENV)/installed $(VENV)/models/installed
 	$(BIN)/python benchmarks/float8.py --out $(RESULTS)
 	$(BIN)/python benchmarks/float16_rl.py --out $(RESULTS)
 	$(BIN)/python benchmarks/parity.py --out $(RESULTS)
+	$(BIN)/python docs/hooks.py
 
 # Needs Python 3.11. DeepSpeed's scaler is one file of plain Python, so its dependencies are not installed.
 peers:

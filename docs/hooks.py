@@ -1,16 +1,19 @@
-"""Fill the pages from the files of the checkout: code, recipes, result files, and the sources that pages link to.
+"""Fill the pages from the files of the checkout, and lead their links to copies of those files on the site.
 
-A page may hold these lines, each a paragraph of its own; paths start at the top of the checkout.
+    python docs/hooks.py    rewrites what stands between such lines in every page
 
-    {{ file: examples/tutorials/timm.py }}           the file as a code block
-    {{ file: examples/tutorials/timm.py#train }}     one function or class of it
-    {{ recipe: examples/recipes/gan.py }}            its module docstring as text, the rest as a code block
-    {{ about: step-cpu }}                            date, device and versions of the newest result file *-step-cpu.json
-    {{ table: step-cpu }}                            the tables of the newest *-step-cpu.md
-    {{ pivot: step-cpu | model | variant | time over eager }}    its first table with a row for each model, a column for
-                                                     each variant, and these values; `| a; b` at the end chooses columns
-    {{ best: ... }}                                  the same, and each row's smallest value in bold
-    {{ picture: step-cpu | what it shows }}          the newest *-step-cpu.png
+A page may have these pairs of lines; paths start at the top of the checkout. What is between them is written by this
+script, and a test fails if it is out of date.
+
+    <!-- file: examples/tutorials/timm.py -->           the file as a code block
+    <!-- end -->
+    <!-- file: examples/tutorials/timm.py#train -->     one function or class of it
+    <!-- about: step-cpu -->                            date, device and versions of the newest file *-step-cpu.json
+    <!-- table: step-cpu -->                            the tables of the newest *-step-cpu.md
+    <!-- pivot: step-cpu | model | variant | time over eager -->    its first table with a row for each model, a column
+                                                        for each variant, and these values; `| a; b` chooses columns
+    <!-- best: ... -->                                  the same, and each row's smallest value in bold
+    <!-- picture: step-cpu | what it shows -->          the newest *-step-cpu.png
 
 A link to a file outside of docs/ works on both sides: in the checkout it opens the file, on the site a page with it.
 """
@@ -23,12 +26,11 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DIRECTIVE = re.compile(r"^\{\{ (\w+): (.+?) \}\}$", re.MULTILINE)
+DIRECTIVE = re.compile(r"^(<!-- (\w+): (.+?) -->\n)(.*?)(^<!-- end -->)$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)")
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".md": "markdown"}
 
@@ -52,27 +54,11 @@ def definition(source: str, name: str) -> str:
     raise ValueError(f"no function or class {name!r} at the top of the file")
 
 
-def split_docstring(source: str) -> tuple[str, str]:
-    """Return the module docstring and the code after it."""
-    first = ast.parse(source).body[0]
-    if not (
-        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
-    ):
-        raise ValueError("the file has no module docstring")
-    return dedent(first.value.value).strip(), "\n".join(source.splitlines()[first.end_lineno :]).strip()
-
-
 def render_file(argument: str) -> str:
     """Render a file, or one definition in it, as a code block."""
     path, _, name = argument.partition("#")
     source = (ROOT / path).read_text()
     return fenced(definition(source, name) if name else source, LANGUAGES.get(Path(path).suffix, ""), path)
-
-
-def render_recipe(path: str) -> str:
-    """Render a recipe: the docstring as text, the code beneath it."""
-    text, code = split_docstring((ROOT / path).read_text())
-    return f"{text}\n\n{fenced(code, 'python', path)}"
 
 
 def newest(kind: str, suffix: str) -> Path:
@@ -140,7 +126,6 @@ def render_pivot(argument: str, *, best: bool = False) -> str:
 
 RENDER: dict[str, Callable[[str], str]] = {
     "file": render_file,
-    "recipe": render_recipe,
     "about": render_about,
     "table": render_table,
     "picture": render_picture,
@@ -150,8 +135,13 @@ RENDER: dict[str, Callable[[str], str]] = {
 
 
 def fill(markdown: str) -> str:
-    """Replace the lines in double braces by what they name."""
-    return DIRECTIVE.sub(lambda found: RENDER[found[1]](found[2]), markdown)
+    """Write between each pair of lines what the first one names."""
+    return DIRECTIVE.sub(lambda found: f"{found[1]}\n{RENDER[found[2]](found[3])}\n\n{found[5]}", markdown)
+
+
+def emptied(markdown: str) -> str:
+    """Return a page without what `fill` writes."""
+    return DIRECTIVE.sub("", markdown)
 
 
 def source_uri(path: Path) -> str:
@@ -171,7 +161,7 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for page in [file for file in files if file.is_documentation_page()]:
-        for path in linked(fill(page.content_string), Path(page.abs_src_path)):
+        for path in linked(page.content_string, Path(page.abs_src_path)):
             uri = source_uri(path)
             if files.get_file_from_path(uri) is None:
                 if uri.endswith(".md"):
@@ -185,7 +175,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill a page, and point its links to files of the checkout at their copies on the site."""
+    """Point the links of a page to files of the checkout at their copies on the site."""
     if page.file.src_uri.startswith("source/"):
         return markdown
     here = Path(page.file.abs_src_path).parent
@@ -196,4 +186,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return found[0]
         return found[1] + os.path.relpath(ROOT / "docs" / source_uri(target), here)
 
-    return LINK.sub(moved, fill(markdown))
+    return LINK.sub(moved, markdown)
+
+
+def main() -> None:
+    """Fill every page."""
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        page.write_text(fill(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()

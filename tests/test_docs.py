@@ -40,8 +40,8 @@ def name_of(page: Path) -> str:
 
 def prose(page: Path) -> str:
     """The text of a page, without code and without the targets of links."""
-    text = re.sub(r"`[^`]*`", "", CODE.sub("", page.read_text()))
-    return re.sub(r"\]\([^)]*\)", "]", re.sub(r"^\{\{.*\}\}$", "", text, flags=re.MULTILINE))
+    text = re.sub(r"`[^`]*`", "", CODE.sub("", hooks.emptied(page.read_text())))
+    return re.sub(r"\]\([^)]*\)", "]", text)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,16 @@ def test_code_of_a_page_runs(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_what_a_page_names_exists(page: Path) -> None:
-    text = hooks.fill(page.read_text())
-    assert "{{" not in CODE.sub("", text)
+    text = page.read_text()
     for target in re.findall(r"\]\((?!https?://|#)([^)]+)\)", CODE.sub("", text)):
         assert (page.parent / target.split("#")[0]).is_file(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_page_has_what_its_files_have(page: Path) -> None:
+    text = page.read_text()
+    assert text == hooks.fill(text), "run python docs/hooks.py"
+    assert "<!--" not in hooks.emptied(text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -84,22 +90,29 @@ def test_first_line_of_a_docstring_is_short(name: str) -> None:
 
 
 def test_recipes_page_has_every_recipe() -> None:
-    shown = re.findall(r"^\{\{ recipe: (.*) \}\}$", (DOCS / "recipes.md").read_text(), re.MULTILINE)
-    recipes = {f"examples/recipes/{path.name}" for path in (DOCS.parent / "examples" / "recipes").glob("*.py")}
-    assert sorted(shown) == sorted(recipes)
+    shown = re.findall(
+        r"^\| \[\w+\]\(\.\./examples/recipes/(\w+\.py)\)", (DOCS / "recipes.md").read_text(), re.MULTILINE
+    )
+    assert sorted(shown) == sorted(path.name for path in (DOCS.parent / "examples" / "recipes").glob("*.py"))
 
 
 def test_no_measured_number_is_typed_on_the_performance_page() -> None:
     assert re.findall(r"\d+\.\d+|\d+ ?(?:%|ms|µs|s\b|MB)", prose(DOCS / "performance.md")) == []
 
 
-def test_a_page_is_filled_with_code_recipes_and_results() -> None:
+def filled(directive: str) -> str:
+    return hooks.fill(f"before\n\n<!-- {directive} -->\nof another day\n<!-- end -->\n\nafter")
+
+
+def test_a_page_is_filled_with_code_and_results() -> None:
     recipe = "examples/recipes/typical.py"
-    assert 'title="examples/recipes/typical.py"\n"""The typical loop' in hooks.fill(f"{{{{ file: {recipe} }}}}")
-    assert "def make_model" in (one := hooks.fill(f"{{{{ file: {recipe}#make_model }}}}"))
+    assert 'title="examples/recipes/typical.py"\n"""The typical loop' in (text := filled(f"file: {recipe}"))
+    assert "another day" not in text
+    assert hooks.fill(text) == text
+    assert hooks.emptied(text) == "before\n\n\n\nafter"
+    assert "def make_model" in (one := filled(f"file: {recipe}#make_model"))
     assert "def train" not in one
-    assert hooks.fill(f"{{{{ recipe: {recipe} }}}}").startswith("The typical loop in float16")
-    table = hooks.fill("{{ best: step-public-cpu | model | variant | time over eager }}")
+    table = filled("best: step-public-cpu | model | variant | time over eager")
     assert re.search(r"\| GPT-2 3.4\xa0M \| 1.0 \| [\d.]+ \| \*\*[\d.]+\*\* \|", table)
 
 
@@ -113,13 +126,13 @@ def test_a_link_to_a_file_outside_of_the_pages_leads_to_its_copy_on_the_site() -
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("directive", "message"),
     [
-        ("{{ file: examples/recipes/typical.py#missing }}", "no function or class 'missing'"),
-        ("{{ table: no-such-result }}", "no file benchmarks/results/DATE-no-such-result.md"),
-        ("{{ pivot: step-cpu | model | variant | time over eager | optax }}", "has no variant"),
+        ("file: examples/recipes/typical.py#missing", "no function or class 'missing'"),
+        ("table: no-such-result", "no file benchmarks/results/DATE-no-such-result.md"),
+        ("pivot: step-cpu | model | variant | time over eager | optax", "has no variant"),
     ],
 )
-def test_a_page_that_asks_for_what_is_not_there_is_an_error(line: str, message: str) -> None:
+def test_a_page_that_asks_for_what_is_not_there_is_an_error(directive: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        hooks.fill(line)
+        filled(directive)

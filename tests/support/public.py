@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import funcamp
+from docs import hooks
 from funcamp import distributed, float8, numerics
 
 PUBLIC = [*funcamp.__all__]
@@ -14,8 +15,9 @@ CODE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def python_blocks(page: Path) -> list[str]:
-    """Return the Python of a page, block by block."""
-    return [code for language, code in CODE.findall(page.read_text()) if language == "python"]
+    """Return the Python of a page, block by block, without that of files, which their own tests run."""
+    text = hooks.emptied(page.read_text())
+    return [code for language, code in CODE.findall(text) if language == "python"]
 
 
 def run_python(page: Path) -> None:

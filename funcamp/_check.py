@@ -1,9 +1,10 @@
-"""Argument checks; each returns the value, or raises with the call, the argument and the rule."""
+"""Argument checks, which return the value or raise with the call, the argument and the rule; immutable objects."""
 
 from __future__ import annotations
 
 import math
 import numbers
+from typing import Any
 
 from funcamp import _tree
 
@@ -46,3 +47,21 @@ def real(call: str, name: str, value: object, kind: str = "a Python number") -> 
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]  # every Real compares
+
+
+class Fixed:
+    """Base of objects that are values: public attributes, which the class annotates, are set once, in the constructor.
+
+    Assigning one later would be without effect on programs that were traced.
+    """
+
+    _instead = "make another object"
+    """The end of the error's text."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and (name not in type(self).__annotations__ or name in vars(self)):
+            raise AttributeError(
+                f"{self!r}: {name} cannot be assigned, because it is a value; got {_tree.brief(value)}. "
+                + self._instead.format(name=name, value=value)
+            )
+        object.__setattr__(self, name, value)

@@ -120,7 +120,7 @@ def _bytes_of(leaf: Tensor, marks: Tensor, start: int) -> Tensor:
 
 
 def rebind(tensor: Tensor, place: Tensor) -> None:
-    """Give a module's tensor the memory of another tensor with the same values; its gradient is dropped.
+    """Give a module's tensor the memory and the values of another tensor; its gradient is dropped.
 
     Afterwards they share a version counter, so a write into one counts as a write into the other. `.data` would not
     share it; hence the swap, which keeps the Python object with its attributes and hooks.
@@ -139,5 +139,6 @@ def rebind(tensor: Tensor, place: Tensor) -> None:
 def _refuse(_: object) -> NoReturn:
     raise RuntimeError(
         "init: consume must be False if backward is called later on a loss from before; got True, and the module's "
-        "parameters became views of the state's tensors: call backward before init, or compute the loss again"
+        "parameters became views of a state's tensors: call backward before init and load_state_dict, or compute the "
+        "loss again"
     )

@@ -166,7 +166,8 @@ def describe(leaf: object) -> str:
         return f"a {leaf.dtype} tensor of shape {tuple(leaf.shape)} on {leaf.device}{layout}"
     if torch.compiler.is_compiling():  # Dynamo may represent the value by a symbol, which has no string
         return f"a {type(leaf).__name__}"
-    return f"{leaf!r} of type {type(leaf).__name__}"
+    text = repr(leaf)
+    return f"{text} of type {type(leaf).__name__}" if _is_short(text) else _a(leaf)
 
 
 def brief(value: object) -> str:
@@ -181,7 +182,11 @@ def brief(value: object) -> str:
     if isinstance(value, (tuple, list, set)) and value:
         return f"{kind} of {_listed([describe(item) if isinstance(item, Tensor) else _a(item) for item in value])}"
     text = repr(value)
-    return text if len(text) <= _LONGEST and "\n" not in text else kind
+    return text if _is_short(text) else kind
+
+
+def _is_short(text: str) -> bool:
+    return len(text) <= _LONGEST and "\n" not in text
 
 
 _LONGEST, _MOST = 100, 5

@@ -27,6 +27,7 @@ from funcamp import (
     module_loss,
     presets,
     ravel,
+    save,
     scale,
     scaled_grad_and_value,
     skip_step,
@@ -56,6 +57,11 @@ def LOSS(params: Any, batch: Any) -> Tensor:
     return total
 
 
+def _backward(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss
+
+
 STEP = make_train_step(LOSS, SGD)
 START = STEP.init({"w": W})
 SHARDED = START._replace(params=cut(ravel({"w": W}), Ranks("ranks", 2, 0)))
@@ -65,6 +71,9 @@ SPARSE = make_train_step(module_loss(torch.nn.Embedding(3, 2, sparse=True), torc
 CLAMPED = make_train_step(lambda p, b: (p["w"] * b).abs().sum(), SGD, max_value=1.0)
 LINEAR = torch.nn.Linear(2, 2)
 MODULE = module_loss(LINEAR, torch.nn.functional.mse_loss)
+BACKWARD = make_train_step(
+    module_loss(LINEAR, lambda output, target: _backward((output - target).square().mean())), SGD
+)
 NO_AUX = make_train_step(module_loss(LINEAR, torch.nn.functional.mse_loss, has_aux=True), SGD)
 NO_BUFFERS = make_train_step(loss(lambda params, buffers, batch: LOSS(params, batch), has_buffers=True), SGD)
 NUMBERED = make_train_step(LOSS, SGD, observe={"f": lambda grads: {"t": grads["w"], "n": 2}})
@@ -242,6 +251,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "init FlatParams as a tree": (lambda: STEP.init(START.params, flat=False), ValueError, "init: flat must be True with FlatParams; got False"),
     "init nothing": (lambda: STEP.init(), TypeError, "params must be given.*got None"),
     "init empty": (lambda: STEP.init({}), ValueError, "params must hold a tensor; got {}"),
+    "module_loss criterion class": (lambda: module_loss(LINEAR, torch.nn.MSELoss), TypeError, r"criterion must be a function or an object; got the class MSELoss: pass MSELoss\(\)"),
+    "loss that calls backward": (lambda: BACKWARD(BACKWARD.init(), (W, W)), RuntimeError, "step: the step differentiates the loss: return it without calling backward"),
+    "init module": (lambda: STEP.init(LINEAR), TypeError, r"init: params must be a pytree of tensors.*; got Linear: .* init\(\)"),
+    "init generator": (lambda: STEP.init(LINEAR.parameters()), TypeError, "init: params must be a pytree of tensors.*; got generator"),
     "init integer": (lambda: STEP.init({"w": W.int()}), TypeError, r"init: params\['w'\] must be a strided floating"),
     "init buffers": (lambda: STEP.init({"w": W}, {"b": 1}), TypeError, "buffers must be a dict of tensors"),  # type: ignore[dict-item]
     "init names": (lambda: make_train_step(MODULE, SGD).init({"weight": W}), ValueError, "must have the names .* differ in 'bias'"),
@@ -272,7 +285,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step complex value": (lambda: CLAMPED(CLAMPED.init({"w": W.to(torch.complex64)}), W), TypeError, "max_value must not be given with complex"),
     "step loss shape": (lambda: make_train_step(lambda p, b: p["w"] * b, SGD)(START, W), ValueError, r"loss of shape \(\); got \(2,\)"),
     "step window": (lambda: WINDOW(START, torch.ones(3, 2)), ValueError, r"1 to 2 micro-batches.*got \[\(3, 2\)\]"),
-    "step window ragged": (lambda: WINDOW(START, (W, torch.ones(1))), ValueError, "all the same number"),
+    "step window ragged": (lambda: WINDOW(START, (W, torch.ones(1))), ValueError, r"all the same number.*: stack them, \[torch.stack"),
+    "step assigned": (lambda: setattr(STEP, "max_norm", 1.0), AttributeError, "max_norm cannot be assigned.*; got 1.0. Call make_train_step with another max_norm"),
+    "step config assigned": (lambda: setattr(STEP, "config", ScalerConfig()), AttributeError, "config cannot be assigned"),
+    "jit assigned": (lambda: setattr(jit(STEP), "donate", False), AttributeError, "donate cannot be assigned.* Call jit with donate=False"),
+    "jit array": (lambda: jit(STEP)(START, W.repeat(99).numpy()), TypeError, "batch must be a tensor, or .*; got a ndarray: torch.as_tensor makes"),
+    "flat iterated": (lambda: list(ravel({"w": W})), TypeError, r"\.tree\(\) is the pytree of its tensors, and step.loss_fn.state_dict"),
+    "save swapped": (lambda: save(W, {"w": W}), TypeError, "path must be a str or an os.PathLike; got a dict with 'w'"),  # type: ignore[arg-type]
     "load missing": (lambda: STEP.load_state_dict({}, like=START), ValueError, "it lacks 'consecutive_skips'"),
     "load unknown": (lambda: STEP.load_state_dict({**STEP.state_dict(START), "x": W}, like=START), ValueError, "has unknown 'x'"),
     "load shape": (lambda: STEP.load_state_dict({**STEP.state_dict(START), "params.w": W[:1]}, like=START), ValueError, r"saved\['params.w'\] must be like"),

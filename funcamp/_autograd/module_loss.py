@@ -261,16 +261,37 @@ class ModuleLoss(Loss):
     def take_buffers(self) -> dict[str, Tensor]:
         """Return copies of the module's buffers by name, and make the module's buffers share their memory."""
         fresh = {name: value.clone() for name, value in self.buffers().items()}
-        held = {name: value.detach() for name, value in fresh.items()}
+        self._set_buffers(fresh)
+        return fresh
+
+    def _set_buffers(self, values: dict[str, Tensor]) -> None:
+        """Make buffers, by stored name, and frozen parameters that are tied to them, share the memory of values."""
+        held = {name: value.detach() for name, value in values.items()}
         tensors = _tensors(self._made_of)
-        now = {id(tensors[name]): held[stored] for name, stored in self.buffer_names.items()}
+        now = {id(tensors[name]): held[stored] for name, stored in self.buffer_names.items() if stored in held}
         # New objects, as Module.to creates: a buffer that is a view would keep its base's memory alive.
         for part in (*self._made_of.modules(), *self.model.modules()):
             part._buffers.update({name: now.get(id(value), value) for name, value in part._buffers.items()})
             for value in part._parameters.values():
                 if value is not None and id(value) in now:
                     rebind(value, now[id(value)])
-        return fresh
+
+    def move(self, old: tuple[Any, Any], new: tuple[Any, Any]) -> None:
+        """Make what shares the memory of one state's parameters and buffers share that of another's.
+
+        Tensors of the module that have other memory stay as they are.
+        """
+        (was, buffers), (now, fresh) = ((_by_name(params), buffers) for params, buffers in (old, new))
+        tensors = _tensors(self._made_of)
+
+        def shared(known: dict[str, Tensor]) -> list[str]:
+            return [name for name in known if name in tensors and identity(tensors[name]) == identity(known[name])]
+
+        if names := shared({name: was[name] for name in dict.fromkeys(self.names.values()) if name in was}):
+            torch.clear_autocast_cache()  # it contains casts of the previous memory
+            for name in names:
+                rebind(tensors[name], now[name])
+        self._set_buffers({name: fresh[name] for name in shared(buffers)})
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the module's buffers by name, shared ones once, detached."""
@@ -289,7 +310,7 @@ class ModuleLoss(Loss):
         Raises:
             KeyError: a parameter or buffer is missing.
         """
-        tree = params.tree() if hasattr(params, "tree") else params
+        tree = _by_name(params)
         values = {name: tree[stored] for name, stored in self.names.items()}
         if buffers is not None:
             values |= {name: buffers[stored] for name, stored in self.buffer_names.items()}
@@ -369,6 +390,9 @@ def module_loss(
         raise TypeError(f"module_loss: model must be a torch.nn.Module; got {_tree.brief(model)}")
     if criterion is not None and not callable(criterion):
         raise TypeError(f"module_loss: criterion must be callable; got {_tree.brief(criterion)}")
+    if isinstance(criterion, type) and issubclass(criterion, nn.Module):
+        name = criterion.__name__
+        raise TypeError(f"module_loss: criterion must be a function or an object; got the class {name}: pass {name}()")
     if isinstance(criterion, Loss):
         raise TypeError(f"module_loss: criterion must be a plain function; pass has_aux here; got {criterion!r}")
     for name, flag in (("has_aux", has_aux), ("keep_buffers", keep_buffers)):
@@ -402,6 +426,11 @@ def module_loss(
                     f"in {type(criterion).__name__}: make it a part of the model, whose forward takes the target"
                 )
     return ModuleLoss(model, criterion, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
+
+
+def _by_name(params: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = params.tree() if hasattr(params, "tree") else params
+    return found
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

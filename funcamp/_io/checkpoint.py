@@ -144,7 +144,7 @@ def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cp
 
 def _checked_path(call: str, path: object) -> str:
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise TypeError(f"{call}: path must be a str or an os.PathLike; got {path!r}")
+        raise TypeError(f"{call}: path must be a str or an os.PathLike; got {_tree.brief(path)}")
     return str(os.fspath(path))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
+from funcamp._check import Fixed
 from funcamp._jit import cuda_graph
 from funcamp._jit.ahead import Request, ahead
 from funcamp._jit.buffer_pool import Scratch, asked, keep_heap, wanted
@@ -65,8 +66,10 @@ class _Program(NamedTuple):
     layouts: list[Layout]
 
 
-class JitStep:
+class JitStep(Fixed):
     """A compiled step `(state, batch) -> (state, metrics)`; made by `jit`."""
+
+    _instead = "Call jit with {name}={value!r}"
 
     def __init__(self, step: Callable[[Any, Any], Any], options: Options) -> None:
         self._step, self._options = step, options
@@ -198,7 +201,7 @@ class JitStep:
             if len(self._programs) >= options.max_signatures:
                 raise ValueError(
                     f"jit: batch must have at most {options.max_signatures} signatures in all (max_signatures); "
-                    f"{difference(batch, self._last, key)}"
+                    f"{difference(batch, self._last, key)}: pad batches to a few lengths, or raise max_signatures"
                 )
             if self._graphs is not None:
                 given = [leaf.to(owned.leaves[0].device) for leaf in given]

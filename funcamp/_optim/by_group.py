@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._optim.hyperparameters import Fixed
+from funcamp._check import Fixed
+from funcamp._optim.hyperparameters import ANOTHER
 from funcamp._optim.stateless import OptState
 from funcamp._storage.flat import FlatParams, matrix_or_vector
 from funcamp._types import Tree
@@ -18,6 +19,8 @@ from funcamp._types import Tree
 
 class GroupedOptimizer(Fixed):
     """Several optimizers as one; made by `by_group`."""
+
+    _instead = ANOTHER
 
     optimizers: dict[str, Any]
     group: Callable[[str, Tensor], str]

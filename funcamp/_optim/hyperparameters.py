@@ -9,18 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-class Fixed:
-    """Base of optimizers: public attributes are set once, in the constructor."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and (name not in type(self).__annotations__ or name in vars(self)):
-            raise AttributeError(
-                f"{self!r}: {name} cannot be assigned, because an optimizer is a value; got {value!r}. Make another "
-                f"with {name}={value!r}, which continues from the same state; or give stateless a tensor, and fill_ "
-                "it, or a schedule"
-            )
-        object.__setattr__(self, name, value)
+#: What to do where a user assigns an attribute of an optimizer.
+ANOTHER = (
+    "Make another with {name}={value!r}, which continues from the same state; or give stateless a tensor, and fill_ "
+    "it, or a schedule"
+)
 
 
 def is_dynamic(value: Any) -> bool:

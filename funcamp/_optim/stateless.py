@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
+from funcamp._check import Fixed
 from funcamp._distributed.dtensor import is_distributed
-from funcamp._optim.hyperparameters import Fixed, evaluate
+from funcamp._optim.hyperparameters import ANOTHER, evaluate
 from funcamp._optim.run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
 from funcamp._optim.traits import Traits, probe
 from funcamp._types import Tree
@@ -34,6 +35,8 @@ class StatelessOptimizer(Fixed):
 
     Immutable: assigning `lr` raises. Make another one; it continues from any state of this one.
     """
+
+    _instead = ANOTHER
 
     def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
         self._cls = cls

@@ -32,7 +32,8 @@ def micro_batches(batch: Any, limit: int) -> list[Any]:
     if len(counts) != 1 or not 1 <= min(counts) <= limit:
         raise ValueError(
             f"step: every tensor of batch must hold 1 to {limit} micro-batches along its first dimension, all the same "
-            f"number; got {[tuple(leaf.shape) for leaf in tensors]}"
+            f"number; got {[tuple(leaf.shape) for leaf in tensors]}: stack them, "
+            "[torch.stack(parts) for parts in zip(*micro_batches)]"
         )
     return [
         _tree.unflatten([leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.scaled_grad import around_backward, choose, differentiate, loss_and_aux
-from funcamp._check import boolean
+from funcamp._check import Fixed, boolean
 from funcamp._float8.linears import Float8Linears
 from funcamp._numerics.record import Record, Records, probe
 from funcamp._optim.by_group import GroupedOptimizer
@@ -54,8 +54,13 @@ def _count(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-class TrainStep:
+class TrainStep(Fixed):
     """A pure step `(state, batch) -> (state, metrics)`; made by `make_train_step`."""
+
+    loss_fn: Loss
+    optimizer: Any
+    config: ScalerConfig
+    _instead = "Call make_train_step with another {name}: the new step continues from the same state"
 
     def __init__(self, loss_fn: Loss, optimizer: Any, config: ScalerConfig, options: Options) -> None:
         self.loss_fn, self.optimizer, self.config, self._options = loss_fn, optimizer, config, options
@@ -129,6 +134,11 @@ class TrainStep:
             True
         """
         options, call = self._options, "init"
+        if isinstance(params, (torch.nn.Module, Iterator)):
+            raise TypeError(
+                f"init: params must be a pytree of tensors, such as a dict; got {type(params).__name__}: a loss of "
+                "module_loss has its module's, init()"
+            )
         groups = self._groups(call, params, flat, group)
         consumed = self._consumed(call, params, buffers, consume)
         if consumed is not None:
@@ -319,8 +329,9 @@ class TrainStep:
     def load_state_dict(self, saved: dict[str, Tensor], like: TrainState, *, strict: bool = True) -> TrainState:
         """Return the state saved by `state_dict`, laid out as `like` (from `init`), on its devices.
 
-        Flat storage has one step count for each group. Parameters whose counts differ, because some were frozen or
-        added later, get separate groups. Syncs: reads the scale and the counts.
+        If the module shares like's memory (`init(consume=True)`), it shares that of the returned state instead. Flat
+        storage has one step count for each group. Parameters whose counts differ, because some were frozen or added
+        later, get separate groups. Syncs: reads the scale and the counts.
 
         Args:
             saved: what `state_dict` returned.
@@ -342,7 +353,13 @@ class TrainStep:
             >>> step.load_state_dict(saved, like=state).params.tree()
             {'w': tensor([1., 1.])}
         """
-        return restore(saved, like, strict, split=self._split)
+        return self._moved(like, restore(saved, like, strict, split=self._split))
+
+    def _moved(self, like: TrainState, state: TrainState) -> TrainState:
+        """Return a state that was loaded, with the module in its memory if it was in that of like."""
+        if isinstance(self.loss_fn, ModuleLoss) and not self._options.parallel.shard:
+            self.loss_fn.move((like.params, like.buffers), (state.params, state.buffers))
+        return state
 
     @torch.no_grad()
     def _split(self, like: TrainState, by: Mapping[str, object]) -> TrainState:
@@ -402,7 +419,8 @@ class TrainStep:
         """Return the state that continues a torch loop, from the state_dicts of its optimizer and its scaler.
 
         Parameters and buffers are taken from like: load the module first, `model.load_state_dict(...)`, then call
-        `init`. Syncs: reads the counts.
+        `init`. If the module shares like's memory, it shares that of the returned state instead. Syncs: reads the
+        counts.
 
         Args:
             like: from `init`; not changed.
@@ -429,7 +447,7 @@ class TrainStep:
             >>> step.from_torch(step.init(), optimizer=adamw.state_dict()).opt_state.applied
             tensor(1)
         """
-        return from_torch(self, like, optimizer, scaler, names, steps)
+        return self._moved(like, from_torch(self, like, optimizer, scaler, names, steps))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take one step. Pure; safe under torch.compile(fullgraph=True); no sync.

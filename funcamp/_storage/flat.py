@@ -11,6 +11,11 @@ from funcamp import _tree
 from funcamp._storage.layout import Groups, Layout, arrange
 from funcamp._types import Tree
 
+_FIX = (
+    ".tree() is the pytree of its tensors, and step.loss_fn.state_dict(state.params, state.buffers) is what "
+    "module.load_state_dict takes"
+)
+
 
 class FlatParams(_tree.Stored):
     """A pytree of tensors stored as one 1-D tensor per group; made by `ravel`; immutable; a pytree.
@@ -41,12 +46,12 @@ class FlatParams(_tree.Stored):
             raise type(error)(f"FlatParams: {key!r} must be in .tree(), {_tree.brief(tree)}") from None
 
     def __iter__(self) -> NoReturn:
-        raise TypeError("FlatParams: it must not be iterated over: .tree() is the pytree of its tensors")
+        raise TypeError(f"FlatParams: it must not be iterated over: {_FIX}")
 
     if not TYPE_CHECKING:  # a type checker would otherwise accept any attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"FlatParams has no attribute {name!r}: .tree() is the pytree of its tensors")
+            raise AttributeError(f"FlatParams has no attribute {name!r}: {_FIX}")
 
     def tree(self) -> Tree:
         """Return the original pytree, with views of the groups as leaves; tied leaves are one view.

@@ -42,6 +42,8 @@ _FIXES = {
     "scaled_grad_and_value, torch.func.grad, or torch.autograd.grad with respect to `w.detach().requires_grad_()`",
     "appears to not have been used in the graph": "under torch.func the loss has separate tensors, of which "
     "torch.autograd.grad finds no way to those around it; take torch.func.grad there, or pass engine='autograd'",
+    "backward through the graph a second time": "the step differentiates the loss: return it without calling "
+    "backward; for a gradient inside the loss take torch.autograd.grad with create_graph=True",
     "incompatible with .grad()": "torch.autograd.grad does not take torch.utils.checkpoint with use_reentrant=True; "
     "pass use_reentrant=False",
 }

@@ -260,6 +260,60 @@ def test_a_later_init_begins_with_what_the_module_has() -> None:
     assert not storages(taken(model)) & storages(state)
 
 
+def trained(name: str, flat: bool) -> tuple[Any, Any]:
+    """A step, and a state of it after some steps."""
+    model, criterion, batches = made(name)
+    step = step_of(model, criterion)
+    state, call = step.init(flat=flat), jit(step, backend="eager")
+    for number in range(STEPS):
+        state, _ = call(state, batches(number))
+    return step, state
+
+
+def loaded(step: Any, state: Any, other: Any, like: Any, how: str) -> Any:
+    """A trained state as another step's, by either call."""
+    if how == "load_state_dict":
+        return other.load_state_dict(step.state_dict(state), like=like)
+    return other.from_torch(like, optimizer=step.to_torch(state)["optimizer"])
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "from_torch"])
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_module_goes_on_to_a_loaded_state(name: str, flat: bool, how: str, donating: Callable[[Any], Any]) -> None:
+    step, state = trained(name, flat)
+    model, criterion, batches = made(name)
+    other = step_of(model, criterion)
+    objects = [id(p) for p in model.parameters()]
+    first = other.init(flat=flat, consume=True)
+    before = clone(first)
+    current = loaded(step, state, other, first, how)
+    assert_same(first, before)
+    assert [id(p) for p in model.parameters()] == objects
+    assert storages(taken(model)) <= storages((current.params, current.buffers))
+    assert not storages(current) & storages(first)
+    assert_same(dict(model.state_dict()), other.loss_fn.state_dict(current.params, current.buffers))
+    expected, _ = step(state, batches(STEPS)) if how == "load_state_dict" else other(clone(current), batches(STEPS))
+    current, _ = donating(other)(current, batches(STEPS))
+    assert_same((current.params, current.buffers), (expected.params, expected.buffers))
+    assert_same(dict(model.state_dict()), other.loss_fn.state_dict(current.params, current.buffers))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_module_with_memory_of_its_own_stays_as_it_is_when_a_state_is_loaded(flat: bool) -> None:
+    step, state = trained("cnn", flat)
+    model, criterion, _ = made("cnn")
+    other = step_of(model, criterion)
+    values = clone(dict(model.state_dict()))
+    other.load_state_dict(step.state_dict(state), like=other.init(flat=flat))
+    assert_same(dict(model.state_dict()), values)
+    first, weight = other.init(flat=flat, consume=True), model.get_parameter("0.weight")
+    weight.data = own = weight.detach().clone()
+    current = other.load_state_dict(step.state_dict(state), like=first)
+    assert weight.data_ptr() == own.data_ptr()
+    assert_same(model.get_parameter("6.bias").detach(), current.params["6.bias"])
+
+
 @pytest.mark.parametrize("run", ["eager", "donated"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_constant_in_the_modules_memory_keeps_its_values(when: str, run: str) -> None:

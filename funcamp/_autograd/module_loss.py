@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.scaled_grad import Engine, check_engine, pair
+from funcamp._autograd.scaled_grad import Engine, check_engine, nodes, pair, refuse_reentrant
 from funcamp._check import boolean
 from funcamp._memory import identity, overlaps, rebind
 
@@ -96,7 +96,15 @@ class ModuleLoss(Loss):
         if self.has_buffers:
             fresh = {name: value.clone() for name, value in given[0].items()}
             values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
+        places = _places(params)
         returned = self._loss(values, batch)
+        if _places(params) != places:
+            now = _places(params)
+            name = next(name for name in places if now[name] != places[name])
+            raise ValueError(
+                f"module_loss: model must not write to its parameters in the forward pass; it wrote to {name!r}, which "
+                "a skipped step could not undo: compute with a changed copy, or write into the state between steps"
+            )
         loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
         self._check_reads(loss, values, batch)
         if not self.has_buffers:
@@ -143,21 +151,15 @@ class ModuleLoss(Loss):
         return out
 
     def _check_reads(self, loss: Any, values: dict[str, Tensor], batch: Any) -> None:
-        """Raise ValueError if a loss depends on the module's own parameters; check the first graph only."""
+        """Raise if a loss depends on the module's own parameters or a reentrant checkpoint; for the first graph."""
         if torch.compiler.is_dynamo_compiling() or self._looked or getattr(loss, "grad_fn", None) is None:
             return
         given = [leaf for leaf in (*values.values(), *_tree.leaves(batch)) if isinstance(leaf, Tensor)]
         known = {id(leaf) for leaf in given}
         tensors = _tensors(self._made_of).items()
         own = {id(part): name for name, part in tensors if part.requires_grad and id(part) not in known}
-        seen: set[Any] = {None, *[leaf.grad_fn for leaf in given]}
-        nodes: list[Any] = [loss.grad_fn]
-        while nodes:
-            node = nodes.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            nodes += [function for function, _ in node.next_functions]
+        for node in nodes(loss.grad_fn, {leaf.grad_fn for leaf in given}):
+            refuse_reentrant("module_loss", node)
             if name := own.get(id(getattr(node, "variable", None))):
                 raise ValueError(
                     "module_loss: model's parameters must be read of the model when the loss is called, as "
@@ -426,6 +428,19 @@ def module_loss(
                     f"in {type(criterion).__name__}: make it a part of the model, whose forward takes the target"
                 )
     return ModuleLoss(model, criterion, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
+
+
+def _places(params: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Return, by name, what changes if a tensor is written in place or is given other memory; {} under Dynamo."""
+    if torch.compiler.is_dynamo_compiling():
+        return {}
+    return {
+        name: (
+            0 if value.is_inference() else value._version,
+            0 if _upstream.is_wrapped(value) else value.untyped_storage()._cdata,
+        )
+        for name, value in params.items()
+    }
 
 
 def _by_name(params: Any) -> dict[str, Tensor]:

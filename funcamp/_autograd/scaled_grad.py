@@ -182,6 +182,11 @@ def _by_autograd(
 
         begin_backward()
         found: Sequence[Tensor | None] = backward() if holding is None else holding(leaves, aux, backward)
+    # An autograd.Function whose backward calls backward() adds to .grad.
+    found = [grad if leaf.grad is None else _sum(grad, leaf.grad) for grad, leaf in zip(found, leaves)]
+    if any(grad is None for grad in found) and not torch.compiler.is_dynamo_compiling():
+        for node in nodes(scaled.grad_fn, set()):
+            refuse_reentrant(call, node)
     if all(grad is None for grad in found):
         raise ValueError(
             f"{call}: loss_fn must return a loss that depends on the parameters it is given; it uses none: take "
@@ -192,6 +197,30 @@ def _by_autograd(
         grad.detach() if grad.requires_grad else grad for grad in grads
     ]  # a sparse one cannot be detached in a trace
     return grads, loss.detach(), _tree.map_leaves(Tensor.detach, *_tree.flatten(aux))
+
+
+def _sum(grad: Tensor | None, other: Tensor) -> Tensor:
+    return other if grad is None else grad + other
+
+
+def nodes(grad_fn: Any, seen: set[Any]) -> Iterator[Any]:
+    """Yield the nodes of an autograd graph that are not in seen, and put them there."""
+    left = [grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [function for function, _ in node.next_functions]
+            yield node
+
+
+def refuse_reentrant(call: str, node: Any) -> None:
+    """Raise RuntimeError if a node is a reentrant checkpoint.
+
+    torch.autograd.grad passes over one that has no parameter before it, so the parameters inside would get zeros.
+    """
+    if node.name() == "CheckpointFunctionBackward":
+        advise(call, RuntimeError("incompatible with .grad()"))
 
 
 def put_leaves_in_graphs() -> None:

@@ -309,7 +309,8 @@ class JitStep(Fixed):
                 )
             kept = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in numbers]
             if not options.donate:
-                return [leaf.detach() for leaf in fresh], _tree.unflatten(kept, rest)
+                # A leaf of the old state or of the batch is copied: a later donated step writes the new state's memory.
+                return [leaf.detach().clone() for leaf in fresh], _tree.unflatten(kept, rest)
             # Compute all values before the first write; a clone of a computed value costs nothing.
             changed = [(leaf.detach().clone(), old) for leaf, old in zip(fresh, values) if leaf is not old]
             for leaf, old in changed:
@@ -359,6 +360,7 @@ class JitStep(Fixed):
             with corrected(exact=options.exact), asked() if pooled else contextlib.nullcontext():
                 return compile_graph(graph, backend, patches, headers)
         except Exception as error:
+            advise("jit", error)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error
 

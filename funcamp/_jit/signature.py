@@ -133,8 +133,8 @@ def check_batch(batch: Tree) -> None:
             hash(leaf)
         except TypeError:
             raise TypeError(
-                f"{where} a tensor, or a constant that can be hashed; got {_tree.describe(leaf)}: torch.as_tensor makes "
-                "a tensor of an array"
+                f"{where} a tensor, or a constant that can be hashed; got {_tree.describe(leaf)}: torch.as_tensor "
+                "makes a tensor of an array"
             ) from None
         hashing: Any = type(leaf).__hash__
         if hashing is object.__hash__ and not isinstance(leaf, _ONE_OF_A_KIND):

@@ -169,7 +169,9 @@ def restore(
     full = _tree.collapse(full, values)
     _check_values(call, full)
     for name, given, kept in zip(names, new, _tree.leaves(_tree.expand(full))):
-        if given is not None and kept is not given and kept.dim() == 0 and not torch.equal(given, kept):
+        if given is None or kept is None or kept is given or kept.dim():
+            continue
+        if not torch.allclose(given, kept, rtol=0, atol=0, equal_nan=True):
             # Flat storage has one count a group: parameters that were frozen or added later have another.
             if isinstance(like.params, FlatParams):
                 return restore(saved, split(like, _counts(stored, values)), split=split)

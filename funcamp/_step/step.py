@@ -495,9 +495,10 @@ class TrainStep(Fixed):
         grads = unscale_and_clip(state.scaler, grads, norm, options.max_norm, options.max_value)
         new = self.optimizer.update(state.params, grads, state.opt_state)
         params, opt_state = skip_step(scaler, new=new, old=(state.params, state.opt_state))
-        ema = state.ema
         if options.ema_decay is not None:
-            ema = skip_step(scaler, new=ema_update(ema, params, options.ema_decay), old=ema)
+            ema = skip_step(scaler, new=ema_update(state.ema, params, options.ema_decay), old=state.ema)
+        else:  # a later donated step writes the new state's memory
+            ema = state.ema if compiling() else clone(state.ema)
         if self.loss_fn.keep_buffers:
             buffers = clone(buffers)  # a buffer may be a tensor of the batch
         else:

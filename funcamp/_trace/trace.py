@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     get_proxy_slot,
     make_fx,
+    set_proxy_slot,
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -68,8 +69,8 @@ _OFFSET = {
     _aten.as_strided_scatter.default: 4,
 }
 _DEVICE = torch.ops.prim.device.default
-_MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
 _PLAIN = {Tensor, torch.nn.Parameter}
+_DATA: Any = Tensor.data
 _CONSTANTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}
 #: Texts of torch's errors when the values or the memory of a fake tensor are read.
 _ASKED = (
@@ -222,6 +223,7 @@ def _traced(
             mock.patch.object(torch.compiler, "_is_compiling_flag", True) if as_compiled else contextlib.nullcontext(),
             mock.patch.object(torch.distributions.Distribution, "_validate_args", False),  # as under torch.compile
             _fresh_casts(),
+            mock.patch.object(Tensor, "data", property(_DATA.__get__, _set_data)),
             # On a GPU autograd would call backward in another thread, outside these modes.
             torch.autograd.set_multithreading_enabled(False),
             fake,
@@ -233,7 +235,7 @@ def _traced(
             where = "in a CUDA graph" if fixed_shapes else f"by {error.func}"
             instead = f"{FIXED}, or pass capture=False" if fixed_shapes else FIXED
             raise HostError(f"not take a shape from values {where}; {in_traceback(error)} does: {instead}") from None
-        asked = isinstance(error, RuntimeError) and any(text in str(error) for text in _ASKED)
+        asked = isinstance(error, (RuntimeError, TypeError)) and any(text in str(error) for text in _ASKED)
         if asked or isinstance(error, _FROM_VALUES):
             raise HostError(f"{READS}; {in_traceback(error)} does: {INSTEAD}") from None
         raise
@@ -248,8 +250,9 @@ def _traced(
         raise RuntimeError(
             "jit: step must not read a tensor that Python kept of an earlier trace, and that has no values"
         )
-    for attribute in [key for key, value in vars(module).items() if isinstance(value, FakeTensor)]:
-        delattr(module, attribute)
+    for held in (vars(module), module._parameters, module._buffers):  # AOTAutograd makes inputs of the latter
+        for attribute in [key for key, value in held.items() if isinstance(value, FakeTensor)]:
+            delattr(module, attribute)
     with fake:
         examples += [fake.from_tensor(leaf.detach(), static_shapes=True) for leaf in captured]
     wrapped, has_open = any([*around, *wrappers]), any(map(is_open_node, module.graph.nodes))
@@ -317,6 +320,14 @@ def _fresh_casts() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+
+
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    """Set `tensor.data`, which torch does not dispatch."""
+    if isinstance(current.recorder, _Watch):
+        current.recorder.set_data(tensor, value)
+    else:
+        _DATA.__set__(tensor, value)
 
 
 def _name_dtypes(graph: torch.fx.Graph) -> None:
@@ -410,7 +421,7 @@ class _Watch(TorchDispatchMode):
         out = self._draws.draw(func, args, kwargs) if draws else func(*args, **kwargs)
         for value in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
             if isinstance(value, FakeTensor):
-                self._look(func, value, args, kwargs)
+                self._look(value, args, kwargs)
         return out
 
     def _refuse_offset(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -466,14 +477,31 @@ class _Watch(TorchDispatchMode):
             self._slices.add(view.untyped_storage()._cdata)
         return views
 
+    def set_data(self, tensor: Tensor, value: Tensor) -> None:
+        """Record `tensor.data = value`: other memory for a tensor of the trace, a write into any other tensor."""
+        with torch.no_grad():
+            value = value.detach()
+            if isinstance(tensor, FakeTensor) and id(tensor) in self._made:
+                _DATA.__set__(tensor, value)
+                found: Any = get_proxy_slot(value, self._tracer)
+                set_proxy_slot(tensor, self._tracer, found)
+                self._made[id(tensor)] = weakref.ref(tensor), found.proxy.node
+            elif (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
+                tensor.detach().copy_(value)
+            else:
+                raise HostError(
+                    f"not change the shape or dtype of a tensor by .data; {in_stack()} makes {_tree.describe(tensor)} "
+                    f"{_tree.describe(value)}: assign the new tensor to the name or attribute"
+                )
+
     def _node_of(self, value: Tensor) -> torch.fx.Node | None:
         found: Any = get_proxy_slot(value, self._tracer, None)
         return None if found is None else found.proxy.node
 
-    def _look(self, func: Any, out: FakeTensor, args: Any, kwargs: Any) -> None:
+    def _look(self, out: FakeTensor, args: Any, kwargs: Any) -> None:
         device = out.fake_device
-        # torch.func computes shapes on the meta device, but moves nothing there.
-        if device.type not in self._home and (device.type != "meta" or func in _MOVES):
+        # torch.func computes shapes on the meta device.
+        if device.type not in self._home and device.type != "meta":
             given = [leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if any(leaf.device.type in self._home for leaf in given):
                 raise HostError(f"stay on one type of device; {in_stack()} moves a tensor to {device.type}")

@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 
 READS = "not read a tensor's value on the host (no .item(), no branch on a tensor or a size that follows from values)"
-FIXED = "take torch.where, torch.clamp or a mask of fixed shape instead"
+FIXED = "take torch.where or a mask of fixed shape instead"
 INSTEAD = f"{FIXED}, and return in the metrics what you want to read"
 _OURS = (*(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent)), "<")
 

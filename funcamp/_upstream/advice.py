@@ -44,6 +44,10 @@ _FIXES = {
     "torch.autograd.grad finds no way to those around it; take torch.func.grad there, or pass engine='autograd'",
     "backward through the graph a second time": "the step differentiates the loss: return it without calling "
     "backward; for a gradient inside the loss take torch.autograd.grad with create_graph=True",
+    "rule registered for HigherOrderOperator control_deps": "with exact=True Inductor cannot draw random numbers "
+    "twice in a micro-batch of scan=True; leave scan or exact out",
+    "found at least two devices, meta and": "torch cannot trace jvp of a gradient under vmap, as in vmap(hessian(f)); "
+    "take vmap(jacrev(jacrev(f)))",
     "incompatible with .grad()": "torch.autograd.grad does not take torch.utils.checkpoint with use_reentrant=True; "
     "pass use_reentrant=False",
 }

@@ -183,6 +183,168 @@ def test_reentrant_checkpoint() -> None:
         call(step, step)
 
 
+class Adapted(torch.nn.Module):
+    """A reentrant checkpoint behind a frozen layer; the head shares a weight with what is computed again."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.frozen, self.block, self.head = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        if tied:
+            self.head.weight, self.head.bias = self.block.weight, self.block.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.frozen(x).requires_grad_()
+        out: Tensor = self.head(checkpoint(self.block, hidden, use_reentrant=True))
+        return out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_reentrant_checkpoint_that_no_parameter_stands_before(tied: bool) -> None:
+    """torch.autograd.grad would pass over it, and its parameters would get no gradient, or a part of it."""
+    step = make_train_step(module_loss(Adapted(tied=tied), mse_loss), SGD)
+    for run in (step, jit(step, backend="eager")):
+        with pytest.raises(RuntimeError, match="pass use_reentrant=False"):
+            run(step.init(), (torch.ones(2, 4), torch.ones(2, 4)))
+
+
+def test_reentrant_checkpoint_in_a_function() -> None:
+    block = torch.nn.Linear(4, 4)
+
+    def function(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            out: Tensor = functional_call(block, {"weight": p["w"].expand(4, 4)}, x)
+            return out
+
+        out: Tensor = checkpoint(inner, x.clone().requires_grad_(), use_reentrant=True) + p["b"]
+        return out.sum()
+
+    step = step_of(function)
+    for run in (step, jit(step, backend="eager")):
+        with pytest.raises(RuntimeError, match="pass use_reentrant=False"):
+            run(step.init({"w": torch.ones(4), "b": torch.ones(())}), torch.ones(2, 4))
+
+
+class Recomputed(torch.autograd.Function):
+    """A layer that its backward pass computes again, as reversible networks do, and differentiates by backward()."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:  # type: ignore[override]
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            out: Tensor = layer(x)
+            return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.layer(x)
+        torch.autograd.backward(out, g)
+        return x.grad, None
+
+
+class Reversible(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = Recomputed.apply(self.first(x), self.middle)
+        out: Tensor = self.last(hidden) + self.middle(x)
+        return out
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_function_whose_backward_pass_calls_backward(accumulate: int) -> None:
+    model = Reversible()
+    twin = copy.deepcopy(model)
+    step = make_train_step(module_loss(model, mse_loss), SGD, ScalerConfig(8.0), accumulate=accumulate)
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    batch = (x, y) if accumulate == 1 else (x.view(2, 3, 4), y.view(2, 3, 4))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    mse_loss(twin(x), y).backward()
+    optimizer.step()
+    for run in (step, jit(step, backend="eager")):
+        state, _ = run(step.init(), batch)
+        assert_close(dict(state.params.tree()), dict(twin.named_parameters()), 1e-6)
+    assert all(leaf.grad is None for leaf in model.parameters())
+
+
+class Normalizing(torch.nn.Linear):
+    """Normalizes its own weight in the forward pass."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(4, 4)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            new = self.weight / self.weight.norm()
+            if self.how == "copy_":
+                self.weight.copy_(new)
+            else:
+                self.weight.data = new
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("policy", [None, "float16"])
+@pytest.mark.parametrize("how", ["copy_", "data"])
+def test_module_that_writes_its_own_parameters(how: str, policy: str | None) -> None:
+    step = make_train_step(module_loss(Normalizing(how), mse_loss), SGD, policy=policy)
+    state, batch = step.init(), (torch.ones(2, 4), torch.ones(2, 4))
+    calls = [jit(step, backend="eager", donate=False), step.loss, step, jit(step, backend="eager")]
+    for run in calls:
+        with pytest.raises(ValueError, match=r"must not write to its parameters in the forward pass; .* 'weight'"):
+            run(state, batch)
+
+
+def test_hessian_under_vmap_has_another_form() -> None:
+    def penalty(hessian: Any) -> Loss:
+        def function(p: dict[str, Tensor], x: Tensor) -> Tensor:
+            out: Tensor = torch.func.vmap(hessian(lambda row: (p["w"] * row).sin().prod()))(x)
+            return out.square().sum()
+
+        return function
+
+    step = step_of(penalty(torch.func.hessian))
+    state, batch = step.init({"w": torch.ones(4)}), torch.ones(2, 4)
+    expected, _ = step(state, batch)
+    with pytest.raises(RuntimeError, match=r"vmap\(hessian\(f\)\); take vmap\(jacrev\(jacrev\(f\)\)\)"):
+        jit(step, backend="eager", donate=False)(state, batch)
+    step = step_of(penalty(lambda f: torch.func.jacrev(torch.func.jacrev(f))))
+    found, _ = jit(step, backend="eager", donate=False)(state, batch)
+    assert_close(found.params, expected.params, 1e-6)
+
+
+def test_number_in_a_text() -> None:
+    def function(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        out = (p["w"] * x).sum()
+        assert f"{out:.3f}"
+        return out
+
+    step = step_of(function)
+    call(step, step)
+    with pytest.raises(RuntimeError, match=r"not read a tensor's value on the host .*\(assert f"):
+        call(jit(step, backend="eager"), step)
+
+
+@pytest.mark.inductor
+def test_two_draws_in_a_scan_with_exact() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Dropout(0.5))
+    step = make_train_step(module_loss(model, mse_loss), SGD, accumulate=2, scan=True)
+    state, batch = step.init(), (torch.randn(2, 3, 4), torch.randn(2, 3, 4))
+    from torch._inductor.fx_passes import post_grad
+
+    keeps_order = hasattr(post_grad, "_chain_random_ops_for_ordering")  # since torch 2.13
+    refused = pytest.raises(RuntimeError, match="with exact=True Inductor cannot draw random numbers twice")
+    with refused if keeps_order else contextlib.nullcontext():
+        jit(step, exact=True)(state, batch)
+
+
 def test_function_that_reads_a_tensor_besides_its_arguments() -> None:
     constant = torch.ones(4)
 

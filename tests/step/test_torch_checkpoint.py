@@ -362,6 +362,13 @@ def test_parameters_are_added_in_mid_run(name: str, flat: bool) -> None:
     assert_same(saved["optimizer"]["state"], expected["optimizer"]["state"])
 
 
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_number_that_is_nan_is_restored(flat: bool) -> None:
+    step = make_train_step(lambda p, x: (p["w"] * x).sum() + torch.nan_to_num(p["g"]), stateless(optim.SGD))
+    state = step.init({"w": torch.ones(2), "g": torch.tensor(float("nan"))}, flat=flat)
+    assert_same(step.load_state_dict(step.state_dict(state), like=state).params, state.params)
+
+
 def test_a_state_that_shares_no_parameter_is_refused() -> None:
     step, other = build("SGD", mlp())[1], make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(optim.SGD))
     with pytest.raises(ValueError, match="at least one parameter of like; it holds none"):

@@ -108,6 +108,8 @@ def tests(device: str, out: Path | None) -> list[str]:
         "pytest",
         "-p",
         "no:cacheprovider",
+        "-W",
+        "default",
         "-m",
         "cuda" if device == "cuda" else "not cuda",
     ]
@@ -119,7 +121,7 @@ def tests(device: str, out: Path | None) -> list[str]:
         found = [line for line in (folder / "collected.log").read_text().splitlines() if "::" in line]
         workers = min(WORKERS, os.cpu_count() or 1, len(found))
         # Warnings of this machine's packages are shown, and fail no test; each process compiles for itself.
-        options = ["-v", "-rfE", "--tb=short", "-W", "default", "-o", "faulthandler_timeout=150"]
+        options = ["-v", "-rfE", "--tb=short", "-o", "faulthandler_timeout=150"]
         alone = {**plain, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         commands = {f"tests {index}": [*pytest, *options, *found[index::workers]] for index in range(workers)}
         commands["doctor"] = [sys.executable, "-m", "funcamp", "doctor", "--device", device]

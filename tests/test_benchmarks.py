@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -12,8 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.launch import ROOT
+from tests.support.stand_in import StandIn
 
 #: Each has a main. gpu_program.py registers a device before torch is imported, so it needs a process.
 SCRIPTS = sorted({file.stem for file in (ROOT / "benchmarks").glob("[a-z]*.py")} - {"gpu_program"})
@@ -64,6 +68,35 @@ def test_a_variant_that_fails_is_a_row_and_every_row_is_in_the_file(tmp_path: Pa
         ("large", "first"),
         ("large", "late"),
     ]
+
+
+def test_on_a_gpu_the_first_variant_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timing: Any = import_module("_timing")
+    monkeypatch.setattr(timing.torch.cuda, "empty_cache", lambda: None)
+    made: list[str] = []
+
+    def make(name: str) -> Any:
+        made.append(name)
+        return timing.Variant(int, timing.nothing)
+
+    makers = {name: (lambda name=name: make(name)) for name in "abc"}
+    rows = list(timing.measured("small", makers, 2, 3, "cuda"))
+    assert made == ["a", "b", "c"]
+    assert [row["variant"] for row in rows] == ["a", "b", "c"]
+
+
+def test_a_captured_call_keeps_what_its_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    variants: Any = import_module("_variants")
+    monkeypatch.setattr(variants, "CudaGraphs", lambda device: StandIn())
+    monkeypatch.setattr(variants.torch.cuda, "current_device", lambda: 0)
+    x = torch.ones(2)
+    kept, total = weakref.ref(x), torch.zeros(2)
+    call = variants.captured(functools.partial(total.add_, x))
+    del x
+    before = total.clone()
+    call()
+    assert kept() is not None
+    assert torch.equal(total, before + 1)
 
 
 def test_the_gpus_run_names_sizes_and_variants_that_there_are() -> None:

@@ -57,9 +57,19 @@ class CudaGraphs:
         return graph.replay, outputs
 
 
-def graphs_for(device: torch.device) -> CudaGraphs | None:
-    """Return the capture interface of a device; None if it has none."""
-    return CudaGraphs(device) if device.type == "cuda" else None
+def graphs_for(devices: list[torch.device]) -> CudaGraphs | None:
+    """Return the capture interface of the device of a state's leaves; None if it has none.
+
+    Raises:
+        RuntimeError: the leaves are on several GPUs; a graph would contain the kernels of one of them.
+    """
+    found = list(dict.fromkeys(devices))
+    if not found or found[0].type != "cuda":
+        return None
+    if len(found) > 1:
+        names = ", ".join(map(str, found))
+        raise RuntimeError(f"jit: state must be on one device to be captured; got {names}: pass capture=False")
+    return CudaGraphs(found[0])
 
 
 class Captured:
@@ -78,6 +88,7 @@ class Captured:
         Raises:
             RuntimeError: the capture failed.
         """
+        self._run = run  # a graph keeps no memory that it reads, such as a program's constants
         self._batch = [leaf.clone() for leaf in batch]
         state = [leaf.detach() for leaf in state]  # separate references to the static storage
         self._state = state

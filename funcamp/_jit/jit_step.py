@@ -166,9 +166,9 @@ class JitStep(Fixed):
             if self._owned is not None and self._graphs is not None:
                 self._owned.refill(state, self._like)
                 return self._owned
-            leaf = next((leaf for leaf in _tree.leaves(state) if isinstance(leaf, Tensor)), None)
-            if self._owned is None and self._options.capture and leaf is not None:
-                self._graphs = cuda_graph.graphs_for(leaf.device)
+            if self._owned is None and self._options.capture:
+                places = [leaf.device for leaf in _tree.leaves(state) if isinstance(leaf, Tensor)]
+                self._graphs = cuda_graph.graphs_for(places)
             donate, graphs = self._options.donate, self._graphs is not None
             avoid = Memory(self._captured)
             owned = own(state, self._like, avoid, copy=graphs and not donate, written=graphs or donate)
@@ -357,7 +357,9 @@ class JitStep(Fixed):
             # A tenth of a small step is Python time; but code called from C++ cannot use the buffer pool.
             patches["cpp_wrapper"] = not pooled
         try:
-            with corrected(exact=options.exact), asked() if pooled else contextlib.nullcontext():
+            gpus = {example.device for example in graph.examples if example.device.type == "cuda"}
+            draws = torch.random.fork_rng(gpus) if gpus else contextlib.nullcontext()  # Inductor times random products
+            with corrected(exact=options.exact), asked() if pooled else contextlib.nullcontext(), draws:
                 return compile_graph(graph, backend, patches, headers)
         except Exception as error:
             advise("jit", error)

@@ -69,6 +69,7 @@ _OFFSET = {
     _aten.as_strided_scatter.default: 4,
 }
 _DEVICE = torch.ops.prim.device.default
+_MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
 _PLAIN = {Tensor, torch.nn.Parameter}
 _DATA: Any = Tensor.data
 _CONSTANTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}
@@ -421,7 +422,7 @@ class _Watch(TorchDispatchMode):
         out = self._draws.draw(func, args, kwargs) if draws else func(*args, **kwargs)
         for value in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
             if isinstance(value, FakeTensor):
-                self._look(value, args, kwargs)
+                self._look(func, value, args, kwargs)
         return out
 
     def _refuse_offset(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -498,13 +499,14 @@ class _Watch(TorchDispatchMode):
         found: Any = get_proxy_slot(value, self._tracer, None)
         return None if found is None else found.proxy.node
 
-    def _look(self, out: FakeTensor, args: Any, kwargs: Any) -> None:
+    def _look(self, func: Any, out: FakeTensor, args: Any, kwargs: Any) -> None:
         device = out.fake_device
-        # torch.func computes shapes on the meta device.
-        if device.type not in self._home and device.type != "meta":
+        # torch.func computes shapes on the meta device, but moves nothing there.
+        if device.type not in self._home and (device.type != "meta" or func in _MOVES):
             given = [leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if any(leaf.device.type in self._home for leaf in given):
-                raise HostError(f"stay on one type of device; {in_stack()} moves a tensor to {device.type}")
+                why = ", as torch does for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))" * (device.type == "meta")
+                raise HostError(f"stay on one type of device; {in_stack()} moves a tensor to {device.type}{why}")
         if not any(out is arg for arg in args) or id(out) in self._made:
             node = self._node_of(out)
             if node is not None:

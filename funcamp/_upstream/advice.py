@@ -46,8 +46,6 @@ _FIXES = {
     "backward; for a gradient inside the loss take torch.autograd.grad with create_graph=True",
     "rule registered for HigherOrderOperator control_deps": "with exact=True Inductor cannot draw random numbers "
     "twice in a micro-batch of scan=True; leave scan or exact out",
-    "found at least two devices, meta and": "torch cannot trace jvp of a gradient under vmap, as in vmap(hessian(f)); "
-    "take vmap(jacrev(jacrev(f)))",
     "incompatible with .grad()": "torch.autograd.grad does not take torch.utils.checkpoint with use_reentrant=True; "
     "pass use_reentrant=False",
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+import weakref
+from typing import Any, cast
 
 import pytest
 import torch
@@ -271,3 +273,38 @@ def test_metrics_on_a_cpu_arrive_at_once() -> None:
     for limit, error in ((0, ValueError), (1.5, TypeError)):
         with pytest.raises(error, match="MetricReader: limit must be"):
             MetricReader(limit=limit)  # type: ignore[arg-type]
+
+
+def test_a_state_on_two_gpus_is_not_captured() -> None:
+    cpu, first, second = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
+    assert cuda_graph.graphs_for([]) is None
+    assert cuda_graph.graphs_for([cpu, cpu]) is None
+    for places in ([first, second], [first, first, cpu]):
+        with pytest.raises(RuntimeError, match=r"on one device to be captured; got cuda:0, .*: pass capture=False"):
+            cuda_graph.graphs_for(places)
+
+
+class Forgetful:
+    """Captures as torch does: the graph refers to memory, and keeps no tensor."""
+
+    def warm_up(self, run: Any, times: int) -> None: ...
+
+    def capture(self, run: Any) -> Any:
+        return (lambda: None), run()
+
+
+class Program:
+    """What a compiler returns."""
+
+    def __call__(self, values: list[Tensor]) -> list[Tensor]:
+        return [values[0] + values[1]]
+
+
+def test_a_graph_keeps_the_program_that_has_its_constants() -> None:
+    program, graphs = Program(), cast("cuda_graph.CudaGraphs", Forgetful())
+    alive = weakref.ref(program)
+    captured = cuda_graph.Captured(graphs, program, [torch.zeros(2)], [torch.ones(2)], 1)
+    del program
+    gc.collect()
+    assert alive() is not None
+    assert captured([torch.zeros(2), torch.ones(2)])

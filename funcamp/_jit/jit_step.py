@@ -251,8 +251,11 @@ class JitStep(Fixed):
         count, on_cpu = len(owned.leaves), _on_cpu(owned)
         written = sum(leaf.nbytes for leaf in owned.leaves) if options.donate else 0
 
+        gpus = {leaf.device for leaf in owned.leaves if leaf.device.type == "cuda"}
+
         def compiled(backend: str, headers: Request | None = None) -> Flat:
-            one = self._compile_graph(graph, backend, written if on_cpu else None, headers)
+            with torch.random.fork_rng(gpus) if gpus else contextlib.nullcontext():  # Inductor times random products
+                one = self._compile_graph(graph, backend, written if on_cpu else None, headers)
             return one if options.unroll is None else unrolled(one, count, metrics, options.unroll)
 
         metrics = len(graph.rest.tensors)
@@ -357,9 +360,7 @@ class JitStep(Fixed):
             # A tenth of a small step is Python time; but code called from C++ cannot use the buffer pool.
             patches["cpp_wrapper"] = not pooled
         try:
-            gpus = {example.device for example in graph.examples if example.device.type == "cuda"}
-            draws = torch.random.fork_rng(gpus) if gpus else contextlib.nullcontext()  # Inductor times random products
-            with corrected(exact=options.exact), asked() if pooled else contextlib.nullcontext(), draws:
+            with corrected(exact=options.exact), asked() if pooled else contextlib.nullcontext():
                 return compile_graph(graph, backend, patches, headers)
         except Exception as error:
             advise("jit", error)

@@ -98,8 +98,7 @@ class ModuleLoss(Loss):
             values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
         places = _places(params)
         returned = self._loss(values, batch)
-        if _places(params) != places:
-            now = _places(params)
+        if (now := _places(params)) != places:
             name = next(name for name in places if now[name] != places[name])
             raise ValueError(
                 f"module_loss: model must not write to its parameters in the forward pass; it wrote to {name!r}, which "

@@ -480,13 +480,17 @@ class _Watch(TorchDispatchMode):
 
     def set_data(self, tensor: Tensor, value: Tensor) -> None:
         """Record `tensor.data = value`: other memory for a tensor of the trace, a write into any other tensor."""
+        mode: Any = get_proxy_mode()
+        slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode else None
         with torch.no_grad():
             value = value.detach()
-            if isinstance(tensor, FakeTensor) and id(tensor) in self._made:
+            if isinstance(tensor, FakeTensor) and (slot is None or slot.proxy.node.op != "placeholder"):
                 _DATA.__set__(tensor, value)
-                found: Any = get_proxy_slot(value, self._tracer)
-                set_proxy_slot(tensor, self._tracer, found)
-                self._made[id(tensor)] = weakref.ref(tensor), found.proxy.node
+                if mode:
+                    slot = get_proxy_slot(value, mode.tracer)
+                    set_proxy_slot(tensor, mode.tracer, slot)
+                    if id(tensor) in self._made:  # not in the body of a scan
+                        self._made[id(tensor)] = weakref.ref(tensor), slot.proxy.node
             elif (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
                 tensor.detach().copy_(value)
             else:

@@ -355,6 +355,7 @@ class TrainStep(Fixed):
         """
         return self._moved(like, restore(saved, like, strict, split=self._split))
 
+    @torch.inference_mode(False)  # as `init`
     def _moved(self, like: TrainState, state: TrainState) -> TrainState:
         """Return a state that was loaded, with the module in its memory if it was in that of like."""
         if isinstance(self.loss_fn, ModuleLoss) and not self._options.parallel.shard:

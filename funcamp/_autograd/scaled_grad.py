@@ -182,11 +182,12 @@ def _by_autograd(
 
         begin_backward()
         found: Sequence[Tensor | None] = backward() if holding is None else holding(leaves, aux, backward)
-    # An autograd.Function whose backward calls backward() adds to .grad.
-    found = [grad if leaf.grad is None else _sum(grad, leaf.grad) for grad, leaf in zip(found, leaves)]
-    if any(grad is None for grad in found) and not torch.compiler.is_dynamo_compiling():
-        for node in nodes(scaled.grad_fn, set()):
-            refuse_reentrant(call, node)
+    if not torch.compiler.is_dynamo_compiling():
+        # An autograd.Function whose backward calls backward() adds to .grad.
+        found = [grad if leaf.grad is None else _sum(grad, leaf.grad) for grad, leaf in zip(found, leaves)]
+        if any(grad is None for grad in found):
+            for node in nodes(scaled.grad_fn, set()):
+                refuse_reentrant(call, node)
     if all(grad is None for grad in found):
         raise ValueError(
             f"{call}: loss_fn must return a loss that depends on the parameters it is given; it uses none: take "

@@ -117,7 +117,7 @@ class StepOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from this, with the parameters and buffers that the model has."""
         step, own = self.trainer.step, self.trainer.train_state
-        self.trainer.train_state = step.load_state_dict(step.state_dict(own) | saved, like=own)
+        self.trainer.train_state = step.load_state_dict(step.state_dict(own) | saved, like=own, consume=True)
 
 
 def make_parts(length: int = 32) -> tuple[GPT2LMHeadModel, list[dict[str, Tensor]]]:

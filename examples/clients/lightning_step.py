@@ -73,7 +73,7 @@ class StepOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from this, with the parameters and buffers that the module has."""
         step, own = self.module.step, self.module.state
-        self.module.state = step.load_state_dict(step.state_dict(own) | saved, like=own)
+        self.module.state = step.load_state_dict(step.state_dict(own) | saved, like=own, consume=True)
 
 
 def batches(steps: int) -> DataLoader[Any]:

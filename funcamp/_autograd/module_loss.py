@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from funcamp import _tree, _upstream
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.scaled_grad import Engine, check_engine, nodes, pair, refuse_reentrant
+from funcamp._autograd.scaled_grad import Engine, check_engine, nodes, pair
 from funcamp._check import boolean
 from funcamp._memory import identity, overlaps, rebind
 
@@ -96,13 +96,14 @@ class ModuleLoss(Loss):
         if self.has_buffers:
             fresh = {name: value.clone() for name, value in given[0].items()}
             values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
-        places = _places(params)
+        places = self._places(params)
         returned = self._loss(values, batch)
-        if (now := _places(params)) != places:
-            name = next(name for name in places if now[name] != places[name])
+        if (now := self._places(params)) != places:
+            first, *others = (name for name in places if now[name] != places[name])
             raise ValueError(
-                f"module_loss: model must not write to its parameters in the forward pass; it wrote to {name!r}, which "
-                "a skipped step could not undo: compute with a changed copy, or write into the state between steps"
+                f"module_loss: model must not write to its parameters in the forward pass; it wrote to {first!r}"
+                f"{' or another one in the same memory' * bool(others)}, which a skipped step could not undo: compute "
+                "with a changed copy, or write into the state between steps"
             )
         loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
         self._check_reads(loss, values, batch)
@@ -110,6 +111,21 @@ class ModuleLoss(Loss):
             return returned
         after = self._after(values, given[0])
         return loss, ((after, aux) if self.has_aux else after)
+
+    def _places(self, params: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
+        """Return, by name, what changes if a tensor is written in place or is given other memory; {} under Dynamo.
+
+        `flatten_parameters` of a recurrent layer gives its parameters other memory with the same values.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return {}
+        return {
+            name: (
+                0 if value.is_inference() else value._version,
+                0 if self._recurrent or _upstream.is_wrapped(value) else value.untyped_storage()._cdata,
+            )
+            for name, value in params.items()
+        }
 
     def _loss(self, values: dict[str, Tensor], batch: Any) -> Any:
         """Return the loss of a batch; write buffers that the module assigned into values."""
@@ -150,7 +166,7 @@ class ModuleLoss(Loss):
         return out
 
     def _check_reads(self, loss: Any, values: dict[str, Tensor], batch: Any) -> None:
-        """Raise if a loss depends on the module's own parameters or a reentrant checkpoint; for the first graph."""
+        """Raise ValueError if a loss depends on the module's own parameters; check the first graph only."""
         if torch.compiler.is_dynamo_compiling() or self._looked or getattr(loss, "grad_fn", None) is None:
             return
         given = [leaf for leaf in (*values.values(), *_tree.leaves(batch)) if isinstance(leaf, Tensor)]
@@ -158,7 +174,6 @@ class ModuleLoss(Loss):
         tensors = _tensors(self._made_of).items()
         own = {id(part): name for name, part in tensors if part.requires_grad and id(part) not in known}
         for node in nodes(loss.grad_fn, {leaf.grad_fn for leaf in given}):
-            refuse_reentrant("module_loss", node)
             if name := own.get(id(getattr(node, "variable", None))):
                 raise ValueError(
                     "module_loss: model's parameters must be read of the model when the loss is called, as "
@@ -269,7 +284,7 @@ class ModuleLoss(Loss):
         """Make buffers, by stored name, and frozen parameters that are tied to them, share the memory of values."""
         held = {name: value.detach() for name, value in values.items()}
         tensors = _tensors(self._made_of)
-        now = {id(tensors[name]): held[stored] for name, stored in self.buffer_names.items() if stored in held}
+        now = {id(tensors[name]): held[stored] for name, stored in self.buffer_names.items()}
         # New objects, as Module.to creates: a buffer that is a view would keep its base's memory alive.
         for part in (*self._made_of.modules(), *self.model.modules()):
             part._buffers.update({name: now.get(id(value), value) for name, value in part._buffers.items()})
@@ -277,22 +292,16 @@ class ModuleLoss(Loss):
                 if value is not None and id(value) in now:
                     rebind(value, now[id(value)])
 
-    def move(self, old: tuple[Any, Any], new: tuple[Any, Any]) -> None:
-        """Make what shares the memory of one state's parameters and buffers share that of another's.
+    def adopt(self, params: Any, buffers: dict[str, Tensor]) -> None:
+        """Make the module's trainable parameters and its buffers share the memory of a state's.
 
-        Tensors of the module that have other memory stay as they are.
+        Raises:
+            TypeError, ValueError: as in `own_params`.
         """
-        (was, buffers), (now, fresh) = ((_by_name(params), buffers) for params, buffers in (old, new))
-        tensors = _tensors(self._made_of)
-
-        def shared(known: dict[str, Tensor]) -> list[str]:
-            return [name for name in known if name in tensors and identity(tensors[name]) == identity(known[name])]
-
-        if names := shared({name: was[name] for name in dict.fromkeys(self.names.values()) if name in was}):
-            torch.clear_autocast_cache()  # it contains casts of the previous memory
-            for name in names:
-                rebind(tensors[name], now[name])
-        self._set_buffers({name: fresh[name] for name in shared(buffers)})
+        stored = _by_name(params)
+        for name, value in self.own_params().items():
+            rebind(value, stored[name])
+        self._set_buffers(buffers)
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the module's buffers by name, shared ones once, detached."""
@@ -427,19 +436,6 @@ def module_loss(
                     f"in {type(criterion).__name__}: make it a part of the model, whose forward takes the target"
                 )
     return ModuleLoss(model, criterion, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
-
-
-def _places(params: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Return, by name, what changes if a tensor is written in place or is given other memory; {} under Dynamo."""
-    if torch.compiler.is_dynamo_compiling():
-        return {}
-    return {
-        name: (
-            0 if value.is_inference() else value._version,
-            0 if _upstream.is_wrapped(value) else value.untyped_storage()._cdata,
-        )
-        for name, value in params.items()
-    }
 
 
 def _by_name(params: Any) -> dict[str, Tensor]:

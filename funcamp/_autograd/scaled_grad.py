@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -181,13 +181,17 @@ def _by_autograd(
             return torch.autograd.grad(scaled, leaves, allow_unused=True)
 
         begin_backward()
+        if not torch.compiler.is_dynamo_compiling():
+            for leaf in leaves:
+                leaf.grad = None  # of a backward() in the forward pass, which is not scaled
         found: Sequence[Tensor | None] = backward() if holding is None else holding(leaves, aux, backward)
     if not torch.compiler.is_dynamo_compiling():
         # An autograd.Function whose backward calls backward() adds to .grad.
-        found = [grad if leaf.grad is None else _sum(grad, leaf.grad) for grad, leaf in zip(found, leaves)]
-        if any(grad is None for grad in found):
-            for node in nodes(scaled.grad_fn, set()):
-                refuse_reentrant(call, node)
+        inner = [leaf.grad for leaf in leaves]
+        found = [one if other is None else other if one is None else one + other for one, other in zip(found, inner)]
+        # torch.autograd.grad passes over a reentrant checkpoint that has no parameter before it.
+        if any(grad is None for grad in found) and "CheckpointFunctionBackward" in map(_kind, nodes(scaled.grad_fn)):
+            advise(call, RuntimeError("incompatible with .grad()"))
     if all(grad is None for grad in found):
         raise ValueError(
             f"{call}: loss_fn must return a loss that depends on the parameters it is given; it uses none: take "
@@ -200,28 +204,19 @@ def _by_autograd(
     return grads, loss.detach(), _tree.map_leaves(Tensor.detach, *_tree.flatten(aux))
 
 
-def _sum(grad: Tensor | None, other: Tensor) -> Tensor:
-    return other if grad is None else grad + other
+def _kind(node: Any) -> str:
+    return type(node).__name__
 
 
-def nodes(grad_fn: Any, seen: set[Any]) -> Iterator[Any]:
-    """Yield the nodes of an autograd graph that are not in seen, and put them there."""
-    left = [grad_fn]
+def nodes(grad_fn: Any, without: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield the nodes of an autograd graph, as far as they are not behind others."""
+    seen, left = set(without), [grad_fn]
     while left:
         node = left.pop()
         if node is not None and node not in seen:
             seen.add(node)
             left += [function for function, _ in node.next_functions]
             yield node
-
-
-def refuse_reentrant(call: str, node: Any) -> None:
-    """Raise RuntimeError if a node is a reentrant checkpoint.
-
-    torch.autograd.grad passes over one that has no parameter before it, so the parameters inside would get zeros.
-    """
-    if node.name() == "CheckpointFunctionBackward":
-        advise(call, RuntimeError("incompatible with .grad()"))
 
 
 def put_leaves_in_graphs() -> None:

@@ -326,12 +326,13 @@ class TrainStep(Fixed):
         """
         return export("state_dict", state)
 
-    def load_state_dict(self, saved: dict[str, Tensor], like: TrainState, *, strict: bool = True) -> TrainState:
+    def load_state_dict(
+        self, saved: dict[str, Tensor], like: TrainState, *, strict: bool = True, consume: bool = False
+    ) -> TrainState:
         """Return the state saved by `state_dict`, laid out as `like` (from `init`), on its devices.
 
-        If the module shares like's memory (`init(consume=True)`), it shares that of the returned state instead. Flat
-        storage has one step count for each group. Parameters whose counts differ, because some were frozen or added
-        later, get separate groups. Syncs: reads the scale and the counts.
+        Flat storage has one step count for each group. Parameters whose counts differ, because some were frozen or
+        added later, get separate groups. Syncs: reads the scale and the counts.
 
         Args:
             saved: what `state_dict` returned.
@@ -339,9 +340,11 @@ class TrainStep(Fixed):
             strict: False to continue with other parameters. Names that saved lacks keep like's values (a parameter that
                 was added or unfrozen; its optimizer state is as before a first step). Names that like lacks are dropped
                 (a parameter that was removed or frozen).
+            consume: let the module share the memory of the returned state, as in `init`. A module that shared like's
+                memory (`init(consume=True)`) would otherwise keep like's values.
 
         Raises:
-            TypeError: like is not a `TrainState`, or saved not a dict.
+            TypeError: like is not a `TrainState`, or saved not a dict; consume as in `init`.
             ValueError: a name is missing or unknown; a tensor has another shape or dtype than like's; the scale is not
                 above 0, or a count is negative; like is sharded, and parameters in one of its groups differ in their
                 step count.
@@ -353,13 +356,13 @@ class TrainStep(Fixed):
             >>> step.load_state_dict(saved, like=state).params.tree()
             {'w': tensor([1., 1.])}
         """
-        return self._moved(like, restore(saved, like, strict, split=self._split))
+        return self._adopted("load_state_dict", restore(saved, like, strict, split=self._split), consume)
 
     @torch.inference_mode(False)  # as `init`
-    def _moved(self, like: TrainState, state: TrainState) -> TrainState:
-        """Return a state that was loaded, with the module in its memory if it was in that of like."""
-        if isinstance(self.loss_fn, ModuleLoss) and not self._options.parallel.shard:
-            self.loss_fn.move((like.params, like.buffers), (state.params, state.buffers))
+    def _adopted(self, call: str, state: TrainState, consume: bool) -> TrainState:
+        """Return a loaded state; with consume, its memory is the module's."""
+        if consumed := self._consumed(call, None, None, consume):
+            consumed.adopt(state.params, state.buffers)
         return state
 
     @torch.no_grad()
@@ -416,12 +419,12 @@ class TrainStep(Fixed):
         scaler: dict[str, Any] | None = None,
         names: Iterable[str] | None = None,
         steps: int | None = None,
+        consume: bool = False,
     ) -> TrainState:
         """Return the state that continues a torch loop, from the state_dicts of its optimizer and its scaler.
 
         Parameters and buffers are taken from like: load the module first, `model.load_state_dict(...)`, then call
-        `init`. If the module shares like's memory, it shares that of the returned state instead. Syncs: reads the
-        counts.
+        `init`. Syncs: reads the counts.
 
         Args:
             like: from `init`; not changed.
@@ -431,6 +434,7 @@ class TrainStep(Fixed):
             names: the parameters in the order in which torch's optimizer got them; by default the names it saved (an
                 optimizer created with `named_parameters()` saves them), else the module's order.
             steps: number of applied steps, for schedules; by default the optimizer's count (SGD has none).
+            consume: let the module share the memory of the returned state, as in `init`.
 
         Raises:
             TypeError: like is not a `TrainState`; optimizer is not a state_dict, or the step's was not made by
@@ -448,7 +452,7 @@ class TrainStep(Fixed):
             >>> step.from_torch(step.init(), optimizer=adamw.state_dict()).opt_state.applied
             tensor(1)
         """
-        return self._moved(like, from_torch(self, like, optimizer, scaler, names, steps))
+        return self._adopted("from_torch", from_torch(self, like, optimizer, scaler, names, steps), consume)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take one step. Pure; safe under torch.compile(fullgraph=True); no sync.

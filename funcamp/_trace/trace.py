@@ -331,6 +331,14 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         _DATA.__set__(tensor, value)
 
 
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    def place(tensor: Tensor) -> tuple[Any, ...]:
+        storage = tensor.untyped_storage()._cdata
+        return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+    return type(one) in (FakeTensor, *_PLAIN) and type(other) in (FakeTensor, *_PLAIN) and place(one) == place(other)
+
+
 def _name_dtypes(graph: torch.fx.Graph) -> None:
     """Name the dtype of tensors made of nothing, as the function may change the default dtype while it runs."""
     for node in graph.nodes:
@@ -479,25 +487,30 @@ class _Watch(TorchDispatchMode):
         return views
 
     def set_data(self, tensor: Tensor, value: Tensor) -> None:
-        """Record `tensor.data = value`: other memory for a tensor of the trace, a write into any other tensor."""
+        """Record `tensor.data = value` for a tensor that the step made: from now on it is the node of value.
+
+        Raises:
+            HostError: the step did not make the tensor: eager code would leave its former memory as it was, and a
+                program can only write into it.
+        """
         mode: Any = get_proxy_mode()
         slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode else None
+        if _is_same_memory(tensor, value):  # Module.to does this
+            return
+        if not isinstance(tensor, FakeTensor) or (slot is not None and slot.proxy.node.op == "placeholder"):
+            raise HostError(
+                f"not assign to .data of a tensor that it did not make; {in_stack()} does, for "
+                f"{_tree.describe(tensor)}: write into it with copy_, or assign a new tensor to the name or attribute"
+            )
         with torch.no_grad():
             value = value.detach()
-            if isinstance(tensor, FakeTensor) and (slot is None or slot.proxy.node.op != "placeholder"):
-                _DATA.__set__(tensor, value)
-                if mode:
-                    slot = get_proxy_slot(value, mode.tracer)
-                    set_proxy_slot(tensor, mode.tracer, slot)
-                    if id(tensor) in self._made:  # not in the body of a scan
-                        self._made[id(tensor)] = weakref.ref(tensor), slot.proxy.node
-            elif (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
-                tensor.detach().copy_(value)
-            else:
-                raise HostError(
-                    f"not change the shape or dtype of a tensor by .data; {in_stack()} makes {_tree.describe(tensor)} "
-                    f"{_tree.describe(value)}: assign the new tensor to the name or attribute"
-                )
+        _DATA.__set__(tensor, value)
+        tensor.constant = None
+        if mode:
+            slot = get_proxy_slot(value, mode.tracer)
+            set_proxy_slot(tensor, mode.tracer, slot)
+            if id(tensor) in self._made:  # not in the body of a scan
+                self._made[id(tensor)] = weakref.ref(tensor), slot.proxy.node
 
     def _node_of(self, value: Tensor) -> torch.fx.Node | None:
         found: Any = get_proxy_slot(value, self._tracer, None)

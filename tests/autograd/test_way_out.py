@@ -184,14 +184,13 @@ def test_reentrant_checkpoint() -> None:
 
 
 class Adapted(torch.nn.Module):
-    """A reentrant checkpoint behind a frozen layer; the head shares a weight with what is computed again."""
+    """A reentrant checkpoint behind a frozen layer."""
 
-    def __init__(self, *, tied: bool) -> None:
+    def __init__(self, *, trained: bool) -> None:
         super().__init__()
         self.frozen, self.block, self.head = (torch.nn.Linear(4, 4) for _ in range(3))
         self.frozen.requires_grad_(False)
-        if tied:
-            self.head.weight, self.head.bias = self.block.weight, self.block.bias
+        self.block.requires_grad_(trained)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.frozen(x).requires_grad_()
@@ -199,11 +198,13 @@ class Adapted(torch.nn.Module):
         return out
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_reentrant_checkpoint_that_no_parameter_stands_before(tied: bool) -> None:
-    """torch.autograd.grad would pass over it, and its parameters would get no gradient, or a part of it."""
-    step = make_train_step(module_loss(Adapted(tied=tied), mse_loss), SGD)
-    for run in (step, jit(step, backend="eager")):
+def test_reentrant_checkpoint_that_no_parameter_stands_before() -> None:
+    """torch.autograd.grad would pass over it, and its parameters would get no gradient."""
+    step = make_train_step(module_loss(Adapted(trained=True), mse_loss), SGD)
+    frozen = make_train_step(module_loss(Adapted(trained=False), mse_loss), SGD)
+    for wrap in (lambda step: step, lambda step: jit(step, backend="eager")):
+        wrap(frozen)(frozen.init(), (torch.ones(2, 4), torch.ones(2, 4)))
+        run: Any = wrap(step)
         with pytest.raises(RuntimeError, match="pass use_reentrant=False"):
             run(step.init(), (torch.ones(2, 4), torch.ones(2, 4)))
 
@@ -230,7 +231,7 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
-        ctx.layer = layer
+        ctx.layer, ctx.name = layer, "recomputed"  # not the node's name()
         ctx.save_for_backward(x)
         with torch.no_grad():
             out: Tensor = layer(x)
@@ -272,6 +273,18 @@ def test_function_whose_backward_pass_calls_backward(accumulate: int) -> None:
         state, _ = run(step.init(), batch)
         assert_close(dict(state.params.tree()), dict(twin.named_parameters()), 1e-6)
     assert all(leaf.grad is None for leaf in model.parameters())
+
+
+def test_backward_in_the_forward_pass_adds_nothing() -> None:
+    def function(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        out = (p["w"] * x).square().sum()
+        out.backward(retain_graph=True)  # a saliency map
+        return out
+
+    for scale in (1.0, 256.0):
+        step = make_train_step(loss(function), stateless(torch.optim.SGD, lr=0.5), ScalerConfig(scale))
+        for run in (step, jit(step, backend="eager")):
+            assert call(run, step)[1].grad_norm == 4.0
 
 
 class Normalizing(torch.nn.Linear):

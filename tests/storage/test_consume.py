@@ -273,14 +273,16 @@ def trained(name: str, flat: bool) -> tuple[Any, Any]:
 def loaded(step: Any, state: Any, other: Any, like: Any, how: str) -> Any:
     """A trained state as another step's, by either call."""
     if how == "load_state_dict":
-        return other.load_state_dict(step.state_dict(state), like=like)
-    return other.from_torch(like, optimizer=step.to_torch(state)["optimizer"])
+        return other.load_state_dict(step.state_dict(state), like=like, consume=True)
+    return other.from_torch(like, optimizer=step.to_torch(state)["optimizer"], consume=True)
 
 
 @pytest.mark.parametrize("how", ["load_state_dict", "from_torch"])
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_module_goes_on_to_a_loaded_state(name: str, flat: bool, how: str, donating: Callable[[Any], Any]) -> None:
+def test_a_loaded_state_takes_the_modules_place(
+    name: str, flat: bool, how: str, donating: Callable[[Any], Any]
+) -> None:
     step, state = trained(name, flat)
     model, criterion, batches = made(name)
     other = step_of(model, criterion)
@@ -299,19 +301,28 @@ def test_the_module_goes_on_to_a_loaded_state(name: str, flat: bool, how: str, d
     assert_same(dict(model.state_dict()), other.loss_fn.state_dict(current.params, current.buffers))
 
 
+@pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("flat", [True, False])
-def test_a_module_with_memory_of_its_own_stays_as_it_is_when_a_state_is_loaded(flat: bool) -> None:
+def test_a_module_stays_with_its_state_when_another_one_is_loaded_without(flat: bool, before: bool) -> None:
     step, state = trained("cnn", flat)
     model, criterion, _ = made("cnn")
     other = step_of(model, criterion)
+    first = other.init(flat=flat, consume=before)
     values = clone(dict(model.state_dict()))
-    other.load_state_dict(step.state_dict(state), like=other.init(flat=flat))
-    assert_same(dict(model.state_dict()), values)
-    first, weight = other.init(flat=flat, consume=True), model.get_parameter("0.weight")
-    weight.data = own = weight.detach().clone()
     current = other.load_state_dict(step.state_dict(state), like=first)
-    assert weight.data_ptr() == own.data_ptr()
-    assert_same(model.get_parameter("6.bias").detach(), current.params["6.bias"])
+    assert_same(dict(model.state_dict()), values)
+    assert bool(storages(taken(model)) & storages(first)) == before
+    for number in range(2):  # again, and of a state that the module has left
+        current = other.load_state_dict(step.state_dict(state), like=first, consume=True)
+        assert storages(taken(model)) <= storages(current), number
+    assert_same(dict(model.state_dict()), step.loss_fn.state_dict(state.params, state.buffers))
+
+
+def test_loading_for_a_module_needs_one() -> None:
+    step = make_train_step(lambda p, x: (p["w"] * x).sum(), SGD)
+    state = step.init({"w": torch.ones(2)})
+    with pytest.raises(TypeError, match="load_state_dict: consume must be False for a loss that"):
+        step.load_state_dict(step.state_dict(state), like=state, consume=True)
 
 
 @pytest.mark.parametrize("run", ["eager", "donated"])

@@ -298,7 +298,7 @@ class ModuleLoss(Loss):
         Raises:
             TypeError, ValueError: as in `own_params`.
         """
-        stored = _by_name(params)
+        stored = _tree.expand(params)
         for name, value in self.own_params().items():
             rebind(value, stored[name])
         self._set_buffers(buffers)
@@ -320,7 +320,7 @@ class ModuleLoss(Loss):
         Raises:
             KeyError: a parameter or buffer is missing.
         """
-        tree = _by_name(params)
+        tree = _tree.expand(params)
         values = {name: tree[stored] for name, stored in self.names.items()}
         if buffers is not None:
             values |= {name: buffers[stored] for name, stored in self.buffer_names.items()}
@@ -436,11 +436,6 @@ def module_loss(
                     f"in {type(criterion).__name__}: make it a part of the model, whose forward takes the target"
                 )
     return ModuleLoss(model, criterion, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
-
-
-def _by_name(params: Any) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = params.tree() if hasattr(params, "tree") else params
-    return found
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

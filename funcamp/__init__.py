@@ -28,6 +28,7 @@ from funcamp._step.step import TrainStep
 from funcamp._storage.compute_copies import clone
 from funcamp._storage.flat import FlatParams, ravel
 from funcamp._storage.policy import Policy
+from funcamp._verify.verify import verify
 
 __version__ = "0.1.0"
 
@@ -70,6 +71,7 @@ __all__ = [
     "unscale",
     "unscale_and_check",
     "update",
+    "verify",
 ]
 
 

@@ -38,6 +38,7 @@ ROOMS = [
     "_amp",
     "_step",
     "_jit",
+    "_verify",
     "_report",
     "_doctor",
     "distributed",

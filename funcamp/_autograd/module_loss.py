@@ -129,7 +129,7 @@ class ModuleLoss(Loss):
 
     def _loss(self, values: dict[str, Tensor], batch: Any) -> Any:
         """Return the loss of a batch; write buffers that the module assigned into values."""
-        inputs, named, target = _arguments(batch, has_target=self.criterion is not None)
+        inputs, named, target = arguments_of(batch, has_target=self.criterion is not None)
 
         def run() -> Any:
             try:
@@ -142,7 +142,7 @@ class ModuleLoss(Loss):
                     f"{type(self.model).__name__}.forward{inspect.signature(self.model.forward)} takes them; "
                     f"got {_tree.brief(batch)}: {error}"
                 ) from error
-            return _loss_in(outputs) if self.criterion is None else self.criterion(outputs, target)
+            return loss_in(outputs) if self.criterion is None else self.criterion(outputs, target)
 
         return self._with(values, run)
 
@@ -511,7 +511,7 @@ def _form(has_target: bool) -> str:
     return "a mapping of keyword arguments, a tuple or list of arguments, or a tensor"
 
 
-def _arguments(batch: Any, *, has_target: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+def arguments_of(batch: Any, *, has_target: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Return the model's positional and keyword arguments from a batch, and the target."""
     if isinstance(batch, (tuple, list)) and (batch or not has_target):
         return (tuple(batch[:-1]), {}, batch[-1]) if has_target else (tuple(batch), {}, None)
@@ -533,7 +533,7 @@ def _fits(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> b
     return True
 
 
-def _loss_in(outputs: Any) -> Tensor:
+def loss_in(outputs: Any) -> Tensor:
     """Return the loss in a model's output.
 
     Raises:

@@ -24,7 +24,7 @@ from funcamp._storage.flat import FlatParams
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr")
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """One parameter group of torch's optimizer."""
 
     label: str | None
@@ -43,11 +43,13 @@ def to_torch(step: Any, state: TrainState, names: Iterable[str] | None) -> dict[
     """Return the state_dicts of `TrainStep.to_torch`."""
     saved, several = export("to_torch", state), _several(step.optimizer)
     found: dict[str | None, dict[str, Any]] = {}
-    for part in _parts("to_torch", step, state, names):
+    for part in parts_of("to_torch", step, state, names):
         one = found.setdefault(part.label if several else None, {"state": {}, "param_groups": []})
         first = sum(len(group["params"]) for group in one["param_groups"])
         numbers = dict(enumerate(part.names, first))
-        one["param_groups"].append(_group(part.optimizer, saved[f"{part.prefix}applied"]) | {"params": list(numbers)})
+        one["param_groups"].append(
+            hyperparameters_of(part.optimizer, saved[f"{part.prefix}applied"]) | {"params": list(numbers)}
+        )
         kept = _entries(saved, part.prefix)
         for number, name in numbers.items():
             entries = {entry: saved[part.entry(entry, name)] for entry in kept if part.entry(entry, name) in saved}
@@ -74,7 +76,7 @@ def from_torch(
     check_train_state(call, "like", like)
     saved = export(call, like)
     if optimizer is not None:
-        parts, labels = _parts(call, step, like, names), [None]
+        parts, labels = parts_of(call, step, like, names), [None]
         if _several(step.optimizer):
             labels = list(step.optimizer.optimizers)
             if not isinstance(optimizer, Mapping) or set(optimizer) != set(labels):
@@ -112,7 +114,7 @@ def from_torch(
 
 
 def _take(
-    call: str, given: Mapping[str, Any], parts: list[_Part], named: bool, saved: dict[str, Tensor]
+    call: str, given: Mapping[str, Any], parts: list[Part], named: bool, saved: dict[str, Tensor]
 ) -> dict[str, int]:
     """Write a torch optimizer's state into the exported tensors; return the step count of each part."""
     groups = given["param_groups"]
@@ -154,7 +156,7 @@ def _take(
     return counts
 
 
-def _parts(call: str, step: Any, state: TrainState, names: Iterable[str] | None) -> list[_Part]:
+def parts_of(call: str, step: Any, state: TrainState, names: Iterable[str] | None) -> list[Part]:
     params, grouped = state.params, isinstance(step.optimizer, GroupedOptimizer)
     group = step.optimizer.group if grouped else lambda *_: None
     if isinstance(params, FlatParams):
@@ -174,7 +176,7 @@ def _parts(call: str, step: Any, state: TrainState, names: Iterable[str] | None)
         if not isinstance(optimizer, StatelessOptimizer):
             raise TypeError(f"{call}: the step's optimizer must be made by stateless; got {optimizer!r}")
         prefix = "opt_state." if label is None else f"opt_state.{label}."
-        parts.append(_Part(label, optimizer, prefix, [name for name in order if labels.get(name) == label]))
+        parts.append(Part(label, optimizer, prefix, [name for name in order if labels.get(name) == label]))
     return parts
 
 
@@ -189,7 +191,7 @@ def _entries(saved: Mapping[str, Tensor], prefix: str) -> list[str]:
     return list(dict.fromkeys(name[len(start) :].partition(".")[0] for name in saved if name.startswith(start)))
 
 
-def _group(optimizer: StatelessOptimizer, applied: Tensor) -> dict[str, Any]:
+def hyperparameters_of(optimizer: StatelessOptimizer, applied: Tensor) -> dict[str, Any]:
     """Return the numbers of a torch.optim group after some applied steps."""
     numbers = optimizer._hyperparameters | optimizer._hyper(applied, [applied])
     made = optimizer._cls([torch.zeros(2, 2)], **{name: _plain(value) for name, value in numbers.items()})

@@ -1,0 +1,152 @@
+"""Run all roads of `verify`, and compare each with its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._jit.jit import jit
+from funcamp._jit.jit_step import JitStep
+from funcamp._step.step import TrainStep
+from funcamp._verify.compare import Difference, Rounding, Row
+from funcamp._verify.report import Comparison, Outcome, Verification
+from funcamp._verify.roads import Task, start_of, step_rows, torch_rows
+from funcamp._verify.torch_loop import why_not
+
+_TORCH, _EAGER = "torch's loop", "eager step"
+#: The name of what belongs to funcamp among the objects that are looked at.
+OURS = "funcamp's step"
+
+
+class Comparer:
+    """Runs the roads one after the other, and compares each with its reference."""
+
+    def __init__(self, task: Task, compiled: JitStep | None) -> None:
+        self._task, self._compiled = task, compiled
+        self._found: list[Comparison] = []
+        self._causes: dict[str, None] = {}
+        self._notes: list[str] = []
+
+    def run(self) -> Verification:
+        """Return what all roads gave."""
+        task = self._task
+        start = start_of(task)
+        eager = list(step_rows(task, task.step))
+        draws = task.draws.has_drawn()
+        changes = task.python.changes()
+        skipped = tuple(number for number, row in enumerate(eager) if row["found_inf"].item())
+        rounding = self._with_torch(start, eager)
+        if rounding is None:
+            disturbed = list(step_rows(task, task.step, disturbed=_one_ulp(task)))
+            rounding = Rounding(eager, disturbed, start)
+        lost, count = rounding.noise
+        if lost > count // 4:
+            self._notes.append(
+                f"{lost} of {count} values are noise after these steps: one ulp changes them by a quarter of what they "
+                "moved, so they cannot be compared; a policy of higher precision or fewer steps shows more"
+            )
+        for name, run in self._compiled_steps(draws):
+            self._with_compiled(rounding.against(eager), name, run, middle=len(eager) // 2)
+        if any(one.outcome is Outcome.DIFFERENT for one in self._found):
+            self._explain(changes, draws)
+        return Verification(
+            tuple(self._found), len(eager), skipped, task.overflow, tuple(self._causes), tuple(self._notes)
+        )
+
+    def _with_torch(self, start: Row, eager: list[Row]) -> Rounding | None:
+        """Compare the eager step with torch's loop; return what rounding does to it, or None if there is no loop."""
+        task = self._task
+        reason = why_not(task.step) if isinstance(task.step, TrainStep) else "the step is a function of its own"
+        if reason:
+            self._found.append(Comparison(_TORCH, _EAGER, Outcome.LEFT_OUT, reason=reason))
+            return None
+        scales = [float(row["metrics.scale"]) for row in eager]
+        try:
+            rows, without = torch_rows(task, scales)
+            disturbed, _ = torch_rows(task, scales, disturbed=_one_ulp(task))
+        except Exception as error:
+            self._found.append(
+                Comparison(_TORCH, _EAGER, Outcome.LEFT_OUT, reason=f"torch's loop raises {_text(error)}")
+            )
+            return None
+        if without:
+            self._notes.append(
+                f"{', '.join(sorted(without))} gets no gradient: torch's loop leaves it alone; the step takes zeros, "
+                "so that weight decay and momentum move it"
+            )
+        rounding = Rounding(rows, disturbed, start)
+        self._compare(rounding, _TORCH, _EAGER, eager)
+        return rounding
+
+    def _with_compiled(self, rounding: Rounding, name: str, run: Any, middle: int) -> None:
+        """Compare a compiled step with the eager one, then again from a saved state."""
+        self._compare(rounding, _EAGER, name, step_rows(self._task, run))
+        if self._found[-1].outcome is Outcome.REFUSED:
+            return
+        resumed = step_rows(self._task, run, save_after=middle)
+        self._compare(rounding, _EAGER, f"{name.removesuffix(' step')}, saved, and loaded", resumed, first=middle)
+
+    def _compiled_steps(self, draws: bool) -> list[tuple[str, Any]]:
+        """Return the compiled steps to compare, by name."""
+        if self._compiled is None:
+            return [("jit(exact=True)", jit(self._task.step, exact=True))]
+        options = self._compiled._options
+        if draws and options.backend == "inductor" and not options.exact:
+            self._notes.append(
+                "the step draws random numbers, and a compiled step draws others; so it is compared with exact=True, "
+                "which draws those of eager mode"
+            )
+            options = options._replace(exact=True)
+        return [("compiled step", JitStep(self._task.step, options))]
+
+    def _compare(self, rounding: Rounding, reference: str, road: str, rows: Iterable[Row], first: int = 0) -> None:
+        """Compare a road with its reference, step by step, and note the result."""
+        largest: Difference | None = None
+        try:
+            for number, row in enumerate(rows, first):
+                found = rounding.difference(number, row)
+                if found is None:
+                    continue
+                if not found.is_rounding:
+                    self._found.append(Comparison(reference, road, Outcome.DIFFERENT, found))
+                    return
+                if largest is None or found.share > largest.share:
+                    largest = found
+        except Exception as error:
+            self._found.append(Comparison(reference, road, Outcome.REFUSED, reason=_text(error)))
+            return
+        outcome = Outcome.EQUAL if largest is None else Outcome.ROUNDING
+        self._found.append(Comparison(reference, road, outcome, largest))
+
+    def _explain(self, changes: dict[str, str], draws: bool) -> None:
+        """Note what may explain a difference."""
+        for name, described in changes.items():
+            if not name.startswith(OURS):
+                self._causes[
+                    f"{name} is {described}, from step to step: it is no part of the state. Make it a buffer, an entry "
+                    "of the batch, or return it in the metrics"
+                ] = None
+        for name in self._task.python.hooks():
+            self._causes[f"{name} has a hook on its gradient"] = None
+        if draws:
+            self._causes["the step draws random numbers: roads may draw them in another order or number"] = None
+        if not self._causes:
+            self._causes["none was found: please report it, with the smallest model that shows it"] = None
+
+
+def _one_ulp(task: Task) -> float:
+    """Return the relative distance of two neighbours in the dtype that the step computes in."""
+    if isinstance(task.step, TrainStep):
+        return torch.finfo(task.step._options.policy.compute_dtype).eps
+    leaves = _tree.leaves((task.state, task.batches))
+    dtypes = [leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+
+
+def _text(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,210 @@
+"""The roads along which the same training is run: torch's loop, the step in eager mode, and the compiled step."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._step.state import TrainState
+from funcamp._step.step import TrainStep
+from funcamp._storage.compute_copies import clone
+from funcamp._verify.compare import Row
+from funcamp._verify.python_state import PythonState
+from funcamp._verify.torch_loop import TorchLoop
+
+#: The scale at which float16 gradients overflow. Float32's largest number is 2^128.
+_OVERFLOWS = 2.0**120
+
+_Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class Task(NamedTuple):
+    """One training of a few steps, which every road does from the same start."""
+
+    step: _Step
+    """The step before it is compiled."""
+    state: Any
+    """The first state. Roads use clones."""
+    batches: list[Any]
+    """A batch for every step. Roads use deep copies."""
+    overflow: int | None
+    """The number of the step whose scale is too high, on purpose."""
+    python: PythonState
+    """What the user's objects keep in Python."""
+    draws: Draws
+    """Torch's random numbers at the start."""
+
+    def begin(self) -> None:
+        """Put everything outside of the state back to the start."""
+        self.python.restore()
+        self.draws.restore()
+
+
+class Draws:
+    """The state of the random number generators: torch's own on the CPU and on some devices, and Python's."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._python = random.getstate()
+        self._cpu = torch.get_rng_state()
+        self._others = {
+            device: torch.get_device_module(device).get_rng_state(device) for device in devices if device.type != "cpu"
+        }
+
+    def restore(self) -> None:
+        """Put the generators back."""
+        random.setstate(self._python)
+        torch.set_rng_state(self._cpu)
+        for device, state in self._others.items():
+            torch.get_device_module(device).set_rng_state(state, device)
+
+    def has_drawn(self) -> bool:
+        """Return whether torch's generators have moved since."""
+        now = Draws(set(self._others))
+        return not all(
+            torch.equal(one, other)
+            for one, other in zip((self._cpu, *self._others.values()), (now._cpu, *now._others.values()))
+        )
+
+
+def start_of(task: Task) -> Row:
+    """Return the values before the first step."""
+    return _values(task.step, task.state)
+
+
+def torch_rows(task: Task, scales: list[float], *, disturbed: float = 0.0) -> tuple[list[Row], set[str]]:
+    """Run torch's loop; return its rows, and the names of parameters that got no gradient.
+
+    Args:
+        task: the training; its step is a `TrainStep`.
+        scales: the scale of every step, for a step whose rule is not torch's.
+        disturbed: change every number of the parameters and of the batch by this part of it.
+    """
+    assert isinstance(task.step, TrainStep)
+    task.begin()
+    loop = TorchLoop(task.step, task.state)
+    if disturbed:
+        for parameter in loop.parameters():
+            _disturb(parameter.data, disturbed)
+    rows = []
+    for number, batch in enumerate(_batches(task, disturbed)):
+        before = loop.scale
+        scale = _OVERFLOWS if number == task.overflow else None if loop.follows_rule else scales[number]
+        rows.append(loop.step(batch, scale))
+        if number == task.overflow:
+            loop.scale = before
+    return rows, loop.without_gradient
+
+
+def step_rows(task: Task, run: _Step, *, disturbed: float = 0.0, save_after: int | None = None) -> Iterator[Row]:
+    """Run a step, eager or compiled; yield a row for every batch.
+
+    Args:
+        task: the training.
+        run: the step, or a compiled one.
+        disturbed: as for `torch_rows`; changes the state's numbers.
+        save_after: save the state after this number of steps, finish, and run the rest again from what was saved. Only
+            the rows of the second run are yielded.
+    """
+    task.begin()
+    state, saved = clone(task.state), None
+    if disturbed:
+        for leaf in _tree.leaves(state.params if isinstance(state, TrainState) else state):
+            if isinstance(leaf, Tensor):
+                _disturb(leaf, disturbed)
+    for number, batch in enumerate(_batches(task, disturbed)):
+        if number == save_after:
+            saved = _saved(task, state), Draws({leaf.device for leaf in _tree.leaves(state) if leaf is not None})
+        state, row = _one_step(task, run, state, batch, number)
+        if save_after is None:
+            yield row
+    if save_after is None or saved is None:
+        return
+    task.begin()  # a new process begins with the Python values of a new module
+    state = _loaded(task, saved[0])
+    saved[1].restore()
+    for number, batch in enumerate(_batches(task, disturbed)):
+        if number >= save_after:
+            state, row = _one_step(task, run, state, batch, number)
+            yield row
+
+
+def _one_step(task: Task, run: _Step, state: Any, batch: Any, number: int) -> tuple[Any, Row]:
+    if number != task.overflow:
+        state, metrics = run(state, batch)
+        return state, _row(task.step, state, metrics)
+    scale = state.scaler.scale.clone()
+    state = state._replace(scaler=state.scaler._replace(scale=torch.full_like(scale, _OVERFLOWS)))
+    state, metrics = run(state, batch)
+    row = _row(task.step, state, metrics)
+    return state._replace(scaler=state.scaler._replace(scale=scale)), row
+
+
+def _row(step: _Step, state: Any, metrics: Any) -> Row:
+    row = _values(step, state)
+    if isinstance(step, TrainStep):
+        row |= {"loss": metrics.loss, "found_inf": metrics.found_inf, "metrics.scale": metrics.scale}
+        aux, prefix = metrics.aux, "aux"
+    else:
+        row["found_inf"] = torch.zeros(())
+        aux, prefix = metrics, "metrics"
+    row |= _named(prefix, aux)
+    return {name: value.detach().to("cpu", copy=True) for name, value in row.items()}
+
+
+def _values(step: _Step, state: Any) -> Row:
+    """Return copies of a state's values by name, on the host."""
+    if isinstance(step, TrainStep):
+        values = {name: value for name, value in step.state_dict(state).items() if name != "scaler.found_inf"}
+    else:
+        values = _named("state", state)
+    return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
+
+
+def _named(prefix: str, tree: Any) -> Row:
+    leaves = _tree.leaves(tree)
+    return {
+        f"{prefix}{_tree.path_of(tree, index)}": leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)
+    }
+
+
+def _batches(task: Task, disturbed: float) -> Iterator[Any]:
+    """Yield copies of the batches, because a step may write into them; memory that leaves share stays shared."""
+    for batch in task.batches:
+        batch = copy.deepcopy(batch)
+        if disturbed:
+            for leaf in _tree.leaves(batch):
+                if isinstance(leaf, Tensor):
+                    _disturb(leaf, disturbed)
+        yield batch
+
+
+@torch.no_grad()
+def _disturb(value: Tensor, part: float) -> None:
+    """Change every number of a tensor by a part of it, up or down by turns."""
+    if not (value.is_floating_point() or value.is_complex()) or value.layout != torch.strided:
+        return
+    part = max(part, torch.finfo(value.dtype).eps)
+    numbers = torch.arange(value.numel(), device=value.device).reshape(value.shape)
+    signs = 1 - 2 * (numbers * 7919 % 101 % 2)
+    value.copy_(value * (1 + part * signs))
+
+
+def _saved(task: Task, state: Any) -> bytes:
+    file = io.BytesIO()
+    saved = task.step.state_dict(state) if isinstance(task.step, TrainStep) else _tree.leaves(state)
+    torch.save(saved, file)
+    return file.getvalue()
+
+
+def _loaded(task: Task, saved: bytes) -> Any:
+    found = torch.load(io.BytesIO(saved), weights_only=True)
+    if isinstance(task.step, TrainStep):
+        return task.step.load_state_dict(found, like=clone(task.state))
+    return _tree.unflatten(found, _tree.flatten(task.state)[1])

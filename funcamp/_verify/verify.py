@@ -1,0 +1,131 @@
+"""`verify`: is a step right for somebody's own model?"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcamp import _tree
+from funcamp._autograd.loss import Loss
+from funcamp._autograd.module_loss import ModuleLoss
+from funcamp._check import integer
+from funcamp._step.step import TrainStep
+from funcamp._verify.python_state import PythonState
+from funcamp._verify.report import Verification
+from funcamp._verify.roads import Draws, Task
+
+#: The step whose scale is too high: not the first, so that there is something to undo.
+_OVERFLOW = 1
+_LEAST = 3
+
+
+def verify(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    batches: Iterable[Any],
+    *,
+    state: Any = None,
+    steps: int = 4,
+) -> Verification:
+    """Compare a step for your own model with torch's loop, eager, compiled, and from a saved state.
+
+    Trains from the same weights and seeds along several roads: torch's own loop (`torch.autocast`,
+    `torch.amp.GradScaler`, the optimizer's own class, with the step's clipping, micro-batches and average), the eager
+    step, the compiled step, and the compiled step continued from a state that was saved and loaded. Under float16 one
+    step gets a scale that is too high, so that it must be skipped. Loss, parameters, buffers, optimizer state, average,
+    scale, flag and counts are compared after every step, leaf by leaf:
+
+        |road - reference| / |reference - start| <= 8 * (the same for a reference disturbed by one ulp) + 16 ulp
+
+    in the 2-norm of a leaf, where an ulp is of the compute dtype. So a model that amplifies rounding is not blamed.
+    Nothing of yours changes: module, criterion, generators and batches are put back. Syncs. Takes a few times as long
+    as the steps, and a compilation; keeps the values after every step in host memory, twice. Not for a step inside
+    another transform, and not while another thread uses the module.
+
+    Args:
+        step: a step of `make_train_step`, which is compiled by `jit(step, exact=True)`; or a `JitStep`, which is
+            compiled anew with its own options (and with exact=True too if the step draws random numbers, since other
+            programs draw others); or any pure function `(state, batch) -> (state, metrics)`, which has no torch loop
+            to compare with.
+        batches: an iterable of batches, such as a list or a DataLoader; the first `steps` of them are used. Different
+            ones show more.
+        state: the state to start from; by default `step.init()`, with the module's present values.
+        steps: number of steps, at least 3.
+
+    Returns:
+        A `Verification`: `print` it. `ok` is False if a road differs by more than rounding, or raises.
+
+    Raises:
+        TypeError: step is not callable; state is missing for a step that does not know its parameters.
+        ValueError: steps is below 3, or there are fewer batches; step is a `JitStep` with unroll.
+        Exception: any error of the eager step.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> step = make_train_step(module_loss(model, torch.nn.functional.mse_loss), stateless(torch.optim.SGD))
+        >>> batches = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(4)]
+        >>> print(verify(jit(step, backend="eager"), batches))
+        4 steps; skipped: none
+        torch's loop - eager step                 equal
+        eager step - compiled step                equal
+        eager step - compiled, saved, and loaded  equal
+
+    References:
+        The loop of torch's automatic mixed precision examples, PyTorch 2.13.
+    """
+    from funcamp._jit.jit_step import JitStep  # imports torch's compiler, which takes seconds
+    from funcamp._verify.comparer import OURS, Comparer
+
+    compiled = step if isinstance(step, JitStep) else None
+    if compiled is not None and compiled._options.unroll is not None:
+        raise ValueError("verify: step must take one step in a call; got unroll: pass jit(step) without it")
+    plain = step if compiled is None else compiled._step
+    _check_step(plain)
+    integer("verify", "steps", steps, _LEAST)
+    chosen = list(itertools.islice(batches, steps))
+    if len(chosen) < steps:
+        raise ValueError(f"verify: batches must be at least {steps}, the number of steps; got {len(chosen)}")
+    python = PythonState(_roots(plain, OURS))
+    if state is None:
+        state = _first_state(plain)
+    places = {leaf.device for leaf in _tree.leaves((state, chosen)) if isinstance(leaf, Tensor)}
+    is_float16 = isinstance(plain, TrainStep) and plain._options.policy.compute_dtype == torch.float16
+    task = Task(plain, state, chosen, _OVERFLOW if is_float16 else None, python, Draws(places))
+    try:
+        return Comparer(task, compiled).run()
+    finally:
+        task.begin()
+
+
+def _check_step(step: Any) -> None:
+    """Raise TypeError if this is no step."""
+    if not callable(step) or isinstance(step, (nn.Module, Loss, type)):
+        raise TypeError(
+            f"verify: step must be a function (state, batch) -> (state, metrics), as make_train_step and jit make it; "
+            f"got {_tree.brief(step)}"
+        )
+
+
+def _first_state(step: Any) -> Any:
+    if not isinstance(step, TrainStep):
+        raise TypeError("verify: state must be given for a step that make_train_step did not make; got None")
+    if not isinstance(step.loss_fn, ModuleLoss):
+        raise TypeError(
+            "verify: state must be given for a loss that module_loss did not make: step.init(params); got None"
+        )
+    return step.init()
+
+
+def _roots(step: Any, ours: str) -> dict[str, Any]:
+    """Return the user's objects by name, in which things may be kept from step to step."""
+    if not isinstance(step, TrainStep):
+        return {"step": step}
+    loss_fn, options = step.loss_fn, step._options
+    if isinstance(loss_fn, ModuleLoss):
+        roots = {"model": loss_fn.model, "criterion": loss_fn.criterion}
+    else:
+        roots = {"loss_fn": loss_fn.function}
+    return roots | {"weight": options.weight, "observe": dict(options.observe), ours: step}

@@ -1,0 +1,372 @@
+"""`verify` finds what is wrong with a step, blames no step that is right, and changes nothing of the user's.
+
+The silent classes are planted into modules, with what refuses them switched off: `verify` must name each by itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import funcamp
+from funcamp._verify.report import Outcome, Verification
+from tests.support.helpers import assert_same, clone
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output.float(), target)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batches(count: int = 4, *shape: int) -> list[Any]:
+    made = []
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(*shape, 16, 4, generator=generator)
+        made.append((x, x.sum(-1, keepdim=True)))
+    return made
+
+
+def make(
+    model: nn.Module, criterion: Any = mse, optimizer: Any = None, loss: dict[str, Any] | None = None, **options: Any
+) -> funcamp.TrainStep:
+    optimizer = optimizer or funcamp.stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return funcamp.make_train_step(funcamp.module_loss(model, criterion, **(loss or {})), optimizer, **options)
+
+
+def check(step: funcamp.TrainStep, given: list[Any] | None = None, **options: Any) -> Verification:
+    """Verify with the traced operations one by one, which compiles nothing."""
+    return funcamp.verify(funcamp.jit(step, backend="eager"), given or batches(), **options)
+
+
+def outcomes(found: Verification) -> list[str]:
+    return [one.outcome.name for one in found.comparisons]
+
+
+ADAMW = funcamp.stateless(torch.optim.AdamW, lr=lambda count: 0.01 / (1 + count), weight_decay=0.1)
+GROUPS = funcamp.by_group(
+    {
+        "matrix": funcamp.stateless(torch.optim.SGD, lr=0.1, weight_decay=0.1),
+        "vector": funcamp.stateless(torch.optim.SGD, lr=0.1),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"policy": "bfloat16"},
+        {"policy": "float16"},
+        {"policy": "float16", "max_norm": 0.5},
+        {"policy": "float16", "max_value": 0.01},
+        {"policy": "float16", "ema_decay": 0.9, "config": funcamp.ScalerConfig(growth_interval=1)},
+        {"optimizer": GROUPS, "policy": "float16"},
+        {"policy": "float16", "config": funcamp.ScalerConfig(2.0**10, min_scale=1.0)},
+        {"policy": "float16", "config": funcamp.presets.apex()},
+    ],
+    ids=str,
+)
+def test_a_right_step_is_equal_to_torchs_loop(options: dict[str, Any]) -> None:
+    found = check(make(mlp(), **options))
+    allowed = {"EQUAL"} if "max_norm" not in options else {"EQUAL", "ROUNDING"}  # the norm is summed in float64
+    assert set(outcomes(found)) <= allowed, str(found)
+    assert found.ok
+    assert (1 in found.skipped) == (options.get("policy") == "float16")
+    assert not found.causes
+
+
+def test_optimizers_that_round_elsewhere_are_within_rounding() -> None:
+    found = check(make(mlp(), optimizer=ADAMW, policy="float16"))
+    assert outcomes(found)[1:] == ["EQUAL", "EQUAL"]
+    assert outcomes(found)[0] in ("EQUAL", "ROUNDING"), str(found)
+
+
+@pytest.mark.parametrize("weight", [None, lambda batch: 1.0 + batch[0].shape[0]])
+def test_micro_batches(weight: Any) -> None:
+    found = check(make(mlp(), policy="float16", accumulate=3, weight=weight), batches(4, 3))
+    assert outcomes(found)[1:] == ["EQUAL", "EQUAL"], str(found)
+    assert outcomes(found)[0] in ("EQUAL", "ROUNDING"), str(found)  # the mean of the losses rounds elsewhere
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_buffers_of_a_skipped_step(keep: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
+    found = check(make(model, policy="float16", loss={"keep_buffers": keep}))
+    assert outcomes(found) == ["EQUAL"] * 3, str(found)
+
+
+def test_auxiliary_outputs_and_a_model_that_returns_its_loss() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": mse(self.inner(x), labels)}
+
+    with_aux = make(mlp(), lambda output, target: (mse(output, target), output), loss={"has_aux": True})
+    assert outcomes(check(with_aux)) == ["EQUAL"] * 3
+    named = [{"x": x, "labels": y} for x, y in batches()]
+    assert outcomes(check(make(Own(), None), named)) == ["EQUAL"] * 3
+
+
+def test_a_step_that_module_loss_did_not_make_has_no_torch_loop() -> None:
+    step = funcamp.make_train_step(
+        lambda params, batch: mse(batch[0] @ params["w"], batch[1]),
+        funcamp.stateless(torch.optim.SGD),
+        policy="float16",
+    )
+    found = check(step, state=step.init({"w": torch.ones(4, 1)}))
+    assert outcomes(found) == ["LEFT_OUT", "EQUAL", "EQUAL"]
+    assert "not of module_loss" in str(found)
+
+    def average(state: dict[str, Tensor], batch: Any) -> Any:
+        return {"mean": state["mean"] * 0.9 + batch[0].mean(0) * 0.1}, {"last": batch[0].mean()}
+
+    found = funcamp.verify(funcamp.jit(average, backend="eager"), batches(), state={"mean": torch.zeros(4)})
+    assert outcomes(found) == ["LEFT_OUT", "EQUAL", "EQUAL"]
+
+
+def test_a_state_in_mid_training() -> None:
+    step = make(mlp(), optimizer=ADAMW, policy="float16", ema_decay=0.9)
+    state = step.init()
+    for batch in batches(3):
+        state, _ = step(state, batch)
+    found = check(step, state=state)
+    assert found.ok, str(found)
+    assert_same(state, clone(state))
+
+
+@pytest.mark.inductor
+def test_compiled_by_default_with_exact() -> None:
+    found = funcamp.verify(make(mlp(), policy="bfloat16"), batches())
+    assert found.ok, str(found)
+    assert found.comparisons[1].road == "jit(exact=True)"
+
+
+# Nothing of the user's changes.
+
+
+class Stateful(nn.Module):
+    """Keeps something in every way that a module can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.last = 0, torch.zeros(1)
+        self.history: list[int] = []
+        self.generator = torch.Generator().manual_seed(3)
+        self.by_name: dict[str, Any] = {"n": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.by_name["n"] += 1
+        self.history.append(self.calls)
+        self.last = x.detach().mean()
+        self.seen += 1
+        x.mul_(1.0)
+        out: Tensor = self.layer(x)
+        return out + random.random() * 0 + torch.rand(1, generator=self.generator) * 0
+
+
+def test_nothing_of_the_users_changes() -> None:
+    model, kept = Stateful(), {"center": torch.zeros(1)}
+
+    def criterion(output: Tensor, target: Tensor) -> Tensor:
+        kept["center"] = kept["center"] + output.detach().mean()
+        return mse(output, target)
+
+    model.layer.weight.grad = torch.ones(1, 4)
+    step, given = make(model, criterion), batches()
+    before = clone(dict(model.state_dict())), clone(given), random.getstate(), torch.get_rng_state()
+    objects = dict(vars(model)), list(model.history), dict(kept), dict(model.by_name), model.generator.get_state()
+    check(step, given)
+    assert_same(dict(model.state_dict()), before[0])
+    assert_same(given, before[1])
+    assert random.getstate() == before[2]
+    assert torch.equal(torch.get_rng_state(), before[3])
+    assert all(vars(model)[name] is value for name, value in objects[0].items())
+    assert (model.history, dict(model.by_name)) == (objects[1], objects[3])
+    assert kept["center"] is objects[2]["center"]
+    assert torch.equal(model.generator.get_state(), objects[4])
+    assert torch.equal(model.layer.weight.grad, torch.ones(1, 4))
+
+
+def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(4, 1), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 2:
+                raise KeyError("third call")
+            out: Tensor = self.layer(x)
+            return out
+
+    model = Fails()
+    with pytest.raises(KeyError, match="third call"):
+        check(make(model))
+    assert model.calls == 0
+
+
+# What is wrong is found, and named.
+
+
+def found_wrong(found: Verification, road: str, cause: str) -> None:
+    wrong = [one for one in found.comparisons if one.outcome is Outcome.DIFFERENT]
+    assert wrong, str(found)
+    assert road in f"{wrong[0].reference} - {wrong[0].road}", str(found)
+    assert any(cause in one for one in found.causes), str(found)
+    assert not found.ok
+
+
+def test_a_host_read_in_the_step_is_shown_as_refused() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(x)
+            return out * 2 if x.sum().item() > 0 else out
+
+    found = check(make(Reads()))
+    assert outcomes(found) == ["EQUAL", "REFUSED"]
+    assert "reads a value" in str(found) or ".item" in str(found) or "read" in str(found)
+    assert not found.ok
+
+
+def test_a_function_that_counts_in_python() -> None:
+    calls = {"n": 0}
+
+    def step(state: Any, batch: Any) -> Any:
+        calls["n"] += 1
+        return {"w": state["w"] + batch[0].sum() * calls["n"]}, {}
+
+    found = funcamp.verify(funcamp.jit(step, backend="eager"), batches(), state={"w": torch.zeros(())})
+    found_wrong(found, "eager step - compiled step", "calls")
+    assert "from 0 to 4" in found.causes[0]
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        self.kept = [self.layer.weight.detach()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + F.linear(x, self.kept[0] * 0.5)
+        return out
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data.clamp_(-0.2, 0.2)
+        out: Tensor = self.layer(x)
+        return out
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(4, 1)
+
+    def halve(weight: Tensor) -> None:
+        assert weight.grad is not None
+        weight.grad.mul_(0.5)
+
+    model.weight.register_post_accumulate_grad_hook(halve)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("plant", "policy", "cause"),
+    [(Keeps, None, ""), (Writes, "bfloat16", ""), (hooked, None, "hook")],
+    ids=["kept parameter", "data write", "hook"],
+)
+def test_what_the_eager_step_gets_wrong(plant: Callable[[], nn.Module], policy: Any, cause: str) -> None:
+    found_wrong(check(make(plant(), policy=policy)), "torch's loop - eager step", cause)
+
+
+def test_a_counter_in_the_criterion() -> None:
+    class Warms:
+        calls = 0
+
+        def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+            self.calls += 1
+            return mse(output, target) * min(1.0, self.calls / 5)
+
+    found_wrong(check(make(mlp(), Warms())), "eager step - compiled step", "criterion.calls")
+
+
+def test_state_that_a_checkpoint_lacks() -> None:
+    class Center(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.center = torch.zeros(1)
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            loss = mse(output - self.center, target)
+            self.center.mul_(0.9).add_(output.detach().mean(), alpha=0.1)
+            return loss
+
+    found = check(make(mlp(), Center()))
+    assert outcomes(found) == ["EQUAL", "EQUAL", "DIFFERENT"], str(found)
+    assert "criterion.center" in found.causes[0]
+
+
+def test_chaos_is_not_blamed() -> None:
+    class Chaos(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.sigmoid(self.layer(x))
+            for _ in range(60):
+                out = 3.9 * out * (1 - out)
+            return out
+
+    found = funcamp.verify(funcamp.jit(make(Chaos(), policy="bfloat16"), backend="eager"), batches())
+    assert found.ok
+    assert "noise" in str(found)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: funcamp.verify(mlp(), batches()), TypeError, "step must be a function"),
+        (lambda: funcamp.verify(None, batches()), TypeError, "step must be a function"),
+        (lambda: funcamp.verify(make(mlp()), batches(2)), ValueError, "batches must be at least 4"),
+        (lambda: funcamp.verify(make(mlp()), batches(), steps=2), ValueError, "steps must be 3 or more; got 2"),
+        (lambda: funcamp.verify(lambda s, b: (s, b), batches()), TypeError, "state must be given"),
+        (lambda: funcamp.verify(funcamp.jit(make(mlp()), unroll=2), batches()), ValueError, "one step in a call"),
+    ],
+)
+def test_bad_input(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class TorchLoop:
         return list(self._trained.values())
 
     def _make_optimizers(
-        self, named: dict[str, Tensor], saved: Any, *, is_new: bool
+        self, named: Mapping[str, Tensor], saved: Any, *, is_new: bool
     ) -> list[tuple[torch.optim.Optimizer, list[Part]]]:
         """Return torch's optimizers, each with its parameter groups: one, or one per label if the classes differ."""
         by_class: dict[Any, list[Part]] = {}
@@ -148,7 +148,7 @@ class TorchLoop:
             with self._autocast():
                 loss = self._loss_of(piece)
             part = loss * factor if self._options.weight else loss / len(pieces)
-            self._scaler.scale(part).backward()
+            self._scaler.scale(part).backward()  # type: ignore[no-untyped-call]
             total = total + part.detach()
         return torch.as_tensor(total)
 

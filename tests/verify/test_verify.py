@@ -360,7 +360,7 @@ def test_chaos_is_not_blamed() -> None:
     ("call", "error", "text"),
     [
         (lambda: funcamp.verify(mlp(), batches()), TypeError, "step must be a function"),
-        (lambda: funcamp.verify(None, batches()), TypeError, "step must be a function"),
+        (lambda: funcamp.verify(None, batches()), TypeError, "step must be a function"),  # type: ignore[arg-type]
         (lambda: funcamp.verify(make(mlp()), batches(2)), ValueError, "batches must be at least 4"),
         (lambda: funcamp.verify(make(mlp()), batches(), steps=2), ValueError, "steps must be 3 or more; got 2"),
         (lambda: funcamp.verify(lambda s, b: (s, b), batches()), TypeError, "state must be given"),

@@ -9,7 +9,7 @@ import torch
 
 from funcamp import __main__, _doctor
 
-CHECKS = ("_machine", "_compiler", "_compile", "_donation", "_capture", "_parity", "_host_reads", "_launches")
+CHECKS = ("_machine", "_compiler", "_verified", "_donation", "_capture", "_parity", "_host_reads", "_launches")
 
 
 @pytest.mark.inductor
@@ -20,6 +20,7 @@ def test_every_check_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert findings["capture and replay"]["status"] == "not here"
     assert {row["status"] for name, row in findings.items() if name != "capture and replay"} == {"ok"}
     assert "300 steps" in findings["parity with GradScaler"]["detail"]
+    assert "eager step: equal" in findings["verify"]["detail"]
 
 
 def test_a_check_that_fails_stops_no_other_and_shows_in_the_status(

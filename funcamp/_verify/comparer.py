@@ -20,6 +20,8 @@ from funcamp._verify.torch_loop import why_not
 _TORCH, _EAGER = "torch's loop", "eager step"
 #: The name of what belongs to funcamp among the objects that are looked at.
 OURS = "funcamp's step"
+#: The number of powers of two to go down in search of a scale that does not overflow.
+_SCALES = 40
 
 
 class Comparer:
@@ -33,7 +35,7 @@ class Comparer:
 
     def run(self) -> Verification:
         """Return what all roads gave."""
-        task = self._task
+        task = self._task = self._with_usable_scale(self._task)
         start = start_of(task)
         eager = list(step_rows(task, task.step))
         draws = task.draws.has_drawn()
@@ -43,6 +45,8 @@ class Comparer:
         if rounding is None:
             disturbed = list(step_rows(task, task.step, disturbed=_one_ulp(task)))
             rounding = Rounding(eager, disturbed, start)
+        if len(skipped) == len(eager):
+            self._notes.append("every step was skipped, so little was compared: begin from a state in mid-training")
         lost, count = rounding.noise
         if lost > count // 4:
             self._notes.append(
@@ -56,6 +60,26 @@ class Comparer:
         return Verification(
             tuple(self._found), len(eager), skipped, task.overflow, tuple(self._causes), tuple(self._notes)
         )
+
+    def _with_usable_scale(self, task: Task) -> Task:
+        """Return the task with a lower scale if the first step would be skipped: skipped steps show little."""
+        if task.overflow is None:
+            return task
+        first = task.state.scaler.scale
+        for power in range(0, _SCALES, 2):
+            scale = first * 2.0**-power
+            state = task.state._replace(scaler=task.state.scaler._replace(scale=scale))
+            row = next(step_rows(task._replace(state=state), task.step))
+            if not row["found_inf"].item():
+                break
+        else:
+            self._notes.append("the first step is skipped at every scale: its gradients are not finite")
+            return task
+        if power:
+            self._notes.append(
+                f"the scale is {scale.item():g} at first, not {first.item():g}, which skips the first step"
+            )
+        return task._replace(state=state)
 
     def _with_torch(self, start: Row, eager: list[Row]) -> Rounding | None:
         """Compare the eager step with torch's loop; return what rounding does to it, or None if there is no loop."""

@@ -36,8 +36,9 @@ class Comparison:
         if self.difference is None:
             return self.reason
         found = self.difference
-        by = f"{found.name} by {found.size:.1e} of its change (one ulp makes {found.allowed:.1e})"
-        return f"{by}, step {found.step}" if found.is_rounding else f"from step {found.step} on: {by}"
+        if found.is_rounding:
+            return f"{found.size:.0e} of {found.allowed:.0e} allowed, {found.name}, step {found.step}"
+        return f"from step {found.step} on: {found.name} by {found.size:.1e}, {found.allowed:.0e} allowed"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class Verification:
     def ok(self) -> bool:
         """Return whether every road that was run agrees, bit for bit or within rounding."""
         return not any(one.outcome in (Outcome.DIFFERENT, Outcome.REFUSED) for one in self.comparisons)
+
+    def summary(self) -> str:
+        """Return the outcomes in one line."""
+        outcomes = ", ".join(f"{one.road}: {one.outcome.value}" for one in self.comparisons)
+        return f"{self.steps} steps, {len(self.skipped)} skipped; {outcomes}"
 
     def __str__(self) -> str:
         skipped = ", ".join(map(str, self.skipped)) or "none"

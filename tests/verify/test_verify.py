@@ -139,6 +139,18 @@ def test_a_step_that_module_loss_did_not_make_has_no_torch_loop() -> None:
     assert outcomes(found) == ["LEFT_OUT", "EQUAL", "EQUAL"]
 
 
+def test_a_scale_that_is_too_high_to_begin_with_is_lowered() -> None:
+    found = check(make(mlp(), policy="float16", config=funcamp.ScalerConfig(2.0**40)))
+    assert found.skipped == (1,), str(found)
+    assert "at first, not 1.09951e+12" in str(found)
+
+    infinite = [(x, y * torch.inf) for x, y in batches()]
+    found = check(make(mlp(), policy="float16"), infinite)
+    assert found.skipped == (0, 1, 2, 3)
+    assert "not finite" in str(found)
+    assert "every step was skipped" in str(found)
+
+
 def test_a_state_in_mid_training() -> None:
     step = make(mlp(), optimizer=ADAMW, policy="float16", ema_decay=0.9)
     state = step.init()

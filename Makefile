@@ -3,6 +3,7 @@
 # make test    lint, types, tests; TORCH=2.11.0 runs the tests on the other end, in an environment of its own
 # make docs    the site, from docs/ into site/; a warning is an error
 # make bench   measure on this machine's CPU: over an hour; results under benchmarks/results
+# make fuzz    random trainings along torch's loop, the eager step and the compiled one: SEEDS=0:200 BACKEND=inductor
 # make peers   the rules of jmp, flax, Keras, DeepSpeed and torchao against the packages themselves
 # make package build the wheel and the source archive, and check what is in them and that the wheel works
 # make gpu     the CUDA tests and benchmarks, with the Python at hand: it installs nothing. In parts of at most 8 minutes:
@@ -16,6 +17,8 @@ BIN := $(VENV)/bin
 CXX_FOUND := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
 RESULTS ?= benchmarks/results
 DEVICE ?= cuda
+SEEDS ?= 0:200
+BACKEND ?= eager
 MODELS := timm torchvision transformers tokenizers regex peft
 # TRL and what it needs of its own. It needs Python 3.11.
 MODELS += $(foreach name,trl datasets dill multiprocess pandas pyarrow xxhash,"$(name); python_version >= '3.11'")
@@ -30,7 +33,7 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxproces
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 GPU := gpu $(addprefix gpu-,tests step phase price rest parity roofline sanitize float8)
-.PHONY: help demo check test lint docs bench peers package $(GPU) clean
+.PHONY: help demo check test lint docs bench fuzz peers package $(GPU) clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -83,6 +86,9 @@ bench: $(VENV)/installed $(VENV)/models/installed
 	$(BIN)/python benchmarks/float16_rl.py --out $(RESULTS)
 	$(BIN)/python benchmarks/parity.py --out $(RESULTS)
 	$(BIN)/python docs/hooks.py
+
+fuzz: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(SEEDS) --backend $(BACKEND)
 
 # Needs Python 3.11. DeepSpeed's scaler is one file of plain Python, so its dependencies are not installed.
 peers:

@@ -138,15 +138,16 @@ def step_rows(task: Task, run: _Step, *, disturbed: float = 0.0, save_after: int
 def _one_step(task: Task, run: _Step, state: Any, batch: Any, number: int) -> tuple[Any, Row]:
     if number != task.overflow:
         state, metrics = run(state, batch)
-        return state, _row(task.step, state, metrics)
+        return state, row_of(task.step, state, metrics)
     scale = state.scaler.scale.clone()
     state = state._replace(scaler=state.scaler._replace(scale=torch.full_like(scale, _OVERFLOWS)))
     state, metrics = run(state, batch)
-    row = _row(task.step, state, metrics)
+    row = row_of(task.step, state, metrics)
     return state._replace(scaler=state.scaler._replace(scale=scale)), row
 
 
-def _row(step: _Step, state: Any, metrics: Any) -> Row:
+def row_of(step: _Step, state: Any, metrics: Any) -> Row:
+    """Return what there is to compare after a step, on the host."""
     row = _values(step, state)
     if isinstance(step, TrainStep):
         row |= {"loss": metrics.loss, "found_inf": metrics.found_inf, "metrics.scale": metrics.scale}

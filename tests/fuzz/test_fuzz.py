@@ -1,0 +1,37 @@
+"""Random trainings: torch's loop, the eager step and the traced one agree, whatever is done to the state between steps.
+
+`make fuzz SEEDS=0:200` runs more, and cuts a failing one down to a short script.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.fuzz.__main__ import backend_of, cut_down, failure
+from tests.fuzz.case import case_of
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_traced_training_is_torchs(seed: int) -> None:
+    torch.set_num_threads(1)
+    case = case_of(seed)
+    assert not failure(case, backend_of("eager")), case.script()
+
+
+def test_a_failing_case_is_found_and_cut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.fuzz import blocks
+
+    def wrong(self: object, x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if torch.compiler.is_compiling() else 1)
+
+    monkeypatch.setattr(blocks.Normed, "forward", wrong)
+    case = case_of(3)
+    planted = case.__class__(**{**vars(case), "blocks": ("nn.GELU()", "blocks.Normed()", "nn.SiLU()")})
+    found = failure(planted, backend_of("eager"))
+    assert found.startswith("ApartError: compiled step differs from eager step at step 0"), found
+    small = cut_down(planted, backend_of("eager"))
+    assert small.blocks == ("blocks.Normed()",)
+    assert not small.operations
+    assert not small.options
+    assert len(small.sizes) == 3

@@ -61,7 +61,8 @@ class Recurrent(nn.Module):
         self.cell = nn.GRU(4, 4, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.cell(x.unflatten(1, (2, 4)))[0].flatten(1)
+        out: Tensor = self.cell(x.unflatten(1, (2, 4)))[0].flatten(1)
+        return out
 
 
 class Attention(nn.Module):
@@ -73,7 +74,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.unflatten(1, (2, 4))
-        return self.attention(tokens, tokens, tokens, need_weights=False)[0].flatten(1)
+        out: Tensor = self.attention(tokens, tokens, tokens, need_weights=False)[0].flatten(1)
+        return out
 
 
 class Convolution(nn.Module):
@@ -84,7 +86,8 @@ class Convolution(nn.Module):
         self.convolution = nn.Conv1d(1, 2, 3, padding=1, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.convolution(x[:, None]).flatten(1)
+        out: Tensor = self.convolution(x[:, None]).flatten(1)
+        return out
 
 
 class Average(nn.Module):
@@ -257,7 +260,8 @@ class Normed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             wide = x.float()
-            return F.normalize(wide, dim=-1) * wide.norm() / wide.numel() ** 0.5
+            out: Tensor = F.normalize(wide, dim=-1) * wide.norm() / wide.numel() ** 0.5
+            return out
 
 
 #: What models are made of: expressions.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tests.fuzz.blocks import BLOCKS
 
@@ -168,7 +169,7 @@ def smaller(case: Case) -> Iterator[Case]:
         yield replace(case, sizes=case.sizes[:-1], operations=kept)
     if len(set(case.sizes)) > 1:
         yield replace(case, sizes=(case.sizes[0],) * len(case.sizes))
-    simple = {
+    simple: dict[str, Any] = {
         "consume": False,
         "grouped": False,
         "flat": True,

@@ -369,7 +369,9 @@ def _lift(module: torch.fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tens
     captured: list[Tensor] = []
     inputs: dict[int, torch.fx.Node] = {}
     graph = module.graph
+    # It may be one of those that are erased, so nothing is erased before all inputs are in the graph.
     first = next(node for node in graph.nodes if node.op != "placeholder")
+    replaced: list[torch.fx.Node] = []
     for node in graph.find_nodes(op="get_attr"):
         value = getattr(module, str(node.target), None)
         constant = node.users and all(user.target is _aten.lift_fresh_copy.default for user in node.users)
@@ -383,6 +385,8 @@ def _lift(module: torch.fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tens
             inputs[id(value)] = made
             captured.append(value)
         node.replace_all_uses_with(inputs[id(value)])
+        replaced.append(node)
+    for node in replaced:
         graph.erase_node(node)
     for node in reversed(graph.nodes):
         if node.target is _aten.clone.default and not node.users:

@@ -42,10 +42,11 @@ class Kind:
 def kinds(tree: Tree) -> Tree:
     """Return a tree with the kinds of its tensors."""
     leaves, spec = _tree.flatten(tree)
-    return _tree.unflatten([_kind(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return _tree.unflatten([kind_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def _kind(leaf: Tensor) -> Kind:
+def kind_of(leaf: Tensor) -> Kind:
+    """Return the kind of a tensor."""
     return Kind(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride())
 
 

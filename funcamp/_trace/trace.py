@@ -460,6 +460,11 @@ class _Watch(TorchDispatchMode):
                     f"read strided tensors only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)}: "
                     "make it dense, or pass its indices and values as a leaf of the batch each"
                 )
+            if leaf.is_meta:
+                raise HostError(
+                    f"read tensors with values only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)}: "
+                    "give it values (to_empty, load_state_dict) before the first call"
+                )
             if id(leaf) not in self._seen:
                 with disable_proxy_modes_tracing():  # from_tensor views its base, which must not be in the graph
                     self._seen[id(leaf)] = leaf, self._mode.from_tensor(leaf, static_shapes=True)

@@ -38,11 +38,9 @@ class CapturedTensors:
         self._note()
 
     def are_as_before(self) -> bool:
-        """Return whether they are what they were at the last call: two or three attributes of each are read, in C."""
-        for read, seen in zip(_WATCHED, self._seen):
-            if list(map(read, self.tensors)) != seen:
-                return False
-        return True
+        """Return whether they are what they were at the last call."""
+        tensors = self.tensors
+        return all(list(map(read, tensors)) == seen for read, seen in zip(_WATCHED, self._seen))
 
     def follow(self, *, may_move: bool) -> None:
         """Adopt those that were given other memory.

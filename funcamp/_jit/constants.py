@@ -1,7 +1,7 @@
 """Descriptions of a batch's constants, which are equal only if no step can distinguish the constants.
 
-Python's `==` is not enough: 2 == 2.0, 0.0 == -0.0, and a dataclass may leave fields out of the comparison. So a constant
-is described by its type and its parts, all the way down. The parts of an object are what `pickle` would write.
+Python's `==` is not enough: 2 == 2.0, 0.0 == -0.0, and a dataclass may leave fields out of the comparison. So a
+constant is described by its type and its parts, all the way down. The parts of an object are what `pickle` would write.
 """
 
 from __future__ import annotations

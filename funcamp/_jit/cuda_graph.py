@@ -107,9 +107,7 @@ class Captured:
             for leaf, value in zip(captured, before):
                 leaf.detach().copy_(value)
 
-    def _prepare(
-        self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor], metrics: int
-    ) -> None:
+    def _prepare(self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor], metrics: int) -> None:
         self._run = run  # a graph keeps no memory that it reads, such as a program's constants
         self._batch = [leaf.clone() for leaf in batch]
         state = [leaf.detach() for leaf in state]  # separate references to the static storage
@@ -141,9 +139,9 @@ class Captured:
             _upstream.copy_each(self._batch, batch, non_blocking=True)
         self._replay()
         torch.autograd.graph.increment_version(self._state)  # torch's operations do this, a replay does not
-        for number in self._written_batch:
-            if batch[number].device == self._batch[number].device:
-                batch[number].copy_(self._batch[number])
+        for place in self._written_batch:
+            if batch[place].device == self._batch[place].device:
+                batch[place].copy_(self._batch[place])
         count = len(self._results) - len(self._packed)
         copies: list[Tensor | None] = [None] * count
         for indices, numbers in zip(self._packed, self._results[count:]):

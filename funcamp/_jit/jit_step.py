@@ -16,8 +16,8 @@ from funcamp import _tree, _upstream
 from funcamp._check import Fixed
 from funcamp._jit import cuda_graph
 from funcamp._jit.ahead import Request, ahead
-from funcamp._jit.captured_tensors import CapturedTensors
 from funcamp._jit.buffer_pool import Scratch, asked, keep_heap, wanted
+from funcamp._jit.captured_tensors import CapturedTensors
 from funcamp._jit.compile import Flat, check_compiler, compile_graph
 from funcamp._jit.donation import Layout, Owned, arranged, layouts_for, own
 from funcamp._jit.progress import Progress

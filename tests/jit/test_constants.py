@@ -192,6 +192,10 @@ def test_a_part_that_was_changed_in_place_compiles_again() -> None:
         assert run(state, (torch.ones(1), Options(1, inner)))[1].item() == n
 
 
+def nested(inner: Any, depth: int) -> Any:
+    return Options(1, nested(inner, depth - 1)) if depth else inner
+
+
 class Shown:
     """Equal to any other, and without parts that anyone could see."""
 
@@ -211,7 +215,7 @@ class Shown:
         (Options(1, threading.Lock()), "lock"),
         (Shown(), "Shown"),
         (Options(1, tuple((number, ()) for number in range(20_000))), "too many parts"),
-        (functools.reduce(lambda inner, _: Options(1, inner), range(9), torch.ones(1)), "torch.float32 tensor"),
+        (nested(torch.ones(1), 9), "torch.float32 tensor"),
     ],
     ids=["lock", "opaque", "large", "deep tensor"],
 )

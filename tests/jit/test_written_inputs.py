@@ -103,7 +103,9 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x[0].mul_(3), lambda x: x.detach().view_as(x).zero_()])
+@pytest.mark.parametrize(
+    "write", [lambda x: x.add_(1), lambda x: x[0].mul_(3), lambda x: x.detach().zero_()]
+)
 def test_the_batch_is_written_as_in_eager_code(
     name: str, write: Callable[[Tensor], Any], compiled: Callable[..., Any]
 ) -> None:
@@ -153,7 +155,7 @@ OVER: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda leaf: leaf,
     "view": lambda leaf: leaf.view(2, 2).view(4),
     "numpy": lambda leaf: torch.from_numpy(leaf.numpy()),
-    "part": lambda leaf: torch.cat([leaf[:3], leaf[3:]]).set_(leaf.untyped_storage(), 0, (4,), (1,)),  # type: ignore[call-overload]
+    "part": lambda leaf: torch.cat([leaf[:3], leaf[3:]]).set_(leaf.untyped_storage(), 0, (4,), (1,)),
 }
 
 
@@ -225,7 +227,7 @@ def test_a_state_over_a_captured_tensor_that_is_written(later: bool, compiled: C
     run = compiled(step)
     if later:
         run({"w": torch.zeros(4)}, torch.zeros(4))
-    with pytest.raises(ValueError, match=rf"jit: a tensor that .* must share no memory with state\['w'\]"):
+    with pytest.raises(ValueError, match=r"jit: a tensor that .* must share no memory with state\['w'\]"):
         run({"w": captured.view(2, 2).view(4)}, torch.zeros(4))
 
 
@@ -261,10 +263,10 @@ def test_a_captured_tensor_is_written_once_a_call(compiled: Callable[..., Any]) 
 
 def test_a_batch_norm_that_is_not_part_of_the_state_writes_its_statistics(compiled: Callable[..., Any]) -> None:
     norm, twin = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
-    run, state, batch = compiled(lambda state, batch: ({"w": state["w"] + 1}, norm(batch).detach())), None, torch.rand(4, 3)
-    state = {"w": torch.zeros(())}
+    run = compiled(lambda state, batch: ({"w": state["w"] + 1}, norm(batch).detach()))
+    state, batch = {"w": torch.zeros(())}, torch.rand(4, 3)
     for _ in range(2):
-        state, found = run(state, batch)
+        state, _ = run(state, batch)
         twin(batch)
     torch.testing.assert_close((norm.running_mean, norm.running_var), (twin.running_mean, twin.running_var))
     with pytest.raises(ValueError, match=f"jit: .*{CLEAN}"):

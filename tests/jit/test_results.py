@@ -60,7 +60,9 @@ def test_results_have_memory_of_their_own(backend: str, donate: bool, unroll: in
         given = {"x": batch["x"].expand(unroll, 4).clone()} if unroll else batch
         state, found = run(state, given)
         assert_same((state, found), ({name: leaf.clone() for name, leaf in expected.items()}, stacked))
-        found_tensors = {f"{call} {name}": leaf for name, leaf in tensors(found, {} if donate else state, given).items()}
+        found_tensors = {
+            f"{call} {name}": leaf for name, leaf in tensors(found, {} if donate else state, given).items()
+        }
         known |= found_tensors
         values |= {name: leaf.clone() for name, leaf in found_tensors.items()}
     assert list(overlaps({**known, **tensors(state)} if donate else known)) == []

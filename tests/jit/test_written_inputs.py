@@ -103,9 +103,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize(
-    "write", [lambda x: x.add_(1), lambda x: x[0].mul_(3), lambda x: x.detach().zero_()]
-)
+@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x[0].mul_(3), lambda x: x.detach().zero_()])
 def test_the_batch_is_written_as_in_eager_code(
     name: str, write: Callable[[Tensor], Any], compiled: Callable[..., Any]
 ) -> None:

@@ -11,9 +11,7 @@ from torch import Tensor
 from funcamp._jit.signature import Kind, kind_of
 
 _dtype: Any = torch.Tensor.dtype
-#: Read at every call. Together with the strides, the number of elements stands for the shape, which takes five times as
-#: long to read.
-_WATCHED: tuple[Callable[[Tensor], object], ...] = (Tensor.data_ptr, Tensor.stride, Tensor.numel, _dtype.__get__)
+_read_dtype: Callable[[Tensor], object] = _dtype.__get__
 
 
 class CapturedTensors:
@@ -25,7 +23,7 @@ class CapturedTensors:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._kinds: list[Kind] = []
-        self._seen: list[list[object]] = []
+        self._note()
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Add those that are not among them."""
@@ -40,7 +38,14 @@ class CapturedTensors:
     def are_as_before(self) -> bool:
         """Return whether they are what they were at the last call."""
         tensors = self.tensors
-        return all(list(map(read, tensors)) == seen for read, seen in zip(_WATCHED, self._seen))
+        # In C, as every call does this. Together with the strides, the number of elements stands for the shape, which
+        # takes five times as long to read.
+        return (
+            list(map(Tensor.data_ptr, tensors)) == self._addresses
+            and list(map(Tensor.stride, tensors)) == self._strides
+            and list(map(Tensor.numel, tensors)) == self._sizes
+            and list(map(_read_dtype, tensors)) == self._dtypes
+        )
 
     def follow(self, *, may_move: bool) -> None:
         """Adopt those that were given other memory.
@@ -51,7 +56,7 @@ class CapturedTensors:
         Raises:
             RuntimeError: one differs in more than its address, or in that if it may not move.
         """
-        for tensor, kind, address in zip(self.tensors, self._kinds, self._seen[0]):
+        for tensor, kind, address in zip(self.tensors, self._kinds, self._addresses):
             now = kind_of(tensor)
             if now != kind:
                 strides = f" with strides {now.stride} instead of {kind.stride}" * (now.shape == kind.shape)
@@ -69,4 +74,7 @@ class CapturedTensors:
         self._note()
 
     def _note(self) -> None:
-        self._seen = [list(map(read, self.tensors)) for read in _WATCHED]
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self._strides = [tensor.stride() for tensor in self.tensors]
+        self._sizes = [tensor.numel() for tensor in self.tensors]
+        self._dtypes: list[object] = [tensor.dtype for tensor in self.tensors]

@@ -68,7 +68,6 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "another view": lambda leaf: setattr(leaf, "data", leaf.data.view(4, 2)),
     "resized": lambda leaf: leaf.resize_(1, 2),
     "emptied": lambda leaf: setattr(leaf, "data", torch.zeros(0)),
-    "device": lambda leaf: torch.utils.swap_tensors(leaf, torch.zeros(2, 4, device="meta")),
     "transposed": lambda leaf: leaf.t_(),
     "strides": lambda leaf: setattr(leaf, "data", torch.zeros(4, 2).t()),
 }
@@ -82,13 +81,11 @@ def test_a_captured_tensor_of_another_kind_is_refused(name: str, backend: str) -
     state, _ = run(state, torch.ones(()))
     CHANGES[name](captured)
     for _ in range(2):
-        found = (
-            r"got a torch.* tensor of shape .* for a torch.float32 tensor of shape \(2, 4\) on cpu.*make another jit"
-        )
-        with pytest.raises(RuntimeError, match=rf"jit: step must find .* as they were .*{found}"):
+        kinds = r"got a torch.* tensor of shape .* for a torch.float32 tensor of shape \(2, 4\) on cpu"
+        with pytest.raises(RuntimeError, match=rf"jit: step must find .* as they were .*{kinds}.*make another jit"):
             run(state, torch.ones(()))
     assert state.item() == 28
-    torch.utils.swap_tensors(captured, torch.arange(8.0).view(2, 4))  # as it was compiled for
+    captured.data = torch.arange(8.0).view(2, 4)  # as it was compiled for
     assert run(state, torch.ones(()))[0].item() == 56
 
 

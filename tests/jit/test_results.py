@@ -21,13 +21,12 @@ def step(state: Any, batch: Any) -> Any:
     """Every kind of result that is equal to another one or to an input, as one program: compiling takes long."""
     w = state["w"] + batch["x"]
     new = {"w": w, "ema": w + 0, "same": w, "view": w.view(2, 2), "old": state["w"] * 1, "kept": state["kept"]}
-    metrics = {
-        **{"w": w, "flat": w.view(2, 2).view(-1), "part": w[1:3], "expanded": w[:1].expand(4), "sum": w.sum()},
-        **{"sum again": w.sum() + 0, "batch": batch["x"], "batch part": batch["x"][2:], "captured": CAPTURED},
-        **{"captured view": CAPTURED.view(2, 2) * 1, "kept": state["kept"], "old": state["w"]},
-        **{"bits": w.view(torch.int32)},
-    }
-    return new, metrics
+    of_the_state = {"w": w, "flat": w.view(2, 2).view(-1), "part": w[1:3], "expanded": w[:1].expand(4)}
+    of_the_state |= {"kept": state["kept"], "old": state["w"], "bits": w.view(torch.int32)}
+    sums = {"sum": w.sum(), "sum again": w.sum() + 0}
+    others = {"batch": batch["x"], "batch part": batch["x"][2:]}
+    others |= {"captured": CAPTURED, "captured view": CAPTURED.view(2, 2) * 1}
+    return new, {**of_the_state, **sums, **others}
 
 
 def start() -> Any:

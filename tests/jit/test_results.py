@@ -80,7 +80,11 @@ def test_metrics_stay_when_the_new_state_is_donated() -> None:
 
 @pytest.mark.inductor
 def test_a_program_compiled_after_some_calls_has_separate_results() -> None:
-    run = jit(lambda state, batch: (state + batch.sum(), {"a": batch * 2, "b": batch * 2 + 0}), compile_after=1)
+    def step(state: Tensor, batch: Tensor) -> Any:
+        doubled = batch * 2
+        return state + batch.sum(), {"a": doubled, "b": doubled.view(-1)}
+
+    run = jit(step, compile_after=1)
     state = torch.zeros(())
     for size in (2, 3, 3, 3):
         state, metrics = run(state, torch.ones(size))

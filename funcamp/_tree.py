@@ -44,9 +44,10 @@ def leaves(tree: Tree) -> list[Any]:
 
 def path_of(tree: Tree, index: int) -> str:
     """Return the path of the leaf at a position, as Python indexes it; the empty string for a bare leaf."""
-    if not _HAS_PATHS:
+    try:
+        return _keystr(_flatten_with_path(tree)[0][index][0]) if _HAS_PATHS else f" (leaf {index})"
+    except ValueError:  # a class was registered without names for its parts
         return f" (leaf {index})"
-    return _keystr(_flatten_with_path(tree)[0][index][0])
 
 
 def names(tree: Tree) -> list[str]:

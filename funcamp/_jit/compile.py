@@ -17,6 +17,7 @@ from funcamp._jit.decompositions import decompositions
 from funcamp._jit.eager_layouts import keep_layouts, one_by_one
 from funcamp._jit.open_parts import closed_decompositions, inner_compile
 from funcamp._jit.part_inputs import FlatInput, further_inputs, part_inputs, write_back
+from funcamp._memory import overlaps
 from funcamp._trace.trace import Graph, parts, with_parts
 from funcamp._upstream.permutations import index_without_check
 
@@ -63,10 +64,18 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], headers: 
 
             inner = lookup_backend(backend)(module, examples)
     captured, wrappers = graph.captured, graph.wrappers
+    # The results that need a copy; a program returns the same ones in the memory of others at every call.
+    shared: list[int] | None = None
 
     def run(values: list[Tensor]) -> list[Tensor]:
+        nonlocal shared
         inputs = [*values, *captured]
-        return write_back(flats, inputs, list(inner(*inputs, *further_inputs(flats, inputs))))
+        results = write_back(flats, inputs, list(inner(*inputs, *further_inputs(flats, inputs))))
+        if shared is None:
+            shared = _in_shared_memory(results, inputs)
+        for number in shared:
+            results[number] = results[number].clone()
+        return results
 
     def interpreted(values: list[Tensor]) -> list[Tensor]:
         with _no_autocast(kinds):
@@ -81,6 +90,21 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], headers: 
         return [with_parts(wrapper, out) for wrapper in wrappers]
 
     return unwrapped
+
+
+def _in_shared_memory(results: list[Tensor], inputs: list[Tensor]) -> list[int]:
+    """Return the numbers of results that share memory with an input or with an earlier result.
+
+    Inductor removes a clone of a value that is also another result. What a caller or a later call writes into one of
+    them must not show in the other.
+    """
+    found: set[int] = set()
+    for first, second in overlaps({str(number): tensor for number, tensor in enumerate([*results, *inputs])}):
+        if int(second) < len(results):
+            found.add(int(second))
+        elif int(first) < len(results):
+            found.add(int(first))
+    return sorted(found)
 
 
 @contextlib.contextmanager

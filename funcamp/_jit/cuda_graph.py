@@ -11,6 +11,7 @@ from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._jit.compile import Flat
+from funcamp._jit.written_inputs import WrittenInputs
 from funcamp._upstream.failed_capture import clear
 
 #: Scalar results of these dtypes are stacked in the graph, so that one copy returns all of them.
@@ -75,8 +76,16 @@ def graphs_for(devices: list[torch.device]) -> CudaGraphs | None:
 class Captured:
     """The graph of one batch signature, with its static batch and results."""
 
-    def __init__(self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor], metrics: int) -> None:
-        """Warm up on clones and capture; state and batch are not written, even if this fails.
+    def __init__(
+        self,
+        graphs: CudaGraphs,
+        run: Flat,
+        state: list[Tensor],
+        batch: list[Tensor],
+        metrics: int,
+        written: WrittenInputs | None = None,
+    ) -> None:
+        """Warm up on clones and capture; no input keeps a write, even if this fails.
 
         Args:
             graphs: captures and replays.
@@ -84,10 +93,21 @@ class Captured:
             state: its static storage.
             batch: tensors like those of every later call.
             metrics: the number of its last results that are metrics.
+            written: the inputs that it writes, besides giving the state its new values.
 
         Raises:
             RuntimeError: the capture failed.
         """
+        self._written_batch = [] if written is None else written.batch
+        captured = [] if written is None else written.captured
+        before = [leaf.clone() for leaf in captured]
+        try:
+            self._prepare(graphs, run, state, batch, metrics)
+        finally:
+            for leaf, value in zip(captured, before):
+                leaf.detach().copy_(value)
+
+    def _prepare(self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor], metrics: int) -> None:
         self._run = run  # a graph keeps no memory that it reads, such as a program's constants
         self._batch = [leaf.clone() for leaf in batch]
         state = [leaf.detach() for leaf in state]  # separate references to the static storage
@@ -119,6 +139,9 @@ class Captured:
             _upstream.copy_each(self._batch, batch, non_blocking=True)
         self._replay()
         torch.autograd.graph.increment_version(self._state)  # torch's operations do this, a replay does not
+        for place in self._written_batch:
+            if batch[place].device == self._batch[place].device:
+                batch[place].copy_(self._batch[place])
         count = len(self._results) - len(self._packed)
         copies: list[Tensor | None] = [None] * count
         for indices, numbers in zip(self._packed, self._results[count:]):

@@ -13,7 +13,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._distributed.dtensor import is_distributed
 from funcamp._jit.signature import Kind, check_like
-from funcamp._memory import Memory, is_private
+from funcamp._memory import Memory, is_private, overlaps_itself
 from funcamp._step.state import states, with_own_copies
 from funcamp._types import Tree
 
@@ -143,7 +143,7 @@ def own(state: Tree, like: Tree | None, avoid: Memory, *, copy: bool = False, wr
         if leaf is None:
             taken.append(None)
             continue
-        overlaps = _overlaps_itself(leaf)
+        overlaps = overlaps_itself(leaf)
         stride = kind.stride if kind is not None else None if overlaps else leaf.stride()
         unfit = copy or overlaps or leaf.requires_grad or leaf.is_inference() or leaf.is_conj() or leaf.is_neg()
         unfit = unfit or leaf.stride() != stride
@@ -196,12 +196,3 @@ def _laid_out(leaf: Tensor, stride: tuple[int, ...] | None) -> Tensor:
     if stride is None or is_distributed(leaf):
         return leaf.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
-
-
-def _overlaps_itself(leaf: Tensor) -> bool:
-    reach = 0
-    for stride, size in sorted(zip(leaf.stride(), leaf.shape)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False

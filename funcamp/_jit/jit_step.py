@@ -17,6 +17,7 @@ from funcamp._check import Fixed
 from funcamp._jit import cuda_graph
 from funcamp._jit.ahead import Request, ahead
 from funcamp._jit.buffer_pool import Scratch, asked, keep_heap, wanted
+from funcamp._jit.captured_tensors import CapturedTensors
 from funcamp._jit.compile import Flat, check_compiler, compile_graph
 from funcamp._jit.donation import Layout, Owned, arranged, layouts_for, own
 from funcamp._jit.progress import Progress
@@ -32,6 +33,7 @@ from funcamp._jit.signature import (
     shapes,
 )
 from funcamp._jit.unroll import check_steps, unrolled
+from funcamp._jit.written_inputs import WrittenInputs, written_inputs
 from funcamp._memory import Memory
 from funcamp._trace.open_shapes import is_open
 from funcamp._trace.trace import Graph, HostError, Outline, trace
@@ -64,6 +66,8 @@ class _Program(NamedTuple):
     run: Flat
     outline: Outline
     layouts: list[Layout]
+    written: WrittenInputs | None
+    """The inputs that it writes, besides giving the state its new values; None for most."""
 
 
 class JitStep(Fixed):
@@ -76,8 +80,7 @@ class JitStep(Fixed):
         self._programs: dict[Any, _Program] = {}
         self._owned: Owned | None = None
         self._like: Tree = None
-        self._captured: list[Tensor] = []
-        self._places: list[tuple[int, tuple[int, ...]]] = []
+        self._captured = CapturedTensors()
         self._graphs: cuda_graph.CudaGraphs | None = None
         self._scratch: Scratch | None = None
         self._last: Any = None
@@ -108,9 +111,11 @@ class JitStep(Fixed):
 
         Raises:
             TypeError: a leaf of state is not a tensor; step does not return a pair; a constant of the batch is not
-                hashable.
-            ValueError: state is unlike the first one; there are more batch signatures than `max_signatures`.
-            RuntimeError: step cannot be compiled or captured, or reads the host; there is no compiler.
+                hashable, or cannot be compared part by part.
+            ValueError: state is unlike the first one; there are more batch signatures than `max_signatures`; an input
+                that step writes shares memory with another one.
+            RuntimeError: step cannot be compiled or captured, or reads the host; there is no compiler; a tensor that
+                step reads besides its arguments has another shape, dtype or device than before.
             Exception: any error of step itself during tracing.
         """
         if running() is not None or _upstream.transforms_active():
@@ -132,20 +137,24 @@ class JitStep(Fixed):
         if program is None:
             check_batch(batch)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if self._captured and [(leaf.data_ptr(), leaf.stride()) for leaf in self._captured] != self._places:
+        if self._captured.tensors and not self._captured.are_as_before():
             self._follow()
         owned = self._owned
-        if owned is None or not owned.is_of(state):
+        known = owned is not None and owned.is_of(state)
+        if not known:
             check_state(state)
+        if program is not None and program.written is not None:
+            self._check_written(program.written, state, batch, known=known)
+        if owned is None or not known:
             if owned is not None and self._graphs is not None:  # before another state is copied into that memory
                 given = [leaf.detach().clone() if owned.memory.meets(leaf) else leaf for leaf in given]
             owned = self._own(state)
         if program is None:
             with torch.inference_mode(False):
-                program, results = self._compile(key, owned, batch, given)
+                program, results = self._compile(key, owned, state, batch, given)
             owned = self._owned or owned
         else:
-            results = self._run(program.run, owned, arranged(given, program.layouts, owned.memory))
+            results = self._run(program, owned, given, arranged(given, program.layouts, owned.memory))
         self._last = key
         metrics, first = list(program.outline.constants), len(results) - len(program.outline.tensors)
         for index, value in zip(program.outline.tensors, results[first:]):
@@ -156,9 +165,18 @@ class JitStep(Fixed):
                 self._owned = owned
         return owned.tree, _tree.unflatten(metrics, program.outline.spec)
 
-    def _run(self, run: Flat, owned: Owned, given: list[Tensor]) -> list[Tensor]:
+    def _run(self, program: _Program, owned: Owned, given: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        """Run a program on the state and the batch's tensors; `inputs` are those as it needs them."""
         with self._scratch.used() if self._scratch else contextlib.nullcontext():
-            return run([*owned.leaves, *given])
+            results = program.run([*owned.leaves, *inputs])
+        if program.written is not None:
+            with torch.no_grad():
+                program.written.copy_back(given, inputs)
+        return results
+
+    def _check_written(self, written: WrittenInputs, state: Tree, batch: Tree, *, known: bool) -> None:
+        donated = self._owned is not None and known and self._options.donate
+        written.check(state, batch, self._owned.memory if self._owned else Memory(), owned=donated)
 
     def _own(self, state: Tree) -> Owned:
         """Return the state's leaves in memory that this step may write; with graphs, in their static memory."""
@@ -170,7 +188,7 @@ class JitStep(Fixed):
                 places = [leaf.device for leaf in _tree.leaves(state) if isinstance(leaf, Tensor)]
                 self._graphs = cuda_graph.graphs_for(places)
             donate, graphs = self._options.donate, self._graphs is not None
-            avoid = Memory(self._captured)
+            avoid = Memory(self._captured.tensors)
             owned = own(state, self._like, avoid, copy=graphs and not donate, written=graphs or donate)
         if self._owned is None:
             self._like = kinds(owned.tree)
@@ -181,21 +199,19 @@ class JitStep(Fixed):
         """Adopt captured tensors that were given other memory; drop the state's memory if it is now theirs.
 
         Raises:
-            RuntimeError: a graph reads the former memory, or a program the former strides.
+            RuntimeError: a graph reads the former memory, or a program the former kind of tensor.
         """
-        for leaf, (address, stride) in zip(self._captured, self._places):
-            if leaf.stride() == stride and (self._graphs is None or leaf.data_ptr() == address):
-                continue
-            raise RuntimeError(
-                "jit: step must find the tensors that it reads besides its arguments in place; "
-                f"{_tree.describe(leaf)} was given other memory or strides (by .data, set_, t_) since it was compiled: "
-                "write into it with copy_, make it a leaf of the state or of the batch, or make another jit"
-            )
-        owned, self._places = self._owned, list(map(_place, self._captured))
-        if owned is not None and any(map(owned.memory.meets, self._captured)):
+        self._captured.follow(may_move=self._graphs is None)
+        for program in self._programs.values():
+            if program.written is not None:
+                program.written.forget()
+        owned = self._owned
+        if owned is not None and any(map(owned.memory.meets, self._captured.tensors)):
             self._owned = None
 
-    def _compile(self, key: Any, owned: Owned, batch: Tree, given: list[Tensor]) -> tuple[_Program, list[Tensor]]:
+    def _compile(
+        self, key: Any, owned: Owned, state: Tree, batch: Tree, given: list[Tensor]
+    ) -> tuple[_Program, list[Tensor]]:
         options, unroll = self._options, self._options.unroll
         try:
             if len(self._programs) >= options.max_signatures:
@@ -203,23 +219,25 @@ class JitStep(Fixed):
                     f"jit: batch must have at most {options.max_signatures} signatures in all (max_signatures); "
                     f"{difference(batch, self._last, key)}: pad batches to a few lengths, or raise max_signatures"
                 )
-            if self._graphs is not None:
-                given = [leaf.to(owned.leaves[0].device) for leaf in given]
+            home = owned.leaves[0].device if self._graphs is not None else None
+            inputs = given if home is None else [leaf.to(home) for leaf in given]
             if unroll is not None:
                 check_steps(batch, unroll)
-            check_compiler(options.backend, owned.leaves + given)
-            layouts = layouts_for(given)
-            given = arranged(given, layouts, owned.memory)
+            check_compiler(options.backend, owned.leaves + inputs)
+            layouts = layouts_for(inputs)
+            inputs = arranged(inputs, layouts, owned.memory)
             asks = options.backend == "inductor" and _on_cpu(owned)
             with (
                 _compiling(self._task(batch, key)) as progress,
                 ahead() if asks else contextlib.nullcontext() as headers,
             ):
-                made = with_room(lambda: self._program(key, owned, batch, given, layouts, progress, headers))
+                made = with_room(
+                    lambda: self._program(key, owned, state, batch, given, inputs, layouts, progress, headers)
+                )
         except BaseException as error:
             if not self._programs:  # a state that no program used must not constrain later ones
                 self._owned = self._graphs = self._like = None
-                self._captured, self._places = [], []
+                self._captured = CapturedTensors()
             if isinstance(error, RuntimeError):
                 advise("jit", error)
             raise
@@ -235,27 +253,33 @@ class JitStep(Fixed):
         self,
         key: Any,
         owned: Owned,
+        state: Tree,
         batch: Tree,
         given: list[Tensor],
+        inputs: list[Tensor],
         layouts: list[Layout],
         progress: Progress,
         headers: Request | None,
     ) -> tuple[_Program, list[Tensor]]:
         options, graphs = self._options, self._graphs
-        graph = self._trace(owned, batch, given if options.unroll is None else [leaf[0] for leaf in given])
+        example = inputs if options.unroll is None else [leaf[0] for leaf in inputs]
+        graph = self._trace(owned, batch, example)
+        arguments = [*owned.leaves, *example]
+        written = written_inputs(graph, arguments, len(owned.leaves), donated=options.donate)
+        if written is not None:  # the state as it was passed, of which `owned` may be a copy
+            self._check_written(written, state, batch, known=owned.tree is state)
         if any(map(owned.memory.meets, graph.captured)):
             owned = self._owned = own(owned.tree, self._like, Memory(), copy=True)
-        self._captured += [leaf for leaf in graph.captured if all(leaf is not other for other in self._captured)]
-        self._places = list(map(_place, self._captured))
+        self._captured.add(graph.captured)
         # Numbers only: a program that is compiled later must not keep this state alive.
         count, on_cpu = len(owned.leaves), _on_cpu(owned)
-        written = sum(leaf.nbytes for leaf in owned.leaves) if options.donate else 0
+        written_bytes = sum(leaf.nbytes for leaf in owned.leaves) if options.donate else 0
 
         gpus = {leaf.device for leaf in owned.leaves if leaf.device.type == "cuda"}
 
         def compiled(backend: str, headers: Request | None = None) -> Flat:
             with torch.random.fork_rng(gpus) if gpus else contextlib.nullcontext():  # Inductor times random products
-                one = self._compile_graph(graph, backend, written if on_cpu else None, headers)
+                one = self._compile_graph(graph, backend, written_bytes if on_cpu else None, headers)
             return one if options.unroll is None else unrolled(one, count, metrics, options.unroll)
 
         metrics = len(graph.rest.tensors)
@@ -268,8 +292,9 @@ class JitStep(Fixed):
             progress.phase("running")
         if graphs is not None:
             owned.watch(_WATCHED)
-            run = cuda_graph.Captured(graphs, run, owned.leaves, given, metrics)
-        return _Program(run, graph.rest, layouts), self._run(run, owned, given)
+            run = cuda_graph.Captured(graphs, run, owned.leaves, inputs, metrics, written)
+        program = _Program(run, graph.rest, layouts, written)
+        return program, self._run(program, owned, given, inputs)
 
     def _late(self, key: Any, traced: Flat, compiled: Callable[[str], Flat], task: str) -> Flat:
         """Return a function that runs the traced operations one by one, and compiles them after enough calls."""
@@ -402,7 +427,3 @@ def _on_cpu(owned: Owned) -> bool:
 def _has_complex(graph: Graph) -> bool:
     values = (value for node in graph.module.graph.nodes for value in _tree.leaves(node.meta.get("val")))
     return any(isinstance(value, Tensor) and value.is_complex() for value in values)
-
-
-def _place(leaf: Tensor) -> tuple[int, tuple[int, ...]]:
-    return leaf.data_ptr(), leaf.stride()

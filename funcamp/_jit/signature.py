@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._distributed.dtensor import is_distributed
+from funcamp._jit.constants import IndescribableError, constant_key, describe, names_key, structure_key
 from funcamp._trace.open_shapes import is_open
 from funcamp._types import Tree
 
@@ -42,10 +42,11 @@ class Kind:
 def kinds(tree: Tree) -> Tree:
     """Return a tree with the kinds of its tensors."""
     leaves, spec = _tree.flatten(tree)
-    return _tree.unflatten([_kind(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return _tree.unflatten([kind_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def _kind(leaf: Tensor) -> Kind:
+def kind_of(leaf: Tensor) -> Kind:
+    """Return the kind of a tensor."""
     return Kind(tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride())
 
 
@@ -71,19 +72,22 @@ def flat(batch: Tree) -> tuple[Any, list[Any], Any]:
     if kind is tuple and {*map(type, batch)} <= _PLAIN:
         return batch, list(batch), len(batch)
     if kind is dict and {*map(type, batch.values())} <= _PLAIN:
-        return batch, list(batch.values()), tuple(batch)
+        return batch, list(batch.values()), names_key(batch)
     leaves, spec = _tree.flatten(batch)
-    return flat(_tree.plain(batch)) if any(isinstance(leaf, Mapping) for leaf in leaves) else (batch, leaves, spec)
+    if any(isinstance(leaf, Mapping) for leaf in leaves):
+        return flat(_tree.plain(batch))
+    return batch, leaves, structure_key(spec)
 
 
 def key_of(leaf: Any) -> Any:
-    """Return the key of a batch's leaf: all of a tensor but its values; else type and value: 1, 1.0 and True differ."""
-    if not isinstance(leaf, Tensor):
-        return type(leaf), repr(leaf) if isinstance(leaf, numbers.Number) else leaf
+    """Return the key of a batch's leaf: all of a tensor but its values; else a description: 1, 1.0 and True differ."""
     kind: Any = type(leaf)
-    if kind not in _PLAIN and is_distributed(leaf):
+    if kind in _PLAIN:
+        return leaf.shape, leaf.dtype, leaf.device, leaf.layout, Tensor, leaf.requires_grad
+    if not isinstance(leaf, Tensor):
+        return constant_key(leaf)
+    if is_distributed(leaf):
         kind = kind, leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
-    kind = Tensor if kind is torch.nn.Parameter else kind
     return leaf.shape, leaf.dtype, leaf.device, leaf.layout, kind, leaf.requires_grad
 
 
@@ -142,6 +146,13 @@ def check_batch(batch: Tree) -> None:
                 f"{where} a tensor, or a constant that is equal to another of its value; got a {type(leaf).__name__}, "
                 f"equal only to itself, so that a program would not see later changes in it: {fix}"
             )
+        try:
+            describe(leaf)
+        except IndescribableError as error:
+            raise TypeError(
+                f"{where} a tensor, or a constant that can be compared part by part; got a {type(leaf).__name__} with "
+                f"{error} in it: pass a dict of what step reads"
+            ) from None
 
 
 def _holds_tensors(leaf: object, depth: int = 3) -> bool:
@@ -187,5 +198,5 @@ def difference(batch: Tree, before: Any, now: Any) -> str:
 def _shown(leaf: tuple[Any, ...]) -> str:
     if len(leaf) > 2:
         return f"a {leaf[1]} tensor of shape {tuple(leaf[0])} on {leaf[2]}{' that requires a gradient' * leaf[5]}"
-    shown = leaf[1] if issubclass(leaf[0], numbers.Number) else repr(leaf[1])
+    shown = leaf[1] if leaf[0] in (float, complex) else repr(leaf[1])
     return f"{shown} (make it a tensor: a number is a constant of the program)"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import operator
 import types
 from typing import Any
 
@@ -18,8 +17,7 @@ from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._memory import Memory
-from funcamp._trace.schema import aliased
-from funcamp._upstream.inductor_writeback import behind
+from funcamp._trace.aliases import Aliases, written_arguments
 
 _log = logging.getLogger("funcamp")
 
@@ -38,7 +36,7 @@ def settle(kept: list[tuple[Tensor, fx.Node]], root: Any, values: dict[fx.Node, 
     """
     graph = kept[0][1].graph
     inputs = Memory(value for node, value in values.items() if node.op == "placeholder")
-    aliases = _Aliases(graph)
+    aliases = Aliases(graph)
     pairs: list[tuple[Tensor, Tensor]] = []
     fixed: list[str] = []
     redrawn: list[str] = []
@@ -76,44 +74,12 @@ _FIXED = "follow from its arguments, and later calls will not change them (retur
 _DRAWN = "are random, and a program draws them anew at every call: make them before the first call"
 
 
-class _Aliases:
-    """The nodes that share memory, and the nodes that write it."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.root: dict[fx.Node, fx.Node] = {}
-        self._writers: dict[fx.Node, list[fx.Node]] = {}
-        for node in graph.nodes:
-            self.root[node] = self._find(node)
-            for written in _arguments(node, written=True):
-                memory = self.root[written]
-                if memory.op == "call_function":  # inputs of the step are not written here
-                    self._writers.setdefault(memory, []).append(node)
-
-    def _find(self, node: fx.Node) -> fx.Node:
-        if node.target is operator.getitem:
-            return self.root[node.all_input_nodes[0]]
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not any(result.alias_info for result in schema.returns):
-            return node
-        sources = _arguments(node)
-        return self.root[sources[0]] if sources else node
-
-    def behind(self, node: fx.Node) -> set[fx.Node]:
-        """Return a node, everything that it is computed from, and everything that writes to any of these."""
-        return behind([node], lambda now: [*now.all_input_nodes, *self._writers.get(self.root[now], [])])
-
-
-def _arguments(node: fx.Node, *, written: bool = False) -> list[fx.Node]:
-    leaves = aliased(node.target, node.args, node.kwargs, written=written)
-    return [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-
-
-def _value(node: fx.Node, root: Any, values: dict[fx.Node, Any], aliases: _Aliases) -> Any:
+def _value(node: fx.Node, root: Any, values: dict[fx.Node, Any], aliases: Aliases) -> Any:
     if node.op == "get_attr":
         return getattr(root, str(node.target))
     target: Any = node.target
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-    held = [other for other in _arguments(node, written=True) if aliases.root[other].op != "call_function"]
+    held = [other for other in written_arguments(node) if aliases.root[other].op != "call_function"]
     if held:  # clone, so that no tensor of a user is written
         own = {other: values[other].clone() for other in held}
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda other: own.get(other, values[other]))

@@ -369,7 +369,9 @@ def _lift(module: torch.fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tens
     captured: list[Tensor] = []
     inputs: dict[int, torch.fx.Node] = {}
     graph = module.graph
+    # It may be one of those that are erased, so nothing is erased before all inputs are in the graph.
     first = next(node for node in graph.nodes if node.op != "placeholder")
+    replaced: list[torch.fx.Node] = []
     for node in graph.find_nodes(op="get_attr"):
         value = getattr(module, str(node.target), None)
         constant = node.users and all(user.target is _aten.lift_fresh_copy.default for user in node.users)
@@ -383,6 +385,8 @@ def _lift(module: torch.fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tens
             inputs[id(value)] = made
             captured.append(value)
         node.replace_all_uses_with(inputs[id(value)])
+        replaced.append(node)
+    for node in replaced:
         graph.erase_node(node)
     for node in reversed(graph.nodes):
         if node.target is _aten.clone.default and not node.users:
@@ -455,6 +459,11 @@ class _Watch(TorchDispatchMode):
                 raise HostError(
                     f"read strided tensors only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)}: "
                     "make it dense, or pass its indices and values as a leaf of the batch each"
+                )
+            if leaf.is_meta:
+                raise HostError(
+                    f"read tensors with values only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)}: "
+                    "give it values (to_empty, load_state_dict) before the first call"
                 )
             if id(leaf) not in self._seen:
                 with disable_proxy_modes_tracing():  # from_tensor views its base, which must not be in the graph

@@ -1,0 +1,80 @@
+"""The tensors that a step reads besides its arguments, as its programs were compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp._jit.signature import Kind, kind_of
+
+_dtype: Any = torch.Tensor.dtype
+_read_dtype: Callable[[Tensor], object] = _dtype.__get__
+
+
+class CapturedTensors:
+    """The captured tensors of all programs of a step, with their addresses and kinds.
+
+    A program has their shapes, strides and dtypes in its code, but reads their addresses at every call.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._kinds: list[Kind] = []
+        self._note()
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Add those that are not among them."""
+        known = set(map(id, self.tensors))
+        for tensor in tensors:
+            if id(tensor) not in known:
+                known.add(id(tensor))
+                self.tensors.append(tensor)
+                self._kinds.append(kind_of(tensor))
+        self._note()
+
+    def are_as_before(self) -> bool:
+        """Return whether they are what they were at the last call."""
+        tensors = self.tensors
+        # In C, as every call does this. Together with the strides, the number of elements stands for the shape, which
+        # takes five times as long to read.
+        return (
+            list(map(Tensor.data_ptr, tensors)) == self._addresses
+            and list(map(Tensor.stride, tensors)) == self._strides
+            and list(map(Tensor.numel, tensors)) == self._sizes
+            and list(map(_read_dtype, tensors)) == self._dtypes
+        )
+
+    def follow(self, *, may_move: bool) -> None:
+        """Adopt those that were given other memory.
+
+        Args:
+            may_move: whether programs read their addresses at every call; a CUDA graph does not.
+
+        Raises:
+            RuntimeError: one differs in more than its address, or in that if it may not move.
+        """
+        for tensor, kind, address in zip(self.tensors, self._kinds, self._addresses):
+            now = kind_of(tensor)
+            if now != kind:
+                strides = f" with strides {now.stride} instead of {kind.stride}" * (now.shape == kind.shape)
+                raise RuntimeError(
+                    "jit: step must find the tensors that it reads besides its arguments as they were when it was "
+                    f"compiled; got {now}{strides} for {kind} (changed by module.to, .data, set_ or t_): make another "
+                    "jit, or make it a leaf of the state or of the batch"
+                )
+            if not may_move and tensor.data_ptr() != address:
+                raise RuntimeError(
+                    "jit: step must find the tensors that it reads besides its arguments in place, as a CUDA graph "
+                    f"reads there; {now} was given other memory (by .data or set_): write into it with copy_, make it "
+                    "a leaf of the state or of the batch, or make another jit"
+                )
+        self._note()
+
+    def _note(self) -> None:
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self._strides = [tensor.stride() for tensor in self.tensors]
+        self._sizes = [tensor.numel() for tensor in self.tensors]
+        self._dtypes: list[object] = [tensor.dtype for tensor in self.tensors]

@@ -1,0 +1,159 @@
+"""Inputs that a program writes: a part of the batch, or a tensor that the step reads besides its arguments.
+
+In eager code a write into one tensor shows in every tensor over the same memory. A compiled program takes for granted
+that its inputs share none, so it may have read the other one before. Such inputs are therefore refused. Nearly all
+programs write nothing but their state, whose memory `donation` keeps separate, and check nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor, fx
+
+from funcamp import _tree
+from funcamp._memory import Memory, overlaps, overlaps_itself
+from funcamp._trace.aliases import Aliases
+from funcamp._trace.trace import Graph, parts
+from funcamp._types import Tree
+
+_COPY = torch.ops.aten.copy_.default
+
+
+class WrittenInputs:
+    """The inputs that a program writes.
+
+    Args:
+        state: the numbers of the state's leaves among them, except those that only get their new value.
+        batch: the numbers of the batch's tensors among them.
+        captured: all tensors that the step reads besides its arguments.
+        written: the numbers of those among them.
+    """
+
+    def __init__(self, state: list[int], batch: list[int], captured: list[Tensor], written: list[int]) -> None:
+        self._state, self.batch = state, batch
+        self._captured, self._written = captured, written
+        self.forget()
+
+    @property
+    def captured(self) -> list[Tensor]:
+        """Return the captured tensors that the program writes."""
+        return [self._captured[number] for number in self._written]
+
+    def forget(self) -> None:
+        """Compare the captured tensors with each other at the next call, because one has other memory."""
+        self._captured_memory: Memory | None = None
+        self._written_memory = Memory()
+
+    def check(self, state: Tree, batch: Tree, own: Memory, *, owned: bool) -> None:
+        """Refuse inputs that share memory with one that is written.
+
+        Args:
+            state: the state.
+            batch: the batch.
+            own: the memory that jit's programs write the state to; no captured tensor is there.
+            owned: whether the state is in that memory, so that no two of its leaves share any.
+
+        Raises:
+            ValueError: two inputs share memory, and the program writes one of them; or elements of one share a place.
+        """
+        given = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
+        leaves = None if owned else [leaf for leaf in _tree.leaves(state) if leaf is not None]
+        if self._captured_memory is None or self._may_share(leaves, given, own):
+            self._refuse_shared(state, batch)
+            self._captured_memory, self._written_memory = Memory(self._captured), Memory(self.captured)
+
+    def _may_share(self, leaves: list[Tensor] | None, given: list[Tensor], own: Memory) -> bool:
+        """Return False if no input shares memory with a written one; True if the bytes must be compared."""
+        assert self._captured_memory is not None
+        memory = Memory()
+        for number in self.batch:
+            leaf = given[number]
+            if memory.meets(leaf) or own.meets(leaf) or self._captured_memory.meets(leaf):
+                return True
+            if not leaf.is_contiguous():
+                return True
+            memory.add(leaf)
+        others = [leaf for number, leaf in enumerate(given) if number not in self.batch]
+        if self._state:
+            if leaves is not None or any(map(own.meets, given)):
+                return True
+        elif leaves is not None:
+            others += leaves
+        return any(memory.meets(leaf) or self._written_memory.meets(leaf) for leaf in others)
+
+    def _refuse_shared(self, state: Tree, batch: Tree) -> None:
+        names: list[str] = []
+        tensors: list[Tensor] = []
+        written: set[int] = set()
+        for name, tree, numbers in (("state", state, self._state), ("batch", batch, self.batch)):
+            written |= {len(tensors) + number for number in numbers}
+            for index, leaf in enumerate(_tree.leaves(tree)):
+                if isinstance(leaf, Tensor):
+                    names.append(name + _tree.path_of(tree, index))
+                    tensors.append(leaf)
+        written |= {len(tensors) + number for number in self._written}
+        names += ["a tensor that step reads besides its arguments"] * len(self._captured)
+        tensors += self._captured
+        for number in sorted(written):
+            if tensors[number].numel() and overlaps_itself(tensors[number]):
+                raise ValueError(
+                    f"jit: {names[number]} must have a place in memory for every element, because step writes into it; "
+                    f"got {_tree.describe(tensors[number])} with strides {tensors[number].stride()}: clone it first"
+                )
+        for pair in overlaps({str(number): tensor for number, tensor in enumerate(tensors)}):
+            first, second = sorted(map(int, pair), key=lambda number: number not in written)
+            if first in written:
+                raise ValueError(
+                    f"jit: {names[first]} must share no memory with {names[second]}, because step writes into it; got "
+                    f"{_tree.describe(tensors[first])} and {_tree.describe(tensors[second])}: pass or keep a clone() "
+                    "of one of them"
+                )
+
+    def copy_back(self, batch: list[Tensor], inputs: list[Tensor]) -> None:
+        """Copy what the program wrote into copies of the batch's tensors to those tensors, on their device."""
+        for number in self.batch:
+            leaf, written = batch[number], inputs[number]
+            if leaf is not written and leaf.device == written.device:
+                leaf.detach().copy_(written)
+
+
+def written_inputs(graph: Graph, arguments: list[Tensor], state_leaves: int, *, donated: bool) -> WrittenInputs | None:
+    """Return the inputs that a traced step writes; None if it writes none.
+
+    Args:
+        graph: the step's.
+        arguments: the leaves of the state, and the batch's tensors.
+        state_leaves: the number of the former.
+        donated: whether the graph ends with copies of the new state to the old one.
+    """
+    nodes = graph.module.graph.find_nodes(op="placeholder")
+    # A DTensor is a placeholder for each of its parts.
+    numbers = [number for number, argument in enumerate(arguments) for _ in parts(argument)]
+    numbers += range(len(arguments), len(arguments) + len(graph.captured))
+    results: set[fx.Node] = set()
+    if donated:
+        state_nodes = [node for node, number in zip(nodes, numbers) if number < state_leaves]
+        results = _final_copies(graph.module.graph, set(state_nodes))
+    writers = Aliases(graph.module.graph).writers
+    written: set[int] = set()
+    for node, number in zip(nodes, numbers):
+        if any(writer not in results for writer in writers.get(node, ())):
+            written.add(number)
+    if not written:
+        return None
+    state = sorted(number for number in written if number < state_leaves)
+    batch = sorted(number - state_leaves for number in written if state_leaves <= number < len(arguments))
+    captured = sorted(number - len(arguments) for number in written if number >= len(arguments))
+    return WrittenInputs(state, batch, graph.captured, captured)
+
+
+def _final_copies(graph: fx.Graph, targets: set[fx.Node]) -> set[fx.Node]:
+    """Return the copies to these inputs with which a graph ends."""
+    found: set[fx.Node] = set()
+    for node in itertools.islice(reversed(graph.nodes), 1, None):
+        if node.target is not _COPY or node.args[0] not in targets:
+            break
+        found.add(node)
+    return found

@@ -1,0 +1,111 @@
+"""Tensors that a step reads besides its arguments: as inputs of the program, and changed after it was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from funcamp import jit, make_train_step, module_loss, stateless
+from tests.support.helpers import assert_same
+
+ONE, OTHER, EMPTY = torch.arange(4.0), torch.arange(4.0) + 1, torch.zeros(0)
+ONE_AGAIN = ONE
+
+STEPS: dict[str, Callable[[Any, Any], Any]] = {
+    "state first": lambda s, b: (s + ONE + OTHER * b, None),
+    "captured first": lambda s, b: (ONE * OTHER + s, None),
+    "only captured": lambda s, b: (ONE * 1, OTHER * 1),
+    "state as it is": lambda s, b: (s, (ONE + 1, OTHER + 1)),
+    "returned": lambda s, b: (ONE, (OTHER, ONE_AGAIN)),
+    "several names": lambda s, b: (ONE + ONE_AGAIN + ONE.view(-1), (ONE_AGAIN, OTHER.view(2, 2))),
+    "empty": lambda s, b: (torch.cat([EMPTY, ONE]), (EMPTY, EMPTY + 1)),
+    "constants": lambda s, b: (ONE.detach(), (torch.tensor(3.0), torch.tensor([1.0, 2.0]) * OTHER[:2])),
+    "one after the other": lambda s, b: (ONE * 1 + OTHER, (OTHER - ONE_AGAIN, OTHER * s)),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_captured_tensors_come_anywhere_in_a_step(name: str, donate: bool, backend: str) -> None:
+    run, state = jit(STEPS[name], backend=backend, donate=donate), torch.zeros(4)
+    for _ in range(2):
+        expected, numbers = STEPS[name](state.clone(), torch.ones(4))
+        state, found = run(state, torch.ones(4))
+        assert_same((state, found), (expected, numbers))
+
+
+@pytest.mark.inductor
+def test_captured_tensors_come_first_in_a_program_by_inductor() -> None:
+    steps = list(STEPS.values())
+
+    def step(states: list[Tensor], batch: Tensor) -> Any:
+        new, metrics = zip(*(one(state, batch) for one, state in zip(steps, states)))
+        return list(new), list(metrics)
+
+    start = [torch.zeros(4) for _ in steps]
+    assert_same(jit(step, donate=False)(start, torch.ones(4)), step(start, torch.ones(4)))
+
+
+def test_a_captured_tensor_without_values_is_refused() -> None:
+    bare = torch.ones(4, device="meta")
+    with pytest.raises(RuntimeError, match=r"jit: step must read tensors with values only.* on meta: give it values"):
+        jit(lambda state, batch: (state, torch.zeros_like(bare, device="cpu") + bare.to("cpu")), backend="eager")(
+            torch.zeros(4), torch.ones(4)
+        )
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "dtype": lambda leaf: setattr(leaf, "data", leaf.half()),
+    "dtype of the same memory": lambda leaf: setattr(leaf, "data", leaf.data.view(torch.int32)),
+    "shape": lambda leaf: setattr(leaf, "data", torch.zeros(2, 3)),
+    "part of the same memory": lambda leaf: setattr(leaf, "data", leaf.data[:1]),
+    "another view": lambda leaf: setattr(leaf, "data", leaf.data.view(4, 2)),
+    "resized": lambda leaf: leaf.resize_(1, 2),
+    "emptied": lambda leaf: setattr(leaf, "data", torch.zeros(0)),
+    "transposed": lambda leaf: leaf.t_(),
+    "strides": lambda leaf: setattr(leaf, "data", torch.zeros(4, 2).t()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_captured_tensor_of_another_kind_is_refused(name: str, backend: str) -> None:
+    captured = torch.arange(8.0).view(2, 4)
+    run, state = jit(lambda state, batch: (state + captured.sum() * batch, None), backend=backend), torch.zeros(())
+    state, _ = run(state, torch.ones(()))
+    CHANGES[name](captured)
+    for _ in range(2):
+        kinds = r"got a torch.* tensor of shape .* for a torch.float32 tensor of shape \(2, 4\) on cpu"
+        with pytest.raises(RuntimeError, match=rf"jit: step must find .* as they were .*{kinds}.*make another jit"):
+            run(state, torch.ones(()))
+    assert state.item() == 28
+    captured.data = torch.arange(8.0).view(2, 4)  # as it was compiled for
+    assert run(state, torch.ones(()))[0].item() == 56
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Embedding(64, 8).requires_grad_(False)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        value: Tensor = self.head(self.base(ids).float())
+        return value
+
+
+def test_a_frozen_part_in_a_lower_precision_needs_another_program() -> None:
+    model = Frozen()
+    step = make_train_step(module_loss(model, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
+    run, state, batch = jit(step, backend="eager"), step.init(), (torch.arange(64), torch.zeros(64, 1))
+    state, _ = run(state, batch)
+    model.base.bfloat16()
+    with pytest.raises(RuntimeError, match=r"got a torch.bfloat16 tensor of shape \(64, 8\).* for a torch.float32"):
+        run(state, batch)
+    assert_same(jit(step, backend="eager", donate=False)(state, batch)[1].loss, step(state, batch)[1].loss)

@@ -34,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from funcamp import _tree, _upstream
 from funcamp._trace.host_draws import HostDraws
+from funcamp._trace.inner_casts import InnerCasts, watch_autocast
 from funcamp._trace.kept_tensors import settle
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.random_numbers import Draws
@@ -273,8 +274,10 @@ def _recorded(fn: Callable[..., list[Tensor]], examples: list[Tensor]) -> torch.
         # make_fx disables the cache: a weight that is used twice would be cast twice, and its gradients would be summed
         # in float32 instead of the low precision.
         torch.set_autocast_cache_enabled(cache_enabled)
-        return fn(*tensors)
+        with InnerCasts():
+            return fn(*tensors)
 
+    watch_autocast()
     with _fresh_casts():
         return make_fx(run, tracing_mode="real")(*examples)
 

@@ -117,3 +117,64 @@ def test_a_weight_used_twice_is_cast_once(kind: Callable[[], nn.Module], scan: b
     found_scales, found = trained(made(kind), jit_eager, accumulate=MICRO_BATCHES, scan=scan)
     assert found_scales == scales
     assert_same(found, params)
+
+
+class Bilinear(nn.Module):
+    """A kernel of torch that calls bmm, with products beyond float16 in one window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x.flip(0))
+
+
+class PseudoInverse(nn.Module):
+    """A kernel that calls matmul, and pinverse, inside of which autocast is off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(WIDTH) + torch.randn(WIDTH, WIDTH) / 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inverse = torch.linalg.pinv(self.matrix.detach())  # torch cannot differentiate it in float16
+        return x @ (inverse + torch.pinverse(self.matrix)).float()
+
+
+class Distances(nn.Module):
+    """A kernel that autocast does not reach from cdist, and does if it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        far = torch.cdist(x, self.matrix, compute_mode="use_mm_for_euclid_dist")
+        return far + torch._euclidean_dist(x, self.matrix.detach())
+
+
+class Grid(nn.Module):
+    """affine_grid's kernel calls bmm; without autocast around it nothing is cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        theta = self.matrix.expand(len(x), 2, 3)
+        grid = F.affine_grid(theta, [len(x), 1, 2, 2], align_corners=False).reshape(len(x), WIDTH)
+        with torch.autocast("cpu", enabled=False):
+            other = F.affine_grid(theta, [len(x), 1, 2, 2], align_corners=False).reshape(len(x), WIDTH)
+        return x * 1e-3 + grid + other
+
+
+@pytest.mark.parametrize("kind", [Bilinear, PseudoInverse, Distances, Grid])
+def test_kernels_that_call_operations_are_cast_as_in_eager_code(kind: Callable[[], nn.Module]) -> None:
+    expected = torch_loop(made(kind))
+    assert_same(trained(made(kind), jit_eager, accumulate=MICRO_BATCHES), expected)
+
+
+def test_casts_inside_of_a_kernel_in_the_body_of_a_scan() -> None:
+    expected = torch_loop(made(Bilinear))
+    assert_same(trained(made(Bilinear), jit_eager, accumulate=MICRO_BATCHES, scan=True), expected)

@@ -1,8 +1,8 @@
 """Casts of autocast inside of torch's own kernels.
 
-A few operations have a kernel in C++ that calls other operations, which autocast casts: `nn.Bilinear`'s kernel calls bmm.
-A trace records the outer operation, and the program would compute it in float32. So a trace runs such a kernel and
-records what it calls.
+A few operations have a kernel in C++ that calls other operations, which autocast casts: `nn.Bilinear`'s kernel calls
+bmm. A trace records the outer operation, and the program would compute it in float32. So a trace runs such a kernel
+and records what it calls.
 
 Whether autocast is on at such an operation is known only to torch's dispatcher: torch disables it where an operation
 that autocast casts calls another one (cdist its distances). A kernel for the dispatcher's autocast key is called just

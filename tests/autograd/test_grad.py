@@ -227,6 +227,6 @@ def test_a_derivative_with_respect_to_the_input_gets_advice_that_helps(engine: A
 
     params, x = {"w": torch.tensor([2.0])}, torch.ones(3, requires_grad=engine is None)
     with pytest.raises(RuntimeError, match=r"take torch.func.grad in the loss, or pass engine='autograd'"):
-        scaled_grad_and_value(loss_fn, engine=engine)(init(), params, x)
-    (grads, _), _ = scaled_grad_and_value(loss_fn, engine="autograd")(init(), params, x)
+        scaled_grad_and_value(loss_fn, engine=engine)(state_of(1.0), params, x)
+    (grads, _), _ = scaled_grad_and_value(loss_fn, engine="autograd")(state_of(1.0), params, x)
     assert grads["w"].isfinite().all()

@@ -74,7 +74,8 @@ def test_without_a_policy_the_region_applies() -> None:
 
     def own_region(params: dict[str, Tensor], batch: Any) -> Tensor:
         with region():
-            return module_loss(model(), loss_of)(params, batch)
+            value: Tensor = module_loss(model(), loss_of)(params, batch)
+            return value
 
     step = make_train_step(module_loss(model(), loss_of), SGD)
     with region():

@@ -58,7 +58,8 @@ class TiedEmbedding(nn.Module):
         tokens = x.abs().mul(10).long() % WIDTH
         hidden = self.norm(self.embedding(tokens)).mean(1)
         logits = hidden @ self.embedding.weight.t()
-        return logits @ self.embedding.weight
+        output: Tensor = logits @ self.embedding.weight
+        return output
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
@@ -127,7 +128,8 @@ class Bilinear(nn.Module):
         self.layer = nn.Bilinear(WIDTH, WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, x.flip(0))
+        output: Tensor = self.layer(x, x.flip(0))
+        return output
 
 
 class PseudoInverse(nn.Module):
@@ -139,7 +141,8 @@ class PseudoInverse(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inverse = torch.linalg.pinv(self.matrix.detach())  # torch cannot differentiate it in float16
-        return x @ (inverse + torch.pinverse(self.matrix)).float()
+        output: Tensor = x @ (inverse + torch.pinverse(self.matrix)).float()
+        return output
 
 
 class Distances(nn.Module):

@@ -120,7 +120,7 @@ def differentiate(
                 return _by_func(scaled_loss, inputs)
             return _by_autograd(call, scaled_loss, inputs, holding)
     except (RuntimeError, ZeroDivisionError) as error:
-        advise(call, error, low)
+        advise(call, error, low, uses_func=engine == "func")
         raise
 
 

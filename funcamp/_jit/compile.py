@@ -18,6 +18,7 @@ from funcamp._jit.eager_layouts import keep_layouts, one_by_one
 from funcamp._jit.open_parts import closed_decompositions, inner_compile
 from funcamp._jit.part_inputs import FlatInput, further_inputs, part_inputs, write_back
 from funcamp._memory import overlaps
+from funcamp._trace.autocast_regions import without_autocast
 from funcamp._trace.trace import Graph, parts, with_parts
 from funcamp._upstream.permutations import index_without_check
 
@@ -45,10 +46,9 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], headers: 
         patches: Inductor's options.
         headers: if given, requests the headers of a program ahead of time.
     """
-    kinds = sorted({example.device.type for example in graph.examples})
     module, examples = graph.module, graph.examples
     flats: list[FlatInput] = []
-    with _no_autocast(kinds), torch.no_grad():
+    with without_autocast(), torch.no_grad():
         if backend == "inductor":
             keep_layouts(module, graph.mode, decompositions(patches.get("fallback_random", False)))
             index_without_check(module)
@@ -78,7 +78,7 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], headers: 
         return results
 
     def interpreted(values: list[Tensor]) -> list[Tensor]:
-        with _no_autocast(kinds):
+        with without_autocast():  # its casts are already in the trace
             return run(values)
 
     call = run if backend == "inductor" and not graph.is_open else interpreted
@@ -105,16 +105,6 @@ def _in_shared_memory(results: list[Tensor], inputs: list[Tensor]) -> list[int]:
         elif int(first) < len(results):
             found.add(int(first))
     return sorted(found)
-
-
-@contextlib.contextmanager
-def _no_autocast(kinds: list[str]) -> Iterator[None]:
-    """Context manager: disable an autocast around the call, because its casts are already in the trace."""
-    with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
 
 
 def _inductor(

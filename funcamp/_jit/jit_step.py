@@ -22,7 +22,6 @@ from funcamp._jit.compile import Flat, check_compiler, compile_graph
 from funcamp._jit.donation import Layout, Owned, arranged, layouts_for, own
 from funcamp._jit.progress import Progress
 from funcamp._jit.signature import (
-    autocast,
     check_batch,
     check_like,
     check_state,
@@ -35,6 +34,7 @@ from funcamp._jit.signature import (
 from funcamp._jit.unroll import check_steps, unrolled
 from funcamp._jit.written_inputs import WrittenInputs, written_inputs
 from funcamp._memory import Memory
+from funcamp._trace.autocast_regions import autocast_regions
 from funcamp._trace.open_shapes import is_open
 from funcamp._trace.trace import Graph, HostError, Outline, trace
 from funcamp._trace.tracing import running
@@ -129,7 +129,7 @@ class JitStep(Fixed):
     def _call(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
         batch, leaves, spec = flat(batch)
         try:
-            key = (spec, tuple([key_of(leaf) for leaf in leaves]), autocast(), torch.get_default_dtype())
+            key = (spec, tuple([key_of(leaf) for leaf in leaves]), autocast_regions(), torch.get_default_dtype())
             program = self._programs.get(key)
         except Exception:  # what cannot be hashed
             check_batch(batch)

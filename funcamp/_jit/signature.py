@@ -17,8 +17,6 @@ from funcamp._trace.open_shapes import is_open
 from funcamp._types import Tree
 
 _PLAIN = {Tensor, torch.nn.Parameter}
-_ACCELERATOR = torch.accelerator.current_accelerator()
-_KINDS = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
 #: Types whose objects compare by identity but are constants anyway.
 _ONE_OF_A_KIND = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(None), type(...)),
@@ -89,13 +87,6 @@ def key_of(leaf: Any) -> Any:
     if is_distributed(leaf):
         kind = kind, leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
     return leaf.shape, leaf.dtype, leaf.device, leaf.layout, kind, leaf.requires_grad
-
-
-def autocast() -> tuple[tuple[str, torch.dtype], ...] | None:
-    """Return the device types with an autocast around the call and its dtypes; None without autocast."""
-    if not any(map(torch.is_autocast_enabled, _KINDS)):
-        return None
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind))
 
 
 def check_state(state: Tree) -> None:
@@ -188,7 +179,8 @@ def difference(batch: Tree, before: Any, now: Any) -> str:
             return f"batch{_tree.path_of(batch, index)} changed from {_shown(old)} to {_shown(new)}"
     if before[2] != now[2]:
         return (
-            f"the autocast around the call changed from {before[2]} to {now[2]}: give make_train_step a policy instead"
+            f"the autocast around the call changed from {before[2]} to {now[2]}: call it without a region, and give "
+            "make_train_step a policy"
         )
     if before[3] != now[3]:
         return f"torch's default dtype changed from {before[3]} to {now[3]}"

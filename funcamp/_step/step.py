@@ -54,6 +54,11 @@ def _count(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
+def _is_in_autocast(state: TrainState) -> bool:
+    device_type = state.scaler.scale.device.type
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)  # autocast does not know the meta device
+
+
 class TrainStep(Fixed):
     """A pure step `(state, batch) -> (state, metrics)`; made by `make_train_step`."""
 
@@ -247,7 +252,7 @@ class TrainStep(Fixed):
         """
         self._check_state("loss", state, batch)
         mode = contextlib.nullcontext() if boolean("loss", "training", training) else self.loss_fn.evaluating()
-        with torch.no_grad(), mode:
+        with torch.no_grad(), mode, self._own_precision(state):
             params, copies = for_step(state.params, self._copies("loss", state))
             inputs, build = for_loss(params, copies)
             held = state._replace(params=params, copies=copies)
@@ -469,6 +474,13 @@ class TrainStep(Fixed):
                 micro-batches is 0, above accumulate, or differs between tensors.
         """
         self._check_state("step", state, batch)
+        with self._own_precision(state):
+            after, metrics = self._step(state, batch)
+        if not compiling() and _is_in_autocast(state):
+            torch.clear_autocast_cache()  # torch would keep this step's casts until the caller's region ends
+        return after, metrics
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         options, parallel, batch = self._options, self._options.parallel, _tree.plain(batch)
         if options.ema_decay is not None and isinstance(state.ema, tuple) and not state.ema:
             raise ValueError(
@@ -538,6 +550,16 @@ class TrainStep(Fixed):
             aux=aux,
         )
         return after, metrics
+
+    def _own_precision(self, state: TrainState) -> Any:
+        """Context manager: compute as the policy says, also inside of a torch.autocast region of the caller.
+
+        Without a policy the region applies. With one, a second cast would be added to the policy's, and the backward
+        pass and the optimizer would run under autocast.
+        """
+        if self._options.policy.compute_dtype != torch.float32 and _is_in_autocast(state):
+            return torch.autocast(state.scaler.scale.device.type, enabled=False)
+        return contextlib.nullcontext()
 
     def _observed(self, scaler: ScalerState, grads: Tree) -> dict[str, Any]:
         """Return the results of the observe functions on the unscaled gradients, in the parameters' own tree."""

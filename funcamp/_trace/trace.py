@@ -34,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from funcamp import _tree, _upstream
 from funcamp._trace.host_draws import HostDraws
+from funcamp._trace.inner_casts import InnerCasts, watch_autocast
 from funcamp._trace.kept_tensors import settle
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.random_numbers import Draws
@@ -196,12 +197,9 @@ def _traced(
         ]
     wrappers: list[Wrapper | None] = []
     outlines: list[Outline] = []
-    cached = torch.is_autocast_cache_enabled()
 
     def flat(*given: Tensor) -> list[Tensor]:
         pieces = iter(given)
-        # make_fx turns the cache off; the gradients of a weight that is used twice would then be summed in float32.
-        torch.set_autocast_cache_enabled(cached)
         with watch.on():
             first, rest = fn([with_parts(wrapper, pieces) for wrapper in around])
             leaves, spec = _tree.flatten(rest)
@@ -223,13 +221,12 @@ def _traced(
             # Models check torch.compiler.is_compiling before they read values.
             mock.patch.object(torch.compiler, "_is_compiling_flag", True) if as_compiled else contextlib.nullcontext(),
             mock.patch.object(torch.distributions.Distribution, "_validate_args", False),  # as under torch.compile
-            _fresh_casts(),
             mock.patch.object(Tensor, "data", property(_DATA.__get__, _set_data)),
             # On a GPU autograd would call backward in another thread, outside these modes.
             torch.autograd.set_multithreading_enabled(False),
             fake,
         ):
-            module = make_fx(flat, tracing_mode="real")(*examples)
+            module = _recorded(flat, examples)
     except Exception as error:
         watch.settle(plain, failed=True)
         if isinstance(error, _SHAPE):
@@ -262,11 +259,27 @@ def _traced(
 
 def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch.fx.GraphModule, list[Tensor]]:
     """Trace a part of a traced function; return its graph and what it reads besides its arguments."""
-    module = make_fx(fn, tracing_mode="real")(*args)
+    module = _recorded(fn, args)
     captured = _lift(module, {})
     keep_whole(module)
     module.recompile()
     return module, captured
+
+
+def _recorded(fn: Callable[..., list[Tensor]], examples: list[Tensor]) -> torch.fx.GraphModule:
+    """Return the operations of one run of fn, with autocast's casts as eager code has them."""
+    cache_enabled = torch.is_autocast_cache_enabled()
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        # make_fx disables the cache: a weight that is used twice would be cast twice, and its gradients would be summed
+        # in float32 instead of the low precision.
+        torch.set_autocast_cache_enabled(cache_enabled)
+        with InnerCasts():
+            return fn(*tensors)
+
+    watch_autocast()
+    with _fresh_casts():
+        return make_fx(run, tracing_mode="real")(*examples)
 
 
 def parts(value: Tensor) -> list[Tensor]:
@@ -315,7 +328,7 @@ def stay() -> None:
 
 @contextlib.contextmanager
 def _fresh_casts() -> Iterator[None]:
-    """Context manager: separate the autocast cache of the trace from the one around the call."""
+    """Context manager: separate the autocast cache of a graph from that of the code around it."""
     torch.clear_autocast_cache()
     try:
         yield

@@ -40,8 +40,16 @@ def _innermost_first(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 
 
 def _first_of_users(frames: Iterator[tuple[FrameType, int]], beside: tuple[str, ...] = ()) -> str:
+    quantizer = ""
     for frame, line in frames:
         name = frame.f_code.co_filename
         if not name.startswith((*_OURS, *beside)):
-            return f"{name}:{line} ({linecache.getline(name, line).strip()})"
+            return f"{quantizer}{name}:{line} ({linecache.getline(name, line).strip()})"
+        if not quantizer and str(frame.f_globals.get("__name__")).startswith("torch.ao.quantization."):
+            # The line of the user calls a model; what reads is a module that prepare_qat put into it.
+            kind = type(frame.f_locals.get("self")).__name__
+            quantizer = (
+                f"{kind} of torch.ao.quantization, which branches on its buffers (FusedMovingAvgObsFakeQuantize of "
+                "get_default_qat_qconfig does not), called in "
+            )
     return "a line that is not known"

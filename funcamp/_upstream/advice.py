@@ -16,6 +16,11 @@ _TWO_DTYPES = (
     "{layer} met an input and parameters of two dtypes, as torch says: {text}; cast the one to the other: the batch to "
     "the parameters' dtype, batch.float() for float32 (numpy's arrays are float64)"
 )
+_NESTED = "engine='autograd' does not nest in torch.func's transforms, vmap and grad; pass engine='func'"
+_INPUT_GRADIENT = (
+    "under torch.func a loss must not call requires_grad_(), as for derivatives with respect to the input; take "
+    "torch.func.grad in the loss, or pass engine='autograd' and give no argument that requires a gradient"
+)
 #: torch's names for the dtypes of compute copies in error texts.
 _LOW = {torch.float16: "half", torch.bfloat16: "bfloat16"}
 _FIXES = {
@@ -34,8 +39,7 @@ _FIXES = {
     "engine='autograd'",
     "must override the setup_context": "torch.func does not take an autograd.Function whose forward takes ctx "
     "(a full backward hook is one); decorate it with funcamp.custom_function, or pass engine='autograd'",
-    "call Tensor.requires_grad_() (or perhaps": "engine='autograd' does not nest in torch.func's transforms, vmap and "
-    "grad; pass engine='func'",
+    "call Tensor.requires_grad_() (or perhaps": _NESTED,
     "trampoline_autograd_apply": "an autograd.Function is one call in the program, so that its backward is not lost; "
     "give it tensors, numbers and strings as arguments, and let it read no other tensor; or pass engine='autograd'",
     "element 0 of tensors does not require grad": "the state's tensors do not require gradients; differentiate with "
@@ -51,13 +55,14 @@ _FIXES = {
 }
 
 
-def advise(call: str, error: Exception, low: tuple[torch.dtype, ...] = tuple(_LOW)) -> None:
+def advise(call: str, error: Exception, low: tuple[torch.dtype, ...] = tuple(_LOW), *, uses_func: bool = False) -> None:
     """Raise RuntimeError with the fix for an error of torch, if one is known.
 
     Args:
         call: the function that was called.
         error: torch's error.
         low: the dtypes that compute copies may have.
+        uses_func: whether torch.func differentiates the loss.
     """
     text = str(error)
     if error.__cause__ is not None and str(error.__cause__) in text:  # already advice that quotes torch
@@ -77,6 +82,8 @@ def advise(call: str, error: Exception, low: tuple[torch.dtype, ...] = tuple(_LO
                 layer = f"layer {name!r}" if name else "a layer"
                 fix = _PRECISIONS if _between_copies(text, low) else _TWO_DTYPES
                 fix = fix.format(kept=kept, glob=glob, layer=layer, text=text)
+            if fix is _NESTED and uses_func:
+                fix = _INPUT_GRADIENT
             raise RuntimeError(f"{call}: {fix}") from error
 
 

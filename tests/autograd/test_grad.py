@@ -216,3 +216,17 @@ def test_loss_without_a_graph_is_refused(kind: str, engine: Any, how: str) -> No
     with pytest.raises(Exception, match=r"step: loss_fn must return a loss that depends on the parameters") as caught:
         run(state, batch)
     assert how == "compile" or caught.type is ValueError
+
+
+@pytest.mark.parametrize("engine", ["func", None])
+def test_a_derivative_with_respect_to_the_input_gets_advice_that_helps(engine: Any) -> None:
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((params["w"] * x).sin().sum(), x, create_graph=True)
+        return (slope - x).pow(2).mean()
+
+    params, x = {"w": torch.tensor([2.0])}, torch.ones(3, requires_grad=engine is None)
+    with pytest.raises(RuntimeError, match=r"take torch.func.grad in the loss, or pass engine='autograd'"):
+        scaled_grad_and_value(loss_fn, engine=engine)(state_of(1.0), params, x)
+    (grads, _), _ = scaled_grad_and_value(loss_fn, engine="autograd")(state_of(1.0), params, x)
+    assert grads["w"].isfinite().all()

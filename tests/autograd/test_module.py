@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.ao import quantization
 
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
 from funcamp._types import name_of
@@ -348,3 +349,43 @@ def test_threads_call_one_module_with_parameters_of_their_own() -> None:
         together = list(pool.map(lambda state: step(state, batch), states))
     assert_same(together, alone)
     assert_same(dict(model.state_dict()), before)
+
+
+def _prepared_for_quantization(fake_quantize: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(quantization.QuantStub(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).train()
+    observer = quantization.MovingAverageMinMaxObserver
+    weight = {"observer": observer, "quant_min": -128, "quant_max": 127, "dtype": torch.qint8}
+    model.qconfig = quantization.QConfig(  # type: ignore[assignment]
+        activation=fake_quantize.with_args(observer=observer),
+        weight=fake_quantize.with_args(**weight, qscheme=torch.per_tensor_symmetric),
+    )
+    quantization.prepare_qat(model, inplace=True)
+    model(torch.ones(3, 4))  # its buffers get their shapes
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*reduce_range:UserWarning")
+@pytest.mark.parametrize("fused", [False, True])
+def test_quantization_aware_training_equals_torchs_loop(fused: bool) -> None:
+    kind = quantization.FusedMovingAvgObsFakeQuantize if fused else quantization.FakeQuantize
+    model = _prepared_for_quantization(kind)
+    batches = [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(3)]
+    step = make_train_step(module_loss(model, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
+    state, jitted_state, jitted = step.init(), step.init(), jit(step, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        state, metrics = step(state, batch)
+        if fused:
+            jitted_state, _ = jitted(jitted_state, batch)
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        assert metrics.loss.item() == loss.item()
+    assert_same(dict(state.params.tree()), {name: value.detach() for name, value in model.named_parameters()})
+    if fused:
+        assert_same(dict(jitted_state.params.tree()), dict(state.params.tree()))
+    else:
+        with pytest.raises(RuntimeError, match=r"FakeQuantize of torch.ao.quantization, .*\(FusedMovingAvg"):
+            jitted(jitted_state, batches[0])

@@ -1,0 +1,120 @@
+"""Casts of autocast inside of torch's own kernels.
+
+A few operations have a kernel in C++ that calls other operations, which autocast casts: `nn.Bilinear`'s kernel calls
+bmm. A trace records the outer operation, and the program would compute it in float32. So a trace runs such a kernel
+and records what it calls.
+
+Whether autocast is on at such an operation is known only to torch's dispatcher: torch disables it where an operation
+that autocast casts calls another one (cdist its distances). A kernel for the dispatcher's autocast key is called just
+then; it leaves a mark, and continues.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import enable_reentrant_dispatch
+
+from funcamp import _upstream
+from funcamp._trace.tracing import current
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+    TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
+_has_kernel: Any = _upstream.find("torch._C._dispatch_has_kernel_for_dispatch_key")
+_keys_after: Any = _upstream.find("torch._C._dispatch_keyset_full_after")
+_keys: Any = _upstream.find("torch._C.DispatchKey")
+_below_autograd: Any = _upstream.find("torch._C._AutoDispatchBelowAutograd")
+_excluded: Any = _upstream.find("torch._C._ExcludeDispatchKeyGuard")
+_key_set: Any = _upstream.find("torch._C.DispatchKeySet")
+_PRIVATE = (_has_kernel, _keys_after, _keys, _below_autograd, _excluded, _key_set)
+_AUTOCAST = ("AutocastCPU", "AutocastCUDA")
+#: How torch registers a kernel that calls other operations: its call is below autograd, unlike a CompositeImplicit one.
+_CALLING = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+#: The operations with such a kernel that autocast does not cast itself, and whose kernel calls one that it casts.
+_OUTER = (
+    torch.ops.aten._trilinear.default,
+    torch.ops.aten.linalg_pinv.atol_rtol_tensor,
+    torch.ops.aten.affine_grid_generator.default,
+    torch.ops.aten._euclidean_dist.default,
+)
+
+
+class _Mark(threading.local):
+    operation: Any = None
+    """The operation that this thread calls under autocast, between the dispatcher's autocast key and its modes."""
+
+
+_mark = _Mark()
+_library: Any = None
+
+
+class InnerCasts(TorchDispatchMode):
+    """Runs the kernels that call operations which autocast casts, so that the modes below see those."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_marked = _mark.operation is func or (func in _OUTER and not _upstream.usable(*_PRIVATE))
+        if not self._is_inside and not is_marked:
+            return func(*args, **(kwargs or {}))
+        _mark.operation = None
+        for name in _PRIVATE:
+            _upstream.check(name)
+        kernel = _kernel_of(func)
+        if kernel is None:
+            return func(*args, **(kwargs or {}))
+        before, self._is_inside = self._is_inside, True
+        try:
+            # As in eager code: the kernel runs with the caller's autocast, and below autograd and its record of views.
+            views = _key_set(_keys.ADInplaceOrView)
+            with self, enable_reentrant_dispatch(), _below_autograd(), _excluded(views):
+                return func._op_dk(kernel, *args, **(kwargs or {}))
+        finally:
+            self._is_inside = before
+
+
+def _kernel_of(func: Any) -> Any:
+    """Return the key of the kernel to run: that of an outer operation, or of what such a kernel calls in pieces."""
+    name = func.name()
+    if func in _OUTER:
+        return next(getattr(_keys, kind) for kind in _CALLING if _has_kernel(name, kind))
+    # Below autograd einsum arrives in one piece. One that autocast casts has been cast, and is below autocast.
+    if not name.startswith("aten::") or any(_has_kernel(name, key) for key in _AUTOCAST):
+        return None
+    if not _has_kernel(name, "CompositeImplicitAutograd"):
+        return None
+    return _keys.CompositeImplicitAutograd
+
+
+def watch_autocast() -> None:
+    """Let the dispatcher mark the outer operations, for this process; done once, before the first trace."""
+    global _library
+    if _library is not None or not _upstream.usable(*_PRIVATE):
+        return
+    _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for operation in _OUTER:
+        for key in _AUTOCAST:
+            _library.impl(operation, _marking(operation, getattr(_keys, key)), key, with_keyset=True)
+
+
+def _marking(operation: Any, key: Any) -> Any:
+    below = _keys_after(key)
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if current.recorder is None:
+            return operation.redispatch(keys & below, *args, **kwargs)
+        before, _mark.operation = _mark.operation, operation
+        try:
+            return operation.redispatch(keys & below, *args, **kwargs)
+        finally:
+            _mark.operation = before
+
+    return kernel

@@ -31,15 +31,16 @@ _below_autograd: Any = _upstream.find("torch._C._AutoDispatchBelowAutograd")
 _excluded: Any = _upstream.find("torch._C._ExcludeDispatchKeyGuard")
 _key_set: Any = _upstream.find("torch._C.DispatchKeySet")
 _PRIVATE = (_has_kernel, _keys_after, _keys, _below_autograd, _excluded, _key_set)
+_aten = torch.ops.aten
 _AUTOCAST = ("AutocastCPU", "AutocastCUDA")
 #: How torch registers a kernel that calls other operations: its call is below autograd, unlike a CompositeImplicit one.
 _CALLING = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 #: The operations with such a kernel that autocast does not cast itself, and whose kernel calls one that it casts.
 _OUTER = (
-    torch.ops.aten._trilinear.default,
-    torch.ops.aten.linalg_pinv.atol_rtol_tensor,
-    torch.ops.aten.affine_grid_generator.default,
-    torch.ops.aten._euclidean_dist.default,
+    _aten._trilinear.default,
+    _aten.linalg_pinv.atol_rtol_tensor,
+    _aten.affine_grid_generator.default,
+    _aten._euclidean_dist.default,
 )
 
 

@@ -98,7 +98,7 @@ class Rounding:
             else:
                 allowed = 0.0
             found = Difference(number, name, self._size(number, name, row[name]), allowed)
-            if worst is None or found.share > worst.share:
+            if worst is None or (found.share, found.size) > (worst.share, worst.size):
                 worst = found
         return worst
 

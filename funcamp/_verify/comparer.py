@@ -138,7 +138,7 @@ class Comparer:
                 if not found.is_rounding:
                     self._found.append(Comparison(reference, road, Outcome.DIFFERENT, found))
                     return
-                if largest is None or found.share > largest.share:
+                if largest is None or (found.share, found.size) > (largest.share, largest.size):
                     largest = found
         except Exception as error:
             self._found.append(Comparison(reference, road, Outcome.REFUSED, reason=_text(error)))

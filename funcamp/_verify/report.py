@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -36,6 +37,8 @@ class Comparison:
         if self.difference is None:
             return self.reason
         found = self.difference
+        if found.allowed == math.inf:
+            return f"{found.size:.0e}, in a value that is noise, {found.name}, step {found.step}"
         if found.is_rounding:
             return f"{found.size:.0e} of {found.allowed:.0e} allowed, {found.name}, step {found.step}"
         return f"from step {found.step} on: {found.name} by {found.size:.1e}, {found.allowed:.0e} allowed"

@@ -52,15 +52,18 @@ class _Pure(TorchFunctionMode):
     scalars (bias corrections) are computed once instead of once per element of a parameter.
     """
 
-    def __init__(self, settle: bool, has_numbers: bool) -> None:
+    def __init__(self, settle: bool, has_numbers: bool, batched: list[Tensor]) -> None:
         super().__init__()
         self._settle = settle
         self._has_numbers = has_numbers
+        self._batched = batched
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = self._run(func, args, dict(kwargs or {}))
+        if self._batched and isinstance(out, Tensor) and not any(isinstance(arg, Tensor) for arg in args):
+            out = _batched_like(self._batched, out)  # a new counter
         if self._settle and getattr(func, "__name__", "") in _ARITHMETIC and isinstance(out, Tensor) and out.dim() == 0:
             return settled(out)
         return out
@@ -223,7 +226,7 @@ def run_step(
             arguments = arguments | {"capturable": fresh[0].device.type in _CAPTURABLE}
         if not arguments.get("capturable"):
             cls = BRANCHLESS.get(cls, cls)
-        pure = _Pure(settle=_settles(fresh), has_numbers=bool(numbers))
+        pure = _Pure(settle=_settles(fresh), has_numbers=bool(numbers), batched=batched)
         with pure:
             optimizer = cls(fresh, **arguments | numbers)
         use.constructing = False

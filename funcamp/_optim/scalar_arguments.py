@@ -63,7 +63,7 @@ def _lerp(in_place: bool, start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
 def _addmm(
     in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
-    product = _times(_wide(left @ right), alpha)
+    product = _times(_wide(left) @ _wide(right), alpha)
     result = (_times(_wide(base), beta) + product).to(base.dtype)
     return base.copy_(result) if in_place else result
 

@@ -228,6 +228,7 @@ def _branches(
     use = Use(cls.__name__)
     params, states, _ = run(numbers, use=use)
     tensors = [_state_tensors(state, param) for state, param in zip(states, params)]
+    grads = [grad.cos() for grad in numbers[1]]  # others, so that each step changes all of the state
     found = []
     for asked in sorted(use.asked):
 
@@ -237,7 +238,7 @@ def _branches(
         values = {name: map_items(zeroed, name, arguments[name]) for name in dynamic}
         results = []
         for unused in (frozenset[str](), frozenset([asked])):
-            new, after, _ = run((params, numbers[1]), tensors, values=values, use=Use(cls.__name__, unused))
+            new, after, _ = run((params, grads), tensors, values=values, use=Use(cls.__name__, unused))
             results.append([*new, *_values(after, new)])
         used, unused_results = results
         same = len(used) == len(unused_results)

@@ -76,9 +76,11 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
                 f"got {_tree.brief(hyperparameters[name])}"
             )
     arguments = {name: example(value, name, accepted) for name, value in hyperparameters.items()}
-    for name, value in (("capturable", False), ("foreach", False), ("fused", None)):
+    for name, value in (("foreach", False), ("fused", None)):
         if name in accepted:
             arguments.setdefault(name, value)
+    if "capturable" in accepted:
+        arguments["capturable"] = False  # `run_step` sets it for a device; the caller's value is neither needed nor used
 
     def run(numbers: _Numbers, states: Any = None, *, values: Any = None, **options: Any) -> Any:
         params, grads = numbers

@@ -59,7 +59,7 @@ class Number(float):
     __hash__ = float.__hash__
 
     def __bool__(self) -> bool:
-        return self._compare(operator.ne, 0.0)
+        return bool(self._compare(operator.ne, 0.0))
 
     def _compare(self, compare: Callable[[float, float], bool], other: Any) -> Any:
         if not isinstance(other, (int, float)):

@@ -162,9 +162,7 @@ def _settles(params: list[Tensor]) -> bool:
     return len(params) <= _FEW or (large and params[0].device.type == "cpu")
 
 
-def _numbers(
-    arguments: dict[str, Any], hyper: dict[str, Any], use: Use
-) -> tuple[dict[str, Any], list[Tensor]]:
+def _numbers(arguments: dict[str, Any], hyper: dict[str, Any], use: Use) -> tuple[dict[str, Any], list[Tensor]]:
     """Return the hyperparameters as the class gets them, and those of their tensors that vmap batches."""
     batched: list[Tensor] = []
 
@@ -175,9 +173,7 @@ def _numbers(
             batched.append(value)
         return Number(label, example, value, use)
 
-    return {
-        name: map_items(number, name, value, arguments[name]) for name, value in hyper.items()
-    }, batched
+    return {name: map_items(number, name, value, arguments[name]) for name, value in hyper.items()}, batched
 
 
 def _batched_like(batched: list[Tensor], value: Tensor) -> Tensor:

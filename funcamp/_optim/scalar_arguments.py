@@ -16,21 +16,22 @@ from torch import Tensor
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def _wide(tensor: Any) -> Any:
-    narrow = isinstance(tensor, Tensor) and tensor.dtype in _NARROW
-    return tensor.float() if narrow else tensor
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _NARROW else tensor
 
 
 def _times(tensor: Tensor, factor: Any) -> Tensor:
     """Multiply in the tensor's dtype; a tensor of shape () times float64 would become float64."""
-    return (tensor * factor).to(tensor.dtype)
+    product: Tensor = tensor * factor
+    return product.to(tensor.dtype)
 
 
 def _sum(base: Tensor, term: Tensor, in_place: bool) -> Tensor:
     """Add a term that is in float32 if the base is narrower."""
     if in_place:
         return base.add_(term)  # computes in the wider dtype and rounds to the base's
-    return (_wide(base) + term).to(base.dtype)
+    total: Tensor = _wide(base) + term
+    return total.to(base.dtype)
 
 
 def _add(in_place: bool, base: Tensor, other: Any, *, alpha: Any) -> Tensor:
@@ -60,9 +61,7 @@ def _lerp(in_place: bool, start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
     return start.copy_(result) if in_place else result
 
 
-def _addmm(
-    in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> Tensor:
+def _addmm(in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     product = _times(_wide(left) @ _wide(right), alpha)
     result = (_times(_wide(base), beta) + product).to(base.dtype)
     return base.copy_(result) if in_place else result
@@ -78,17 +77,17 @@ def _clamp(in_place: bool, base: Tensor, min: Any = None, max: Any = None) -> Te
     return base.copy_(result) if in_place else result
 
 
-def _full_like(_: bool, like: Tensor, fill_value: Any, **options: Any) -> Tensor:
+def _full_like(_: bool, like: Tensor, fill_value: Tensor, **options: Any) -> Tensor:
     zeros = torch.zeros_like(like, **options)
     return zeros + fill_value.to(zeros.dtype)
 
 
-def _new_full(_: bool, like: Tensor, size: Any, fill_value: Any, **options: Any) -> Tensor:
+def _new_full(_: bool, like: Tensor, size: Any, fill_value: Tensor, **options: Any) -> Tensor:
     zeros = like.new_zeros(size, **options)
     return zeros + fill_value.to(zeros.dtype)
 
 
-def _full(_: bool, size: Any, fill_value: Any, **options: Any) -> Tensor:
+def _full(_: bool, size: Any, fill_value: Tensor, **options: Any) -> Tensor:
     zeros = torch.zeros(size, **options)
     return zeros + fill_value.to(zeros.dtype)
 

@@ -238,14 +238,16 @@ def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) ->
             reads a tensor's value.
         **hyperparameters: the class's arguments. A number is a constant of the compiled graph; a tensor of shape () is
             an input of it; a callable is a schedule: a pure function of the count of applied steps, int64, shape (), to
-            a tensor of shape () or a number. Each item of a tuple (betas) may be any of the three.
+            a tensor of shape () or a number. Each item of a tuple (betas) may be any of the three. The range of a
+            tensor is not checked. capturable is accepted and not used.
 
     Returns:
         A `StatelessOptimizer`.
 
     Raises:
         TypeError: optimizer is not such a class; its step needs a closure, reads the host, or stores state that cannot
-            become a value; it does not have a given hyperparameter.
+            become a value; it does not have a given hyperparameter; a tensor or a schedule is given for what chooses
+            the algorithm.
         ValueError: a hyperparameter is outside the class's range, or sets fused, foreach or differentiable.
 
     Example:
@@ -326,7 +328,7 @@ def _step(
     traits = optimizer._traits
     refuse_differentiation((*params, *grads))
 
-    applied = [state.get(APPLIED) for state in states]
+    applied = [state[APPLIED] for state in states if traits.first_step_differs]
     states = [{name: value for name, value in state.items() if name != APPLIED} for state in states]
 
     def step(unused: frozenset[str]) -> _Result:

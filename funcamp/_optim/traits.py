@@ -80,16 +80,16 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
         if name in accepted:
             arguments.setdefault(name, value)
     if "capturable" in accepted:
-        arguments["capturable"] = False  # `run_step` sets it for a device; the caller's value is neither needed nor used
+        arguments["capturable"] = (
+            False  # `run_step` sets it for a device; the caller's value is neither needed nor used
+        )
 
     def run(numbers: _Numbers, states: Any = None, *, values: Any = None, **options: Any) -> Any:
         params, grads = numbers
         if values is None:
             values = {name: arguments[name] for name in dynamic}
         device = params[0].device.type
-        hyper = {
-            name: stand_in(hyperparameters[name], value, device) for name, value in values.items()
-        }
+        hyper = {name: stand_in(hyperparameters[name], value, device) for name, value in values.items()}
         return run_step(cls, arguments, hyper, params, grads, states, **options)
 
     # Independent of the caller's modes and defaults, because this must run on real numbers.
@@ -124,9 +124,7 @@ def _numbers(device: str, dtype: torch.dtype = torch.float32) -> _Numbers:
     return [base.reshape(2, 3), base.reshape(3, 2).cos()], [base.reshape(2, 3).sin(), base.reshape(3, 2).exp()]
 
 
-def _refuse_reads_of(
-    cls: type[torch.optim.Optimizer], name: str, value: Any, run: Callable[..., Any]
-) -> None:
+def _refuse_reads_of(cls: type[torch.optim.Optimizer], name: str, value: Any, run: Callable[..., Any]) -> None:
     """Refuse one hyperparameter by name if steps fail with it and do not fail without."""
 
     def error_with(values: dict[str, Any]) -> Exception | None:

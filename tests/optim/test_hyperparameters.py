@@ -40,10 +40,22 @@ WITH: dict[str, dict[str, Any]] = {
 }
 #: Values at which a hyperparameter matters, if not near the class's default.
 VALUES: dict[str, float] = {
-    **{"SGD-lr": 0.1, "SGD-weight_decay": 0.1, "SGD-momentum": 0.7, "SGD-dampening": 0.2},
-    **{"RMSprop-momentum": 0.7, "ASGD-t0": 2.0, "ASGD-lambd": 0.1, "Rprop-step_sizes[1]": 0.02},
-    **{"Adafactor-eps[0]": 0.2, "Adafactor-eps[1]": 0.3, "Adafactor-lr": 0.2, "Muon-eps": 3.0, "Muon-lr": 0.02},
-    **{"Adagrad-initial_accumulator_value": 0.3, "Rprop-step_sizes[0]": 0.008, "Adamax-eps": 0.5},
+    "SGD-lr": 0.1,
+    "SGD-weight_decay": 0.1,
+    "SGD-momentum": 0.7,
+    "SGD-dampening": 0.2,
+    "RMSprop-momentum": 0.7,
+    "ASGD-t0": 2.0,
+    "ASGD-lambd": 0.1,
+    "Rprop-step_sizes[1]": 0.02,
+    "Adafactor-eps[0]": 0.2,
+    "Adafactor-eps[1]": 0.3,
+    "Adafactor-lr": 0.2,
+    "Muon-eps": 3.0,
+    "Muon-lr": 0.02,
+    "Adagrad-initial_accumulator_value": 0.3,
+    "Rprop-step_sizes[0]": 0.008,
+    "Adamax-eps": 0.5,
 }
 STEPS = 5
 Set = Callable[[Any], dict[str, Any]]
@@ -57,7 +69,11 @@ def numbers(cls: type[optim.Optimizer]) -> dict[str, tuple[Set, float]]:
         if name in SIZES or isinstance(default, bool):
             continue
         if isinstance(default, (int, float)):
-            found[name] = (lambda value, name=name: {name: value}), float(default)
+
+            def put_alone(value: Any, name: str = name) -> dict[str, Any]:
+                return {name: value}
+
+            found[name] = put_alone, float(default)
         if isinstance(default, tuple):
             for index, item in enumerate(default):
 

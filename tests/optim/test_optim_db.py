@@ -26,7 +26,11 @@ NEVER = {
     "SparseAdam": "does not support dense gradients",
 }
 #: Arguments that `stateless` refuses, as it runs the step its own way.
-REFUSED = {"foreach": "must be False or None", "fused": "must be False or None", "differentiable": "must be False or None"}
+REFUSED = {
+    "foreach": "must be False or None",
+    "fused": "must be False or None",
+    "differentiable": "must be False or None",
+}
 #: Classes whose parameters cannot be complex, with torch's reason.
 NO_COMPLEX = {"Adafactor": "does not support complex", "Muon": "does not support complex"}
 ROUNDED = {"ASGD": 2e-7, "Adafactor": 1e-6}

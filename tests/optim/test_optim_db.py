@@ -1,7 +1,7 @@
 """torch's own database of optimizers: each class with each of its inputs follows the class, over steps and a skip.
 
 Element by element it is bit for bit. ROUNDED are the exceptions: a tensor is multiplied and added in two roundings
-where torch's CPU takes one, and torch does arithmetic with a tensor's learning rate in float32. A refusal is in REFUSED
+where torch's CPU takes one, and torch does arithmetic with a tensor's learning rate, and NAdam with a product of momenta, in float32. A refusal is in REFUSED
 with its reason; one that disappears fails the test.
 """
 
@@ -33,7 +33,7 @@ REFUSED = {
 }
 #: Classes whose parameters cannot be complex, with torch's reason.
 NO_COMPLEX = {"Adafactor": "does not support complex", "Muon": "does not support complex"}
-ROUNDED = {"ASGD": 2e-7, "Adafactor": 1e-6}
+ROUNDED = {"ASGD": 2e-7, "Adafactor": 1e-6, "NAdam": 2e-7}
 STEPS = 5
 
 

@@ -1,8 +1,8 @@
 """torch's own database of optimizers: each class with each of its inputs follows the class, over steps and a skip.
 
 Element by element it is bit for bit. ROUNDED are the exceptions: a tensor is multiplied and added in two roundings
-where torch's CPU takes one, and torch does arithmetic with a tensor's learning rate, and NAdam with a product of momenta, in float32. A refusal is in REFUSED
-with its reason; one that disappears fails the test.
+where torch's CPU takes one, and torch does arithmetic with a tensor's learning rate, and NAdam with a product of
+momenta, in float32. A refusal is in REFUSED with its reason; one that disappears fails the test.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ _ARITHMETIC = {
     "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rpow__",
 }  # fmt: skip
 
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"} | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+
 #: The state of one parameter, with torch.optim's names.
 LeafState = dict[str, Tensor]
 
@@ -75,6 +77,10 @@ class _Pure(TorchFunctionMode):
         if self._has_numbers:
             if name in ("tensor", "as_tensor") and has_number(args[0]):
                 return tensor_of(as_tensors(args[0]), **kwargs)
+            if name in _COMPARISONS and args[0].is_floating_point() and isinstance(args[1], Number):
+                # As torch rounds a Python number. Under vmap, and for two tensors of shape (), it would compare in
+                # float64: Rprop finds no element that it has set to etaminus.
+                args = (args[0], args[1].tensor.to(args[0].dtype))
             args, kwargs = as_tensors(args), as_tensors(kwargs)
         on_tensors = formula(name, args, kwargs)
         if on_tensors is not None:

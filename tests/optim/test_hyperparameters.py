@@ -279,6 +279,18 @@ def test_other_dtypes_and_scalars_round_as_torchs_numbers(cls: Any, dtype: torch
             assert_close(pair[0], pair[1], 2 * torch.finfo(dtype).eps)
 
 
+def test_rprop_of_a_scalar_finds_what_it_set_to_a_tensor() -> None:
+    weight, leaf = torch.tensor(1.0), torch.tensor(1.0, requires_grad=True)
+    eager = optim.Rprop([leaf], etas=(0.3, 1.2))
+    optimizer = stateless(optim.Rprop, etas=(torch.tensor(0.3, dtype=torch.float64), 1.2))
+    opt_state = optimizer.init(weight)
+    for value in (1.0, -1.0, -1.0, 1.0, 1.0):
+        leaf.grad = torch.tensor(value)
+        eager.step()
+        weight, opt_state = optimizer.update(weight, torch.tensor(value), opt_state)
+        assert_same(weight, leaf.detach())
+
+
 class ReadsRate(optim.SGD):
     """Takes the float out of its learning rate."""
 

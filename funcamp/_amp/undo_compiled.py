@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._optim.run import LeafState
-from funcamp._optim.stateless import advance, eager_only, first_state, stateless
+from funcamp._optim.stateless import advance, by_branch, eager_only, first_state, stateless
 
 #: A stand-in for None, and entries that are decided by torch.compile or are not arguments of a class.
 _NONE = "<None>"
@@ -80,7 +80,9 @@ def _step(
             f"{cls.__name__} with these hyperparameters is another formula; got one without state"
         )
     before = [state or first_state(optimizer, param, hyper) for param, state in zip(params, states)]
-    new, after = advance(optimizer, params, grads, before, before, hyper)
+    new, after = by_branch(
+        optimizer, hyper, lambda unused: advance(optimizer, params, grads, before, before, hyper, unused)
+    )
     return new, before, after
 
 

@@ -43,7 +43,7 @@ class RAdam(_ByParameter, torch.optim.RAdam):  # type: ignore[misc]  # a step wi
         lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
         grad = -grad if group["maximize"] else grad
         count += 1
-        if isinstance(decay, Tensor) or decay != 0:
+        if decay != 0:
             if group["decoupled_weight_decay"]:
                 param.mul_(1 - lr * decay)
             else:
@@ -70,7 +70,7 @@ class ASGD(_ByParameter, torch.optim.ASGD):  # type: ignore[misc]  # a step with
         lr, decay, lambd = group["lr"], group["weight_decay"], group["lambd"]
         grad = -grad if group["maximize"] else grad
         count += 1
-        if isinstance(decay, Tensor) or decay != 0:
+        if decay != 0:
             grad = grad.add(param, alpha=decay)
         rate = widen(eta)
         param.mul_((1 - lambd * rate).to(param.dtype))  # without the cast vmap multiplies in float64
@@ -112,7 +112,7 @@ class Adafactor(_ByParameter, torch.optim.Adafactor):  # type: ignore[misc]  # a
         count = widen(step.to(param.device))
         weight = (count ** group["beta2_decay"]).to(param.dtype)
         alpha = (widen(param.norm(2)) / root).clamp(min=eps2) * count.rsqrt().clamp(max=lr)
-        if isinstance(decay, Tensor) or decay != 0:
+        if decay != 0:
             param.mul_(1 - lr * decay)
         if row is not None and column is not None:
             row.lerp_(torch.norm(grad, dim=-1, keepdim=True).square().div(grad.size(-1)), weight)

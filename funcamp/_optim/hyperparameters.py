@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,15 @@ ANOTHER = (
 )
 
 
+def map_items(fn: Callable[..., Any], name: str, value: Any, *others: Any) -> Any:
+    """Call fn(label, value, *others) on a hyperparameter, or on each item of a tuple of them."""
+    if not isinstance(value, (tuple, list)):
+        return fn(name, value, *others)
+    columns = [other if isinstance(other, (tuple, list)) else [None] * len(value) for other in others]
+    items = [fn(f"{name}[{index}]", *row) for index, row in enumerate(zip(value, *columns))]
+    return type(value)(items)
+
+
 def is_dynamic(value: Any) -> bool:
     """Return whether a hyperparameter, or an item of a tuple, is a tensor or a schedule."""
     if isinstance(value, (tuple, list)):
@@ -23,46 +32,58 @@ def is_dynamic(value: Any) -> bool:
     return isinstance(value, Tensor) or callable(value)
 
 
-def placeholder(value: Any, name: str, accepted: Mapping[str, inspect.Parameter]) -> Any:
-    """Return a number for a tensor or schedule, because the constructor reads its arguments."""
+def example(value: Any, name: str, accepted: Mapping[str, inspect.Parameter]) -> Any:
+    """Return a number for a tensor or schedule, for code that looks at the value.
+
+    It is the class's default, or another number if that is 0: a tensor or a schedule is in use.
+    """
     default = accepted[name].default if name in accepted else None
 
-    def pick(item: Any, fallback: Any) -> Any:
+    def number(_: str, item: Any, fallback: Any) -> Any:
         if not is_dynamic(item):
             return item
-        return fallback if isinstance(fallback, (int, float)) and not isinstance(fallback, bool) else 1e-3
+        if isinstance(fallback, (int, float)) and not isinstance(fallback, bool):
+            return float(fallback) or 0.1
+        return 1e-3
 
-    if isinstance(value, (tuple, list)):
-        defaults = default if isinstance(default, (tuple, list)) and len(default) == len(value) else [None] * len(value)
-        return type(value)(pick(item, fallback) for item, fallback in zip(value, defaults))
-    return pick(value, default)
+    return map_items(number, name, value, default)
 
 
 def stand_in(value: Any, number: Any, device: str) -> Any:
-    """Return tensors with the placeholders' values for tensors and schedules, to probe a device."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(stand_in(item, part, device) for item, part in zip(value, number))
-    return torch.full((), number, device=device) if is_dynamic(value) else value
+    """Return tensors with these numbers for tensors and schedules, to probe a device."""
+
+    def tensor(_: str, item: Any, fixed: Any) -> Any:
+        return torch.full((), fixed, dtype=torch.float64, device=device) if is_dynamic(item) else item
+
+    return map_items(tensor, "", value, number)
 
 
 def evaluate(name: str, value: Any, applied: Tensor, device: torch.device) -> Any:
-    """Return a hyperparameter after some applied steps: calls schedules, keeps numbers and tensors.
+    """Return a hyperparameter after some applied steps: a tensor for a schedule, otherwise as it is.
 
     Raises:
-        TypeError: a schedule returns neither a number nor a tensor.
+        TypeError: a schedule returns neither a number nor a tensor, or a tensor holds no real numbers.
         ValueError: a tensor has a shape other than (), or is on another type of device than the parameters.
     """
-    if isinstance(value, (tuple, list)):
-        return type(value)([evaluate(name, item, applied, device) for item in value])
-    if callable(value):
-        value = value(applied)
-    if isinstance(value, Tensor):
-        if value.dim() != 0:
-            raise ValueError(f"update: {name} must have shape (); got {tuple(value.shape)}")
-        if value.device.type != device.type:
+
+    def current(_: str, item: Any) -> Any:
+        if not is_dynamic(item):
+            return item
+        if not isinstance(item, Tensor):
+            item = item(applied)
+        if isinstance(item, (int, float)) and not isinstance(item, bool):
+            dtype = torch.float32 if device.type == "mps" else torch.float64
+            return torch.full((), item, dtype=dtype, device=device)
+        if not isinstance(item, Tensor):
+            raise TypeError(f"update: {name} must be a number or a tensor of shape (); got {item!r}")
+        if item.dim() != 0:
+            raise ValueError(f"update: {name} must have shape (); got {tuple(item.shape)}")
+        if item.dtype == torch.bool or item.is_complex():
+            raise TypeError(f"update: {name} must hold a real number; got {item.dtype}")
+        if item.device.type != device.type:
             raise ValueError(
-                f"update: {name} must be on the parameters' type of device, {device.type}; got {value.device}"
+                f"update: {name} must be on the parameters' type of device, {device.type}; got {item.device}"
             )
-    elif isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"update: {name} must be a number or a tensor of shape (); got {value!r}")
-    return value
+        return item
+
+    return map_items(current, name, value)

@@ -1,7 +1,8 @@
 """Run one step of a torch.optim class as a pure function, without reading a tensor on the host.
 
-The class's own `step` runs on clones, in an instance created for the call. It reads tensors (`step.item()`) and uses
-tensors as numbers (`alpha=-lr`); `_Pure` rewrites both, for the current thread only. No flag of torch is set.
+The class's own constructor and `step` run on clones, in an instance created for the call. Its hyperparameters are
+numbers, or tensors that it takes for numbers (`Number`). The step reads tensors (`step.item()`) and passes tensors as
+numbers (`alpha=-lr`); `_Pure` rewrites both, for the current thread only. No flag of torch is set.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from funcamp import _upstream
 from funcamp._optim.branchless import BRANCHLESS
+from funcamp._optim.hyperparameters import map_items
+from funcamp._optim.number import Number, Use, as_tensors, has_number
+from funcamp._optim.scalar_arguments import formula, tensor_of
 from funcamp._scaler.precision import widen
 from funcamp._tree import settled
 
@@ -35,6 +39,8 @@ _ARITHMETIC = {
     "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rpow__",
 }  # fmt: skip
 
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"} | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+
 #: The state of one parameter, with torch.optim's names.
 LeafState = dict[str, Tensor]
 
@@ -42,20 +48,24 @@ LeafState = dict[str, Tensor]
 class _Pure(TorchFunctionMode):
     """Replaces torch.optim calls that are not pure or not traceable by equal ones.
 
-    `item` returns a float64 tensor instead of a Python float: the same arithmetic, without a read. alpha, value or
-    fill_value may be a tensor, which torch's kernels would read as a number. An in-place call or one with out= that has
-    no batching rule becomes its functional twin; otherwise vmap would loop or fail. With `settle`, scalars (bias
-    corrections) are computed once instead of once per element of a parameter.
+    `item` returns a float64 tensor instead of a Python float: the same arithmetic, without a read. Numbers among a
+    call's arguments may be tensors, which torch's kernels would read (`scalar_arguments`). An in-place call or one with
+    out= that has no batching rule becomes its functional twin; otherwise vmap would loop or fail. With `settle`,
+    scalars (bias corrections) are computed once instead of once per element of a parameter.
     """
 
-    def __init__(self, settle: bool) -> None:
+    def __init__(self, settle: bool, has_numbers: bool, batched: list[Tensor]) -> None:
         super().__init__()
         self._settle = settle
+        self._has_numbers = has_numbers
+        self._batched = batched
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = self._run(func, args, dict(kwargs or {}))
+        if self._batched and isinstance(out, Tensor) and not any(isinstance(arg, Tensor) for arg in args):
+            out = _batched_like(self._batched, out)  # a new counter
         if self._settle and getattr(func, "__name__", "") in _ARITHMETIC and isinstance(out, Tensor) and out.dim() == 0:
             return settled(out)
         return out
@@ -64,17 +74,17 @@ class _Pure(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "item":
             return widen(args[0]).clone()
-        if isinstance(kwargs.get("alpha"), Tensor) and name in ("add", "add_", "sub", "sub_"):
-            alpha, other = kwargs.pop("alpha"), args[1]
-            if isinstance(other, Tensor):  # promotion comes before the product: Muon adds bfloat16 to float32
-                other = other.to(torch.result_type(args[0], other))
-            return func(args[0], other * alpha, **kwargs)
-        if isinstance(kwargs.get("value"), Tensor) and name in ("addcdiv", "addcdiv_", "addcmul", "addcmul_"):
-            value, (base, left, right) = kwargs.pop("value"), args
-            term = left * value / right if name.startswith("addcdiv") else left * value * right
-            return base.add_(term) if name.endswith("_") else torch.add(base, term, **kwargs)
-        if name == "full_like" and len(args) == 2 and isinstance(args[1], Tensor):
-            return torch.zeros_like(args[0], **kwargs) + args[1].to(args[0].dtype)
+        if self._has_numbers:
+            if name in ("tensor", "as_tensor") and has_number(args[0]):
+                return tensor_of(as_tensors(args[0]), **kwargs)
+            if name in _COMPARISONS and args[0].is_floating_point() and isinstance(args[1], Number):
+                # As torch rounds a Python number. Under vmap, and for two tensors of shape (), it would compare in
+                # float64: Rprop finds no element that it has set to etaminus.
+                args = (args[0], args[1].tensor.to(args[0].dtype))
+            args, kwargs = as_tensors(args), as_tensors(kwargs)
+        on_tensors = formula(name, args, kwargs)
+        if on_tensors is not None:
+            return on_tensors()
         if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             target, chosen, value = args  # in Rprop, with a mask of the same shape
             return target.copy_(torch.where(chosen, value, target))
@@ -158,6 +168,27 @@ def _settles(params: list[Tensor]) -> bool:
     return len(params) <= _FEW or (large and params[0].device.type == "cpu")
 
 
+def _numbers(arguments: dict[str, Any], hyper: dict[str, Any], use: Use) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return the hyperparameters as the class gets them, and those of their tensors that vmap batches."""
+    batched: list[Tensor] = []
+
+    def number(label: str, value: Any, example: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if _upstream.is_batched(value):
+            batched.append(value)
+        return Number(label, example, value, use)
+
+    return {name: map_items(number, name, value, arguments[name]) for name, value in hyper.items()}, batched
+
+
+def _batched_like(batched: list[Tensor], value: Tensor) -> Tensor:
+    """Batch a value over the dimensions of these tensors, because vmap writes in place only into batched tensors."""
+    for tensor in batched:
+        value = torch.where(torch.ones_like(tensor, dtype=torch.bool), value, value)
+    return value
+
+
 def run_step(
     cls: type[torch.optim.Optimizer],
     arguments: dict[str, Any],
@@ -168,33 +199,39 @@ def run_step(
     *,
     writes_grads: bool = True,
     wide: bool = True,
+    use: Use | None = None,
 ) -> tuple[list[Tensor], list[dict[str, Any]], torch.optim.Optimizer]:
-    """Take one step of `cls(params, **arguments)`, its group updated with `hyper`, from the given states.
+    """Take one step of `cls(params, **arguments | hyper)` from the given states.
 
     Args:
         cls: the optimizer's class.
-        arguments: Python values for its constructor.
-        hyper: replacements for entries of its parameter group: tensors, or numbers returned by a schedule.
+        arguments: Python values for its constructor; examples if a hyperparameter is a tensor.
+        hyper: the hyperparameters that are tensors of shape (), or tuples with such tensors.
         params: parameters, at least one.
         grads: their gradients, of the same shapes; cast to the parameter's dtype.
         states: their states; None to start without a state and record the first value of each entry (`Recorder`).
         writes_grads: whether the class writes into gradients, which are then cloned.
         wide: whether to use float64 step counters inside, on a CPU.
+        use: what the step may ask of its hyperparameters, and a record of what it asked.
 
     Returns:
         New parameters, new states (`Recorder`s if states is None), and the instance that ran.
     """
+    use = use or Use(cls.__name__)
+    numbers, batched = _numbers(arguments, hyper, use)
     with torch.no_grad():
-        fresh = [param.detach().clone() for param in params]
+        fresh = [_batched_like(batched, param.detach().clone()) for param in params]
         for param, grad in zip(fresh, grads):
-            grad = grad.detach().to(param.dtype)
+            grad = _batched_like(batched, grad.detach().to(param.dtype))
             param.grad = grad.clone() if writes_grads else grad
         if "capturable" in arguments:
             arguments = arguments | {"capturable": fresh[0].device.type in _CAPTURABLE}
         if not arguments.get("capturable"):
             cls = BRANCHLESS.get(cls, cls)
-        optimizer = cls(fresh, **arguments)
-        optimizer.param_groups[0].update(hyper)
+        pure = _Pure(settle=_settles(fresh), has_numbers=bool(numbers), batched=batched)
+        with pure:
+            optimizer = cls(fresh, **arguments | numbers)
+        use.constructing = False
         made = optimizer.state  # torch 2.11's Adagrad fills it in its constructor
         optimizer.state = defaultdict(Recorder)
         for index, param in enumerate(fresh):
@@ -202,15 +239,16 @@ def run_step(
                 optimizer.state[param].update(made.get(param, {}))
             elif states[index]:
                 given = states[index].items()
-                optimizer.state[param] = {
-                    name: _counter(name, value.clone()) if wide else value.clone() for name, value in given
-                }
+                copies = {name: _batched_like(batched, value.clone()) for name, value in given}
+                if wide:
+                    copies = {name: _counter(name, value) for name, value in copies.items()}
+                optimizer.state[param] = copies
         # Its errors and warnings are for a user's own instance on a GPU; this instance lives for one step.
         optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
         step = cls.step
         if getattr(step, "hooked", False):  # skip torch's wrapper for hooks and the profiler
             step = step.__wrapped__  # type: ignore[attr-defined]
-        with _Pure(settle=_settles(fresh)):
+        with pure:
             step(optimizer)
     for param in fresh:
         param.grad = None

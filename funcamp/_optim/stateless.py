@@ -15,7 +15,8 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._check import Fixed
 from funcamp._distributed.dtensor import is_distributed
-from funcamp._optim.hyperparameters import ANOTHER, evaluate
+from funcamp._optim.hyperparameters import ANOTHER, evaluate, map_items
+from funcamp._optim.number import Use
 from funcamp._optim.run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
 from funcamp._optim.traits import Traits, probe
 from funcamp._types import Tree
@@ -237,14 +238,16 @@ def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) ->
             reads a tensor's value.
         **hyperparameters: the class's arguments. A number is a constant of the compiled graph; a tensor of shape () is
             an input of it; a callable is a schedule: a pure function of the count of applied steps, int64, shape (), to
-            a tensor of shape () or a number. Each item of a tuple (betas) may be any of the three.
+            a tensor of shape () or a number. Each item of a tuple (betas) may be any of the three. The range of a
+            tensor is not checked. capturable is accepted and not used.
 
     Returns:
         A `StatelessOptimizer`.
 
     Raises:
         TypeError: optimizer is not such a class; its step needs a closure, reads the host, or stores state that cannot
-            become a value; it does not have a given hyperparameter.
+            become a value; it does not have a given hyperparameter; a tensor or a schedule is given for what chooses
+            the algorithm.
         ValueError: a hyperparameter is outside the class's range, or sets fused, foreach or differentiable.
 
     Example:
@@ -325,19 +328,61 @@ def _step(
     traits = optimizer._traits
     refuse_differentiation((*params, *grads))
 
-    if not traits.first_step_differs:
-        return advance(optimizer, params, grads, states, states, hyper)
-    applied = [state[APPLIED] for state in states]
+    applied = [state[APPLIED] for state in states if traits.first_step_differs]
     states = [{name: value for name, value in state.items() if name != APPLIED} for state in states]
-    fresh, fresh_states = advance(optimizer, params, grads, None, states, hyper)
-    later, later_states = advance(optimizer, params, grads, states, states, hyper)
-    for index, count in enumerate(applied):
-        first = count == 0
-        later[index] = torch.where(first, fresh[index], later[index])
-        for name, value in fresh_states[index].items():
-            later_states[index][name] = torch.where(first, value, later_states[index][name])
-        later_states[index][APPLIED] = count + 1
-    return later, later_states
+
+    def step(unused: frozenset[str]) -> _Result:
+        later, later_states = advance(optimizer, params, grads, states, states, hyper, unused)
+        if not traits.first_step_differs:
+            return later, later_states
+        if unused:  # no step of the other formula
+            for state, count in zip(later_states, applied):
+                state[APPLIED] = count
+            return later, later_states
+        fresh, fresh_states = advance(optimizer, params, grads, None, states, hyper)
+        for index, count in enumerate(applied):
+            first = count == 0
+            later[index] = torch.where(first, fresh[index], later[index])
+            for name, value in fresh_states[index].items():
+                later_states[index][name] = torch.where(first, value, later_states[index][name])
+            later_states[index][APPLIED] = count + 1
+        return later, later_states
+
+    return by_branch(optimizer, hyper, step)
+
+
+#: New parameters and states.
+_Result = tuple[list[Tensor], list[LeafState]]
+
+
+def by_branch(
+    optimizer: StatelessOptimizer, hyper: dict[str, Any], step: Callable[[frozenset[str]], _Result]
+) -> _Result:
+    """Take a step with the formula that the values of the hyperparameters choose, without reading them.
+
+    Args:
+        optimizer: the optimizer.
+        hyper: its hyperparameters that are tensors.
+        step: takes the step, with some hyperparameters, named by their labels, unused.
+    """
+    values: dict[str, Any] = {}
+    for name, value in hyper.items():
+        map_items(values.__setitem__, name, value)
+
+    def chosen(labels: tuple[str, ...], unused: frozenset[str]) -> _Result:
+        if not labels:
+            return step(unused)
+        label, rest = labels[0], labels[1:]
+        params, states = chosen(rest, unused)
+        without, states_without = chosen(rest, unused | {label})
+        is_zero = values[label] == 0
+        params = [torch.where(is_zero, old, new) for old, new in zip(without, params)]
+        for state, state_without in zip(states, states_without):
+            for name, value in state_without.items():
+                state[name] = torch.where(is_zero, value, state[name])
+        return params, states
+
+    return chosen(optimizer._traits.branches, frozenset())
 
 
 def first_state(optimizer: StatelessOptimizer, param: Tensor, hyper: dict[str, Any]) -> LeafState:
@@ -353,14 +398,30 @@ def advance(
     start: list[LeafState] | None,
     like: list[LeafState],
     hyper: dict[str, Any],
+    unused: frozenset[str] = frozenset(),
 ) -> tuple[list[Tensor], list[LeafState]]:
     """Return new parameters and states, with the dtypes of the states `like`; `start` is None for a first step."""
-    new, after = _run(optimizer, params, grads, start, hyper)
+    new, after = _run(optimizer, params, grads, start, hyper, unused)
     return new, [narrow_counters(old, state, param) for old, state, param in zip(like, after, new)]
 
 
 def _run(
-    optimizer: StatelessOptimizer, params: list[Tensor], grads: list[Tensor], start: Any, hyper: dict[str, Any]
+    optimizer: StatelessOptimizer,
+    params: list[Tensor],
+    grads: list[Tensor],
+    start: Any,
+    hyper: dict[str, Any],
+    unused: frozenset[str] = frozenset(),
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
     traits = optimizer._traits
-    return run_step(optimizer._cls, traits.arguments, hyper, params, grads, start, writes_grads=traits.writes_grads)[:2]
+    new, states, _ = run_step(
+        optimizer._cls,
+        traits.arguments,
+        hyper,
+        params,
+        grads,
+        start,
+        writes_grads=traits.writes_grads,
+        use=Use(optimizer._cls.__name__, unused),
+    )
+    return new, states

@@ -1,0 +1,357 @@
+"""Every hyperparameter of every class of torch.optim as a tensor or a schedule follows torch's loop.
+
+In torch's loop a number is assigned to the parameter group before each step. Tolerance: 5e-7 of a leaf's norm,
+because torch's CPU adds a scaled gradient in one rounding; Muon multiplies in bfloat16.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcamp import jit, make_train_step, ravel, skip_step, stateless
+from tests.support.helpers import assert_close, assert_same
+from tests.support.oracle import state_of
+
+optim = torch.optim
+CLASSES = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad),
+    *(optim.Adadelta, optim.RMSprop, optim.ASGD, optim.Rprop, optim.Adafactor, optim.Muon),
+)
+#: Numbers that a class uses as a size of a loop.
+SIZES = {"ns_steps"}
+#: Other arguments that make a hyperparameter matter.
+WITH: dict[str, dict[str, Any]] = {
+    "SGD-dampening": {"momentum": 0.9},
+    "SGD-lr": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "AdamW-eps": {"amsgrad": True},
+    "NAdam-weight_decay": {"decoupled_weight_decay": True},
+    "RMSprop-alpha": {"centered": True},
+    "RMSprop-lr": {"momentum": 0.9, "maximize": True},
+    "ASGD-t0": {"lambd": 0.01},
+    "ASGD-alpha": {"lambd": 0.5},
+    "Adafactor-d": {"lr": 0.5},
+}
+#: Values at which a hyperparameter matters, if not near the class's default.
+VALUES: dict[str, float] = {
+    "SGD-lr": 0.1,
+    "SGD-weight_decay": 0.1,
+    "SGD-momentum": 0.7,
+    "SGD-dampening": 0.2,
+    "RMSprop-momentum": 0.7,
+    "ASGD-t0": 2.0,
+    "ASGD-lambd": 0.1,
+    "Rprop-step_sizes[1]": 0.02,
+    "Adafactor-eps[0]": 0.2,
+    "Adafactor-eps[1]": 0.3,
+    "Adafactor-lr": 0.2,
+    "Muon-eps": 3.0,
+    "Muon-lr": 0.02,
+    "Adagrad-initial_accumulator_value": 0.3,
+    "Rprop-step_sizes[0]": 0.008,
+    "Adamax-eps": 0.5,
+}
+STEPS = 5
+Set = Callable[[Any], dict[str, Any]]
+
+
+def numbers(cls: type[optim.Optimizer]) -> dict[str, tuple[Set, float]]:
+    """Return for each number among a class's arguments how to set it, and its default."""
+    found: dict[str, tuple[Set, float]] = {}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        default = parameter.default
+        if name in SIZES or isinstance(default, bool):
+            continue
+        if isinstance(default, (int, float)):
+
+            def put_alone(value: Any, name: str = name) -> dict[str, Any]:
+                return {name: value}
+
+            found[name] = put_alone, float(default)
+        if isinstance(default, tuple):
+            for index, item in enumerate(default):
+
+                def put(value: Any, name: str = name, index: int = index, default: Any = default) -> dict[str, Any]:
+                    return {name: (*default[:index], value, *default[index + 1 :])}
+
+                found[f"{name}[{index}]"] = put, item or 0.0
+    return found
+
+
+CASES = {f"{cls.__name__}-{label}": (cls, label) for cls in CLASSES for label in numbers(cls)}
+
+
+def values(case: str) -> list[float]:
+    """Return a value for each step; all are in the class's range, and the first is not 0."""
+    cls, label = CASES[case]
+    base = VALUES.get(case, numbers(cls)[label][1]) or 0.1
+    rate = -0.01 if label in ("d", "etas[1]") else 0.02
+    if label.startswith("ns_"):
+        rate = 0.001  # the iteration does not converge with others
+    return [base * (1 - rate * step) for step in range(STEPS)]
+
+
+def gradients(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    scale = 10.0 ** (step % 3 - 1)
+    return {name: torch.randn(shape, generator=generator) * scale for name, shape in SHAPES.items()}
+
+
+SHAPES = {"w": (4, 3), "v": (2, 5)}
+
+
+def parameters() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def loop(cls: type[optim.Optimizer], arguments: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """Take torch's steps, each with its arguments; return the parameters after each."""
+    leaves = {name: value.requires_grad_() for name, value in parameters().items()}
+    optimizer = cls(leaves.values(), **arguments[0])
+    trajectory = []
+    for step, given in enumerate(arguments):
+        for name, leaf in leaves.items():
+            leaf.grad = gradients(step)[name]
+        optimizer.param_groups[0].update(given)
+        optimizer.step()
+        trajectory.append({name: leaf.detach().clone() for name, leaf in leaves.items()})
+    return trajectory
+
+
+def tolerance(cls: type[optim.Optimizer], label: str) -> float:
+    if cls is optim.Muon:
+        return 2e-2 if label.startswith("ns_") else 1e-3
+    return 5e-7
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["per_tensor", "flat"])
+@pytest.mark.parametrize("case", CASES)
+def test_schedule_follows_torchs_loop(case: str, flat: bool) -> None:
+    cls, label = CASES[case]
+    put, _ = numbers(cls)[label]
+    expected = loop(cls, [WITH.get(case, {}) | put(value) for value in values(case)])
+    table = torch.tensor(values(case), dtype=torch.float64)
+    optimizer = stateless(cls, **WITH.get(case, {}) | put(lambda applied: table[applied]))
+    params: Any = ravel(parameters()) if flat else parameters()
+    opt_state = optimizer.init(params)
+    for step in range(STEPS):
+        given = gradients(step)
+        new = optimizer.update(params, params.ravel(given) if flat else given, opt_state)
+        skipped = skip_step(state_of(8.0, found_inf=1.0), new=new, old=(params, opt_state))
+        assert_same(skipped, (params, opt_state))
+        params, opt_state = new
+        result = params.tree() if flat else params
+        assert_close(result, expected[step], tolerance(cls, label))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_jitted_step_follows_torchs_loop(case: str) -> None:
+    follow_in_a_step(case, "eager")
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("case", ["SGD-momentum", "AdamW-weight_decay", "Adafactor-eps[1]"])
+def test_generated_code_follows_torchs_loop(case: str) -> None:
+    follow_in_a_step(case, "inductor")
+
+
+def follow_in_a_step(case: str, backend: str) -> None:
+    """A tensor that `fill_` changes between the steps of one program."""
+    cls, label = CASES[case]
+    put, _ = numbers(cls)[label]
+    # A value that the state takes before the first step does not change later.
+    scheduled = values(case)[:3]
+    expected = loop(cls, [WITH.get(case, {}) | put(value) for value in scheduled])
+    hyperparameter = torch.tensor(scheduled[0], dtype=torch.float64)
+
+    def loss_fn(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(params[name] * batch[name]).sum() for name in params]).sum()
+
+    step = make_train_step(loss_fn, stateless(cls, **WITH.get(case, {}) | put(hyperparameter)))
+    run = jit(step, backend=backend)
+    state = step.init(parameters())
+    for number, value in enumerate(scheduled):
+        hyperparameter.fill_(value)
+        state, _ = run(state, gradients(number))
+        tree = state.params.tree()
+        assert_close({name: tree[name] for name in SHAPES}, expected[number], tolerance(cls, label))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vmap_over_a_hyperparameter_equals_each_value(case: str) -> None:
+    cls, label = CASES[case]
+    put, _ = numbers(cls)[label]
+    members = torch.tensor(values(case)[:3], dtype=torch.float64)
+    params, first, second = parameters(), gradients(0), gradients(1)
+
+    def two_steps(value: Tensor) -> Any:
+        optimizer = stateless(cls, **WITH.get(case, {}) | put(value))
+        moved, opt_state = optimizer.update(params, first, optimizer.init(params))
+        return optimizer.update(moved, second, opt_state)[0]
+
+    batched = torch.func.vmap(two_steps)(members)
+    for index, value in enumerate(members):
+        row = {name: leaf[index] for name, leaf in batched.items()}
+        assert_close(row, two_steps(value), max(tolerance(cls, label), 1e-6))
+
+
+def piecewise(*table: float) -> Callable[[Tensor], Tensor]:
+    return lambda applied: torch.tensor(table, dtype=torch.float64)[applied]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"momentum": (0.0, 0.0, 0.9, 0.0, 0.8)},
+        {"momentum": (0.5, 0.0, 0.9, 0.0, 0.8), "nesterov": True},
+        {"momentum": (0.0, 0.9, 0.0, 0.0, 0.8), "dampening": 0.3},
+        {"momentum": (0.0, 0.9, 0.0, 0.7, 0.8), "dampening": (0.3, 0.0, 0.2, 0.1, 0.5)},
+        {"momentum": 0.9, "dampening": (0.0, 0.0, 0.2, 0.1, 0.5)},
+        {"weight_decay": (0.0, 0.1, 0.0, 0.2, 0.0), "momentum": (0.9, 0.0, 0.0, 0.9, 0.9)},
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_momentum_that_is_sometimes_zero_follows_torchs_loop(arguments: dict[str, Any]) -> None:
+    """torch's SGD then neither reads nor writes the buffer."""
+    scheduled = [
+        {name: value[step] if isinstance(value, tuple) else value for name, value in arguments.items()}
+        for step in range(STEPS)
+    ]
+    expected = loop(optim.SGD, scheduled)
+    given = {name: piecewise(*value) if isinstance(value, tuple) else value for name, value in arguments.items()}
+    optimizer = stateless(optim.SGD, **given)
+    params = parameters()
+    opt_state = optimizer.init(params)
+    for step in range(STEPS):
+        params, opt_state = optimizer.update(params, gradients(step), opt_state)
+        assert_close(params, expected[step], 5e-7)
+
+
+def test_momentum_that_becomes_zero_leaves_the_buffer_of_rmsprop_alone() -> None:
+    momenta = (0.9, 0.0, 0.0, 0.5, 0.0)
+    expected = loop(optim.RMSprop, [{"momentum": value} for value in momenta])
+    optimizer = stateless(optim.RMSprop, momentum=piecewise(*momenta))
+    params = parameters()
+    opt_state = optimizer.init(params)
+    for step in range(STEPS):
+        params, opt_state = optimizer.update(params, gradients(step), opt_state)
+        assert_close(params, expected[step], 5e-7)
+
+
+def test_only_a_value_whose_zero_is_another_formula_costs_a_second_one() -> None:
+    def branches(cls: type[optim.Optimizer], **hyperparameters: Any) -> tuple[str, ...]:
+        return stateless(cls, **hyperparameters)._traits.branches
+
+    tensor = torch.tensor(0.1)
+    assert branches(optim.SGD, momentum=tensor, weight_decay=tensor, lr=tensor) == ("momentum",)
+    assert branches(optim.AdamW, weight_decay=tensor, betas=(tensor, tensor)) == ()
+    assert branches(optim.RMSprop, momentum=tensor) == ("momentum",)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64, torch.float64])
+@pytest.mark.parametrize("cls", [optim.SGD, optim.AdamW, optim.RMSprop], ids=lambda cls: cls.__name__)
+def test_other_dtypes_and_scalars_round_as_torchs_numbers(cls: Any, dtype: torch.dtype) -> None:
+    numeric = {"lr": 0.1, "weight_decay": 0.3, "eps": 0.01}
+    if cls is optim.SGD:
+        numeric = {"lr": 0.1, "weight_decay": 0.3, "momentum": 0.7}
+    if cls is optim.AdamW:
+        numeric |= {"betas": (0.7, 0.8)}  # type: ignore[dict-item]
+    as_tensors = torch.utils._pytree.tree_map(lambda value: torch.tensor(value, dtype=torch.float64), numeric)
+    for shape in ((), (6,), (2, 3)):
+        weight = torch.randn(shape, dtype=dtype)
+        leaf = weight.clone().requires_grad_()
+        eager, optimizer = cls([leaf], **numeric), stateless(cls, **as_tensors)
+        opt_state = optimizer.init(weight)
+        for _ in range(4):
+            grad = torch.randn(shape, dtype=dtype)
+            leaf.grad = grad.clone()
+            eager.step()
+            weight, opt_state = optimizer.update(weight, grad, opt_state)
+            assert weight.dtype == dtype
+            pair = [torch.view_as_real(t) if t.is_complex() else t for t in (weight, leaf.detach())]
+            assert_close(pair[0], pair[1], 2 * torch.finfo(dtype).eps)
+
+
+def test_rprop_of_a_scalar_finds_what_it_set_to_a_tensor() -> None:
+    weight, leaf = torch.tensor(1.0), torch.tensor(1.0, requires_grad=True)
+    eager = optim.Rprop([leaf], etas=(0.3, 1.2))
+    optimizer = stateless(optim.Rprop, etas=(torch.tensor(0.3, dtype=torch.float64), 1.2))
+    opt_state = optimizer.init(weight)
+    for value in (1.0, -1.0, -1.0, 1.0, 1.0):
+        leaf.grad = torch.tensor(value)
+        eager.step()
+        weight, opt_state = optimizer.update(weight, torch.tensor(value), opt_state)
+        assert_same(weight, leaf.detach())
+
+
+class ReadsRate(optim.SGD):
+    """Takes the float out of its learning rate."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.sub_(param.grad, alpha=math.sqrt(self.param_groups[0]["lr"]))
+
+
+class ConvertsRate(optim.SGD):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, float(lr))
+
+
+class BranchesOnRate(ReadsRate):
+    def step(self, closure: Any = None) -> Any:
+        return super().step() if self.param_groups[0]["lr"] > 0.5 else optim.SGD.step(self)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), lambda applied: 0.5 + 0 * applied], ids=["tensor", "schedule"])
+@pytest.mark.parametrize(
+    ("cls", "name", "reason"),
+    [
+        (optim.SGD, "nesterov", "must be a bool, because it chooses the algorithm"),
+        (optim.Adam, "amsgrad", "must be a bool, because it chooses the algorithm"),
+        (optim.Adam, "maximize", "must be a bool, because it chooses the algorithm"),
+        (optim.RMSprop, "centered", "must be a bool, because it chooses the algorithm"),
+        (optim.NAdam, "decoupled_weight_decay", "must be a bool, because it chooses the algorithm"),
+        (optim.Adam, "capturable", "must be a bool, because it chooses the algorithm"),
+        (optim.Adam, "foreach", "must be False or None"),
+        (optim.Muon, "ns_steps", "must be a number, because Muon compares it with 100 in Python"),
+        (ReadsRate, "lr", "must be a number, because ReadsRate reads its value in Python, so that"),
+        (ConvertsRate, "lr", "must be a number, because ConvertsRate reads its value in Python"),
+        (BranchesOnRate, "lr", "must be a number, because BranchesOnRate compares it with 0.5 in Python"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else None,
+)
+def test_what_chooses_the_algorithm_is_refused_by_name(cls: Any, name: str, reason: str, value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"stateless: {name} {reason}"):
+        stateless(cls, **{name: value})
+
+
+def test_a_part_of_a_complex_number_is_refused_when_the_state_is_made() -> None:
+    optimizer = stateless(optim.Rprop, lr=torch.tensor(0.1))
+    optimizer.init(torch.ones(2))
+    with pytest.raises(TypeError, match="lr must be a number, because Rprop reads its value in Python"):
+        optimizer.init(torch.ones(2, dtype=torch.complex64))
+
+
+def test_a_schedule_may_return_a_number() -> None:
+    params = parameters()
+    results = []
+    for momentum in (0.9, lambda applied: 0.9):
+        optimizer = stateless(optim.SGD, lr=0.1, momentum=momentum)
+        moved, opt_state = optimizer.update(params, gradients(0), optimizer.init(params))
+        results.append(optimizer.update(moved, gradients(1), opt_state)[0])
+    assert_close(results[0], results[1], 5e-7)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(True), torch.tensor(1j)], ids=["bool", "complex"])
+def test_a_hyperparameter_that_is_no_real_number_is_named(value: Tensor) -> None:
+    optimizer = stateless(optim.SGD, weight_decay=value)
+    with pytest.raises(TypeError, match="update: weight_decay must hold a real number; got torch"):
+        optimizer.init(torch.zeros(2))

@@ -21,6 +21,8 @@ class Loss:
     cast_names: frozenset[str] | None = None
     #: The names of the weights of a module's linear layers.
     linear_names: frozenset[str] = frozenset()
+    #: The names of a module's parameters with a hook, which gets the gradient in the parameter's own precision.
+    hooked_names: frozenset[str] = frozenset()
 
     def __init__(
         self,

@@ -7,18 +7,21 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from funcamp import _tree, _upstream
+from funcamp import _tree
+from funcamp._autograd.first_call_watch import FirstCallWatch, Places, written_error
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.scaled_grad import Engine, check_engine, nodes, pair
+from funcamp._autograd.passed_values import like_own_tensors, with_hooks
+from funcamp._autograd.scaled_grad import Engine, check_engine, pair
 from funcamp._check import boolean
 from funcamp._memory import identity, overlaps, rebind
+from funcamp._trace.tracing import running
 
 _LAYER = frozenset({"weight", "bias"})
 
@@ -55,7 +58,8 @@ class ModuleLoss(Loss):
         self.model, self.criterion = model, criterion
         self._made_of = model
         self.holder = Holder(model, model)
-        self._looked = False
+        self._watched: set[bool] = set()
+        """The values of model.training with which an eager call was watched."""
         self._parts = _parts(model)
         self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
         self.names: dict[str, str] = {}
@@ -67,9 +71,12 @@ class ModuleLoss(Loss):
             _join(prefix, name) for prefix, module in model.named_modules() for name in _cast_by_autocast(module)
         )
         """The names of the parameters that torch.autocast would cast."""
-        self.linear_names = frozenset(_linear_weights(model))
+        self.hooked_names = frozenset(name for name in self.names if model.get_parameter(name)._backward_hooks)
+        self.linear_names = frozenset(_linear_weights(model)) - self.hooked_names
         """The names of the weights that only a linear layer's own forward multiplies by."""
         self.has_buffers = bool(self.buffer_names)
+        self._own_slots = _slots(model, self.names.keys() | self.buffer_names.keys())
+        self._own_places = Places(self._own_tensors())
 
     def __repr__(self) -> str:
         criterion = "" if self.criterion is None else f", {self.criterion!r}"
@@ -81,8 +88,9 @@ class ModuleLoss(Loss):
         Raises:
             TypeError: the batch has another form than `module_loss` accepts, or the model returns no loss.
             ValueError: since the loss was made, the module got other parameters or buffers or froze a parameter; its
-                forward pass assigned one of two buffers that were one tensor; the loss depends on a parameter of the
-                module through a tensor kept from before the call.
+                forward pass assigned one of two buffers that were one tensor. At the first call in training or eval
+                mode, and in every trace: the forward pass writes a parameter, or reads a parameter or buffer through
+                a tensor kept from before the call.
         """
         *given, batch = buffers_and_batch
         if len(given) != self.has_buffers:
@@ -96,36 +104,42 @@ class ModuleLoss(Loss):
         if self.has_buffers:
             fresh = {name: value.clone() for name, value in given[0].items()}
             values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
-        places = self._places(params)
-        returned = self._loss(values, batch)
-        if (now := self._places(params)) != places:
-            first, *others = (name for name in places if now[name] != places[name])
-            raise ValueError(
-                f"module_loss: model must not write to its parameters in the forward pass; it wrote to {first!r}"
-                f"{' or another one in the same memory' * bool(others)}, which a skipped step could not undo: compute "
-                "with a changed copy, or write into the state between steps"
-            )
+        if not torch.compiler.is_dynamo_compiling():
+            values = with_hooks(values, self._own_tensors())
+        returned = self._watched_loss(values, params, batch)
         loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
-        self._check_reads(loss, values, batch)
         if not self.has_buffers:
             return returned
         after = self._after(values, given[0])
         return loss, ((after, aux) if self.has_aux else after)
 
-    def _places(self, params: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
-        """Return, by name, what changes if a tensor is written in place or is given other memory; {} under Dynamo.
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Return the module's own parameters and buffers for which values are passed, by name."""
+        found: dict[str, Tensor] = {}
+        for name, held, key in self._own_slots:
+            tensor = held.get(key)
+            if tensor is not None:
+                found[name] = tensor
+        return found
 
-        `flatten_parameters` of a recurrent layer gives its parameters other memory with the same values.
-        """
+    def _watched_loss(self, values: dict[str, Tensor], params: dict[str, Tensor], batch: Any) -> Any:
+        """Return the loss of a batch; watch the first call in training or eval mode, and every trace."""
         if torch.compiler.is_dynamo_compiling():
-            return {}
-        return {
-            name: (
-                0 if value.is_inference() else value._version,
-                0 if self._recurrent or _upstream.is_wrapped(value) else value.untyped_storage()._cdata,
-            )
-            for name, value in params.items()
-        }
+            return self._loss(values, batch)
+        training = self.holder.model.training
+        if training in self._watched and running() is None:
+            return self._loss(values, batch)
+        buffers = {name: values[name] for name in self.buffer_names}
+        before = {name: Places({name: value}).storages() for name, value in params.items()}
+        with FirstCallWatch(self._own_tensors(), self._own_places, params, buffers):
+            returned = self._loss(values, batch)
+        if not self._recurrent:  # flatten_parameters gives a layer's parameters other memory with the same values
+            for name, value in params.items():
+                if Places({name: value}).storages() != before[name]:
+                    raise written_error(name)  # by `.data = value`, which torch does not dispatch
+        if running() is None:
+            self._watched.add(training)
+        return returned
 
     def _loss(self, values: dict[str, Tensor], batch: Any) -> Any:
         """Return the loss of a batch; write buffers that the module assigned into values."""
@@ -158,29 +172,13 @@ class ModuleLoss(Loss):
         else:
             with _locks.setdefault(self._made_of, threading.RLock()):
                 try:
-                    out = functional_call(self.holder, held, (run,), tie_weights=False)
+                    with like_own_tensors(values, self._own_tensors()):
+                        out = functional_call(self.holder, held, (run,), tie_weights=False)
                 finally:
                     for layer in self._recurrent:  # an RNN keeps a list of its last tensors; __getstate__ resets it
                         layer.__getstate__()  # type: ignore[no-untyped-call]
         values |= {name: held[f"model.{name}"] for name in values}
         return out
-
-    def _check_reads(self, loss: Any, values: dict[str, Tensor], batch: Any) -> None:
-        """Raise ValueError if a loss depends on the module's own parameters; check the first graph only."""
-        if torch.compiler.is_dynamo_compiling() or self._looked or getattr(loss, "grad_fn", None) is None:
-            return
-        given = [leaf for leaf in (*values.values(), *_tree.leaves(batch)) if isinstance(leaf, Tensor)]
-        known = {id(leaf) for leaf in given}
-        tensors = _tensors(self._made_of).items()
-        own = {id(part): name for name, part in tensors if part.requires_grad and id(part) not in known}
-        for node in nodes(loss.grad_fn, {leaf.grad_fn for leaf in given}):
-            if name := own.get(id(getattr(node, "variable", None))):
-                raise ValueError(
-                    "module_loss: model's parameters must be read of the model when the loss is called, as "
-                    f"model.parameters() in the criterion; got {name!r} as a tensor kept from before, whose values no "
-                    "step changes: read it in the call, or detach() it if it is a constant"
-                )
-        self._looked = True
 
     def _after(self, values: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, stored in self.buffer_names.items():
@@ -446,6 +444,15 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
         for name, value in (*module._parameters.items(), *module._buffers.items()):
             if value is not None:
                 found[_join(prefix, name)] = value
+    return found
+
+
+def _slots(model: nn.Module, names: Set[str]) -> list[tuple[str, dict[str, Any], str]]:
+    """Return, for each of these names, the dict of a module that has the tensor, and the key in it."""
+    found: list[tuple[str, dict[str, Any], str]] = []
+    for prefix, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            found += [(_join(prefix, key), held, key) for key in held if _join(prefix, key) in names]
     return found
 
 

@@ -21,6 +21,7 @@ from funcamp._autograd.passed_values import like_own_tensors, with_hooks
 from funcamp._autograd.scaled_grad import Engine, check_engine, pair
 from funcamp._check import boolean
 from funcamp._memory import identity, overlaps, rebind
+from funcamp._trace.python_state import survey
 from funcamp._trace.tracing import running
 
 _LAYER = frozenset({"weight", "bias"})
@@ -129,6 +130,7 @@ class ModuleLoss(Loss):
         training = self.holder.model.training
         if training in self._watched and running() is None:
             return self._loss(values, batch)
+        _check_post_accumulate_hooks(self._made_of)
         buffers = {name: values[name] for name in self.buffer_names}
         before = {name: Places({name: value}).storages() for name, value in params.items()}
         with FirstCallWatch(self._own_tensors(), self._own_places, params, buffers):
@@ -283,6 +285,9 @@ class ModuleLoss(Loss):
         held = {name: value.detach() for name, value in values.items()}
         tensors = _tensors(self._made_of)
         now = {id(tensors[name]): held[stored] for name, stored in self.buffer_names.items()}
+        for name, stored in self.buffer_names.items():
+            if held[stored] is not tensors[name]:
+                held[stored].__dict__.update(tensors[name].__dict__)  # attributes that a user set
         # New objects, as Module.to creates: a buffer that is a view would keep its base's memory alive.
         for part in (*self._made_of.modules(), *self.model.modules()):
             part._buffers.update({name: now.get(id(value), value) for name, value in part._buffers.items()})
@@ -425,14 +430,8 @@ def module_loss(
             raise ValueError(
                 f"module_loss: model must have its shapes; {name!r} is lazy: call the model on a batch once, before"
             )
-    if isinstance(criterion, nn.Module):
-        own = {id(value) for value in model.parameters()}
-        for name, value in criterion.named_parameters():
-            if value.requires_grad and id(value) not in own:
-                raise ValueError(
-                    f"module_loss: criterion must have no trainable parameter, which no step would train; got {name!r} "
-                    f"in {type(criterion).__name__}: make it a part of the model, whose forward takes the target"
-                )
+    _check_post_accumulate_hooks(model)
+    _check_kept(model, criterion)
     return ModuleLoss(model, criterion, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
 
 
@@ -445,6 +444,49 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
             if value is not None:
                 found[_join(prefix, name)] = value
     return found
+
+
+def _check_post_accumulate_hooks(model: nn.Module) -> None:
+    for name, value in model.named_parameters():
+        if value._post_accumulate_grad_hooks:
+            raise ValueError(
+                "module_loss: model's parameters must have no hook of register_post_accumulate_grad_hook, because a "
+                f"step's gradients are values and no parameter has a .grad; got one on {name!r}: use register_hook, "
+                "which returns the new gradient, or observe in make_train_step"
+            )
+
+
+def _check_kept(model: nn.Module, criterion: Callable[[Any, Any], Any] | None) -> None:
+    """Raise ValueError if the criterion has something to train, or if either knows a parameter by its identity."""
+    own = {id(value): name for name, value in _tensors(model).items()}
+    for slot in survey({"model": model, "criterion": criterion}).values():
+        value = slot.value
+        if slot.path.startswith("criterion") and isinstance(value, Tensor) and id(value) not in own:
+            if value.requires_grad and value.is_leaf:
+                path = slot.path.removeprefix("criterion.")
+                raise ValueError(
+                    f"module_loss: criterion must have no trainable parameter, which no step would train; got {path!r} "
+                    f"in {_kind(criterion)}: make it a part of the model, whose forward takes the target, or freeze "
+                    "it, requires_grad_(False)"
+                )
+        in_a_dict = isinstance(slot.owner, dict) and isinstance(slot.key, (Tensor, int))
+        in_a_set = slot.path.endswith("}") and isinstance(value, Tensor)
+        keys = [id(slot.key) if isinstance(slot.key, Tensor) else slot.key] if in_a_dict else []
+        if in_a_set:
+            keys.append(id(value))
+        if type(value) is int:
+            keys.append(value)
+        name = next((own[key] for key in keys if key in own), None)
+        if name is not None:
+            raise ValueError(
+                "module_loss: model and criterion must not know a parameter by its identity (id(), a key of a dict, "
+                f"in a set), because a step passes other tensors; got {name!r} in {slot.path}: use its name, or an "
+                "attribute of the parameter"
+            )
+
+
+def _kind(criterion: Any) -> str:
+    return getattr(criterion, "__name__", type(criterion).__name__)
 
 
 def _slots(model: nn.Module, names: Set[str]) -> list[tuple[str, dict[str, Any], str]]:

@@ -63,6 +63,10 @@ class Loss:
         """Return the names of all parameters, including those that are not trained."""
         return _tree.names(params)
 
+    def python_parts(self) -> dict[str, Any]:
+        """Return the objects whose Python the loss runs, by name."""
+        return {"loss": self.function}
+
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: dropout and similar layers are off, if the loss knows its module."""
         return contextlib.nullcontext()

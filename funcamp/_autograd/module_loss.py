@@ -220,6 +220,11 @@ class ModuleLoss(Loss):
             for part, flag in flags:
                 part.training = flag
 
+    def python_parts(self) -> dict[str, Any]:
+        """Return the objects whose Python the loss runs, by name."""
+        parts = {"model": self.model, "criterion": self.criterion, "made_of": self._made_of}
+        return {name: part for name, part in parts.items() if name != "made_of" or part is not self.model}
+
     def holding(self, params: dict[str, Tensor], after: Any, run: Callable[[], Any]) -> Any:
         """Call run while the module has these parameters and copies of the buffers after its forward pass.
 

@@ -34,8 +34,9 @@ from funcamp._jit.signature import (
 from funcamp._jit.unroll import check_steps, unrolled
 from funcamp._memory import Memory
 from funcamp._trace.open_shapes import is_open
-from funcamp._trace.trace import Graph, HostError, Outline, trace
-from funcamp._trace.tracing import running
+from funcamp._trace.carried_state import CarriedState
+from funcamp._trace.trace import Graph, Outline, trace
+from funcamp._trace.tracing import HostError, running
 from funcamp._types import Tree
 from funcamp._upstream.advice import advise
 from funcamp._upstream.inductor_cpu import corrected
@@ -76,6 +77,7 @@ class JitStep(Fixed):
         self._programs: dict[Any, _Program] = {}
         self._owned: Owned | None = None
         self._like: Tree = None
+        self._carried = CarriedState(_python_parts(step))
         self._captured: list[Tensor] = []
         self._places: list[tuple[int, tuple[int, ...]]] = []
         self._graphs: cuda_graph.CudaGraphs | None = None
@@ -134,6 +136,7 @@ class JitStep(Fixed):
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self._captured and [(leaf.data_ptr(), leaf.stride()) for leaf in self._captured] != self._places:
             self._follow()
+        self._carried.follow()
         owned = self._owned
         if owned is None or not owned.is_of(state):
             check_state(state)
@@ -322,7 +325,14 @@ class JitStep(Fixed):
 
         try:
             home = {leaf.device.type for leaf in owned.leaves}
-            return trace(body, [*owned.leaves, *given], home, fixed_shapes=self._graphs is not None)
+            return trace(
+                body,
+                [*owned.leaves, *given],
+                home,
+                fixed_shapes=self._graphs is not None,
+                carried=self._carried,
+                state_count=count,
+            )
         except HostError as error:
             raise RuntimeError(f"jit: step must {error}") from None
         except RuntimeError as error:
@@ -366,6 +376,12 @@ class JitStep(Fixed):
             advise("jit", error)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error
+
+
+def _python_parts(step: Any) -> dict[str, Any]:
+    """Return the objects whose Python a step runs: the model and the criterion of a TrainStep, else itself."""
+    parts = getattr(step, "python_parts", None)
+    return {"step": step} if parts is None else parts()
 
 
 _lock = threading.Lock()

@@ -38,7 +38,7 @@ def settle(kept: list[tuple[Tensor, fx.Node]], root: Any, values: dict[fx.Node, 
     """
     graph = kept[0][1].graph
     inputs = Memory(value for node, value in values.items() if node.op == "placeholder")
-    aliases = _Aliases(graph)
+    aliases = Aliases(graph)
     pairs: list[tuple[Tensor, Tensor]] = []
     fixed: list[str] = []
     redrawn: list[str] = []
@@ -76,10 +76,11 @@ _FIXED = "follow from its arguments, and later calls will not change them (retur
 _DRAWN = "are random, and a program draws them anew at every call: make them before the first call"
 
 
-class _Aliases:
+class Aliases:
     """The nodes that share memory, and the nodes that write it."""
 
     def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
         self.root: dict[fx.Node, fx.Node] = {}
         self._writers: dict[fx.Node, list[fx.Node]] = {}
         for node in graph.nodes:
@@ -108,7 +109,7 @@ def _arguments(node: fx.Node, *, written: bool = False) -> list[fx.Node]:
     return [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 
 
-def _value(node: fx.Node, root: Any, values: dict[fx.Node, Any], aliases: _Aliases) -> Any:
+def _value(node: fx.Node, root: Any, values: dict[fx.Node, Any], aliases: Aliases) -> Any:
     if node.op == "get_attr":
         return getattr(root, str(node.target))
     target: Any = node.target

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 _DEPTH = 8
 _COUNT = 20_000
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 #: Packages whose functions and objects keep no state of a step, except torch's modules.
 _LIBRARIES = frozenset({"torch", "funcamp", "numpy", *sys.stdlib_module_names}) - {"__main__"}
@@ -67,7 +67,7 @@ def survey(roots: Mapping[str, Any]) -> dict[str, Slot]:
         slot, depth = left.popleft()
         found.setdefault(slot.path, slot)
         value = slot.value
-        if isinstance(value, _NUMBERS) or id(value) in seen or depth >= _DEPTH:
+        if isinstance(value, NUMBERS) or id(value) in seen or depth >= _DEPTH:
             continue
         seen.add(id(value))
         # A model may be deep; only what hangs on its modules is bounded.
@@ -79,8 +79,9 @@ def survey(roots: Mapping[str, Any]) -> dict[str, Slot]:
 
 def _inside(path: str, value: Any) -> Iterator[Slot]:
     if isinstance(value, Tensor):
-        yield from _attributes(path, value)
-    elif isinstance(value, _CONTAINERS):
+        if type(value) in (Tensor, nn.Parameter):  # others have attributes of their own, such as a fake tensor's
+            yield from _attributes(path, value)
+    elif isinstance(value, CONTAINERS):
         yield from _items(path, value)
     elif isinstance(value, functools.partial):
         yield Slot(f"{path}.func", None, None, value.func)
@@ -131,7 +132,7 @@ def _of_class(path: str, kind: type) -> Iterator[Slot]:
         for key, item in list(vars(each).items()):
             if key.startswith("__") and key != "__call__":
                 continue
-            if isinstance(item, (types.FunctionType, *_CONTAINERS, *_NUMBERS, Tensor)):
+            if isinstance(item, (types.FunctionType, *CONTAINERS, *NUMBERS, Tensor)):
                 yield Slot(f"{path}.{key}", each, key, item)
 
 
@@ -165,13 +166,13 @@ def _of_function(path: str, function: Any) -> Iterator[Slot]:
         return
     for name in function.__code__.co_names:
         item = function.__globals__.get(name, function)
-        is_value = isinstance(item, (*_NUMBERS, *_CONTAINERS, *_FUNCTIONS, Tensor, nn.Module))
+        is_value = isinstance(item, (*NUMBERS, *CONTAINERS, *_FUNCTIONS, Tensor, nn.Module))
         if item is not function and (is_value or _is_plain_object(item)):
             yield Slot(f"{path}.{name}", function.__globals__, name, item)
 
 
 def _is_plain_object(value: Any) -> bool:
-    if isinstance(value, (type, types.ModuleType, *_FUNCTIONS, *_NUMBERS)):
+    if isinstance(value, (type, types.ModuleType, *_FUNCTIONS, *NUMBERS)):
         return False
     return isinstance(value, _NAMESPACES) or _package(type(value).__module__) not in _LIBRARIES
 

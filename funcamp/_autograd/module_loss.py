@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from funcamp import _tree
-from funcamp._autograd.first_call_watch import FirstCallWatch, Places, written_error
+from funcamp._autograd.first_call_watch import FirstCallWatch, Places, memory_of, written_error
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.passed_values import like_own_tensors, with_hooks
 from funcamp._autograd.scaled_grad import Engine, check_engine, pair
@@ -132,13 +132,19 @@ class ModuleLoss(Loss):
             return self._loss(values, batch)
         _check_post_accumulate_hooks(self._made_of)
         buffers = {name: values[name] for name in self.buffer_names}
-        before = {name: Places({name: value}).storages() for name, value in params.items()}
-        with FirstCallWatch(self._own_tensors(), self._own_places, params, buffers):
+        before = {name: memory_of(value) for name, value in params.items()}
+        watch = FirstCallWatch(self._own_tensors(), self._own_places, params, buffers)
+        if running() is None and _has_compiled_part(self.holder):
             returned = self._loss(values, batch)
-        if not self._recurrent:  # flatten_parameters gives a layer's parameters other memory with the same values
-            for name, value in params.items():
-                if Places({name: value}).storages() != before[name]:
-                    raise written_error(name)  # by `.data = value`, which torch does not dispatch
+            watch.check_graph(returned, (values, batch))
+        else:
+            with watch.mode(in_trace=running() is not None):
+                returned = self._loss(values, batch)
+        for name, value in params.items():
+            version, storage = memory_of(value)
+            # flatten_parameters gives a recurrent layer's parameters other memory with the same values.
+            if version != before[name][0] or (storage != before[name][1] and not self._recurrent):
+                raise written_error(name)  # inside of a function of torch, or by `.data = value`
         if running() is None:
             self._watched.add(training)
         return returned
@@ -449,6 +455,11 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
             if value is not None:
                 found[_join(prefix, name)] = value
     return found
+
+
+def _has_compiled_part(model: nn.Module) -> bool:
+    """Return whether torch.compile compiles the model or a part of it (recognized without importing Dynamo)."""
+    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in model.modules())
 
 
 def _check_post_accumulate_hooks(model: nn.Module) -> None:

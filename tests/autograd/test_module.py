@@ -235,12 +235,23 @@ def test_a_parameter_kept_from_before_the_call_is_refused(wrapped: bool) -> None
         return (jit(step, backend="eager") if wrapped else step), step.init()
 
     batch = (torch.ones(2, 2), torch.ones(2, 2))
-    for read in (lambda: kept, lambda: [kept[0].exp().mul(2)]):
+    alias = model.weight.detach()
+    reads: list[Callable[[], Any]] = [
+        lambda: kept,
+        lambda: [kept[0].exp().mul(2)],
+        lambda: [kept[0].detach()],
+        lambda: [kept[1].data],
+        lambda: [kept[0].T],
+        lambda: [alias],
+        lambda: [alias[0]],
+    ]
+    for read in reads:
         run, state = step_of(read)
         for _ in range(2):
             with pytest.raises(ValueError, match=r"must be read of the model .* got '\w+' as a tensor kept"):
                 run(state, batch)
-    for fine in (lambda: [part.detach() for part in kept], lambda: list(model.parameters())):
+    constants = [part.detach().clone() for part in kept]
+    for fine in (lambda: constants, lambda: list(model.parameters()), lambda: [kept[0].new_ones(2)]):
         run, state = step_of(fine)
         run(state, batch)
 

@@ -56,6 +56,8 @@ class CarriedState:
         self._before: dict[str, Slot] = {}
         self._lengths: dict[str, int] = {}
         self._changes = _Changes()
+        self._only_read: frozenset[str] = frozenset()
+        """Paths that a second run must not write, to tell whether it reads them."""
         self._private: list[Tensor] = []
         """Former tensors that no object of the user other than their slot has."""
         self._watched: dict[str, Slot] = {}
@@ -66,8 +68,9 @@ class CarriedState:
         Raises:
             HostError: Python keeps a number or a tensor that a program cannot.
         """
+        self._begin()
+        original = self._before
         try:
-            self._begin()
             graph = trace_once()
             while self._make_private():
                 self._begin()
@@ -75,8 +78,11 @@ class CarriedState:
             if self._changes.numbers or self._changes.of_batch:
                 self._refuse_state(graph, trace_once)
         except BaseException:
-            self._restore()
+            _restore(self._before)
+            _restore(original)
             raise
+        finally:
+            self._only_read = frozenset()
         for path in self._changes.carried:
             slot = self._settable(path)
             self._watched[slot.path] = slot
@@ -116,7 +122,8 @@ class CarriedState:
                 if slot.value is before:
                     continue
                 node = node_of(slot.value)
-                if isinstance(before, Tensor) and _is_plain(before) and _is_like(before, slot.value):
+                is_state = isinstance(before, Tensor) and _is_plain(before) and _is_like(before, slot.value)
+                if is_state and path not in self._only_read:
                     if node is None and not _is_plain(slot.value):
                         raise HostError(f"not replace {path} in a scan: write into it in the loss, or pass scan=False")
                     changes.carried[path] = before
@@ -184,13 +191,6 @@ class CarriedState:
         if slot.owner is not None and _now(slot) is not slot.value:
             slot.put(slot.value)
 
-    def _restore(self) -> None:
-        """Put back numbers and tensors after a failure."""
-        for slot in self._before.values():
-            if slot.owner is not None and isinstance(slot.value, (*NUMBERS, Tensor)) and _now(slot) is not slot.value:
-                slot.put(slot.value)
-        self._before = {}
-
     def _refuse_state(self, graph: Graph, trace_once: Callable[[], Graph]) -> None:
         """Run the step's Python once more to tell what counts from what is set once.
 
@@ -199,6 +199,7 @@ class CarriedState:
                 tensor that follows from the batch and was not there before is read.
         """
         first = self._changes
+        self._only_read = frozenset(first.of_batch)
         self._begin()
         new_tensors = {path: self._before[path].value for path in first.of_batch if path in self._before}
         again = trace_once()
@@ -213,9 +214,16 @@ class CarriedState:
         for path, value in new_tensors.items():
             if any(leaf is value for leaf in again.captured):
                 raise HostError(
-                    f"not keep a tensor in Python from call to call if there is none like it before; {path} is a "
+                    f"not keep a tensor in Python from call to call if there is none like it before; {path} is "
                     f"{_tree.describe(value)} after the first call: {_FIX}"
                 )
+
+
+def _restore(slots: Mapping[str, Slot]) -> None:
+    """Put back numbers and tensors after a failure."""
+    for slot in slots.values():
+        if slot.owner is not None and isinstance(slot.value, (*NUMBERS, Tensor)) and _now(slot) is not slot.value:
+            slot.put(slot.value)
 
 
 def _from(before: Any) -> str:

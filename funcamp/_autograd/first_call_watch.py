@@ -55,7 +55,7 @@ class Places:
             tensor = _without_transforms(tensor)
             if type(tensor) in _WITH_STORAGE and tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
-                self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
+                self._storages.setdefault(storage._cdata, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
                 self._places.setdefault(storage._cdata, []).append(Place(*_bytes_in_storage(tensor), name))
 
     def name_of(self, tensor: Tensor) -> str | None:
@@ -185,7 +185,7 @@ class _FunctionWatch(TorchFunctionMode):
     """Watches every function of torch that Python calls."""
 
     def __init__(self, watch: FirstCallWatch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,7 +251,7 @@ def _storage_of(tensor: Tensor) -> int | None:
     tensor = _without_transforms(tensor)
     if type(tensor) not in _WITH_STORAGE or tensor.layout != torch.strided:
         return None
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _bytes_in_storage(tensor: Tensor) -> tuple[int, int]:

@@ -34,7 +34,7 @@ def with_hooks(values: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str
         if id(value) not in views:  # tied parameters: the hook gets the sum of their gradients
             view = value.view_as(value) if value.dtype == own[name].dtype else value.to(own[name].dtype)
             for hook in hooks.values():
-                view.register_hook(hook)
+                view.register_hook(hook)  # type: ignore[no-untyped-call]
             views[id(value)] = view if value.dtype == view.dtype else view.to(value.dtype)
         found[name] = views[id(value)]
     return found

@@ -33,8 +33,8 @@ from funcamp._jit.signature import (
 )
 from funcamp._jit.unroll import check_steps, unrolled
 from funcamp._memory import Memory
-from funcamp._trace.open_shapes import is_open
 from funcamp._trace.carried_state import CarriedState
+from funcamp._trace.open_shapes import is_open
 from funcamp._trace.trace import Graph, Outline, trace
 from funcamp._trace.tracing import HostError, running
 from funcamp._types import Tree

@@ -169,7 +169,7 @@ def _cast_names(policy: Policy, loss_fn: Any) -> frozenset[str] | None:
     names: frozenset[str] | None = loss_fn.cast_names
     if names is None or not policy.autocast:
         return names
-    return names - loss_fn.hooked_names
+    return names - frozenset(loss_fn.hooked_names)
 
 
 def products(plan: Plan) -> list[int]:

@@ -117,7 +117,7 @@ class CarriedState:
         written: list[tuple[Tensor, Tensor]] = []
         fresh: dict[str, fx.Node] = {}
         for path, slot in survey(self._roots).items():
-            before = self._before[path].value if path in self._before else _MISSING
+            before: Any = self._before[path].value if path in self._before else _MISSING
             if isinstance(slot.value, Tensor):
                 if slot.value is before:
                     continue

@@ -375,8 +375,9 @@ def module_loss(
 
     The module provides the code, its training flags and its frozen parameters; the values come from the parameters and
     buffers passed. While model and criterion run, the module has these values, so a penalty in the criterion may read
-    `model.parameters()` (compute copies if a policy makes them; `keep` excludes a parameter). The module's gradients
-    and hooks on parameters have no effect. No sync.
+    `model.parameters()` (compute copies if a policy makes them; `keep` excludes a parameter). These values are
+    instances of `nn.Parameter`, have the attributes of the module's own tensors, and the hooks of `register_hook`, which
+    get the scaled gradient. The module's `.grad` has no effect. No sync.
 
     Args:
         model: the module. Modules that write buffers (BatchNorm in training) work: the new buffers are returned. A
@@ -397,7 +398,10 @@ def module_loss(
         ValueError: engine is another string; has_aux is set without a criterion; an embedding has max_norm, which
             writes its weight in the forward pass; a parameter is lazy; two parameters or buffers share memory without
             being one tensor, so that a step of one would change the other; a trainable parameter shares memory with a
-            plain attribute (`self.w = layer.weight.detach()`); the criterion has trainable parameters.
+            plain attribute (`self.w = layer.weight.detach()`); the criterion has
+            trainable parameters, in itself or in what it reaches (attributes, a closure, globals that it names); model
+            or criterion know a parameter by its identity (`id`, a key of a dict); a parameter has a hook of
+            `register_post_accumulate_grad_hook`.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
@@ -477,14 +481,14 @@ def _check_kept(model: nn.Module, criterion: Callable[[Any, Any], Any] | None) -
     own = {id(value): name for name, value in _tensors(model).items()}
     for slot in survey({"model": model, "criterion": criterion}).values():
         value = slot.value
-        if slot.path.startswith("criterion") and isinstance(value, Tensor) and id(value) not in own:
-            if value.requires_grad and value.is_leaf:
-                path = slot.path.removeprefix("criterion.")
-                raise ValueError(
-                    f"module_loss: criterion must have no trainable parameter, which no step would train; got {path!r} "
-                    f"in {_kind(criterion)}: make it a part of the model, whose forward takes the target, or freeze "
-                    "it, requires_grad_(False)"
-                )
+        of_criterion = slot.path.startswith("criterion") and isinstance(value, Tensor) and id(value) not in own
+        if of_criterion and value.requires_grad and value.is_leaf:
+            path = slot.path.removeprefix("criterion.")
+            raise ValueError(
+                f"module_loss: criterion must have no trainable parameter, which no step would train; got {path!r} "
+                f"in {_kind(criterion)}: make it a part of the model, whose forward takes the target, or freeze it, "
+                "requires_grad_(False)"
+            )
         in_a_dict = isinstance(slot.owner, dict) and isinstance(slot.key, (Tensor, int))
         in_a_set = slot.path.endswith("}") and isinstance(value, Tensor)
         keys = [id(slot.key) if isinstance(slot.key, Tensor) else slot.key] if in_a_dict else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -359,3 +360,58 @@ def test_threads_call_one_module_with_parameters_of_their_own() -> None:
         together = list(pool.map(lambda state: step(state, batch), states))
     assert_same(together, alone)
     assert_same(dict(model.state_dict()), before)
+
+
+class Learned:
+    """A criterion with a weight that nothing trains."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(1, requires_grad=True)
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output * self.weight, target)
+
+    def method(self, output: Tensor, target: Tensor) -> Tensor:
+        return self(output, target)
+
+
+class InSlots(Learned):
+    __slots__ = ("weight",)
+
+
+_GLOBAL = nn.Linear(1, 1)
+
+
+def with_a_global(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(_GLOBAL(output), target)
+
+
+def in_a_closure(held: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda output, target: F.mse_loss(held[0](output), target)
+
+
+def with_a_default(output: Tensor, target: Tensor, head: Any = _GLOBAL) -> Tensor:
+    return F.mse_loss(head(output), target)
+
+
+HOLDING: dict[str, Callable[[], Any]] = {
+    "object": Learned,
+    "slots": InSlots,
+    "bound method": lambda: Learned().method,
+    "closure": lambda: in_a_closure([nn.Linear(1, 1)]),
+    "partial": lambda: functools.partial(lambda learned, output, target: learned(output, target), Learned()),
+    "global": lambda: with_a_global,
+    "default": lambda: with_a_default,
+    "module in an object": lambda: type("Outer", (), {"__init__": lambda s: setattr(s, "part", _GLOBAL)})().part,
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_a_criterion_that_holds_something_to_train_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"criterion must have no trainable parameter, .* got '[^']+' in \w+"):
+        module_loss(nn.Linear(1, 1), HOLDING[name]())
+
+
+def test_a_frozen_part_or_the_model_itself_in_a_criterion_is_fine() -> None:
+    model, teacher = nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False)
+    module_loss(model, in_a_closure([teacher, model]))

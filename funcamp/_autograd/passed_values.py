@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_NONE: frozenset[str] = frozenset()
 #: The flag by which torch takes a tensor that is not of the class Parameter for one.
 _IS_PARAMETER = "_is_param"
 
@@ -53,12 +54,13 @@ def like_own_tensors(values: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
         if value is None or value is tensor:
             continue
         attributes = value.__dict__
-        known = frozenset(attributes)
-        if isinstance(tensor, nn.Parameter):
+        known = frozenset(attributes) if attributes else _NONE
+        if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter):
             attributes[_IS_PARAMETER] = True
-        for key, item in tensor.__dict__.items():
+        kept = tensor.__dict__
+        for key, item in kept.items():
             attributes.setdefault(key, item)
-        given.append((attributes, tensor.__dict__, known))
+        given.append((attributes, kept, known))
     try:
         yield
     finally:

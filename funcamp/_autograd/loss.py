@@ -64,8 +64,8 @@ class Loss:
         return _tree.names(params)
 
     def python_parts(self) -> dict[str, Any]:
-        """Return the objects whose Python the loss runs, by name."""
-        return {"loss": self.function}
+        """Return the objects that may keep state besides the loss's arguments, by name."""
+        return {}
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: dropout and similar layers are off, if the loss knows its module."""

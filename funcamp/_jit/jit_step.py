@@ -379,9 +379,9 @@ class JitStep(Fixed):
 
 
 def _python_parts(step: Any) -> dict[str, Any]:
-    """Return the objects whose Python a step runs: the model and the criterion of a TrainStep, else itself."""
+    """Return the model and the criterion of a TrainStep: a function of the user's own has its state in its arguments."""
     parts = getattr(step, "python_parts", None)
-    return {"step": step} if parts is None else parts()
+    return {} if parts is None else parts()
 
 
 _lock = threading.Lock()

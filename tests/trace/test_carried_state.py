@@ -254,18 +254,6 @@ def test_a_number_that_python_counts_is_refused_under_jit(how: str) -> None:
     assert Counter.total == 0
 
 
-def test_a_counter_in_a_function_of_ones_own_is_refused_under_jit() -> None:
-    n = 0
-
-    def step(state: Tensor, batch: Tensor) -> Any:
-        nonlocal n
-        n += 1
-        return state + batch * n, None
-
-    with pytest.raises(RuntimeError, match=r"step\.n changed from 0 to 1"):
-        jit(step, backend="eager")(torch.zeros(()), torch.ones(()))
-
-
 class Caches(nn.Module):
     """What libraries keep at the first call: a table by size, a flag, the last length, the last attention."""
 

@@ -379,7 +379,7 @@ class JitStep(Fixed):
 
 
 def _python_parts(step: Any) -> dict[str, Any]:
-    """Return the model and the criterion of a TrainStep: a function of the user's own has its state in its arguments."""
+    """Return the model and criterion of a TrainStep; a function of a user has its state in its arguments."""
     parts = getattr(step, "python_parts", None)
     return {} if parts is None else parts()
 

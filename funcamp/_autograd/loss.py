@@ -21,6 +21,8 @@ class Loss:
     cast_names: frozenset[str] | None = None
     #: The names of the weights of a module's linear layers.
     linear_names: frozenset[str] = frozenset()
+    #: The names of a module's parameters with a hook, which gets the gradient in the parameter's own precision.
+    hooked_names: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -60,6 +62,10 @@ class Loss:
     def all_names(self, params: Any) -> list[str]:
         """Return the names of all parameters, including those that are not trained."""
         return _tree.names(params)
+
+    def python_parts(self) -> dict[str, Any]:
+        """Return the objects that may keep state besides the loss's arguments, by name."""
+        return {}
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: dropout and similar layers are off, if the loss knows its module."""

@@ -7,18 +7,22 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from funcamp import _tree, _upstream
+from funcamp import _tree
+from funcamp._autograd.first_call_watch import FirstCallWatch, Places, memory_of, written_error
 from funcamp._autograd.loss import Loss
+from funcamp._autograd.passed_values import like_own_tensors, with_hooks
 from funcamp._autograd.scaled_grad import Engine, check_engine, nodes, pair
 from funcamp._check import boolean
 from funcamp._memory import identity, overlaps, rebind
+from funcamp._trace.python_state import survey
+from funcamp._trace.tracing import running
 
 _LAYER = frozenset({"weight", "bias"})
 
@@ -55,7 +59,10 @@ class ModuleLoss(Loss):
         self.model, self.criterion = model, criterion
         self._made_of = model
         self.holder = Holder(model, model)
-        self._looked = False
+        self._untrained = _trainable_of_criterion(model, criterion)
+        """Tensors that the first call must not find in the loss's graph, because no step trains them."""
+        self._watched: set[bool] = set()
+        """The values of model.training with which an eager call was watched."""
         self._parts = _parts(model)
         self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
         self.names: dict[str, str] = {}
@@ -67,9 +74,14 @@ class ModuleLoss(Loss):
             _join(prefix, name) for prefix, module in model.named_modules() for name in _cast_by_autocast(module)
         )
         """The names of the parameters that torch.autocast would cast."""
-        self.linear_names = frozenset(_linear_weights(model))
+        self.hooked_names = frozenset(name for name in self.names if model.get_parameter(name)._backward_hooks)
+        self.linear_names = frozenset(_linear_weights(model)) - self.hooked_names
         """The names of the weights that only a linear layer's own forward multiplies by."""
         self.has_buffers = bool(self.buffer_names)
+        self._own_slots = _slots(model, self.names.keys() | self.buffer_names.keys())
+        self._trained_at = [(held, key) for name, held, key in self._own_slots if name in self.names]
+        self._form = _form_of(model)
+        self._own_places = Places(self._own_tensors())
 
     def __repr__(self) -> str:
         criterion = "" if self.criterion is None else f", {self.criterion!r}"
@@ -81,14 +93,19 @@ class ModuleLoss(Loss):
         Raises:
             TypeError: the batch has another form than `module_loss` accepts, or the model returns no loss.
             ValueError: since the loss was made, the module got other parameters or buffers or froze a parameter; its
-                forward pass assigned one of two buffers that were one tensor; the loss depends on a parameter of the
-                module through a tensor kept from before the call.
+                forward pass assigned one of two buffers that were one tensor. At the first call in training or eval
+                mode, and in every trace: the forward pass writes a parameter, or reads a parameter or buffer through
+                a tensor kept from before the call.
         """
         *given, batch = buffers_and_batch
         if len(given) != self.has_buffers:
             wanted = "params, buffers and batch" if self.has_buffers else "params and batch"
             raise TypeError(f"{self!r}: must be called with {wanted}; got {1 + len(buffers_and_batch)} arguments")
-        self._check_unchanged(called=True)
+        if torch.compiler.is_dynamo_compiling():
+            self._check_unchanged(called=True)
+        elif (form := _form_of(self._made_of)) != self._form:
+            self._check_unchanged(called=True)
+            self._form = form
         values = dict(params)
         for name, stored in self.names.items():
             if name not in params and stored in params:
@@ -96,36 +113,65 @@ class ModuleLoss(Loss):
         if self.has_buffers:
             fresh = {name: value.clone() for name, value in given[0].items()}
             values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
-        places = self._places(params)
-        returned = self._loss(values, batch)
-        if (now := self._places(params)) != places:
-            first, *others = (name for name in places if now[name] != places[name])
-            raise ValueError(
-                f"module_loss: model must not write to its parameters in the forward pass; it wrote to {first!r}"
-                f"{' or another one in the same memory' * bool(others)}, which a skipped step could not undo: compute "
-                "with a changed copy, or write into the state between steps"
-            )
+        if not torch.compiler.is_dynamo_compiling() and any(
+            held[key]._backward_hooks for held, key in self._trained_at
+        ):
+            values = with_hooks(values, self._own_tensors())
+        returned = self._watched_loss(values, params, batch)
         loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
-        self._check_reads(loss, values, batch)
         if not self.has_buffers:
             return returned
         after = self._after(values, given[0])
         return loss, ((after, aux) if self.has_aux else after)
 
-    def _places(self, params: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
-        """Return, by name, what changes if a tensor is written in place or is given other memory; {} under Dynamo.
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Return the module's own parameters and buffers for which values are passed, by name."""
+        found: dict[str, Tensor] = {}
+        for name, held, key in self._own_slots:
+            tensor = held.get(key)
+            if tensor is not None:
+                found[name] = tensor
+        return found
 
-        `flatten_parameters` of a recurrent layer gives its parameters other memory with the same values.
-        """
+    def _watched_loss(self, values: dict[str, Tensor], params: dict[str, Tensor], batch: Any) -> Any:
+        """Return the loss of a batch; watch the first call in training or eval mode, and every trace."""
         if torch.compiler.is_dynamo_compiling():
-            return {}
-        return {
-            name: (
-                0 if value.is_inference() else value._version,
-                0 if self._recurrent or _upstream.is_wrapped(value) else value.untyped_storage()._cdata,
-            )
-            for name, value in params.items()
-        }
+            return self._loss(values, batch)
+        training = self.holder.model.training
+        if training in self._watched and running() is None:
+            return self._loss(values, batch)
+        _check_post_accumulate_hooks(self._made_of)
+        buffers = {name: values[name] for name in self.buffer_names}
+        before = {name: memory_of(value) for name, value in params.items()}
+        watch = FirstCallWatch(self._own_tensors(), self._own_places, params, buffers)
+        if running() is None and _has_compiled_part(self.holder):
+            returned = self._loss(values, batch)
+            watch.check_graph(returned, (values, batch))
+        else:
+            with watch.mode(in_trace=running() is not None):
+                returned = self._loss(values, batch)
+        self._refuse_untrained(returned[0] if isinstance(returned, tuple) else returned)
+        for name, value in params.items():
+            version, storage = memory_of(value)
+            # flatten_parameters gives a recurrent layer's parameters other memory with the same values.
+            if version != before[name][0] or (storage != before[name][1] and not self._recurrent):
+                raise written_error(name)  # inside of a function of torch, or by `.data = value`
+        if running() is None:
+            self._watched.add(training)
+        return returned
+
+    def _refuse_untrained(self, loss: Any) -> None:
+        """Raise ValueError if a loss depends on a trainable tensor of the criterion, through autograd."""
+        if not self._untrained:
+            return
+        for node in nodes(getattr(loss, "grad_fn", None)):
+            path, _ = self._untrained.get(id(getattr(node, "variable", None)), (None, None))
+            if path is not None:
+                raise ValueError(
+                    f"module_loss: criterion must have no trainable parameter, which no step would train; got {path!r} "
+                    f"in {_kind(self.criterion)}: make it a part of the model, whose forward takes the target, or "
+                    "freeze it, requires_grad_(False)"
+                )
 
     def _loss(self, values: dict[str, Tensor], batch: Any) -> Any:
         """Return the loss of a batch; write buffers that the module assigned into values."""
@@ -158,29 +204,13 @@ class ModuleLoss(Loss):
         else:
             with _locks.setdefault(self._made_of, threading.RLock()):
                 try:
-                    out = functional_call(self.holder, held, (run,), tie_weights=False)
+                    with like_own_tensors(values, self._own_tensors()):
+                        out = functional_call(self.holder, held, (run,), tie_weights=False)
                 finally:
                     for layer in self._recurrent:  # an RNN keeps a list of its last tensors; __getstate__ resets it
                         layer.__getstate__()  # type: ignore[no-untyped-call]
         values |= {name: held[f"model.{name}"] for name in values}
         return out
-
-    def _check_reads(self, loss: Any, values: dict[str, Tensor], batch: Any) -> None:
-        """Raise ValueError if a loss depends on the module's own parameters; check the first graph only."""
-        if torch.compiler.is_dynamo_compiling() or self._looked or getattr(loss, "grad_fn", None) is None:
-            return
-        given = [leaf for leaf in (*values.values(), *_tree.leaves(batch)) if isinstance(leaf, Tensor)]
-        known = {id(leaf) for leaf in given}
-        tensors = _tensors(self._made_of).items()
-        own = {id(part): name for name, part in tensors if part.requires_grad and id(part) not in known}
-        for node in nodes(loss.grad_fn, {leaf.grad_fn for leaf in given}):
-            if name := own.get(id(getattr(node, "variable", None))):
-                raise ValueError(
-                    "module_loss: model's parameters must be read of the model when the loss is called, as "
-                    f"model.parameters() in the criterion; got {name!r} as a tensor kept from before, whose values no "
-                    "step changes: read it in the call, or detach() it if it is a constant"
-                )
-        self._looked = True
 
     def _after(self, values: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, stored in self.buffer_names.items():
@@ -219,6 +249,11 @@ class ModuleLoss(Loss):
         finally:
             for part, flag in flags:
                 part.training = flag
+
+    def python_parts(self) -> dict[str, Any]:
+        """Return the objects whose Python the loss runs, by name."""
+        parts = {"model": self.model, "criterion": self.criterion, "made_of": self._made_of}
+        return {name: part for name, part in parts.items() if name != "made_of" or part is not self.model}
 
     def holding(self, params: dict[str, Tensor], after: Any, run: Callable[[], Any]) -> Any:
         """Call run while the module has these parameters and copies of the buffers after its forward pass.
@@ -285,6 +320,9 @@ class ModuleLoss(Loss):
         held = {name: value.detach() for name, value in values.items()}
         tensors = _tensors(self._made_of)
         now = {id(tensors[name]): held[stored] for name, stored in self.buffer_names.items()}
+        for name, stored in self.buffer_names.items():
+            if held[stored] is not tensors[name]:
+                held[stored].__dict__.update(tensors[name].__dict__)  # attributes that a user set
         # New objects, as Module.to creates: a buffer that is a view would keep its base's memory alive.
         for part in (*self._made_of.modules(), *self.model.modules()):
             part._buffers.update({name: now.get(id(value), value) for name, value in part._buffers.items()})
@@ -361,8 +399,9 @@ def module_loss(
 
     The module provides the code, its training flags and its frozen parameters; the values come from the parameters and
     buffers passed. While model and criterion run, the module has these values, so a penalty in the criterion may read
-    `model.parameters()` (compute copies if a policy makes them; `keep` excludes a parameter). The module's gradients
-    and hooks on parameters have no effect. No sync.
+    `model.parameters()` (compute copies if a policy makes them; `keep` excludes a parameter). These values are
+    instances of `nn.Parameter`, have the attributes of the module's own tensors, and the hooks of `register_hook`,
+    which get the scaled gradient. The module's `.grad` has no effect. No sync.
 
     Args:
         model: the module. Modules that write buffers (BatchNorm in training) work: the new buffers are returned. A
@@ -383,7 +422,10 @@ def module_loss(
         ValueError: engine is another string; has_aux is set without a criterion; an embedding has max_norm, which
             writes its weight in the forward pass; a parameter is lazy; two parameters or buffers share memory without
             being one tensor, so that a step of one would change the other; a trainable parameter shares memory with a
-            plain attribute (`self.w = layer.weight.detach()`); the criterion has trainable parameters.
+            plain attribute (`self.w = layer.weight.detach()`); the criterion has
+            trainable parameters, in itself or in what it reaches (attributes, a closure, globals that it names); model
+            or criterion know a parameter by its identity (`id`, a key of a dict); a parameter has a hook of
+            `register_post_accumulate_grad_hook`.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
@@ -427,14 +469,8 @@ def module_loss(
             raise ValueError(
                 f"module_loss: model must have its shapes; {name!r} is lazy: call the model on a batch once, before"
             )
-    if isinstance(criterion, nn.Module):
-        own = {id(value) for value in model.parameters()}
-        for name, value in criterion.named_parameters():
-            if value.requires_grad and id(value) not in own:
-                raise ValueError(
-                    f"module_loss: criterion must have no trainable parameter, which no step would train; got {name!r} "
-                    f"in {type(criterion).__name__}: make it a part of the model, whose forward takes the target"
-                )
+    _check_post_accumulate_hooks(model)
+    _check_identities(model, criterion)
     return ModuleLoss(model, criterion, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
 
 
@@ -446,6 +482,85 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
         for name, value in (*module._parameters.items(), *module._buffers.items()):
             if value is not None:
                 found[_join(prefix, name)] = value
+    return found
+
+
+def _has_compiled_part(model: nn.Module) -> bool:
+    """Return whether torch.compile compiles the model or a part of it (recognized without importing Dynamo)."""
+    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in model.modules())
+
+
+def _check_post_accumulate_hooks(model: nn.Module) -> None:
+    for name, value in model.named_parameters():
+        if value._post_accumulate_grad_hooks:
+            raise ValueError(
+                "module_loss: model's parameters must have no hook of register_post_accumulate_grad_hook, because a "
+                f"step's gradients are values and no parameter has a .grad; got one on {name!r}: use register_hook, "
+                "which returns the new gradient, or observe in make_train_step"
+            )
+
+
+def _trainable_of_criterion(
+    model: nn.Module, criterion: Callable[[Any, Any], Any] | None
+) -> dict[int, tuple[str, Tensor]]:
+    """Return the trainable tensors that a criterion holds and that are not the model's, by id, with their paths."""
+    own = set(map(id, _tensors(model).values()))
+    found: dict[int, tuple[str, Tensor]] = {}
+    for slot in survey({"criterion": criterion}).values():
+        value = slot.value
+        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf and id(value) not in own:
+            found.setdefault(id(value), (slot.path.removeprefix("criterion."), value))
+    return found
+
+
+def _check_identities(model: nn.Module, criterion: Callable[[Any, Any], Any] | None) -> None:
+    """Raise ValueError if the model or the criterion knows a parameter by its identity."""
+    own = {id(value): name for name, value in _tensors(model).items()}
+    for slot in survey({"model": model, "criterion": criterion}).values():
+        value = slot.value
+        in_a_dict = isinstance(slot.owner, dict) and isinstance(slot.key, (Tensor, int))
+        in_a_set = slot.path.endswith("}") and isinstance(value, Tensor)
+        keys = [id(slot.key) if isinstance(slot.key, Tensor) else slot.key] if in_a_dict else []
+        if in_a_set:
+            keys.append(id(value))
+        if type(value) is int:
+            keys.append(value)
+        name = next((own[key] for key in keys if key in own), None)
+        if name is not None:
+            raise ValueError(
+                "module_loss: model and criterion must not know a parameter by its identity (id(), a key of a dict, "
+                f"in a set), because a step passes other tensors; got {name!r} in {slot.path}: use its name, or an "
+                "attribute of the parameter"
+            )
+
+
+def _kind(criterion: Any) -> str:
+    return getattr(criterion, "__name__", type(criterion).__name__)
+
+
+def _form_of(model: nn.Module) -> list[Any]:
+    """Return what changes if a module gets or loses a parameter or buffer, or freezes one: `_parts` in less time."""
+    form: list[Any] = []
+    left, seen = [model], {id(model)}
+    while left:
+        module = left.pop()
+        form += module._parameters
+        form += [None if value is None else value.requires_grad for value in module._parameters.values()]
+        for name, value in module._buffers.items():
+            form += (name, value is None)
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                left.append(child)
+    return form
+
+
+def _slots(model: nn.Module, names: Set[str]) -> list[tuple[str, dict[str, Any], str]]:
+    """Return, for each of these names, the dict of a module that has the tensor, and the key in it."""
+    found: list[tuple[str, dict[str, Any], str]] = []
+    for prefix, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            found += [(_join(prefix, key), held, key) for key in held if _join(prefix, key) in names]
     return found
 
 

@@ -35,9 +35,10 @@ from funcamp._jit.unroll import check_steps, unrolled
 from funcamp._jit.written_inputs import WrittenInputs, written_inputs
 from funcamp._memory import Memory
 from funcamp._trace.autocast_regions import autocast_regions
+from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.open_shapes import is_open
-from funcamp._trace.trace import Graph, HostError, Outline, trace
-from funcamp._trace.tracing import running
+from funcamp._trace.trace import Graph, Outline, trace
+from funcamp._trace.tracing import HostError, running
 from funcamp._types import Tree
 from funcamp._upstream.advice import advise
 from funcamp._upstream.inductor_cpu import corrected
@@ -81,6 +82,7 @@ class JitStep(Fixed):
         self._owned: Owned | None = None
         self._like: Tree = None
         self._captured = CapturedTensors()
+        self._carried = CarriedState(_python_parts(step))
         self._graphs: cuda_graph.CudaGraphs | None = None
         self._scratch: Scratch | None = None
         self._last: Any = None
@@ -139,6 +141,7 @@ class JitStep(Fixed):
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self._captured.tensors and not self._captured.are_as_before():
             self._follow()
+        self._carried.follow()
         owned = self._owned
         known = owned is not None and owned.is_of(state)
         if not known:
@@ -347,7 +350,14 @@ class JitStep(Fixed):
 
         try:
             home = {leaf.device.type for leaf in owned.leaves}
-            return trace(body, [*owned.leaves, *given], home, fixed_shapes=self._graphs is not None)
+            return trace(
+                body,
+                [*owned.leaves, *given],
+                home,
+                fixed_shapes=self._graphs is not None,
+                carried=self._carried,
+                state_count=count,
+            )
         except HostError as error:
             raise RuntimeError(f"jit: step must {error}") from None
         except RuntimeError as error:
@@ -391,6 +401,12 @@ class JitStep(Fixed):
             advise("jit", error)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error
+
+
+def _python_parts(step: Any) -> dict[str, Any]:
+    """Return the model and criterion of a TrainStep; a function of a user has its state in its arguments."""
+    parts = getattr(step, "python_parts", None)
+    return {} if parts is None else parts()
 
 
 _lock = threading.Lock()

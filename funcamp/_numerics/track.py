@@ -55,7 +55,7 @@ class TrackedLoss(ModuleLoss):
     """
 
     def __init__(self, loss_fn: ModuleLoss, chosen: Chosen, sample: int | None) -> None:
-        vars(self).update(vars(loss_fn), _looked=False)  # the module is not read again
+        vars(self).update(vars(loss_fn), _watched=set())  # the module is not read again
         self.model, self.probes = _with_taps(loss_fn.model, chosen, sample)
         self.holder = Holder(self.model, loss_fn.model)
 

@@ -73,6 +73,10 @@ class TrainStep(Fixed):
         self._planned: Plan | None = None
         self._float8 = Float8Layers(options.policy, loss_fn)
 
+    def python_parts(self) -> dict[str, Any]:
+        """Return the objects whose Python the step runs, by name: `jit` looks there for state besides its own."""
+        return self.loss_fn.python_parts()
+
     def __repr__(self) -> str:
         policy = f"{self._options.policy}{self._float8.described()}"
         return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={policy})"

@@ -157,7 +157,19 @@ def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
 
 def _use(policy: Policy, loss_fn: Any, name: str, leaf: Tensor, number: int | None = None) -> Use:
     float8 = not policy.no_float8(name, leaf, loss_fn.linear_names)
-    return Use(number, not float8 and policy.casts(name, leaf, loss_fn.cast_names), float8)
+    return Use(number, not float8 and policy.casts(name, leaf, _cast_names(policy, loss_fn)), float8)
+
+
+def _cast_names(policy: Policy, loss_fn: Any) -> frozenset[str] | None:
+    """Return the names that autocast would cast, if the loss knows them, without parameters that have a hook.
+
+    A hook gets the gradient in the parameter's own precision, as in torch's loop: there autocast casts in the forward
+    pass, and its backward pass casts the gradient back before the hook.
+    """
+    names: frozenset[str] | None = loss_fn.cast_names
+    if names is None or not policy.autocast:
+        return names
+    return names - frozenset(loss_fn.hooked_names)
 
 
 def products(plan: Plan) -> list[int]:
@@ -191,7 +203,7 @@ def _aliases(loss_fn: Any) -> dict[str, list[str]]:
 
 def rule_of(policy: Policy, loss_fn: Any) -> str:
     """Return all that decides on a plan except the parameters, as a string, a cheap guard for Dynamo."""
-    known: Any = loss_fn.cast_names
+    known = _cast_names(policy, loss_fn)
     chosen = (policy.keep, policy.copy, None if known is None else sorted(known))
     float8 = None if policy.float8 is None else (policy.keep, policy.copy, sorted(loss_fn.linear_names))
     decides = (policy.compute_dtype, policy.compute_dtype != torch.float32 and chosen, loss_fn.names, float8)

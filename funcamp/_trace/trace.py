@@ -33,12 +33,13 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from funcamp import _tree, _upstream
+from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.host_draws import HostDraws
 from funcamp._trace.inner_casts import InnerCasts, watch_autocast
 from funcamp._trace.kept_tensors import settle
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.random_numbers import Draws
-from funcamp._trace.tracing import Wanted, current
+from funcamp._trace.tracing import HostError, Wanted, current
 from funcamp._trace.unread_gathers import drop_unread_gathers
 from funcamp._trace.user_line import FIXED, INSTEAD, READS, asks_whether_compiled, in_stack, in_traceback
 from funcamp._types import Tree
@@ -83,10 +84,6 @@ _ASKED = (
     "Cannot access storage of",
     "unsupported format string passed to FakeTensor",
 )
-
-
-class HostError(Exception):
-    """The function leaves the arguments' type of device, or reads a value on the host."""
 
 
 class Outline(NamedTuple):
@@ -138,6 +135,8 @@ def trace(
     home: Set[str],
     *,
     fixed_shapes: bool = False,
+    carried: CarriedState | None = None,
+    state_count: int = 0,
 ) -> Graph:
     """Trace fn for arguments like these.
 
@@ -146,13 +145,29 @@ def trace(
         args: distinct tensors without aliases.
         home: the types of device that it must not leave.
         fixed_shapes: whether it must have no tensor whose shape follows from values, such as `x[x > 0]`.
+        carried: the state that its Python keeps from call to call.
+        state_count: the number of args, the first ones, that are the state.
 
     Raises:
         HostError: an operation moves a tensor from home to another type of device, or reads it; Python draws numbers.
         RuntimeError: fn accumulates gradients in a tensor that is not an argument.
         Exception: any error of fn.
     """
-    draws, run = HostDraws(), functools.partial(_traced, fn, args, home, fixed_shapes)
+    carried = CarriedState({}) if carried is None else carried
+    draws = HostDraws()
+    record = functools.partial(carried.record, state_count=state_count)
+    run = functools.partial(_traced, fn, args, home, fixed_shapes, record)
+    graph = carried.traced(lambda: _eager_if_it_must(run))
+    if (names := draws.since()) and (line := draws.line(run)):
+        raise HostError(
+            f"not draw from {names}, as the program would repeat the numbers at every step; {line} does: draw from "
+            "torch's generator, or pass the numbers in the batch"
+        )
+    return graph
+
+
+def _eager_if_it_must(run: Callable[..., Graph]) -> Graph:
+    """Trace as under a compiler; if the function then fails, and asks whether it is compiled, as in eager mode."""
     try:
         graph = run()
     except Exception as error:
@@ -165,11 +180,6 @@ def trace(
             raise
         graph = again
         _log.warning("jit: step fails where torch.compiler.is_compiling() is True, so it is traced as in eager mode")
-    if (names := draws.since()) and (line := draws.line(run)):
-        raise HostError(
-            f"not draw from {names}, as the program would repeat the numbers at every step; {line} does: draw from "
-            "torch's generator, or pass the numbers in the batch"
-        )
     return graph
 
 
@@ -178,6 +188,7 @@ def _traced(
     args: list[Tensor],
     home: Set[str],
     fixed_shapes: bool,
+    record: Callable[[Callable[[Tensor], torch.fx.Node | None]], None],
     as_compiled: bool = True,
 ) -> Graph:
     """Trace once, while torch.compiler.is_compiling is True if `as_compiled`."""
@@ -202,6 +213,7 @@ def _traced(
         pieces = iter(given)
         with watch.on():
             first, rest = fn([with_parts(wrapper, pieces) for wrapper in around])
+            record(watch.node_of)
             leaves, spec = _tree.flatten(rest)
             for index, leaf in enumerate(leaves):
                 if is_open(leaf) and not isinstance(leaf, Tensor):
@@ -419,7 +431,7 @@ class _Watch(TorchDispatchMode):
         self._made: dict[int, tuple[weakref.ref[Tensor], torch.fx.Node]] = {}
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self._slices: set[int] = set()
-        self._draws = Draws(self._node_of)
+        self._draws = Draws(self.node_of)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -534,7 +546,7 @@ class _Watch(TorchDispatchMode):
             if id(tensor) in self._made:  # not in the body of a scan
                 self._made[id(tensor)] = weakref.ref(tensor), slot.proxy.node
 
-    def _node_of(self, value: Tensor) -> torch.fx.Node | None:
+    def node_of(self, value: Tensor) -> torch.fx.Node | None:
         found: Any = get_proxy_slot(value, self._tracer, None)
         return None if found is None else found.proxy.node
 
@@ -547,7 +559,7 @@ class _Watch(TorchDispatchMode):
                 why = ", as torch does for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))" * (device.type == "meta")
                 raise HostError(f"stay on one type of device; {in_stack()} moves a tensor to {device.type}{why}")
         if not any(out is arg for arg in args) or id(out) in self._made:
-            node = self._node_of(out)
+            node = self.node_of(out)
             if node is not None:
                 self._made[id(out)] = weakref.ref(out), node
 

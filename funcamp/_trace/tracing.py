@@ -13,6 +13,10 @@ from torch import Tensor
 Wanted: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
 
+class HostError(Exception):
+    """The function leaves the arguments' type of device, reads a value on the host, or keeps state in Python."""
+
+
 class Recorder(Protocol):
     """A trace that is running."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -236,12 +237,23 @@ def test_a_parameter_kept_from_before_the_call_is_refused(wrapped: bool) -> None
         return (jit(step, backend="eager") if wrapped else step), step.init()
 
     batch = (torch.ones(2, 2), torch.ones(2, 2))
-    for read in (lambda: kept, lambda: [kept[0].exp().mul(2)]):
+    alias = model.weight.detach()
+    reads: list[Callable[[], Any]] = [
+        lambda: kept,
+        lambda: [kept[0].exp().mul(2)],
+        lambda: [kept[0].detach()],
+        lambda: [kept[1].data],
+        lambda: [kept[0].T],
+        lambda: [alias],
+        lambda: [alias[0]],
+    ]
+    for read in reads:
         run, state = step_of(read)
         for _ in range(2):
             with pytest.raises(ValueError, match=r"must be read of the model .* got '\w+' as a tensor kept"):
                 run(state, batch)
-    for fine in (lambda: [part.detach() for part in kept], lambda: list(model.parameters())):
+    constants = [part.detach().clone() for part in kept]
+    for fine in (lambda: constants, lambda: list(model.parameters()), lambda: [kept[0].new_ones(2)]):
         run, state = step_of(fine)
         run(state, batch)
 
@@ -389,3 +401,75 @@ def test_quantization_aware_training_equals_torchs_loop(fused: bool) -> None:
     else:
         with pytest.raises(RuntimeError, match=r"FakeQuantize of torch.ao.quantization, .*\(FusedMovingAvg"):
             jitted(jitted_state, batches[0])
+
+
+class Learned:
+    """A criterion with a weight that nothing trains."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(1, requires_grad=True)
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output * self.weight, target)
+
+    def method(self, output: Tensor, target: Tensor) -> Tensor:
+        return self(output, target)
+
+
+class InSlots(Learned):
+    __slots__ = ("weight",)
+
+
+_GLOBAL = nn.Linear(1, 1)
+
+
+def with_a_global(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(_GLOBAL(output), target)
+
+
+def in_a_closure(held: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda output, target: F.mse_loss(held[0](output), target)
+
+
+def with_a_default(output: Tensor, target: Tensor, head: Any = _GLOBAL) -> Tensor:
+    return F.mse_loss(head(output), target)
+
+
+HOLDING: dict[str, Callable[[], Any]] = {
+    "object": Learned,
+    "slots": InSlots,
+    "bound method": lambda: Learned().method,
+    "closure": lambda: in_a_closure([nn.Linear(1, 1)]),
+    "partial": lambda: functools.partial(lambda learned, output, target: learned(output, target), Learned()),
+    "global": lambda: with_a_global,
+    "default": lambda: with_a_default,
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_a_criterion_that_holds_something_to_train_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"criterion must have no trainable parameter, .* got '[^']+' in .+: make it"):
+        call(nn.Linear(1, 1), HOLDING[name]())
+
+
+def call(model: nn.Module, criterion: Any) -> None:
+    loss_fn = module_loss(model, criterion)
+    loss_fn(
+        {name: value.requires_grad_() for name, value in loss_fn.params().items()}, (torch.ones(2, 1), torch.ones(2, 1))
+    )
+
+
+def test_a_frozen_part_or_the_model_itself_in_a_criterion_is_fine() -> None:
+    model, teacher = nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False)
+    call(model, in_a_closure([teacher, model]))
+
+
+def test_an_unfrozen_teacher_without_a_gradient_is_fine() -> None:
+    teacher = nn.Linear(1, 1)
+
+    def criterion(output: Tensor, target: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(target)
+        return F.mse_loss(output, wanted)
+
+    call(nn.Linear(1, 1), criterion)

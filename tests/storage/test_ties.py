@@ -370,10 +370,12 @@ def test_a_buffer_that_the_forward_pass_registers() -> None:
 def test_a_lazy_module_and_a_criterion_with_parameters() -> None:
     with pytest.raises(ValueError, match=r"model must have its shapes; '0.weight' is lazy: call the model on a batch"):
         module_loss(nn.Sequential(nn.LazyLinear(3)), F.mse_loss)
+    loss_fn = module_loss(Pair(), nn.Bilinear(4, 4, 1))
+    params = {name: value.requires_grad_() for name, value in loss_fn.params().items()}
     with pytest.raises(
         ValueError, match=r"no trainable parameter, which no step would train; got 'weight' in Bilinear"
     ):
-        module_loss(Pair(), nn.Bilinear(4, 4, 1))
+        loss_fn(params, (torch.ones(2, 4), torch.ones(2, 4)))
 
 
 def test_a_module_without_values_and_one_of_fake_tensors() -> None:

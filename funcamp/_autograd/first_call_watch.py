@@ -1,0 +1,265 @@
+"""Watch the first call of a module's loss for tensors that are not the values passed.
+
+A step calls the module with other tensors than its own. What the module or the criterion keeps of its own parameters
+and buffers (in a list, a dict, a closure, as an alias) has the values of before `init` at every step, and a write into
+the tensors passed is neither undone by a skipped step nor seen by an optimizer that reads the full precision. The first
+call runs under a mode of torch that sees what it calls. Later calls run without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from funcamp import _tree, _upstream
+from funcamp._autograd.scaled_grad import nodes
+from funcamp._memory import extent
+from funcamp._trace.schema import aliased
+from funcamp._trace.user_line import in_stack
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+    FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
+    TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
+
+_DEVICE = torch.ops.prim.device.default
+_WITH_STORAGE = (Tensor, nn.Parameter, FakeTensor)
+
+
+class Place(NamedTuple):
+    """The bytes of a tensor in its storage."""
+
+    start: int
+    end: int
+    name: str
+
+
+class Places:
+    """Where named tensors are in memory, by storage; finds the name of a tensor that shares bytes with one of them.
+
+    A weak reference to each storage keeps its address from being used again, and does not keep its memory alive.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._places: dict[int, list[Place]] = {}
+        for name, tensor in tensors.items():
+            tensor = _without_transforms(tensor)
+            if type(tensor) in _WITH_STORAGE and tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                self._storages.setdefault(storage._cdata, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+                self._places.setdefault(storage._cdata, []).append(Place(*_bytes_in_storage(tensor), name))
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return the name of a tensor that shares memory with this one, if there is one."""
+        tensor = _without_transforms(tensor)
+        storage = _storage_of(tensor)
+        places = () if storage is None else self._places.get(storage, ())
+        start, end = _bytes_in_storage(tensor) if places else (0, 0)
+        return next((place.name for place in places if place.start < end and start < place.end), None)
+
+    def without_storages_of(self, other: Places) -> Places:
+        """Return these places without the storages that others are in too."""
+        left = Places({})
+        for cdata in self._storages.keys() - other._storages.keys():
+            left._storages[cdata], left._places[cdata] = self._storages[cdata], self._places[cdata]
+        return left
+
+
+class FirstCallWatch:
+    """Refuses operations that read a module's own tensors, or write the values passed as its parameters.
+
+    Args:
+        own: the module's own parameters and buffers for which values are passed.
+        own_places: where these were in memory when the loss was made.
+        parameters: the values passed as parameters.
+        buffers: the values passed as buffers, which the module may write.
+    """
+
+    def __init__(
+        self,
+        own: Mapping[str, Tensor],
+        own_places: Places,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        self._parameters = Places(parameters)
+        passed = Places({**parameters, **buffers})
+        # With init(consume=True) the module's own tensors are in the memory of the values: only the objects differ.
+        self._own_places = [places.without_storages_of(passed) for places in (own_places, Places(own))]
+        passed_objects = {id(value) for value in (*parameters.values(), *buffers.values())}
+        self._own_objects = {id(value): name for name, value in own.items() if id(value) not in passed_objects}
+        self._views: list[Any] = []
+        """Views of own tensors, kept so that no other tensor gets their id."""
+
+    def mode(self, *, in_trace: bool) -> contextlib.AbstractContextManager[Any]:
+        """Return the context manager that watches.
+
+        A trace dispatches every operation to Python anyway. In eager code that would choose other kernels (torch takes
+        other ways through its composite operations if there is a dispatch mode), so there functions are watched.
+        """
+        return _DispatchWatch(self) if in_trace else _FunctionWatch(self)
+
+    def check_graph(self, returned: Any, given: Any) -> None:
+        """Raise ValueError if what a compiled module returned depends on an own tensor through autograd.
+
+        Dynamo would compile a function that runs under a mode once more, so these are not watched.
+        """
+        outside = {leaf.grad_fn for leaf in _tree.leaves(given) if isinstance(leaf, Tensor)}
+        for leaf in _tree.leaves(returned):
+            for node in nodes(getattr(leaf, "grad_fn", None), outside):
+                name = self._own_objects.get(id(getattr(node, "variable", None)))
+                if name is not None:
+                    self.refuse_read(name)
+
+    def own_name(self, arguments: Any) -> str | None:
+        """Return the name of an own tensor among the arguments, if there is one."""
+        for leaf in _tree.leaves(arguments):
+            if isinstance(leaf, Tensor):
+                names = (places.name_of(leaf) for places in self._own_places)
+                found = self._own_objects.get(id(leaf)) or next(filter(None, names), None)
+                if found is not None:
+                    return found
+        return None
+
+    def note_views(self, name: str, out: Any) -> None:
+        """Take what an operation returned for the own tensor of this name."""
+        for leaf in _tree.leaves(out):
+            if isinstance(leaf, Tensor):
+                self._own_objects[id(leaf)] = name
+                self._views.append(leaf)
+
+    def refuse_read(self, name: str) -> NoReturn:
+        """Raise the error for a read of an own tensor."""
+        raise ValueError(
+            "module_loss: model's parameters and buffers must be read of the model when the loss is called, "
+            f"as model.parameters() in the criterion; got {name!r} as a tensor kept from before "
+            f"by {in_stack()}, whose values no step changes: read it in the call, or keep a clone() if it is a constant"
+        )
+
+    def refuse_write(self, written: Any) -> None:
+        """Raise an error if one of these is in the memory of the parameters passed."""
+        for leaf in _tree.leaves(written):
+            name = self._parameters.name_of(leaf) if isinstance(leaf, Tensor) else None
+            if name is not None:
+                raise written_error(name, f", at {in_stack()}")
+
+
+class _DispatchWatch(TorchDispatchMode):
+    """Watches every operation of a trace."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, watch: FirstCallWatch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE:
+            return func(*args, **kwargs)
+        schema = getattr(func, "_schema", None)
+        name = self._watch.own_name((args, kwargs))
+        if name is not None and _reads_no_value(schema.name if schema else ""):
+            name = None
+        is_view = schema is not None and not schema.is_mutable and any(one.alias_info for one in schema.returns)
+        if name is not None and not is_view:
+            self._watch.refuse_read(name)
+        if schema is not None and schema.is_mutable:
+            self._watch.refuse_write(aliased(func, args, kwargs, written=True))
+        out = func(*args, **kwargs)
+        if name is not None:
+            self._watch.note_views(name, out)
+        return out
+
+
+class _FunctionWatch(TorchFunctionMode):
+    """Watches every function of torch that Python calls."""
+
+    def __init__(self, watch: FirstCallWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)
+        called = getattr(func, "__name__", "")
+        name = self._watch.own_name((args, kwargs))
+        if _writes(called):
+            if name is not None:
+                self._watch.refuse_read(name)
+            self._watch.refuse_write(args[:1])
+        if "out" in kwargs:
+            self._watch.refuse_write(kwargs["out"])
+        out = func(*args, **kwargs)
+        if name is None or _reads_no_value(called):
+            return out
+        results = [leaf for leaf in _tree.leaves(out) if isinstance(leaf, Tensor)]
+        sources = [leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        storages = {storage for storage in map(_storage_of, sources) if storage is not None}
+        if called in _READS or any(_storage_of(result) not in storages for result in results):
+            self._watch.refuse_read(name)
+        self._watch.note_views(name, results)
+        return out
+
+
+#: Methods that read values and return no tensor.
+_READS = frozenset(
+    ("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__", "__int__", "__index__")
+)
+
+
+def _writes(called: str) -> bool:
+    """Return whether a function of this name writes its first argument."""
+    if called.startswith("__i") and called not in ("__index__", "__int__", "__invert__", "__iter__"):
+        return True
+    in_place = called.endswith("_") and not called.endswith("__")
+    return called == "__setitem__" or (in_place and called not in ("requires_grad_", "detach_", "share_memory_"))
+
+
+def memory_of(value: Tensor) -> tuple[int, int | None]:
+    """Return what changes if a tensor is written in place or is given other memory."""
+    value = _without_transforms(value)
+    return 0 if value.is_inference() else value._version, _storage_of(value)
+
+
+def written_error(name: str, where: str = "") -> ValueError:
+    """Return the error for a forward pass that writes a parameter."""
+    return ValueError(
+        f"module_loss: model must not write to its parameters in the forward pass; it wrote to {name!r} or another one "
+        f"in the same memory{where}, which a skipped step could not undo: compute with a changed copy, or write into "
+        "the state between steps"
+    )
+
+
+def _reads_no_value(called: str) -> bool:
+    """Return whether an operation takes only shape, dtype and device of a tensor (new_zeros, zeros_like)."""
+    name = called.removeprefix("aten::")
+    return name.startswith("new_") or name.endswith("_like") or name in ("sym_size", "sym_stride", "is_same_size")
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    tensor = _without_transforms(tensor)
+    if type(tensor) not in _WITH_STORAGE or tensor.layout != torch.strided:
+        return None
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes_in_storage(tensor: Tensor) -> tuple[int, int]:
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + extent(tensor)
+
+
+def _without_transforms(tensor: Tensor) -> Tensor:
+    while _upstream.is_wrapped(tensor):
+        tensor = _upstream.unwrapped(tensor)
+    return tensor

@@ -1,0 +1,302 @@
+"""State that a step's Python keeps from call to call: torch's loop, an eager step and a jitted step give the same."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from funcamp import jit, make_train_step, module_loss, stateless
+from tests.support.helpers import assert_same
+
+SGD = stateless(torch.optim.SGD, lr=0.1)
+
+
+def mean(out: Tensor) -> Tensor:
+    return out.detach().mean(0, keepdim=True)
+
+
+class Hidden(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Recurrent(nn.Module):
+    """Keeps its state from step to step in an attribute: a tensor, a pair, a named tuple, a dict or a list."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.cell, self.head = how, nn.LSTMCell(4, 4), nn.Linear(4, 1)
+        zeros = torch.zeros(5, 4)
+        self.state: Any = self.packed(zeros, zeros)  # both the same tensor
+
+    def packed(self, h: Tensor, c: Tensor) -> Any:
+        kinds: dict[str, Callable[[], Any]] = {
+            "pair": lambda: (h, c),
+            "named tuple": lambda: Hidden(h, c),
+            "list": lambda: [h, c],
+            "namespace": lambda: types.SimpleNamespace(h=h, c=c),
+        }
+        return kinds[self.how]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.state
+        h, c = (held.h, held.c) if self.how == "namespace" else held
+        h, c = self.cell(x, (h, c))
+        self.state = self.packed(h.detach(), c.detach())
+        out: Tensor = self.head(h)
+        return out
+
+
+class Center:
+    """A criterion that keeps a running mean."""
+
+    def __init__(self) -> None:
+        self.center = torch.zeros(1, 1)
+
+    def __call__(self, out: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(out - self.center, target)
+        self.center = self.center * 0.9 + mean(out) * 0.1
+        return loss
+
+    def method(self, out: Tensor, target: Tensor) -> Tensor:
+        return self(out, target)
+
+
+class ModuleCenter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, 1))
+
+    forward = Center.__call__
+
+
+def closure() -> Callable[[Tensor, Tensor], Tensor]:
+    center = torch.zeros(1, 1)
+
+    def criterion(out: Tensor, target: Tensor) -> Tensor:
+        nonlocal center
+        loss = F.mse_loss(out - center, target)
+        center = center * 0.9 + mean(out) * 0.1
+        return loss
+
+    return criterion
+
+
+def partial() -> Callable[[Tensor, Tensor], Tensor]:
+    def criterion(held: dict[str, Tensor], out: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(out - held["center"], target)
+        held["center"] = held["center"] * 0.9 + mean(out) * 0.1
+        return loss
+
+    return functools.partial(criterion, {"center": torch.zeros(1, 1)})
+
+
+def last_two() -> Callable[[Tensor, Tensor], Tensor]:
+    held = collections.deque([torch.zeros(1, 1), torch.ones(1, 1)], maxlen=2)
+
+    def criterion(out: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(out - held[0] - 0.5 * held[1], target)
+        held.append(mean(out))
+        return loss
+
+    return criterion
+
+
+CRITERIA: dict[str, Callable[[], Any]] = {
+    "object": Center,
+    "bound method": lambda: Center().method,
+    "module's buffer": ModuleCenter,
+    "closure": closure,
+    "partial": partial,
+    "deque": last_two,
+    "lambda around": lambda: (lambda criterion: lambda out, target: criterion(out, target))(Center()),
+}
+BATCHES = [(torch.randn(5, 4, generator=torch.Generator().manual_seed(n)), torch.ones(5, 1)) for n in range(4)]
+
+
+def trained(model: nn.Module, criterion: Any, between: Callable[[int], None] = lambda _: None) -> list[Tensor]:
+    """Return the losses of torch's loop."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for number, (x, y) in enumerate(BATCHES):
+        between(number)
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def stepped(
+    model: nn.Module, criterion: Any, compiled: bool, between: Callable[[int], None] = lambda _: None
+) -> list[Tensor]:
+    step = make_train_step(module_loss(model, criterion), SGD)
+    run: Any = jit(step, backend="eager") if compiled else step
+    state, losses = step.init(), []
+    for number, batch in enumerate(BATCHES):
+        between(number)
+        state, metrics = run(state, batch)
+        losses.append(metrics.loss)
+    return losses
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", CRITERIA)
+def test_a_criterion_with_state(name: str, compiled: bool) -> None:
+    make = CRITERIA[name]
+    assert_same(stepped(linear(), make(), compiled), trained(linear(), make()))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("how", ["pair", "named tuple", "list", "namespace"])
+def test_a_model_with_state(how: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    expected = trained(Recurrent(how), F.mse_loss)
+    torch.manual_seed(0)
+    model = Recurrent(how)
+    kind = type(model.state)
+    assert_same(stepped(model, F.mse_loss, compiled), expected)
+    assert type(model.state) is kind
+
+
+def test_state_that_is_reset_between_calls_of_jit() -> None:
+    runs = []
+    for train in (trained, functools.partial(stepped, compiled=True)):
+        criterion, start = Center(), torch.zeros(1, 1)
+        criterion.center = start
+
+        def between(number: int, criterion: Any = criterion, start: Tensor = start) -> None:
+            if number == 2:
+                criterion.center = start
+
+        runs.append(train(linear(), criterion, between=between))
+        assert_same(start, torch.zeros(1, 1))
+    assert_same(runs[1], runs[0])
+
+
+def test_state_of_another_shape_between_calls_of_jit_is_refused() -> None:
+    criterion = Center()
+
+    def between(number: int) -> None:
+        if number == 2:
+            criterion.center = torch.zeros(5, 1)
+
+    with pytest.raises(RuntimeError, match=r"jit: criterion.center must keep its structure, shape, dtype and device"):
+        stepped(linear(), criterion, True, between)
+
+
+class Counter:
+    """A criterion whose weight follows from a number that counts calls."""
+
+    total = 0
+
+    def __init__(self, how: str) -> None:
+        self.how, self.n, self.seen, self.count = how, 0, [0], itertools.count()
+        self.on, self.last = False, None
+
+    def __call__(self, out: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(out, target)
+        if self.how == "attribute":
+            self.n += 1
+            return loss * self.n
+        if self.how == "class":
+            type(self).total += 1
+            return loss * type(self).total
+        if self.how == "list":
+            self.seen.append(1)
+            return loss * len(self.seen)
+        if self.how == "iterator":
+            return loss * (1 + next(self.count))
+        if self.how == "flag":
+            factor = 2.0 if self.on else 1.0
+            self.on = True
+            return loss * factor
+        if self.last is not None:
+            loss = loss + (out - self.last).square().mean()
+        self.last = mean(out)
+        return loss
+
+
+NAMES = {
+    "attribute": r"criterion\.n changed from 0 to 1",
+    "class": r"criterion\.total changed from 0 to 1",
+    "list": r"len\(criterion\.seen\) changed from 1 to 2",
+    "iterator": r"criterion\.count \(a count\) changed from .*count\(0\).* to 'count\(1\)'",
+    "flag": r"criterion\.on changed from False to True",
+    "none before": r"criterion\.last is a torch.float32 tensor of shape \(1, 1\)",
+}
+
+
+def test_a_count_that_changes_nothing_is_said_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
+    class Logs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(4, 1), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            out: Tensor = self.layer(x)
+            return out
+
+    step = make_train_step(module_loss(Logs(), F.mse_loss), stateless(torch.optim.SGD))
+    jit(step, backend="eager")(step.init(), (torch.ones(2, 4), torch.ones(2, 1)))
+    assert "later calls will not: model.calls (from 0 to 1)" in caplog.text
+
+
+@pytest.mark.parametrize("how", NAMES)
+def test_a_number_that_python_counts_is_refused_under_jit(how: str) -> None:
+    Counter.total = 0
+    expected = trained(linear(), Counter(how))
+    Counter.total = 0
+    assert_same(stepped(linear(), Counter(how), False), expected)
+    Counter.total = 0
+    with pytest.raises(RuntimeError, match=rf"jit: step must not keep a .* call to call.*{NAMES[how]}"):
+        stepped(linear(), Counter(how), True)
+    assert Counter.total == 0
+
+
+class Caches(nn.Module):
+    """What libraries keep at the first call: a table by size, a flag, the last length, the last attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("frequencies", torch.arange(4.0))
+        self.tables: dict[int, Tensor] = {}
+        self.rotary: Tensor | None = None
+        self.warned, self.longest, self.attention = False, 0, torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[0]
+        if size not in self.tables:
+            self.tables[size] = torch.arange(float(size))[:, None]
+        if self.rotary is None:
+            self.rotary = self.frequencies.cos()
+        self.warned = True
+        self.longest = max(size, self.longest)
+        out: Tensor = self.linear(x * self.rotary) + self.tables[size]
+        self.attention = out.detach().softmax(0)
+        return out
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_what_is_kept_once_is_no_state(compiled: bool) -> None:
+    torch.manual_seed(0)
+    expected = trained(Caches(), F.mse_loss)
+    torch.manual_seed(0)
+    assert_same(stepped(Caches(), F.mse_loss, compiled), expected)

@@ -207,7 +207,8 @@ class Counter:
 
     def __init__(self, how: str) -> None:
         self.how, self.n, self.seen, self.count = how, 0, [0], itertools.count()
-        self.on, self.last = False, None
+        self.on = False
+        self.last: Tensor | None = None
 
     def __call__(self, out: Tensor, target: Tensor) -> Tensor:
         loss = F.mse_loss(out, target)
@@ -279,6 +280,7 @@ class Caches(nn.Module):
         self.register_buffer("frequencies", torch.arange(4.0))
         self.tables: dict[int, Tensor] = {}
         self.rotary: Tensor | None = None
+        self.frequencies: Tensor
         self.warned, self.longest, self.attention = False, 0, torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -92,6 +92,11 @@ SECOND_PERMUTATION = Defect((2, 15), None)
 #: Generated code reads zeros that have no memory, such as derivatives of constants: `_jit.decompositions`.
 #: https://github.com/pytorch/pytorch/issues/177261
 ZERO_TENSORS = Defect((2, 11), (2, 15))
+#: Inductor's patterns match operations with keyword arguments that they do not name, and lose those:
+#: `inductor_rewrites`. https://github.com/pytorch/pytorch/issues/167313
+LOST_KEYWORDS = Defect((2, 11), (2, 15))
+#: Inductor makes zeros of a product with the integer 0, also of infinite and NaN factors: `inductor_rewrites`.
+LOST_NAN = Defect((2, 11), (2, 15))
 #: A CPU has no float8 products with a scale per row: `_float8.product.check_device`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: Dynamo's None keeps the source of the first `.grad` that is None: GradScaler's docstring says to return a value.
@@ -129,6 +134,7 @@ PRIVATE = {
     "torch._inductor.decomposition.select_decomp_table": "tracked samples are counted one by one",
     "torch._inductor.inductor_prims.force_stride_order": "gradients of depthwise convolutions take longer on a CPU",
     "torch._inductor.metrics": "doctor does not count launches",
+    "torch._inductor.pattern_matcher._TargetArgsExpr": "jit does not work with the inductor backend",
     "torch._inductor.pattern_matcher.stable_topological_sort": "tracked samples are counted one by one",
     "torch._scaled_mm": "float8 products work with emulate=True only",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "jit names no line where a step reads a value",

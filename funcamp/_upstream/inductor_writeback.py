@@ -95,8 +95,8 @@ class SnapshotWriteBacks(CustomGraphPass):
         output.args = (type(results)(early(one) if is_input(one) or late(one) else one for one in results),)
 
     def uuid(self) -> bytes:
-        """Return the name in Inductor's cache; change it with the pass, `corrected` and `decompositions`."""
-        return b"funcamp-snapshot-write-backs-15" + b"-exact" * self._exact
+        """Return the name in Inductor's cache; change it with the pass, `corrected`, `faithful_rewrites` and `decompositions`."""
+        return b"funcamp-snapshot-write-backs-16" + b"-exact" * self._exact
 
 
 def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> Any:

@@ -55,6 +55,8 @@ LOST_OFFSET = Defect((2, 11), (2, 13))
 #: C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce`: `inductor_cpu.checked`.
 #: https://github.com/pytorch/pytorch/pull/190909
 LOST_ERRORS = Defect((2, 11), (2, 15))
+#: C++ that Inductor generates takes a list of one tensor for the tensor, and the process dies: `inductor_cpu`.
+LIST_OF_ONE = Defect((2, 11), (2, 15))
 #: vmap has no rule for `view(dtype)`: `_numerics.counting._Bits`.
 NO_RULE_FOR_BITS = Defect((2, 11), (2, 13))
 #: Inductor draws for dropout and torch.rand in another order: no workaround; documented in `jit(exact=True)`.

@@ -33,6 +33,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from funcamp import _tree, _upstream
+from funcamp._trace.as_compiled import as_compiled
 from funcamp._trace.host_draws import HostDraws
 from funcamp._trace.kept_tensors import settle
 from funcamp._trace.open_shapes import is_open, is_open_node
@@ -59,6 +60,8 @@ _FROM_VALUES = (
     GuardOnDataDependentSymNode,
 )
 
+#: Whether torch.cond or a relative of it calls Dynamo in this thread.
+_in_higher_order_call = _upstream.find("torch._higher_order_ops.utils._in_hop_compile", lambda: False)
 _log = logging.getLogger("funcamp")
 _aten = torch.ops.aten
 #: The place of an offset in the memory of the first argument.
@@ -157,7 +160,7 @@ def trace(
     except Exception as error:
         again = None
         if not isinstance(error, HostError) and asks_whether_compiled(error):
-            run = functools.partial(run, as_compiled=False)  # a model may take a mask to be given otherwise
+            run = functools.partial(run, is_compiling=False)  # a model may take a mask to be given otherwise
             with contextlib.suppress(Exception):
                 again = run()
         if again is None:
@@ -177,9 +180,9 @@ def _traced(
     args: list[Tensor],
     home: Set[str],
     fixed_shapes: bool,
-    as_compiled: bool = True,
+    is_compiling: bool = True,
 ) -> Graph:
-    """Trace once, while torch.compiler.is_compiling is True if `as_compiled`."""
+    """Trace once, while torch.compiler.is_compiling() is True if `is_compiling`."""
     for name in (FakeTensor, FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass):
         _upstream.check(name)
     if _upstream.ENDED_THREAD.present:
@@ -220,9 +223,7 @@ def _traced(
 
     try:
         with (
-            # Models check torch.compiler.is_compiling before they read values.
-            mock.patch.object(torch.compiler, "_is_compiling_flag", True) if as_compiled else contextlib.nullcontext(),
-            mock.patch.object(torch.distributions.Distribution, "_validate_args", False),  # as under torch.compile
+            as_compiled(is_compiling),
             _fresh_casts(),
             mock.patch.object(Tensor, "data", property(_DATA.__get__, _set_data)),
             # On a GPU autograd would call backward in another thread, outside these modes.
@@ -394,6 +395,15 @@ class _Watch(TorchDispatchMode):
     """Watches every operation of a trace: reads, devices, random numbers, captured and kept tensors."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return whether Dynamo may trace a call in spite of this mode.
+
+        torch.cond, while_loop and scan let Dynamo find the tensors that their branches read. Nothing else: a part of a
+        model that torch.compile compiled runs as the Python that it was.
+        """
+        return bool(_in_higher_order_call())
 
     def __init__(self, home: Set[str], mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

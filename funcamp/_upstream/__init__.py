@@ -128,6 +128,7 @@ PRIVATE = {
     "torch._foreach_norm": "GradScaler does not work on a GPU",
     "torch._higher_order_ops.scan.scan": "scan=True traces every micro-batch",
     "torch._higher_order_ops.scan.scan_op": "scan=True traces every micro-batch",
+    "torch._higher_order_ops.utils._in_hop_compile": "jit does not take torch.cond and while_loop",
     "torch._inductor.codecache.CppPythonBindingsCodeCache": "a first call takes longer",
     "torch._inductor.codecache.CppWrapperCodeCache": "a first call takes longer",
     "torch._inductor.cpu_vec_isa.pick_vec_isa": "a first call takes longer",

@@ -42,7 +42,7 @@ from funcamp._trace.tracing import Wanted, current
 from funcamp._trace.unread_gathers import drop_unread_gathers
 from funcamp._trace.user_line import FIXED, INSTEAD, READS, asks_whether_compiled, in_stack, in_traceback
 from funcamp._types import Tree
-from funcamp._upstream.whole_operations import keep_whole
+from funcamp._upstream.whole_operations import keep_whole, of_known_shape
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -71,6 +71,7 @@ _OFFSET = {
     _aten.as_strided_copy.default: 3,
     _aten.as_strided_scatter.default: 4,
 }
+_READ = _aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 _MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -413,6 +414,7 @@ class _Watch(TorchDispatchMode):
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self._slices: set[int] = set()
         self._draws = Draws(self._node_of)
+        self._told_of_anomaly_mode = False
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -432,6 +434,9 @@ class _Watch(TorchDispatchMode):
         if func in _OFFSET:
             self._refuse_offset(func, args, kwargs or {})
         args, kwargs = self._without_values(func, args, kwargs or {})
+        func = of_known_shape(func, args)
+        if func is _READ and self._is_anomaly_check(args[0]):
+            return False
         tags = getattr(func, "tags", ())
         # torch.tensor(2.0).item() is a constant.
         if torch.Tag.data_dependent_output in tags and getattr(args[0], "constant", None) is None:
@@ -442,6 +447,19 @@ class _Watch(TorchDispatchMode):
             if isinstance(value, FakeTensor):
                 self._look(func, value, args, kwargs)
         return out
+
+    def _is_anomaly_check(self, value: Tensor) -> bool:
+        """Return whether anomaly mode asks if a gradient is NaN; a program cannot raise, and goes on without this."""
+        node = self._node_of(value) if torch.is_anomaly_check_nan_enabled() else None
+        if node is None or node.target is not _aten._is_any_true.default:
+            return False
+        if not self._told_of_anomaly_mode:
+            self._told_of_anomaly_mode = True
+            _log.warning(
+                "jit: a program does not check gradients for NaN as torch.autograd.set_detect_anomaly asks for: call the "
+                "step without jit to find the operation"
+            )
+        return True
 
     def _refuse_offset(self, func: Any, args: Any, kwargs: Any) -> None:
         given = kwargs.get("storage_offset", [*args, None, None][_OFFSET[func]])

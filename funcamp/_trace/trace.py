@@ -40,7 +40,15 @@ from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.random_numbers import Draws
 from funcamp._trace.tracing import Wanted, current
 from funcamp._trace.unread_gathers import drop_unread_gathers
-from funcamp._trace.user_line import FIXED, INSTEAD, READS, asks_whether_compiled, in_stack, in_traceback
+from funcamp._trace.user_line import (
+    FIXED,
+    INSTEAD,
+    READS,
+    asks_whether_compiled,
+    in_nested_tensor,
+    in_stack,
+    in_traceback,
+)
 from funcamp._types import Tree
 from funcamp._upstream.whole_operations import keep_whole, of_known_shape
 
@@ -77,6 +85,10 @@ _MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
 _PLAIN = {Tensor, torch.nn.Parameter}
 _DATA: Any = Tensor.data
 _CONSTANTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}
+_NESTED = (
+    "not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is beyond each "
+    "sequence"
+)
 #: Texts of torch's errors when the values or the memory of a fake tensor are read.
 _ASKED = (
     "is not supported for tensor subclasses",
@@ -238,6 +250,8 @@ def _traced(
             where = "in a CUDA graph" if fixed_shapes else f"by {error.func}"
             instead = f"{FIXED}, or pass capture=False" if fixed_shapes else FIXED
             raise HostError(f"not take a shape from values {where}; {in_traceback(error)} does: {instead}") from None
+        if isinstance(error, RuntimeError) and in_nested_tensor(error):
+            raise HostError(_NESTED.format(line=in_traceback(error))) from None
         asked = isinstance(error, (RuntimeError, TypeError)) and any(text in str(error) for text in _ASKED)
         if asked or isinstance(error, _FROM_VALUES):
             raise HostError(f"{READS}; {in_traceback(error)} does: {INSTEAD}") from None
@@ -431,6 +445,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls, so keep this fast
             return args[0].fake_device
+        if any(kind.__module__.startswith("torch.nested.") for kind in types):
+            raise HostError(_NESTED.format(line=in_stack()))
         if func in _OFFSET:
             self._refuse_offset(func, args, kwargs or {})
         args, kwargs = self._without_values(func, args, kwargs or {})

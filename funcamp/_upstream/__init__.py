@@ -83,6 +83,8 @@ ENDED_THREAD = Defect((2, 11), (2, 12))
 #: A compiled program that trains an LSTM on a CPU lacks the workspace of the backward pass: `whole_operations`.
 #: https://github.com/pytorch/pytorch/issues/158007
 LSTM_WORKSPACE = Defect((2, 11), None)
+#: A trace has no shapes for a CTC loss whose lengths are tensors: `whole_operations.of_known_shape`.
+SHAPELESS_CTC = Defect((2, 11), None)
 #: A compiled multi-label margin loss counts the classes after the first -1: `whole_operations`.
 #: https://github.com/pytorch/pytorch/issues/141017
 PADDED_TARGETS = Defect((2, 11), (2, 15))

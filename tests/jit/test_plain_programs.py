@@ -70,11 +70,49 @@ class Loop(nn.Module):
         return (hidden + shift).square().mean()
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo's, in torch's loop too
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", [Branches, Loop])
 def test_branches_and_loops_that_follow_from_values(model: Callable[[], nn.Module], backend: str) -> None:
     x = torch.randn(3, 4).abs()
     same_as_torch(model, [(x,), (-x,), (x * 2,)], backend)
+
+
+class Nested(nn.Module):
+    """Sequences of different lengths in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+        return torch.cat(list(self.layer(rows).unbind())).square().mean()
+
+
+def test_nested_tensors_are_refused_by_jit() -> None:
+    step = make_train_step(module_loss(Nested()), stateless(torch.optim.SGD, lr=0.1))
+    step(step.init(), torch.ones(3, 4))
+    refused = r"jit: step must not make nested tensors.*test_plain_programs\.py.*: pad"
+    with pytest.raises(RuntimeError, match=refused):
+        jit(step, backend="eager")(step.init(), torch.ones(3, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("script", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(3, 4))])
+def test_scripted_modules(script: Callable[[nn.Module], nn.Module]) -> None:
+    same_as_torch(
+        lambda: script(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), Mean())), [(torch.randn(3, 4),)] * 3, "eager"
+    )
+
+
+class Mean(nn.Module):
+    """A loss of one's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
 
 
 class Speech(nn.Module):

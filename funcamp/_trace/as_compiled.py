@@ -28,7 +28,7 @@ def as_compiled(is_compiling: bool) -> Iterator[None]:
     """Context manager: distributions of this thread check no values, which would be reads on the host.
 
     Args:
-        is_compiling: whether torch.compiler.is_compiling() is True in this thread; models ask it before they read values.
+        is_compiling: whether torch.compiler.is_compiling() is True in this thread; models ask before they read values.
     """
     _ask_each_thread()
     before = _this_thread.is_compiling, _this_thread.unchecked
@@ -44,9 +44,9 @@ def as_compiled(is_compiling: bool) -> Iterator[None]:
 def _ask_each_thread() -> None:
     """Make torch.compiler.is_compiling ask this thread too.
 
-    torch has one flag for all threads, and its optimizers choose other formulas where it is set. The code of the function
-    is replaced, so that it is the same function to all who imported it, and to Dynamo. It stays replaced: with no trace
-    in a thread the answer is torch's.
+    torch has one flag for all threads, and its optimizers choose other formulas if it is set. The code of the function
+    is replaced, so that it is the same function to all who imported it, and to Dynamo. It stays replaced: without a
+    trace in a thread the answer is torch's.
     """
     function: Any = torch.compiler.is_compiling
     as_torch_says = types.FunctionType(function.__code__, function.__globals__, "is_compiling")
@@ -57,7 +57,7 @@ def _ask_each_thread() -> None:
 
 def _is_compiling() -> bool:
     # TorchScript compiles the first branch only.
-    if torch.jit.is_scripting():
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
         return False
     else:  # noqa: RET505
         return _funcamp_traces_in_this_thread() or _is_compiling_as_torch_says()  # type: ignore[name-defined,no-any-return]  # noqa: F821

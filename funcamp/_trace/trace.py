@@ -86,8 +86,8 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 _DATA: Any = Tensor.data
 _CONSTANTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}
 _NESTED = (
-    "not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is beyond each "
-    "sequence"
+    "not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is "
+    "beyond each sequence"
 )
 #: Texts of torch's errors when the values or the memory of a fake tensor are read.
 _ASKED = (
@@ -472,8 +472,8 @@ class _Watch(TorchDispatchMode):
         if not self._told_of_anomaly_mode:
             self._told_of_anomaly_mode = True
             _log.warning(
-                "jit: a program does not check gradients for NaN as torch.autograd.set_detect_anomaly asks for: call the "
-                "step without jit to find the operation"
+                "jit: a program does not check gradients for NaN as torch.autograd.set_detect_anomaly asks for: call "
+                "the step without jit to find the operation"
             )
         return True
 

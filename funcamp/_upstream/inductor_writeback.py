@@ -95,7 +95,10 @@ class SnapshotWriteBacks(CustomGraphPass):
         output.args = (results,)
 
     def uuid(self) -> bytes:
-        """Return the name in Inductor's cache; change it with the pass, `corrected`, `faithful_rewrites` and `decompositions`."""
+        """Return the name in Inductor's cache; change it with the pass and what else changes Inductor.
+
+        That is `corrected`, `faithful_rewrites` and `decompositions`.
+        """
         return b"funcamp-snapshot-write-backs-16" + b"-exact" * self._exact
 
 

@@ -9,8 +9,8 @@ Multi-label margin loss: torch.compile's own form counts the classes after the f
 https://github.com/pytorch/pytorch/issues/141017
 
 CTC loss with lengths in tensors, on a CPU: torch has no rule for the shape of what it keeps for its backward pass, which
-follows from the longest target. The program keeps it for the longest target that there is room for, so that it is right
-for the lengths of every batch. Torch 2.11 to 2.15.
+follows from the longest target. The program keeps it for the longest target that there is room for, so that it is
+right for the lengths of every batch. Torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, T
     return loss, torch.nn.functional.pad(alphas, (0, unused))
 
 
-def _ctc_loss_shapes(log_probs: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _ctc_loss_shapes(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty(log_probs.shape[1]), log_probs.new_empty(_room(log_probs, targets))
 
 
-def _ctc_loss_backward_shape(grad: Tensor, log_probs: Tensor, *args: Any) -> Tensor:
+def _ctc_loss_backward_shape(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 

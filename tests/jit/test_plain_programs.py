@@ -45,7 +45,8 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.layer(x)
         chosen = torch.cond(x.sum() > 0, lambda a: (a * self.gain).sin(), lambda a: a - 1, (hidden,))
-        return chosen.square().mean()
+        loss: Tensor = chosen.square().mean()
+        return loss
 
 
 class Loop(nn.Module):
@@ -67,7 +68,8 @@ class Loop(nn.Module):
 
         with torch.no_grad():
             _, shift = while_loop(again, halve, (torch.tensor(0), hidden.detach()))
-        return (hidden + shift).square().mean()
+        loss: Tensor = (hidden + shift).square().mean()
+        return loss
 
 
 @pytest.mark.filterwarnings(

@@ -83,6 +83,10 @@ ENDED_THREAD = Defect((2, 11), (2, 12))
 #: A compiled program that trains an LSTM on a CPU lacks the workspace of the backward pass: `whole_operations`.
 #: https://github.com/pytorch/pytorch/issues/158007
 LSTM_WORKSPACE = Defect((2, 11), None)
+#: A compiled multi-margin loss of an infinite or NaN input is NaN: `whole_operations`.
+NAN_MARGIN = Defect((2, 11), None)
+#: A compiled softshrink of NaN is 0: `whole_operations`.
+NAN_SHRUNK = Defect((2, 11), (2, 15))
 #: A trace has no shapes for a CTC loss whose lengths are tensors: `whole_operations.of_known_shape`.
 SHAPELESS_CTC = Defect((2, 11), None)
 #: A compiled multi-label margin loss counts the classes after the first -1: `whole_operations`.

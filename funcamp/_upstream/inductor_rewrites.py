@@ -3,8 +3,8 @@
 Two of its rewrites change numbers without a word:
 
 - A pattern matches an operation with keyword arguments that the pattern does not name, and the replacement loses them:
-  `torch.add(a, x @ y, alpha=0.1)` becomes `a + x @ y`, and `torch.cumsum(ones, 0, dtype=...)` gets another dtype. So running
-  averages of products (K-FAC, Shampoo, vector-quantized codebooks) get other numbers.
+  `torch.add(a, x @ y, alpha=0.1)` becomes `a + x @ y`, and `torch.cumsum(ones, 0, dtype=...)` gets another dtype. So
+  running averages of products (K-FAC, Shampoo, vector-quantized codebooks) get other numbers.
 - A product with the integer 0 becomes zeros, also if the other factor is infinite or NaN. `loss + 0 * unused.sum()`,
   with which people keep unused parameters in the graph, then hides an overflow from the scaler.
 

@@ -8,9 +8,12 @@ other numbers. Torch 2.11 to 2.15; https://github.com/pytorch/pytorch/issues/158
 Multi-label margin loss: torch.compile's own form counts the classes after the first -1 too. Torch 2.11 to 2.14;
 https://github.com/pytorch/pytorch/issues/141017
 
-CTC loss with lengths in tensors, on a CPU: torch has no rule for the shape of what it keeps for its backward pass, which
-follows from the longest target. The program keeps it for the longest target that there is room for, so that it is
-right for the lengths of every batch. Torch 2.11 to 2.15.
+Multi-margin loss and softshrink of values that are not finite: torch.compile's own forms give NaN
+for an infinite input, and 0 for NaN, which hides an overflow. Torch 2.11 to 2.15, and to 2.14.
+
+CTC loss with lengths in tensors, on a CPU: torch has no rule for the shape of what it keeps for its
+backward pass; it follows from the longest target. The program keeps it for the longest target that
+there is room for, so that it is right for the lengths of every batch. Torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from funcamp._upstream import LSTM_WORKSPACE, PADDED_TARGETS
+from funcamp._upstream import LSTM_WORKSPACE, NAN_MARGIN, NAN_SHRUNK, PADDED_TARGETS
 
 _aten = torch.ops.aten
 _library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -58,6 +61,10 @@ if LSTM_WORKSPACE.present:
 if PADDED_TARGETS.present:
     _margin = _aten.multilabel_margin_loss_forward.default
     _define("multilabel_margin_loss", _margin, _margin)
+if NAN_MARGIN.present:
+    _define("multi_margin_loss", _aten.multi_margin_loss.default, _aten.multi_margin_loss.default)
+if NAN_SHRUNK.present:
+    _define("softshrink", _aten.softshrink.default, _aten.softshrink.default)
 
 
 def _room(log_probs: Tensor, targets: Tensor) -> tuple[int, int, int]:

@@ -196,6 +196,19 @@ def test_compiled_code_keeps_keyword_arguments(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.inductor
+def test_compiled_losses_of_values_that_are_not_finite() -> None:
+    x, target = torch.tensor([[1.0, float("inf"), float("nan"), -2.0]] * 4), torch.arange(4)
+
+    def losses(x: Tensor) -> tuple[Tensor, ...]:
+        leaf = x.detach().requires_grad_()
+        values = F.multi_margin_loss(leaf, target, reduction="none"), F.softshrink(leaf)
+        return *values, *(torch.autograd.grad(value.sum(), leaf)[0] for value in values)
+
+    _, found = jit(lambda state, x: (state + 1, losses(x)))(torch.zeros(1), x)
+    torch.testing.assert_close(found, losses(x), equal_nan=True)
+
+
+@pytest.mark.inductor
 @pytest.mark.parametrize("zero", [0, 0.0, False])
 def test_an_overflow_behind_a_product_with_zero_skips_the_step(zero: float) -> None:
     def loss(params: Params, x: Tensor) -> Tensor:

@@ -287,6 +287,19 @@ def test_float8_products_on_a_cpu_with_a_scale_per_row() -> None:
 
 
 @pytest.mark.inductor
+def test_compiled_forms_of_values_that_are_not_finite() -> None:
+    target = torch.tensor([0])
+
+    def margin(x: Tensor) -> Tensor:
+        return torch.nn.functional.multi_margin_loss(x, target)
+
+    x = torch.tensor([[1.0, float("nan"), 0.5]])
+    for defect, fn in ((_upstream.NAN_MARGIN, margin), (_upstream.NAN_SHRUNK, torch.nn.functional.softshrink)):
+        found = torch.compile(fn)(x)
+        assert torch.equal(found.isnan(), fn(x).isnan()) != defect.present, defect
+
+
+@pytest.mark.inductor
 def test_inductors_patterns_lose_keyword_arguments() -> None:
     def average(a: Tensor, x: Tensor) -> Tensor:
         return torch.add(a, x @ x, alpha=0.5)

@@ -143,7 +143,6 @@ PRIVATE = {
     "torch._inductor.decomposition.select_decomp_table": "tracked samples are counted one by one",
     "torch._inductor.inductor_prims.force_stride_order": "gradients of depthwise convolutions take longer on a CPU",
     "torch._inductor.metrics": "doctor does not count launches",
-    "torch._inductor.pattern_matcher._TargetArgsExpr": "jit does not work with the inductor backend",
     "torch._inductor.pattern_matcher.stable_topological_sort": "tracked samples are counted one by one",
     "torch._scaled_mm": "float8 products work with emulate=True only",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "jit names no line where a step reads a value",

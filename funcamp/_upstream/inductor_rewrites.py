@@ -29,30 +29,31 @@ _WITHOUT_NUMBERS = ("layout", "device", "pin_memory", "memory_format")
 @contextlib.contextmanager
 def faithful_rewrites() -> Iterator[None]:
     """Context manager: Inductor's rewrites keep keyword arguments, and products with 0 that are not finite."""
-    from torch._inductor.fx_passes import joint_graph
-    from torch._inductor.pattern_matcher import FailedMatch
-
     with contextlib.ExitStack() as stack:
         if _upstream.LOST_KEYWORDS.present:
-            kind: Any = _upstream.find("torch._inductor.pattern_matcher._TargetArgsExpr")
-            match = kind._match
+            from torch._inductor.pattern_matcher import FailedMatch, _TargetArgsExpr
+
+            match: Any = _TargetArgsExpr._match
 
             def match_all_keywords(pattern: Any, node: Any, context: Any) -> Any:
                 if isinstance(node, fx.Node) and _has_other_keywords(node, pattern.kwargs):
                     return FailedMatch("function_mismatch: node={}, pattern={}", node, pattern)
                 return match(pattern, node, context)
 
-            stack.enter_context(mock.patch.object(kind, "_match", match_all_keywords))
+            stack.enter_context(mock.patch.object(_TargetArgsExpr, "_match", match_all_keywords))
         if _upstream.LOST_NAN.present:
-            folder: Any = joint_graph.UniformValueConstantFolder
-            find_zeros = folder._add_peephole_patterns
+            from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+
+            find_zeros: Any = UniformValueConstantFolder._add_peephole_patterns
 
             def find_integer_zeros(self: Any) -> None:
                 find_zeros(self)
                 for node in [node for node in self.node_replacements if _may_be_nan(node)]:
                     del self.node_replacements[node], self.node_replacements_shapes[node]
 
-            stack.enter_context(mock.patch.object(folder, "_add_peephole_patterns", find_integer_zeros))
+            stack.enter_context(
+                mock.patch.object(UniformValueConstantFolder, "_add_peephole_patterns", find_integer_zeros)
+            )
         yield
 
 

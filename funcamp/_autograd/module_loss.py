@@ -291,7 +291,9 @@ class ModuleLoss(Loss):
         return {name: value.detach() for name, value in self._trained().items()}
 
     def _trained(self) -> dict[str, Tensor]:
-        return {stored: self.model.get_parameter(stored) for stored in dict.fromkeys(self.names.values())}
+        # Not get_parameter, which a scripted module does not have.
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        return {stored: parameters[stored] for stored in dict.fromkeys(self.names.values())}
 
     def own_params(self) -> dict[str, Tensor]:
         """Return the module's trainable parameters themselves, for a state that replaces their memory.

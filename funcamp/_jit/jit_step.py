@@ -42,6 +42,7 @@ from funcamp._trace.tracing import HostError, running
 from funcamp._types import Tree
 from funcamp._upstream.advice import advise
 from funcamp._upstream.inductor_cpu import corrected
+from funcamp._upstream.inductor_rewrites import faithful_rewrites
 from funcamp._upstream.inductor_writeback import SnapshotWriteBacks
 from funcamp._upstream.python_stack import with_room
 
@@ -395,7 +396,7 @@ class JitStep(Fixed):
             # A tenth of a small step is Python time; but code called from C++ cannot use the buffer pool.
             patches["cpp_wrapper"] = not pooled
         try:
-            with corrected(exact=options.exact), asked() if pooled else contextlib.nullcontext():
+            with corrected(exact=options.exact), faithful_rewrites(), asked() if pooled else contextlib.nullcontext():
                 return compile_graph(graph, backend, patches, headers)
         except Exception as error:
             advise("jit", error)

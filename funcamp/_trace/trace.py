@@ -33,6 +33,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from funcamp import _tree, _upstream
+from funcamp._trace.as_compiled import as_compiled
 from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.host_draws import HostDraws
 from funcamp._trace.inner_casts import InnerCasts, watch_autocast
@@ -41,9 +42,17 @@ from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.random_numbers import Draws
 from funcamp._trace.tracing import HostError, Wanted, current
 from funcamp._trace.unread_gathers import drop_unread_gathers
-from funcamp._trace.user_line import FIXED, INSTEAD, READS, asks_whether_compiled, in_stack, in_traceback
+from funcamp._trace.user_line import (
+    FIXED,
+    INSTEAD,
+    READS,
+    asks_whether_compiled,
+    in_nested_tensor,
+    in_stack,
+    in_traceback,
+)
 from funcamp._types import Tree
-from funcamp._upstream.whole_operations import keep_whole
+from funcamp._upstream.whole_operations import keep_whole, of_known_shape
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -61,6 +70,8 @@ _FROM_VALUES = (
     GuardOnDataDependentSymNode,
 )
 
+#: Whether torch.cond or a relative of it calls Dynamo in this thread.
+_in_higher_order_call = _upstream.find("torch._higher_order_ops.utils._in_hop_compile", lambda: False)
 _log = logging.getLogger("funcamp")
 _aten = torch.ops.aten
 #: The place of an offset in the memory of the first argument.
@@ -70,11 +81,16 @@ _OFFSET = {
     _aten.as_strided_copy.default: 3,
     _aten.as_strided_scatter.default: 4,
 }
+_READ = _aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 _MOVES = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
 _PLAIN = {Tensor, torch.nn.Parameter}
 _DATA: Any = Tensor.data
 _CONSTANTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}
+_NESTED = (
+    "not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is "
+    "beyond each sequence"
+)
 #: Texts of torch's errors when the values or the memory of a fake tensor are read.
 _ASKED = (
     "is not supported for tensor subclasses",
@@ -173,7 +189,7 @@ def _eager_if_it_must(run: Callable[..., Graph]) -> Graph:
     except Exception as error:
         again = None
         if not isinstance(error, HostError) and asks_whether_compiled(error):
-            run = functools.partial(run, as_compiled=False)  # a model may take a mask to be given otherwise
+            run = functools.partial(run, is_compiling=False)  # a model may take a mask to be given otherwise
             with contextlib.suppress(Exception):
                 again = run()
         if again is None:
@@ -189,9 +205,9 @@ def _traced(
     home: Set[str],
     fixed_shapes: bool,
     record: Callable[[Callable[[Tensor], torch.fx.Node | None]], None],
-    as_compiled: bool = True,
+    is_compiling: bool = True,
 ) -> Graph:
-    """Trace once, while torch.compiler.is_compiling is True if `as_compiled`."""
+    """Trace once, while torch.compiler.is_compiling() is True if `is_compiling`."""
     for name in (FakeTensor, FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass):
         _upstream.check(name)
     if _upstream.ENDED_THREAD.present:
@@ -230,9 +246,7 @@ def _traced(
 
     try:
         with (
-            # Models check torch.compiler.is_compiling before they read values.
-            mock.patch.object(torch.compiler, "_is_compiling_flag", True) if as_compiled else contextlib.nullcontext(),
-            mock.patch.object(torch.distributions.Distribution, "_validate_args", False),  # as under torch.compile
+            as_compiled(is_compiling),
             mock.patch.object(Tensor, "data", property(_DATA.__get__, _set_data)),
             # On a GPU autograd would call backward in another thread, outside these modes.
             torch.autograd.set_multithreading_enabled(False),
@@ -245,6 +259,8 @@ def _traced(
             where = "in a CUDA graph" if fixed_shapes else f"by {error.func}"
             instead = f"{FIXED}, or pass capture=False" if fixed_shapes else FIXED
             raise HostError(f"not take a shape from values {where}; {in_traceback(error)} does: {instead}") from None
+        if isinstance(error, RuntimeError) and in_nested_tensor(error):
+            raise HostError(_NESTED.format(line=in_traceback(error))) from None
         asked = isinstance(error, (RuntimeError, TypeError)) and any(text in str(error) for text in _ASKED)
         if asked or isinstance(error, _FROM_VALUES):
             raise HostError(f"{READS}; {in_traceback(error)} does: {INSTEAD}") from None
@@ -424,6 +440,15 @@ class _Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return whether Dynamo may trace a call in spite of this mode.
+
+        torch.cond, while_loop and scan let Dynamo find the tensors that their branches read. Nothing else: a part of a
+        model that torch.compile compiled runs as the Python that it was.
+        """
+        return bool(_in_higher_order_call())
+
     def __init__(self, home: Set[str], mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._home, self._mode = home, mode
@@ -432,6 +457,7 @@ class _Watch(TorchDispatchMode):
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self._slices: set[int] = set()
         self._draws = Draws(self.node_of)
+        self._told_of_anomaly_mode = False
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -448,9 +474,14 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls, so keep this fast
             return args[0].fake_device
+        if any(kind.__module__.startswith("torch.nested.") for kind in types):
+            raise HostError(_NESTED.format(line=in_stack()))
         if func in _OFFSET:
             self._refuse_offset(func, args, kwargs or {})
         args, kwargs = self._without_values(func, args, kwargs or {})
+        func = of_known_shape(func, args)
+        if func is _READ and self._is_anomaly_check(args[0]):
+            return False
         tags = getattr(func, "tags", ())
         # torch.tensor(2.0).item() is a constant.
         if torch.Tag.data_dependent_output in tags and getattr(args[0], "constant", None) is None:
@@ -461,6 +492,19 @@ class _Watch(TorchDispatchMode):
             if isinstance(value, FakeTensor):
                 self._look(func, value, args, kwargs)
         return out
+
+    def _is_anomaly_check(self, value: Tensor) -> bool:
+        """Return whether anomaly mode asks if a gradient is NaN; a program cannot raise, and goes on without this."""
+        node = self.node_of(value) if torch.is_anomaly_check_nan_enabled() else None
+        if node is None or node.target is not _aten._is_any_true.default:
+            return False
+        if not self._told_of_anomaly_mode:
+            self._told_of_anomaly_mode = True
+            _log.warning(
+                "jit: a program does not check gradients for NaN as torch.autograd.set_detect_anomaly asks for: call "
+                "the step without jit to find the operation"
+            )
+        return True
 
     def _refuse_offset(self, func: Any, args: Any, kwargs: Any) -> None:
         given = kwargs.get("storage_offset", [*args, None, None][_OFFSET[func]])

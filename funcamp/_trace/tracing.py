@@ -1,4 +1,4 @@
-"""The trace that runs in this thread. torch.compiler.is_compiling, which models ask, is of all threads."""
+"""The trace that runs in this thread."""
 
 from __future__ import annotations
 

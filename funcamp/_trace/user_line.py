@@ -30,6 +30,12 @@ def asks_whether_compiled(error: BaseException) -> bool:
     return any(name.endswith("compiling") for name in names)
 
 
+def in_nested_tensor(error: BaseException) -> bool:
+    """Return whether an error came out of torch's code for nested tensors."""
+    folder = f"{Path(torch.nested.__file__).parent}{os.sep}"
+    return any(frame.f_code.co_filename.startswith(folder) for frame, _ in _innermost_first(error))
+
+
 def in_stack(beside: tuple[str, ...] = ()) -> str:
     """Return the innermost line of user code in the current call stack, outside of files that start with `beside`."""
     return _first_of_users(traceback.walk_stack(sys._getframe(1)), beside)

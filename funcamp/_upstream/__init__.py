@@ -55,6 +55,8 @@ LOST_OFFSET = Defect((2, 11), (2, 13))
 #: C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce`: `inductor_cpu.checked`.
 #: https://github.com/pytorch/pytorch/pull/190909
 LOST_ERRORS = Defect((2, 11), (2, 15))
+#: C++ that Inductor generates takes a list of one tensor for the tensor, and the process dies: `inductor_cpu`.
+LIST_OF_ONE = Defect((2, 11), (2, 15))
 #: vmap has no rule for `view(dtype)`: `_numerics.counting._Bits`.
 NO_RULE_FOR_BITS = Defect((2, 11), (2, 13))
 #: Inductor draws for dropout and torch.rand in another order: no workaround; documented in `jit(exact=True)`.
@@ -81,6 +83,12 @@ ENDED_THREAD = Defect((2, 11), (2, 12))
 #: A compiled program that trains an LSTM on a CPU lacks the workspace of the backward pass: `whole_operations`.
 #: https://github.com/pytorch/pytorch/issues/158007
 LSTM_WORKSPACE = Defect((2, 11), None)
+#: A compiled multi-margin loss of an infinite or NaN input is NaN: `whole_operations`.
+NAN_MARGIN = Defect((2, 11), None)
+#: A compiled softshrink of NaN is 0: `whole_operations`.
+NAN_SHRUNK = Defect((2, 11), (2, 15))
+#: A trace has no shapes for a CTC loss whose lengths are tensors: `whole_operations.of_known_shape`.
+SHAPELESS_CTC = Defect((2, 11), None)
 #: A compiled multi-label margin loss counts the classes after the first -1: `whole_operations`.
 #: https://github.com/pytorch/pytorch/issues/141017
 PADDED_TARGETS = Defect((2, 11), (2, 15))
@@ -92,6 +100,11 @@ SECOND_PERMUTATION = Defect((2, 15), None)
 #: Generated code reads zeros that have no memory, such as derivatives of constants: `_jit.decompositions`.
 #: https://github.com/pytorch/pytorch/issues/177261
 ZERO_TENSORS = Defect((2, 11), (2, 15))
+#: Inductor's patterns match operations with keyword arguments that they do not name, and lose those:
+#: `inductor_rewrites`. https://github.com/pytorch/pytorch/issues/167313
+LOST_KEYWORDS = Defect((2, 11), (2, 15))
+#: Inductor makes zeros of a product with the integer 0, also of infinite and NaN factors: `inductor_rewrites`.
+LOST_NAN = Defect((2, 11), (2, 15))
 #: A CPU has no float8 products with a scale per row: `_float8.product.check_device`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: Dynamo's None keeps the source of the first `.grad` that is None: GradScaler's docstring says to return a value.
@@ -127,6 +140,7 @@ PRIVATE = {
     "torch._foreach_norm": "GradScaler does not work on a GPU",
     "torch._higher_order_ops.scan.scan": "scan=True traces every micro-batch",
     "torch._higher_order_ops.scan.scan_op": "scan=True traces every micro-batch",
+    "torch._higher_order_ops.utils._in_hop_compile": "jit does not take torch.cond and while_loop",
     "torch._inductor.codecache.CppPythonBindingsCodeCache": "a first call takes longer",
     "torch._inductor.codecache.CppWrapperCodeCache": "a first call takes longer",
     "torch._inductor.cpu_vec_isa.pick_vec_isa": "a first call takes longer",

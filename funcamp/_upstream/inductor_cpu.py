@@ -7,13 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
+
 from funcamp import _upstream
 
 
 @contextlib.contextmanager
 def corrected(*, exact: bool) -> Iterator[None]:
-    """Context manager: Inductor keeps the order of reads and writes, errors, and with exact also the rounding."""
-    if not any(defect.present for defect in (_upstream.LOST_ORDER, _upstream.UNROUNDED, _upstream.LOST_ERRORS)):
+    """Context manager: Inductor keeps the order of reads and writes, errors, and with exact also the rounding.
+
+    And its C++ takes the tensor out of a list of one.
+    """
+    defects = _upstream.LOST_ORDER, _upstream.UNROUNDED, _upstream.LOST_ERRORS, _upstream.LIST_OF_ONE
+    if not any(defect.present for defect in defects):
         yield
         return
     from torch._inductor.codegen.cpp import CppKernel
@@ -45,6 +51,15 @@ def corrected(*, exact: bool) -> Iterator[None]:
 
         return generate
 
+    # LIST_OF_ONE: the list itself would be used as a tensor, which ends the process.
+    call_python = CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_python
+
+    def call_for_list(self: Any, name: str, kernel: str, operation: Any, args: Any, results: Any, *rest: Any) -> None:
+        returned = operation._schema.returns
+        if len(results) == 1 and len(returned) == 1 and isinstance(returned[0].type, torch.ListType):
+            results = [*results, None]  # only one result is taken for a tensor; of several, None is left out
+        call_python(self, name, kernel, operation, args, results, *rest)
+
     # UNROUNDED
     def forget(*_: Any) -> None:
         pass
@@ -55,6 +70,8 @@ def corrected(*, exact: bool) -> Iterator[None]:
         if _upstream.LOST_ERRORS.present:
             for name in ("_generate_index_put_fallback", "_generate_scatter_fallback"):
                 stack.enter_context(mock.patch.object(CppWrapperCpu, name, checked(getattr(CppWrapperCpu, name))))
+        if _upstream.LIST_OF_ONE.present:
+            stack.enter_context(mock.patch.object(CppWrapperCpu, call_python.__name__, call_for_list))
         if exact and _upstream.UNROUNDED.present:
             stack.enter_context(mock.patch.object(CppKernel, "cache_dtype_convert", forget))
         yield

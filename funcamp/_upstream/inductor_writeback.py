@@ -91,12 +91,15 @@ class SnapshotWriteBacks(CustomGraphPass):
                 source = snapshots[source]
             write.args = (target, source, *rest)
         # Each result has memory of its own, also where two are equal to one input.
-        results: Any = output.args[0]
-        output.args = (type(results)(early(one) if is_input(one) or late(one) else one for one in results),)
+        results = torch.fx.map_arg(output.args[0], lambda one: early(one) if is_input(one) or late(one) else one)
+        output.args = (results,)
 
     def uuid(self) -> bytes:
-        """Return the name in Inductor's cache; change it with the pass, `corrected` and `decompositions`."""
-        return b"funcamp-snapshot-write-backs-15" + b"-exact" * self._exact
+        """Return the name in Inductor's cache; change it with the pass and what else changes Inductor.
+
+        That is `corrected`, `faithful_rewrites` and `decompositions`.
+        """
+        return b"funcamp-snapshot-write-backs-16" + b"-exact" * self._exact
 
 
 def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> Any:

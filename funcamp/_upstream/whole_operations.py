@@ -7,6 +7,13 @@ other numbers. Torch 2.11 to 2.15; https://github.com/pytorch/pytorch/issues/158
 
 Multi-label margin loss: torch.compile's own form counts the classes after the first -1 too. Torch 2.11 to 2.14;
 https://github.com/pytorch/pytorch/issues/141017
+
+Multi-margin loss and softshrink of values that are not finite: torch.compile's own forms give NaN
+for an infinite input, and 0 for NaN, which hides an overflow. Torch 2.11 to 2.15, and to 2.14.
+
+CTC loss with lengths in tensors, on a CPU: torch has no rule for the shape of what it keeps for its
+backward pass; it follows from the longest target. The program keeps it for the longest target that
+there is room for, so that it is right for the lengths of every batch. Torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from funcamp._upstream import LSTM_WORKSPACE, PADDED_TARGETS
+from funcamp._upstream import LSTM_WORKSPACE, NAN_MARGIN, NAN_SHRUNK, PADDED_TARGETS
 
 _aten = torch.ops.aten
 _library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -54,6 +61,47 @@ if LSTM_WORKSPACE.present:
 if PADDED_TARGETS.present:
     _margin = _aten.multilabel_margin_loss_forward.default
     _define("multilabel_margin_loss", _margin, _margin)
+if NAN_MARGIN.present:
+    _define("multi_margin_loss", _aten.multi_margin_loss.default, _aten.multi_margin_loss.default)
+if NAN_SHRUNK.present:
+    _define("softshrink", _aten.softshrink.default, _aten.softshrink.default)
+
+
+def _room(log_probs: Tensor, targets: Tensor) -> tuple[int, int, int]:
+    """Return the shape of a CTC loss's alphas for the longest target: for targets in rows, or one after the other."""
+    steps, batch, _ = log_probs.shape
+    return batch, steps, 2 * targets.shape[-1] + 1
+
+
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    loss, alphas = _aten._ctc_loss.Tensor(log_probs, targets, *args)
+    unused = _room(log_probs, targets)[2] - alphas.shape[2]
+    return loss, torch.nn.functional.pad(alphas, (0, unused))
+
+
+def _ctc_loss_shapes(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return log_probs.new_empty(log_probs.shape[1]), log_probs.new_empty(_room(log_probs, targets))
+
+
+def _ctc_loss_backward_shape(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+_ctc: dict[Any, Any] = {}
+for _name, _original, _run, _shapes in (
+    ("ctc_loss", _aten._ctc_loss.Tensor, _ctc_loss, _ctc_loss_shapes),
+    ("ctc_loss_backward", _aten._ctc_loss_backward.Tensor, _aten._ctc_loss_backward.Tensor, _ctc_loss_backward_shape),
+):
+    _library.define(f"{_name}({str(_original._schema).partition('(')[2]}")
+    _library.impl(_name, _run, "CPU")
+    torch.library.register_fake(f"funcamp::{_name}", _shapes, lib=_library)
+    _ctc[_original] = getattr(torch.ops.funcamp, _name).default
+
+
+def of_known_shape(operation: Any, args: Any) -> Any:
+    """Return the operation that a trace records instead of one whose shape follows from values; mostly itself."""
+    instead = _ctc.get(operation)
+    return operation if instead is None or args[0].device.type != "cpu" else instead
 
 
 def keep_whole(module: fx.GraphModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -94,3 +95,25 @@ def test_checks_are_on_again_after_the_trace(monkeypatch: pytest.MonkeyPatch) ->
 
 def jit_eager(step: Any) -> Any:
     return jit(step, backend="eager")
+
+
+def test_other_threads_see_nothing_of_a_trace() -> None:
+    seen: list[Any] = []
+
+    def look() -> None:
+        seen.append(torch.compiler.is_compiling())
+        with pytest.raises(ValueError, match="scale"):
+            d.Normal(0.0, -1.0, validate_args=None)
+        seen.append("checked")
+
+    def traced(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        seen.append(torch.compiler.is_compiling())
+        return state + 1, d.Normal(x, x).log_prob(x)
+
+    d.Distribution.set_default_validate_args(True)  # torch.compile, used before, leaves them off
+    jit(traced, backend="eager")(torch.ones(1), torch.ones(1))
+    assert seen == [False, "checked", True]
+    assert torch.compiler.is_compiling() is False

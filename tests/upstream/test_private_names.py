@@ -90,6 +90,7 @@ DIRECT = {
     "_trace/trace.py",
     "_upstream/autograd_function.py",
     "_upstream/inductor_cpu.py",
+    "_upstream/inductor_rewrites.py",
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcamp import _upstream
 from funcamp._upstream.python_stack import with_room
@@ -283,6 +284,59 @@ def test_float8_products_on_a_cpu_with_a_scale_per_row() -> None:
     x = torch.ones(16, 16).to(torch.float8_e4m3fn)
     with raises_where(_upstream.NO_ROWS_ON_CPU.present, RuntimeError, match="only supports per-tensor scaling"):
         torch._scaled_mm(x, x.t(), scale_a=torch.ones(16, 1), scale_b=torch.ones(1, 16), out_dtype=torch.bfloat16)
+
+
+@pytest.mark.inductor
+def test_compiled_forms_of_values_that_are_not_finite() -> None:
+    target = torch.tensor([0])
+
+    def margin(x: Tensor) -> Tensor:
+        return torch.nn.functional.multi_margin_loss(x, target)
+
+    x = torch.tensor([[1.0, float("nan"), 0.5]])
+    for defect, fn in ((_upstream.NAN_MARGIN, margin), (_upstream.NAN_SHRUNK, torch.nn.functional.softshrink)):
+        found = torch.compile(fn)(x)
+        assert torch.equal(found.isnan(), fn(x).isnan()) != defect.present, defect
+
+
+@pytest.mark.inductor
+def test_inductors_patterns_lose_keyword_arguments() -> None:
+    def average(a: Tensor, x: Tensor) -> Tensor:
+        return torch.add(a, x @ x, alpha=0.5)
+
+    found = torch.compile(average, fullgraph=True)(torch.zeros(2, 2), torch.ones(2, 2))
+    # Up to torch 2.12 there is no pattern that loses alpha; the one for cumsum loses the dtype.
+    as_asked = torch.compile(lambda: torch.cumsum(torch.full((3, 4), 2.7), 0, dtype=torch.int64), fullgraph=True)()
+    kept = torch.equal(found, torch.ones(2, 2)) and as_asked.dtype == torch.int64
+    assert kept != _upstream.LOST_KEYWORDS.present
+
+
+@pytest.mark.inductor
+def test_inductor_makes_zeros_of_products_with_zero() -> None:
+    found = torch.compile(lambda x: x * 0, fullgraph=True)(torch.tensor([float("inf")]))
+    assert found.isnan().item() != _upstream.LOST_NAN.present
+
+
+LIST_OF_ONE = """
+import torch
+torch._inductor.config.cpp_wrapper = True
+torch.compile(lambda x: torch.split(x * 2, [4])[0].sin())(torch.randn(4, dtype=torch.cfloat))
+"""
+
+
+@pytest.mark.inductor
+def test_generated_cpp_takes_a_list_of_one_for_the_tensor() -> None:
+    code = subprocess.run([sys.executable, "-c", LIST_OF_ONE], check=False, capture_output=True).returncode
+    assert code == (-signal.SIGSEGV if _upstream.LIST_OF_ONE.present else 0)
+
+
+def test_a_ctc_loss_has_no_shape_without_values() -> None:
+    # `whole_operations.of_known_shape` can go when this passes.
+    log_probs, lengths = torch.zeros(3, 1, 2), torch.ones(1, dtype=torch.int64)
+    targets = lengths[None]
+    with FakeTensorMode() as mode, raises_where(_upstream.SHAPELESS_CTC.present, match="_ctc_loss"):
+        given = [mode.from_tensor(value) for value in (log_probs, targets, lengths, lengths)]
+        torch.ops.aten._ctc_loss.Tensor(*given)
 
 
 def test_an_lstm_layer_without_gradients_has_no_workspace() -> None:

@@ -1,0 +1,89 @@
+"""What torch's own code and models see while this thread traces: as under torch.compile, and in no other thread."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributions import Distribution
+
+
+class _ThisThread(threading.local):
+    #: What torch.compiler.is_compiling() returns besides torch's own answer.
+    is_compiling = False
+    #: Whether distributions check no values.
+    unchecked = False
+
+
+_this_thread = _ThisThread()
+
+
+@contextlib.contextmanager
+def as_compiled(is_compiling: bool) -> Iterator[None]:
+    """Context manager: distributions of this thread check no values, which would be reads on the host.
+
+    Args:
+        is_compiling: whether torch.compiler.is_compiling() is True in this thread; models ask before they read values.
+    """
+    _ask_each_thread()
+    before = _this_thread.is_compiling, _this_thread.unchecked
+    _this_thread.is_compiling, _this_thread.unchecked = is_compiling, True
+    try:
+        with _checks_of_each_thread():
+            yield
+    finally:
+        _this_thread.is_compiling, _this_thread.unchecked = before
+
+
+@functools.cache
+def _ask_each_thread() -> None:
+    """Make torch.compiler.is_compiling ask this thread too.
+
+    torch has one flag for all threads, and its optimizers choose other formulas if it is set. The code of the function
+    is replaced, so that it is the same function to all who imported it, and to Dynamo. It stays replaced: without a
+    trace in a thread the answer is torch's.
+    """
+    function: Any = torch.compiler.is_compiling
+    as_torch_says = types.FunctionType(function.__code__, function.__globals__, "is_compiling")
+    function.__globals__["_funcamp_traces_in_this_thread"] = lambda: _this_thread.is_compiling
+    function.__globals__["_is_compiling_as_torch_says"] = as_torch_says
+    function.__code__ = _is_compiling.__code__
+
+
+def _is_compiling() -> bool:
+    # TorchScript compiles the first branch only.
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
+        return False
+    else:  # noqa: RET505
+        return _funcamp_traces_in_this_thread() or _is_compiling_as_torch_says()  # type: ignore[name-defined,no-any-return]  # noqa: F821
+
+
+class _Checks:
+    """Replaces `Distribution._validate_args`: False for a thread that traces, and what it was for others."""
+
+    def __init__(self, otherwise: bool) -> None:
+        self.otherwise = otherwise
+
+    def __get__(self, _: object, __: type) -> bool:
+        return self.otherwise and not _this_thread.unchecked
+
+
+@contextlib.contextmanager
+def _checks_of_each_thread() -> Iterator[None]:
+    owner: Any = Distribution
+    before = vars(owner)["_validate_args"]
+    if not before:  # torch.compile, used before, leaves the checks off
+        yield
+        return
+    checks = _Checks(before)
+    owner._validate_args = checks
+    try:
+        yield
+    finally:
+        if vars(owner)["_validate_args"] is checks:  # else somebody has set it since
+            owner._validate_args = before

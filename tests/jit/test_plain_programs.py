@@ -1,0 +1,257 @@
+"""Plain programs that torch's own loop runs: a jitted step computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
+from torch.nn import functional as F
+
+import funcamp
+from funcamp import jit, make_train_step, module_loss, stateless
+from tests.support.helpers import assert_close, assert_same
+
+BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.inductor)]
+Params = dict[str, Tensor]
+
+
+def same_as_torch(model: Callable[[], nn.Module], batches: list[Any], backend: str) -> None:
+    """Three steps of SGD, against torch's loop with a model of its own."""
+    torch.manual_seed(0)
+    reference = model()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    torch.manual_seed(0)
+    step = make_train_step(module_loss(model()), stateless(torch.optim.SGD, lr=0.1))
+    run, state = jit(step, backend=backend, compile_after=0), step.init()
+    for batch in batches:
+        optimizer.zero_grad()
+        reference(*batch).backward()
+        optimizer.step()
+        state, _ = run(state, batch)
+    assert_close(dict(state.params.tree()), dict(reference.named_parameters()), 1e-6)
+
+
+class Branches(nn.Module):
+    """A branch that reads a parameter besides its operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        chosen = torch.cond(x.sum() > 0, lambda a: (a * self.gain).sin(), lambda a: a - 1, (hidden,))
+        loss: Tensor = chosen.square().mean()
+        return loss
+
+
+class Loop(nn.Module):
+    """A loop whose number of turns follows from values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        turns = (x.sum() > 0).long() * 2 + 1
+
+        def again(turn: Tensor, value: Tensor) -> Tensor:
+            return turn < turns
+
+        def halve(turn: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            return turn + 1, value * 0.5
+
+        with torch.no_grad():
+            _, shift = while_loop(again, halve, (torch.tensor(0), hidden.detach()))
+        loss: Tensor = (hidden + shift).square().mean()
+        return loss
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo's, in torch's loop too
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("model", [Branches, Loop])
+def test_branches_and_loops_that_follow_from_values(model: Callable[[], nn.Module], backend: str) -> None:
+    x = torch.randn(3, 4).abs()
+    same_as_torch(model, [(x,), (-x,), (x * 2,)], backend)
+
+
+class Nested(nn.Module):
+    """Sequences of different lengths in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+        return torch.cat(list(self.layer(rows).unbind())).square().mean()
+
+
+def test_nested_tensors_are_refused_by_jit() -> None:
+    step = make_train_step(module_loss(Nested()), stateless(torch.optim.SGD, lr=0.1))
+    step(step.init(), torch.ones(3, 4))
+    refused = r"jit: step must not make nested tensors.*test_plain_programs\.py.*: pad"
+    with pytest.raises(RuntimeError, match=refused):
+        jit(step, backend="eager")(step.init(), torch.ones(3, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("script", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(3, 4))])
+def test_scripted_modules(script: Callable[[nn.Module], nn.Module]) -> None:
+    same_as_torch(
+        lambda: script(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), Mean())), [(torch.randn(3, 4),)] * 3, "eager"
+    )
+
+
+class Mean(nn.Module):
+    """A loss of one's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+class Speech(nn.Module):
+    """A CTC loss, with or without rows for the targets."""
+
+    def __init__(self, in_rows: bool = True) -> None:
+        super().__init__()
+        self.layer, self.in_rows = nn.Linear(5, 7), in_rows
+
+    def forward(self, x: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor) -> Tensor:
+        if not self.in_rows:
+            targets = targets.flatten()[:6]  # one after the other: the lengths add up to 6
+        return F.ctc_loss(self.layer(x).log_softmax(-1), targets, lengths, target_lengths, zero_infinity=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("in_rows", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_ctc_loss_with_other_lengths_in_each_batch(backend: str, in_rows: bool, dtype: torch.dtype) -> None:
+    def batch(lengths: list[int], target_lengths: list[int]) -> tuple[Tensor, ...]:
+        targets = torch.randint(1, 7, (3, 4), dtype=dtype)
+        return torch.randn(10, 3, 5), targets, torch.tensor(lengths), torch.tensor(target_lengths)
+
+    batches = [batch([10, 8, 9], [2, 2, 2]), batch([10, 10, 10], [1, 1, 4]), batch([3, 10, 7], [3, 1, 2])]
+    same_as_torch(lambda: Speech(in_rows), batches, backend)
+
+
+def test_anomaly_mode_is_left_out_of_a_jitted_step(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 1)
+    step = make_train_step(module_loss(model, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
+    batch = torch.ones(2, 4), torch.ones(2, 1)
+    state = step.init(flat=False)
+    expected = step(state, batch)
+    with torch.autograd.set_detect_anomaly(True):
+        found = jit(step, backend="eager", donate=False)(state, batch)
+    assert_same(found, expected)
+    assert sum("set_detect_anomaly" in record.message for record in caplog.records) == 1
+
+
+def test_a_users_own_check_for_nan_is_still_refused_in_anomaly_mode_under_jit() -> None:
+    def checked(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.isnan().any():
+            return state, x
+        return state, x + 1
+
+    refused = pytest.raises(RuntimeError, match="jit: step must not read")
+    with torch.autograd.set_detect_anomaly(True), refused:
+        jit(checked, backend="eager")(torch.ones(1), torch.ones(1))
+
+
+ROWS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a sum with alpha": lambda a, x, y: torch.add(a, x @ y, alpha=0.1),
+    "alpha for the other": lambda a, x, y: torch.add(x @ y, a, alpha=0.1),
+    "a row with alpha": lambda a, x, y: torch.add(a[0], x @ y, alpha=0.1),
+    "a running average": lambda a, x, y: a.clone().mul_(0.9).add_(x @ y, alpha=0.1),
+    "two products": lambda a, x, y: torch.add(x @ y, (2 * x) @ y, alpha=0.1),
+    "a linear layer": lambda a, x, y: torch.add(a, F.linear(x, y.T), alpha=0.1),
+    "a difference": lambda a, x, y: torch.sub(a, x @ y, alpha=0.1),
+    "a sum of ones of another dtype": lambda a, x, y: torch.cumsum(torch.full((3, 4), 2.7), 0, dtype=torch.int64),
+}
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_code_keeps_keyword_arguments(dtype: torch.dtype) -> None:
+    a, x, y = (torch.randn(size).to(dtype) for size in ((4, 5), (4, 6), (6, 5)))
+
+    def all_rows(a: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        found = {name: row(a, x, y) for name, row in ROWS.items()}
+        leaves = [value.detach().requires_grad_() for value in (a, x, y)]
+        grads = torch.autograd.grad(ROWS["a sum with alpha"](*leaves).float().square().sum(), leaves)
+        return found | {f"gradient {index}": grad for index, grad in enumerate(grads)}
+
+    expected = all_rows(a, x, y)
+    _, found = jit(lambda state, batch: (state + 1, all_rows(*batch)))(torch.zeros(1), (a, x, y))
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert_close(found[name], value, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.inductor
+def test_compiled_losses_of_values_that_are_not_finite() -> None:
+    x, target = torch.tensor([[1.0, float("inf"), float("nan"), -2.0]] * 4), torch.arange(4)
+
+    def losses(x: Tensor) -> tuple[Tensor, ...]:
+        leaf = x.detach().requires_grad_()
+        values = F.multi_margin_loss(leaf, target, reduction="none"), F.softshrink(leaf)
+        return *values, *(torch.autograd.grad(value.sum(), leaf)[0] for value in values)
+
+    _, found = jit(lambda state, x: (state + 1, losses(x)))(torch.zeros(1), x)
+    torch.testing.assert_close(found, losses(x), equal_nan=True)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("zero", [0, 0.0, False])
+def test_an_overflow_behind_a_product_with_zero_is_seen(zero: float) -> None:
+    def loss(params: Params, x: Tensor) -> Tensor:
+        unused = (x * params["unused"]).exp().sum()
+        return (x * params["w"]).square().sum() + zero * unused
+
+    step = make_train_step(funcamp.loss(loss), stateless(torch.optim.SGD, lr=0.1))
+    state = step.init({"w": torch.ones(3), "unused": torch.ones(3)}, flat=False)
+    for factor, skipped in ((1.0, 0.0), (200.0, 1.0)):
+        x = torch.ones(3) * factor
+        for metrics in (step(state, x)[1], jit(step, donate=False)(state, x)[1]):
+            assert metrics.found_inf.item() == skipped
+            assert metrics.loss.isnan().item() == bool(skipped)
+
+
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_lists_of_one_tensor_in_generated_cpp() -> None:
+    wave, x = torch.randn(4, dtype=torch.complex64), torch.arange(4.0)
+
+    def lists(wave: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        (part,) = torch.split(wave * 2, [4])
+        (row,) = torch.unbind(wave[None] + 1)
+        (edges,) = torch.histogramdd(x[:, None], [4])[1]
+        return part.sin(), row.abs(), edges * 2
+
+    _, found = jit(lambda state, batch: (state + 1, lists(*batch)))(torch.zeros(1), (wave, x))
+    for value, expected in zip(found, lists(wave, x)):
+        torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_one_complex_parameter_in_flat_storage_compiled() -> None:
+    class Wave(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wave = nn.Parameter(torch.randn(4, dtype=torch.cfloat))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.wave).abs().mean()
+
+    step = make_train_step(module_loss(Wave()), stateless(torch.optim.SGD, lr=0.1))
+    expected, _ = step(step.init(), torch.ones(8, 4))
+    found, _ = jit(step)(step.init(), torch.ones(8, 4))
+    torch.testing.assert_close(dict(found.params.tree()), dict(expected.params.tree()))

@@ -21,6 +21,7 @@ from funcamp._optim.hyperparameters import map_items
 from funcamp._optim.number import Number, Use, as_tensors, has_number
 from funcamp._optim.scalar_arguments import formula, tensor_of
 from funcamp._scaler.precision import widen
+from funcamp._trace.as_compiled import as_eager
 from funcamp._tree import settled
 
 #: In-place calls of torch.optim without a batching rule; tests/upstream/test_upstream.py fails when one gets a rule.
@@ -229,7 +230,7 @@ def run_step(
         if not arguments.get("capturable"):
             cls = BRANCHLESS.get(cls, cls)
         pure = _Pure(settle=_settles(fresh), has_numbers=bool(numbers), batched=batched)
-        with pure:
+        with pure, as_eager():
             optimizer = cls(fresh, **arguments | numbers)
         use.constructing = False
         made = optimizer.state  # torch 2.11's Adagrad fills it in its constructor
@@ -248,7 +249,7 @@ def run_step(
         step = cls.step
         if getattr(step, "hooked", False):  # skip torch's wrapper for hooks and the profiler
             step = step.__wrapped__  # type: ignore[attr-defined]
-        with pure:
+        with pure, as_eager():
             step(optimizer)
     for param in fresh:
         param.grad = None

@@ -14,8 +14,8 @@ from torch.distributions import Distribution
 
 
 class _ThisThread(threading.local):
-    #: What torch.compiler.is_compiling() returns besides torch's own answer.
-    is_compiling = False
+    #: What torch.compiler.is_compiling() returns; None for torch's own answer.
+    is_compiling: bool | None = None
     #: Whether distributions check no values.
     unchecked = False
 
@@ -32,12 +32,27 @@ def as_compiled(is_compiling: bool) -> Iterator[None]:
     """
     _ask_each_thread()
     before = _this_thread.is_compiling, _this_thread.unchecked
-    _this_thread.is_compiling, _this_thread.unchecked = is_compiling, True
+    _this_thread.is_compiling, _this_thread.unchecked = is_compiling or None, True
     try:
         with _checks_of_each_thread():
             yield
     finally:
         _this_thread.is_compiling, _this_thread.unchecked = before
+
+
+@contextlib.contextmanager
+def as_eager() -> Iterator[None]:
+    """Context manager: in a trace of this thread, torch.compiler.is_compiling() is False, as it is in eager mode.
+
+    torch.optim's classes choose other formulas if it is True: NAdam's product of momenta is then read in float32.
+    """
+    before = _this_thread.is_compiling
+    if before:
+        _this_thread.is_compiling = False
+    try:
+        yield
+    finally:
+        _this_thread.is_compiling = before
 
 
 @functools.cache
@@ -50,7 +65,7 @@ def _ask_each_thread() -> None:
     """
     function: Any = torch.compiler.is_compiling
     as_torch_says = types.FunctionType(function.__code__, function.__globals__, "is_compiling")
-    function.__globals__["_funcamp_traces_in_this_thread"] = lambda: _this_thread.is_compiling
+    function.__globals__["_funcamp_answers_in_this_thread"] = lambda: _this_thread.is_compiling
     function.__globals__["_is_compiling_as_torch_says"] = as_torch_says
     function.__code__ = _is_compiling.__code__
 
@@ -60,7 +75,8 @@ def _is_compiling() -> bool:
     if torch.jit.is_scripting():  # type: ignore[attr-defined]
         return False
     else:  # noqa: RET505
-        return _funcamp_traces_in_this_thread() or _is_compiling_as_torch_says()  # type: ignore[name-defined,no-any-return]  # noqa: F821
+        answer = _funcamp_answers_in_this_thread()  # type: ignore[name-defined]  # noqa: F821
+        return _is_compiling_as_torch_says() if answer is None else answer  # type: ignore[name-defined,no-any-return]  # noqa: F821
 
 
 class _Checks:

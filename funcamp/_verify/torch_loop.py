@@ -147,10 +147,10 @@ class TorchLoop:
         for piece, factor in zip(pieces, factors):
             with self._autocast():
                 loss = self._loss_of(piece)
-            part = loss * factor if self._options.weight else loss / len(pieces)
+            part = loss * torch.tensor(factor) if self._options.weight else loss / len(pieces)
             self._scaler.scale(part).backward()  # type: ignore[no-untyped-call]
             total = total + part.detach()
-        return torch.as_tensor(total)
+        return torch.as_tensor(total).to(loss.dtype)
 
     def _pieces(self, batch: Any) -> tuple[list[Any], list[float]]:
         """Return the micro-batches and the share of each in the loss."""

@@ -6,3 +6,6 @@ from __future__ import annotations
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 KNOWN: dict[str, dict[str, int]] = {}
+
+#: Of torch's modules, with "eager" or "jit".
+KNOWN_MODULES: dict[str, dict[str, int]] = {}

@@ -13,6 +13,7 @@ import sys
 import types
 import unittest
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,13 +23,24 @@ from torch.utils import _pytree
 
 import funcamp
 
-#: Samples of an operation in float32; of one that also takes complex numbers, or takes only these or integers.
+#: Samples of an operation in float32, and in a dtype that autocast does not cast.
 SAMPLES, OTHER_SAMPLES = 4, 1
-#: The autocast around the operation, and the one around the complete call; None is no autocast.
-AUTOCAST: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
-    "plain": (None, None),
-    "float16 inside": (torch.float16, None),
-    "bfloat16 around": (None, torch.bfloat16),
+
+
+class Autocast(NamedTuple):
+    """How a step is called."""
+
+    inside: torch.dtype | None = None
+    """The dtype of an autocast around the operation."""
+    around: torch.dtype | None = None
+    """The dtype of an autocast around the call of the step, and so around the derivatives too."""
+    samples: int = 2
+
+
+AUTOCAST = {
+    "plain": Autocast(samples=SAMPLES),
+    "float16 inside": Autocast(inside=torch.float16),
+    "bfloat16 around": Autocast(around=torch.bfloat16),
 }
 SEED = 7
 
@@ -223,7 +235,7 @@ def outcome(
     function: Callable[..., Any], sample: Any, autocast: str, *, same: Callable[[Any, Any], bool] = is_same
 ) -> str:
     """Run a sample's step in plain Python and jitted; return "equal", or what is not."""
-    inside, around = AUTOCAST[autocast]
+    inside, around, _ = AUTOCAST[autocast]
 
     def run(call: Callable[[Any, Any], Any], case: Case) -> Any:
         torch.manual_seed(SEED)
@@ -322,3 +334,17 @@ def error_in_roundings(found: Any, expected: Any, reference: Any) -> float:
             rounding = max(rounding, distance)
     worst: float = (found - expected).abs().max().double().item()
     return worst if worst == 0.0 else worst / max(rounding, torch.finfo(expected.dtype).tiny)
+
+
+def outcomes_of(name: str, *, same: Callable[[Any, Any], bool] = is_same) -> Counter[str]:
+    """Return the outcomes of an operation's samples, and how often each."""
+    operation = operations()[name]
+    outcomes: Counter[str] = Counter()
+    for dtype, count in dtypes_of(operation).items():
+        samples = samples_of(operation, dtype, count)
+        for mode, autocast in AUTOCAST.items() if dtype is torch.float32 else [("plain", AUTOCAST["plain"])]:
+            for sample in samples[: autocast.samples]:
+                outcomes[outcome(operation.op, sample, mode, same=same)] += 1
+        if operation.inplace_variant is not None and samples:
+            outcomes[outcome(operation.inplace_variant, samples[0], "plain", same=same)] += 1
+    return outcomes

@@ -13,81 +13,27 @@ only. What `jit` without a compiler already refuses, or computes otherwise, is l
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from _timing import Report, Row, about, arguments, chosen
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from torch.utils import _pytree
-
 import funcamp
-from tests.support import databases
-from tests.support.databases import LIMIT, SEED, Case, clones, error_in_roundings, joined
+from tests.support.databases import LIMIT, SEED, Expected, expected_of, joined, operations, worst_error
 
 OPERATIONS_IN_A_PROGRAM = 25
 SECONDS, SECONDS_EACH = 300, 60
 """For a process, and more for each operation in it."""
 VARIANTS: dict[str, dict[str, Any]] = {"default": {}, "exact=True": {"exact": True}}
-
-
-class Expected(NamedTuple):
-    """What a case computes in plain Python."""
-
-    case: Case
-    results: Any
-    reference: Any
-    """In double precision; None if that fails."""
-    is_random: bool
-
-
-def expected_of(name: str) -> Expected | str:
-    """Return what the first sample of an operation computes, or why it is left out."""
-    operation = databases.operations()[name]
-    dtype = next(iter(databases.dtypes_of(operation)), None)
-    samples = databases.samples_of(operation, dtype, 1) if dtype else []
-    case = databases.working_case(operation.op, samples[0]) if samples else None
-    if case is None:
-        return "no sample that runs"
-    eager = databases.outcome(operation.op, samples[0], "plain")
-    if eager != "equal":
-        return f"without a compiler {eager}"
-
-    def run(one: Case, seed: int) -> Any:
-        torch.manual_seed(seed)
-        return one.step(clones(one.state), clones(one.batch))
-
-    results = run(case, SEED)
-    other_draws = zip(_pytree.tree_leaves(results), _pytree.tree_leaves(run(case, SEED + 1)))
-    is_random = not all(databases.is_same(one, other) for one, other in other_draws)
-    reference = None
-    with contextlib.suppress(Exception):
-        reference = run(databases.case_of(operation.op, databases.in_double(samples[0])), SEED)
-    return Expected(case, results, reference, is_random)
-
-
-def worst_error(found: Any, expected: Expected, *, random_too: bool) -> float:
-    """Return the largest error of a result in a step."""
-    leaves, spec = _pytree.tree_flatten(found)
-    right, right_spec = _pytree.tree_flatten(expected.results)
-    if spec != right_spec:
-        return math.inf
-    if expected.is_random and not random_too:
-        return 0.0 if all(map(databases.is_same_kind, leaves, right)) else math.inf
-    exact, exact_spec = _pytree.tree_flatten(expected.reference)
-    if exact_spec != spec or expected.is_random:
-        exact = [None] * len(leaves)
-    return max(map(error_in_roundings, leaves, right, exact), default=0.0)
 
 
 def rows_of(programs: dict[str, Expected], variant: str) -> Iterator[Row]:
@@ -163,7 +109,7 @@ def main() -> None:
     parser.add_argument("--variants", default=";".join(VARIANTS), help="names, separated by semicolons")
     parser.add_argument("--child", action="store_true", help="in this process; a row is a line of JSON")
     args = parser.parse_args()
-    names = list(chosen(parser, args, databases.operations()))
+    names = list(chosen(parser, args, operations()))
     variants = args.variants.split(";")
     if strangers := [name for name in variants if name not in VARIANTS]:
         parser.error(f"--variants must name {'; '.join(VARIANTS)}; got {'; '.join(strangers)}")

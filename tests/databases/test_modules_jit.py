@@ -87,9 +87,7 @@ def by_torch(model: nn.Module, batch: tuple[Any, ...], dtype: str | None) -> Tra
     return Trained(losses, scaler.get_scale(), dict(model.state_dict()))
 
 
-def by_step(
-    model: nn.Module, batch: tuple[Any, ...], dtype: str | None, transform: Callable[[Any], Any]
-) -> Trained:
+def by_step(model: nn.Module, batch: tuple[Any, ...], dtype: str | None, transform: Callable[[Any], Any]) -> Trained:
     loss = funcamp.module_loss(model, loss_of, keep_buffers=True)
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
     config = funcamp.ScalerConfig(init_scale=SCALE, growth_interval=INTERVAL)

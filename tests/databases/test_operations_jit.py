@@ -1,4 +1,4 @@
-"""The claim: torch's own samples of each operation compute under `jit`, bit for bit, what they compute in plain Python."""
+"""The claim: under `jit` torch's own samples of each operation compute, bit for bit, what they compute without it."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import math
 import sys
 import types
 import unittest
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree
 
 import funcamp
@@ -318,11 +319,11 @@ def error_in_roundings(found: Any, expected: Any, reference: Any) -> float:
     result, or the eager result's distance from the one in double precision if that is more.
     """
     if not is_float(expected) or not is_same_kind(found, expected):
-        return 0.0 if is_same(found, expected) else float("inf")
+        return 0.0 if is_same(found, expected) else math.inf
     found, expected = (leaf.to_dense() if leaf.layout != torch.strided else leaf for leaf in (found, expected))
     finite = expected.isfinite()
     if not is_same(found.where(~finite, 0), expected.where(~finite, 0)):
-        return float("inf")
+        return math.inf
     if not finite.any():
         return 0.0
     found, expected = found.where(finite, 0), expected.where(finite, 0)
@@ -330,10 +331,59 @@ def error_in_roundings(found: Any, expected: Any, reference: Any) -> float:
     if is_float(reference) and reference.shape == expected.shape:
         exact = (reference.to_dense() if reference.layout != torch.strided else reference).where(finite, 0)
         distance = (expected - exact).abs().max().item()
-        if distance < float("inf"):
+        if distance < math.inf:
             rounding = max(rounding, distance)
     worst: float = (found - expected).abs().max().double().item()
     return worst if worst == 0.0 else worst / max(rounding, torch.finfo(expected.dtype).tiny)
+
+
+class Expected(NamedTuple):
+    """What a case computes in plain Python."""
+
+    case: Case
+    results: Any
+    reference: Any
+    """In double precision; None if that fails."""
+    is_random: bool
+
+
+def expected_of(name: str) -> Expected | str:
+    """Return what the first sample of an operation computes, or why it is left out."""
+    operation = operations()[name]
+    dtype = next(iter(dtypes_of(operation)), None)
+    samples = samples_of(operation, dtype, 1) if dtype else []
+    case = working_case(operation.op, samples[0]) if samples else None
+    if case is None:
+        return "no sample that runs"
+    eager = outcome(operation.op, samples[0], "plain")
+    if eager != "equal":
+        return f"without a compiler {eager}"
+
+    def run(one: Case, seed: int) -> Any:
+        torch.manual_seed(seed)
+        return one.step(clones(one.state), clones(one.batch))
+
+    results = run(case, SEED)
+    other_draws = zip(_pytree.tree_leaves(results), _pytree.tree_leaves(run(case, SEED + 1)))
+    is_random = not all(is_same(one, other) for one, other in other_draws)
+    reference = None
+    with contextlib.suppress(Exception):
+        reference = run(case_of(operation.op, in_double(samples[0])), SEED)
+    return Expected(case, results, reference, is_random)
+
+
+def worst_error(found: Any, expected: Expected, *, random_too: bool) -> float:
+    """Return the largest error of a result in a step."""
+    leaves, spec = _pytree.tree_flatten(found)
+    right, right_spec = _pytree.tree_flatten(expected.results)
+    if spec != right_spec:
+        return math.inf
+    if expected.is_random and not random_too:
+        return 0.0 if all(map(is_same_kind, leaves, right)) else math.inf
+    exact, exact_spec = _pytree.tree_flatten(expected.reference)
+    if exact_spec != spec or expected.is_random:
+        exact = [None] * len(leaves)
+    return max(map(error_in_roundings, leaves, right, exact), default=0.0)
 
 
 def outcomes_of(name: str, *, same: Callable[[Any, Any], bool] = is_same) -> Counter[str]:

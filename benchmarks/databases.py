@@ -58,12 +58,12 @@ def rows_of(programs: dict[str, Expected], variant: str) -> Iterator[Row]:
         if expected.is_random and variant == "exact=True" and len(programs) > 1:
             yield from rows_of({name: expected}, variant)
             continue
-        error = worst_error((state, rest), expected, random_too=variant == "exact=True")
-        if error > LIMIT and len(programs) > 1:
+        largest = worst_error((state, rest), expected, random_too=variant == "exact=True")
+        if largest > LIMIT and len(programs) > 1:
             yield from rows_of({name: expected}, variant)
             continue
-        row: Row = {"size": name, "variant": variant, "error": f"{error:.3g}"}
-        yield row | {"finding": "differs"} if error > LIMIT else row
+        row: Row = {"size": name, "variant": variant, "error": f"{largest:.3g}"}
+        yield row | {"finding": "differs"} if largest > LIMIT else row
 
 
 def child(names: list[str], variants: list[str]) -> None:

@@ -80,7 +80,7 @@ def by_torch(model: nn.Module, batch: tuple[Any, ...], dtype: str | None) -> Tra
         optimizer.zero_grad()
         with torch.autocast("cpu", getattr(torch, dtype or "bfloat16"), enabled=dtype is not None):
             loss = loss_of(model(*batch[:-1]), batch[-1])
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.detach())

@@ -264,7 +264,8 @@ def outcome(
     wrong = [path for (path, leaf), other in zip(paths, leaves) if not same(leaf, other)]
     if not wrong:
         return "equal"
-    return f"differs: {'new state' if wrong[0][0].idx == 0 else wrong[0][1].key}"
+    first: Any = wrong[0]
+    return f"differs: {'new state' if first[0].idx == 0 else first[1].key}"
 
 
 #: How far a compiled number may be from an eager one, in multiples of the eager one's own error.

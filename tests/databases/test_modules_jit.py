@@ -67,7 +67,11 @@ def built(info: Any, number: int) -> tuple[nn.Module, tuple[Any, ...]]:
     module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs).train()
     leaves, spec = _pytree.tree_flatten((given.forward_input.args, given.forward_input.kwargs))
     batch = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return OnLeaves(module, spec), (*batch, torch.zeros(()))
+    model = OnLeaves(module, spec)
+    if any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
+        with torch.no_grad():
+            model(*batch)
+    return model, (*batch, torch.zeros(()))
 
 
 def by_torch(model: nn.Module, batch: tuple[Any, ...], dtype: str | None) -> Trained:

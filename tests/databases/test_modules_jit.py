@@ -24,15 +24,20 @@ STEPS, LR, MOMENTUM, SCALE, INTERVAL = 2, 0.05, 0.9, 2.0**10, 2
 
 
 class OnLeaves(nn.Module):
-    """A module whose arguments are a list of leaves; a trainable factor of them has a gradient through the module."""
+    """A module whose arguments are a list of leaves; a trainable factor of the input has a gradient through the module.
 
-    def __init__(self, module: nn.Module, spec: Any) -> None:
+    Not of all leaves: some losses have no gradient with respect to the target.
+    """
+
+    def __init__(self, module: nn.Module, spec: Any, input_place: int | None) -> None:
         super().__init__()
-        self.module, self.spec = module, spec
+        self.module, self.spec, self.input_place = module, spec, input_place
         self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self, *leaves: Any) -> Any:
-        scaled = [leaf * self.factor if is_float(leaf) else leaf for leaf in leaves]
+        scaled = list(leaves)
+        if self.input_place is not None:
+            scaled[self.input_place] = leaves[self.input_place] * self.factor
         positional, keywords = _pytree.tree_unflatten(scaled, self.spec)
         return self.module(*positional, **keywords)
 
@@ -67,7 +72,8 @@ def built(info: Any, number: int) -> tuple[nn.Module, tuple[Any, ...]]:
     module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs).train()
     leaves, spec = _pytree.tree_flatten((given.forward_input.args, given.forward_input.kwargs))
     batch = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    model = OnLeaves(module, spec)
+    floats = [place for place, leaf in enumerate(batch) if is_float(leaf)]
+    model = OnLeaves(module, spec, floats[0] if floats else None)
     if any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
         with torch.no_grad():
             model(*batch)

@@ -1,4 +1,4 @@
-"""The claim: a step of each of torch's modules is torch's loop, bit for bit, on each input that torch tests it with."""
+"""The claim: a step of each of torch's modules is torch's loop, bit for bit, on the inputs that torch tests it with."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("one_thread"),
 ]
+#: How many inputs of a module are tried with each policy.
+INPUTS = {None: 8, "float16": 3, "bfloat16": 1}
 STEPS, LR, MOMENTUM, SCALE, INTERVAL = 2, 0.05, 0.9, 2.0**10, 2
 
 
@@ -135,11 +137,11 @@ def outcome(info: Any, number: int, dtype: str | None, transform: str) -> str:
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", modules())
-def test_two_steps_on_every_input_are_those_of_torchs_loop(name: str, transform: str) -> None:
+def test_two_steps_on_its_inputs_are_those_of_torchs_loop(name: str, transform: str) -> None:
     info = modules()[name]
     outcomes: Counter[str] = Counter()
-    for number in range(len(inputs_of(info))):
-        for dtype in (None, "bfloat16", "float16"):
+    for dtype, count in INPUTS.items():
+        for number in range(len(inputs_of(info)[:count])):
             outcomes[outcome(info, number, dtype, transform)] += 1
     usual = ("equal", "fails in torch's loop")
     unusual = {text: count for text, count in outcomes.items() if text not in usual}

@@ -57,4 +57,14 @@ _AUTOCAST_INSIDE: dict[str, dict[str, int]] = {
 KNOWN = _READS_A_VALUE | _TAKES_A_SHAPE | _OTHER_DERIVATIVE | _AUTOCAST_INSIDE
 
 #: Of torch's modules, with "eager" or "jit".
-KNOWN_MODULES: dict[str, dict[str, int]] = {}
+KNOWN_MODULES: dict[str, dict[str, int]] = {
+    # With momentum=None it divides by its number of batches, a buffer.
+    "nn.BatchNorm1d jit": {f"jit {_VALUE}": 2},
+    "nn.BatchNorm2d jit": {f"jit {_VALUE}": 2},
+    "nn.BatchNorm3d jit": {f"jit {_VALUE}": 2},
+    # It checks that no variance is negative.
+    "nn.GaussianNLLLoss jit": {f"jit {_VALUE}": 9},
+    # As the operation.
+    "nn.CTCLoss jit": {f"jit {_SHAPE}": 12},
+    "nn.Bilinear jit": {"jit differs: losses or scale": 4},
+}

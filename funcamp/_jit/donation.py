@@ -176,16 +176,16 @@ def arranged(batch: list[Tensor], layouts: list[Layout], memory: Memory) -> list
 
 
 def layouts_for(batch: list[Tensor]) -> list[Layout]:
-    """Return the layouts to compile for: the batch's if contiguous or channels last, else contiguous."""
-    return [
-        Layout(
-            leaf.stride()
-            if leaf.is_contiguous() or (leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last))
-            else torch.empty(leaf.shape, device="meta").stride(),
-            leaf.nbytes,
-        )
-        for leaf in batch
-    ]
+    """Return the layouts to compile for: those of the batch, made dense.
+
+    The order of the dimensions stays, because operations pass it on and sums follow it: in another order a sum rounds
+    differently from eager code.
+    """
+    layouts = []
+    for leaf in batch:
+        like = torch.empty_strided(leaf.shape, leaf.stride(), device="meta")
+        layouts.append(Layout(torch.empty_like(like).stride(), leaf.nbytes))
+    return layouts
 
 
 def _lazy(leaf: Tensor) -> bool:

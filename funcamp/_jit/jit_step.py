@@ -411,6 +411,8 @@ def _python_parts(step: Any) -> dict[str, Any]:
 
 
 _lock = threading.Lock()
+#: The number of new objects after which Python looks for garbage, while a step is traced or compiled.
+_SELDOM = 100_000
 
 
 @contextlib.contextmanager
@@ -425,10 +427,13 @@ def _few_collections() -> Iterator[None]:
 
     Those of torch alone take 0.2 s every time, and Inductor makes millions that live long.
     """
-    thresholds, free = gc.get_threshold(), gc.get_freeze_count() == 0
+    thresholds = gc.get_threshold()
+    # A process that collects this seldom has set up its collector itself. To ask whether it froze its objects takes
+    # 0.1 s with a million of them, because Python counts them one by one.
+    free = thresholds[0] < _SELDOM and gc.get_freeze_count() == 0
     if free:
         gc.freeze()
-    gc.set_threshold(max(thresholds[0], 100_000) if thresholds[0] else 0, *thresholds[1:])
+    gc.set_threshold(max(thresholds[0], _SELDOM) if thresholds[0] else 0, *thresholds[1:])
     try:
         yield
     finally:

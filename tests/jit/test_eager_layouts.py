@@ -70,6 +70,25 @@ def test_operation_that_promised_another_layout() -> None:
         assert torch.equal(out, x.view(-1) * count + x.sum())
 
 
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2), (0, 2, 1)])
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_a_batch_keeps_the_order_of_its_dimensions(order: tuple[int, ...], is_dense: bool) -> None:
+    # A sum follows the order in memory, and so rounds as in eager code.
+    x = torch.randn(9, 8, 14).permute(order)
+    if not is_dense:
+        x = x[:, 1:]
+    orders = []
+
+    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        orders.append(sorted(range(3), key=batch.stride, reverse=True))
+        return state, (batch * state).exp().sum()
+
+    state = torch.full((), 0.7)
+    expected = step(state, x)[1]
+    assert torch.equal(jit(step, backend="eager")(state, x)[1], expected)
+    assert orders[0] == orders[1]
+
+
 @pytest.mark.inductor
 def test_batch_norm_compiled_then_run_one_by_one() -> None:
     """The second batch's size is not compiled at its first call."""

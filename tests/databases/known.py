@@ -1,0 +1,70 @@
+"""What `jit` refuses of torch's samples, and what differs, each with its reason. The lists are exact.
+
+An outcome is followed by the number of samples. An entry whose operation now works, or fails otherwise, fails the test.
+"""
+
+from __future__ import annotations
+
+#: Results are memory as it was: only dtype and shape are compared.
+UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+
+_VALUE, _SHAPE = "refused: reads a value", "refused: takes a shape from values"
+
+#: torch reads a value on the host, or returns one.
+_READS_A_VALUE: dict[str, dict[str, int]] = {
+    "allclose": {_VALUE: 9},
+    "equal": {_VALUE: 9},
+    "item": {_VALUE: 9},
+    # They check that the number of observations is positive.
+    "corrcoef": {_VALUE: 9},
+    "cov": {_VALUE: 9},
+    # It checks that the windows add up to more than zero; a call for real numbers does not get that far.
+    "istft": {_VALUE: 1},
+    # A start, or indices to split at, in a tensor.
+    "narrow": {_VALUE: 4},
+    "tensor_split": {_VALUE: 9},
+    # It checks that no variance is negative.
+    "nn.functional.gaussian_nll_loss": {_VALUE: 8},
+    # It looks for the largest class unless their number is given.
+    "nn.functional.one_hot": {_VALUE: 1},
+    # The derivative of complex numbers checks that the loss does not depend on the phase.
+    "linalg.svd": {_VALUE: 1},
+    "svd": {_VALUE: 1},
+}
+
+#: torch has no rule for the shapes of results that no values are known of.
+_TAKES_A_SHAPE: dict[str, dict[str, int]] = {
+    "linalg.lstsq": {_SHAPE: 9},
+    "linalg.lstsq.grad_oriented": {_SHAPE: 9},
+    "nn.functional.ctc_loss": {_SHAPE: 8},
+}
+
+#: torch differentiates by another formula if a tensor has no values, as in a trace. Both are right; they round
+#: differently. Of `masked_fill` it adds zeros between the numbers that count, and of `prod` it does not divide by the
+#: input, which may have a zero.
+_OTHER_DERIVATIVE: dict[str, dict[str, int]] = {
+    "masked_fill": {"differs: gradients": 3},
+    "prod": {"differs: new state": 4, "differs: gradients": 1},
+}
+
+#: Kernels that call other operations, which autocast casts in eager mode and not in a trace.
+_AUTOCAST_INSIDE: dict[str, dict[str, int]] = {
+    "linalg.pinv": {"differs: results": 1, "differs: new state": 1},
+    "linalg.pinv.hermitian": {"differs: results": 1, "differs: new state": 1},
+    "nn.functional.bilinear": {"differs: results": 1, "differs: new state": 1},
+}
+
+KNOWN = _READS_A_VALUE | _TAKES_A_SHAPE | _OTHER_DERIVATIVE | _AUTOCAST_INSIDE
+
+#: Of torch's modules, with "eager" or "jit".
+KNOWN_MODULES: dict[str, dict[str, int]] = {
+    # With momentum=None it divides by its number of batches, a buffer.
+    "nn.BatchNorm1d jit": {f"jit {_VALUE}": 2},
+    "nn.BatchNorm2d jit": {f"jit {_VALUE}": 2},
+    "nn.BatchNorm3d jit": {f"jit {_VALUE}": 2},
+    # It checks that no variance is negative.
+    "nn.GaussianNLLLoss jit": {f"jit {_VALUE}": 9},
+    # As the operation.
+    "nn.CTCLoss jit": {f"jit {_SHAPE}": 12},
+    "nn.Bilinear jit": {"jit differs: losses or scale": 4},
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from funcamp._jit.jit_step import JitStep
 from funcamp._step.step import TrainStep
 from funcamp._verify.compare import Difference, Rounding, Row
 from funcamp._verify.report import Comparison, Outcome, Verification
-from funcamp._verify.roads import Task, start_of, step_rows, torch_rows
+from funcamp._verify.roads import Disturbance, Task, start_of, step_rows, torch_rows
 from funcamp._verify.torch_loop import why_not
 
 _TORCH, _EAGER = "torch's loop", "eager step"
@@ -43,7 +43,7 @@ class Comparer:
         skipped = tuple(number for number, row in enumerate(eager) if row["found_inf"].item())
         rounding = self._with_torch(start, eager)
         if rounding is None:
-            disturbed = list(step_rows(task, task.step, disturbed=_one_ulp(task)))
+            disturbed = _disturbed(task, lambda by: list(step_rows(task, task.step, disturbed=by)))
             rounding = Rounding(eager, disturbed, start)
         if len(skipped) == len(eager):
             self._notes.append("every step was skipped, so little was compared: begin from a state in mid-training")
@@ -91,7 +91,7 @@ class Comparer:
         scales = [float(row["metrics.scale"]) for row in eager]
         try:
             rows, without = torch_rows(task, scales)
-            disturbed, _ = torch_rows(task, scales, disturbed=_one_ulp(task))
+            disturbed = _disturbed(task, lambda by: torch_rows(task, scales, disturbed=by)[0])
         except Exception as error:
             self._found.append(
                 Comparison(_TORCH, _EAGER, Outcome.LEFT_OUT, reason=f"torch's loop raises {_text(error)}")
@@ -160,6 +160,14 @@ class Comparer:
             self._causes["the step draws random numbers: roads may draw them in another order or number"] = None
         if not self._causes:
             self._causes["none was found: please report it, with the smallest model that shows it"] = None
+
+
+def _disturbed(task: Task, run: Callable[[Disturbance], list[Row]]) -> list[Row]:
+    """Return the rows of a run in which all numbers are changed by one ulp, or all but the batches' if that raises."""
+    try:
+        return run(Disturbance(_one_ulp(task)))
+    except Exception:
+        return run(Disturbance(_one_ulp(task), also_batches=False))
 
 
 def _one_ulp(task: Task) -> float:

@@ -7,6 +7,7 @@ tensor in place. `PythonState` records everything of this kind that `survey` fin
 from __future__ import annotations
 
 import collections
+import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,18 @@ from torch import Tensor, nn
 
 from funcamp._trace.python_state import NUMBERS, Slot, survey
 from funcamp._verify.compare import is_same
+
+
+#: Containers whose items can be put back. A subclass may do anything when an item is read or set.
+_CONTAINERS = (
+    dict,
+    list,
+    set,
+    collections.deque,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
+)
 
 
 class _Contents(NamedTuple):
@@ -62,7 +75,7 @@ class PythonState:
                 self._tensors[id(value)] = _Values(value, memory, memory.clone(), grad, value.requires_grad)
         elif isinstance(value, torch.Generator):
             self._generators.append((value, value.get_state()))
-        elif isinstance(value, (dict, list, set, collections.deque)):
+        elif type(value) in _CONTAINERS:
             self._contents.append(_Contents(value, value.copy()))
         elif not isinstance(value, (type, *NUMBERS)):
             attributes = getattr(value, "__dict__", None)
@@ -76,8 +89,8 @@ class PythonState:
         """Put everything back as it was recorded."""
         for contents in self._contents:
             _put_back(contents)
-        for slot in self._slots.values():  # variables of closures, classes and modules of Python
-            if slot.owner is not None and slot.now() is not slot.value:
+        for slot in self._slots.values():
+            if _is_variable(slot) and slot.now() is not slot.value:
                 slot.put(slot.value)
         for kept in self._tensors.values():
             _restore_tensor(kept)
@@ -130,6 +143,12 @@ class PythonState:
             if isinstance(slot.value, Tensor)
             and (slot.value._backward_hooks or getattr(slot.value, "_post_accumulate_grad_hooks", None))
         ]
+
+
+def _is_variable(slot: Slot) -> bool:
+    """Return whether a slot is a variable of a closure, of a class, or of a module of Python."""
+    is_global = type(slot.owner) is dict and "__builtins__" in slot.owner
+    return is_global or isinstance(slot.owner, (types.CellType, type))
 
 
 def _put_back(contents: _Contents) -> None:

@@ -78,20 +78,29 @@ def start_of(task: Task) -> Row:
     return _values(task.step, task.state)
 
 
-def torch_rows(task: Task, scales: list[float], *, disturbed: float = 0.0) -> tuple[list[Row], set[str]]:
+class Disturbance(NamedTuple):
+    """A change of every number of the parameters, and of the batches."""
+
+    part: float
+    """By how much of the number, up or down by turns."""
+    also_batches: bool = True
+    """False for batches whose numbers have a meaning: a distribution's sample, 0 or 1."""
+
+
+def torch_rows(task: Task, scales: list[float], *, disturbed: Disturbance | None = None) -> tuple[list[Row], set[str]]:
     """Run torch's loop; return its rows, and the names of parameters that got no gradient.
 
     Args:
         task: the training; its step is a `TrainStep`.
         scales: the scale of every step, for a step whose rule is not torch's.
-        disturbed: change every number of the parameters and of the batch by this part of it.
+        disturbed: what to change before the first step.
     """
     assert isinstance(task.step, TrainStep)
     task.begin()
     loop = TorchLoop(task.step, task.state)
     if disturbed:
         for parameter in loop.parameters():
-            _disturb(parameter.data, disturbed)
+            _disturb(parameter.data, disturbed.part)
     rows = []
     for number, batch in enumerate(_batches(task, disturbed)):
         before = loop.scale
@@ -102,7 +111,9 @@ def torch_rows(task: Task, scales: list[float], *, disturbed: float = 0.0) -> tu
     return rows, loop.without_gradient
 
 
-def step_rows(task: Task, run: _Step, *, disturbed: float = 0.0, save_after: int | None = None) -> Iterator[Row]:
+def step_rows(
+    task: Task, run: _Step, *, disturbed: Disturbance | None = None, save_after: int | None = None
+) -> Iterator[Row]:
     """Run a step, eager or compiled; yield a row for every batch.
 
     Args:
@@ -117,7 +128,7 @@ def step_rows(task: Task, run: _Step, *, disturbed: float = 0.0, save_after: int
     if disturbed:
         for leaf in _tree.leaves(state.params if isinstance(state, TrainState) else state):
             if isinstance(leaf, Tensor):
-                _disturb(leaf, disturbed)
+                _disturb(leaf, disturbed.part)
     for number, batch in enumerate(_batches(task, disturbed)):
         if number == save_after:
             saved = _saved(task, state), Draws({leaf.device for leaf in _tree.leaves(state) if leaf is not None})
@@ -175,14 +186,14 @@ def _named(prefix: str, tree: Any) -> Row:
     }
 
 
-def _batches(task: Task, disturbed: float) -> Iterator[Any]:
+def _batches(task: Task, disturbed: Disturbance | None) -> Iterator[Any]:
     """Yield copies of the batches, because a step may write into them; memory that leaves share stays shared."""
     for batch in task.batches:
         batch = copy.deepcopy(batch)
-        if disturbed:
+        if disturbed and disturbed.also_batches:
             for leaf in _tree.leaves(batch):
                 if isinstance(leaf, Tensor):
-                    _disturb(leaf, disturbed)
+                    _disturb(leaf, disturbed.part)
         yield batch
 
 

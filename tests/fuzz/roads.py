@@ -13,7 +13,7 @@ import funcamp
 from funcamp import _tree
 from funcamp._verify.compare import Rounding, Row
 from funcamp._verify.python_state import PythonState
-from funcamp._verify.roads import Draws, Task, row_of, start_of, step_rows, torch_rows
+from funcamp._verify.roads import Disturbance, Draws, Task, row_of, start_of, step_rows, torch_rows
 from funcamp._verify.torch_loop import why_not
 
 
@@ -64,11 +64,11 @@ def compare(
         reference, name = eager, "eager step"
         ulp = torch.finfo(step._options.policy.compute_dtype).eps
         if why_not(step):
-            disturbed = list(step_rows(task, step, disturbed=ulp))
+            disturbed = list(step_rows(task, step, disturbed=Disturbance(ulp)))
         else:
             scales = [float(row["metrics.scale"]) for row in eager]
             reference, _ = torch_rows(task, scales)
-            disturbed, _ = torch_rows(task, scales, disturbed=ulp)
+            disturbed, _ = torch_rows(task, scales, disturbed=Disturbance(ulp))
             name = "torch's loop"
         rounding = Rounding(reference, disturbed, start_of(task))
         _check(rounding, name, "eager step", eager)

@@ -5,6 +5,7 @@ The silent classes are planted into modules, with what refuses them switched off
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import random
 from collections.abc import Callable
@@ -221,6 +222,38 @@ def test_nothing_of_the_users_changes() -> None:
     assert kept["center"] is objects[2]["center"]
     assert torch.equal(model.generator.get_state(), objects[4])
     assert torch.equal(model.layer.weight.grad, torch.ones(1, 4))
+
+
+class Registry(collections.OrderedDict[str, Any]):
+    """Makes a new object whenever an item is read, as a registry of layers does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+_REGISTRY = Registry(tanh=nn.Tanh)
+
+
+def test_containers_of_other_classes_are_left_alone() -> None:
+    class FromRegistry(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = _REGISTRY["tanh"](self.layer(x))
+            return out
+
+    check(make(FromRegistry()))
+    assert list(_REGISTRY.items()) == [("tanh", nn.Tanh)]
+
+
+def test_batches_whose_numbers_have_a_meaning() -> None:
+    def criterion(output: Tensor, target: Tensor) -> Tensor:
+        return -torch.distributions.Bernoulli(logits=output.float()).log_prob(target).mean()
+
+    found = check(make(mlp(), criterion), [(x, (y > 0).float()) for x, y in batches()])
+    assert outcomes(found) == ["EQUAL"] * 3, str(found)
 
 
 def test_a_step_that_raises_leaves_everything_as_it_was() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from funcamp import _upstream
+from funcamp._jit.convolutions import __file__ as convolutions_file
 from funcamp._jit.convolutions import convolutions
 
 Decompositions: TypeAlias = dict[Any, Callable[..., Any]]
@@ -28,8 +31,20 @@ class Table(Decompositions):
         self._call = call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        function, *given = self._call
-        return function, tuple(given)
+        return _remade, (self._call, _sources())
+
+
+def _remade(call: tuple[Any, ...], _: str) -> Table:
+    function, *given = call
+    table: Table = function(*given)
+    return table
+
+
+@functools.cache
+def _sources() -> str:
+    """Return a fingerprint of the formulas: a program that was cached with other ones is not this one."""
+    files = (__file__, convolutions_file)
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
 
 
 @functools.cache

@@ -11,6 +11,9 @@ https://github.com/pytorch/pytorch/issues/141017
 Multi-margin loss and softshrink of values that are not finite: torch.compile's own forms give NaN
 for an infinite input, and 0 for NaN, which hides an overflow. Torch 2.11 to 2.15, and to 2.14.
 
+The gradient of a soft margin loss: torch.compile's own form, sigmoid(z) - 1, has no digits left for a
+large margin (14 % off at 15). Torch 2.11 to 2.15.
+
 CTC loss with lengths in tensors, on a CPU: torch has no rule for the shape of what it keeps for its
 backward pass; it follows from the longest target. The program keeps it for the longest target that
 there is room for, so that it is right for the lengths of every batch. Torch 2.11 to 2.15.
@@ -23,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from funcamp._upstream import LSTM_WORKSPACE, NAN_MARGIN, NAN_SHRUNK, PADDED_TARGETS
+from funcamp._upstream import INEXACT_MARGIN, LSTM_WORKSPACE, NAN_MARGIN, NAN_SHRUNK, PADDED_TARGETS
 
 _aten = torch.ops.aten
 _library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -63,6 +66,9 @@ if PADDED_TARGETS.present:
     _define("multilabel_margin_loss", _margin, _margin)
 if NAN_MARGIN.present:
     _define("multi_margin_loss", _aten.multi_margin_loss.default, _aten.multi_margin_loss.default)
+if INEXACT_MARGIN.present:
+    _margin_backward = _aten.soft_margin_loss_backward.default
+    _define("soft_margin_loss_backward", _margin_backward, _margin_backward)
 if NAN_SHRUNK.present:
     _define("softshrink", _aten.softshrink.default, _aten.softshrink.default)
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from funcamp._trace.python_state import NUMBERS, Slot, survey
 from funcamp._verify.compare import is_same
 
-
 #: Containers whose items can be put back. A subclass may do anything when an item is read or set.
 _CONTAINERS = (
     dict,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from funcamp import _upstream
+from funcamp import _upstream, jit
 from funcamp._upstream.python_stack import with_room
 
 
@@ -297,6 +297,23 @@ def test_compiled_forms_of_values_that_are_not_finite() -> None:
     for defect, fn in ((_upstream.NAN_MARGIN, margin), (_upstream.NAN_SHRUNK, torch.nn.functional.softshrink)):
         found = torch.compile(fn)(x)
         assert torch.equal(found.isnan(), fn(x).isnan()) != defect.present, defect
+
+
+@pytest.mark.inductor
+def test_the_compiled_gradient_of_a_large_soft_margin_is_inexact() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return torch.nn.functional.soft_margin_loss(x, torch.full_like(x, 2.0))
+
+    def gradient(function: Any) -> Tensor:
+        x = torch.full((64,), 7.5, requires_grad=True)
+        found: Tensor = torch.autograd.grad(function(x), x)[0]
+        return found
+
+    wanted = gradient(loss)
+    found = gradient(torch.compile(loss, fullgraph=True))
+    assert torch.allclose(found, wanted, rtol=1e-3, atol=0) != _upstream.INEXACT_MARGIN.present
+    run = jit(lambda state, batch: (state, gradient(loss)))
+    assert torch.allclose(run(torch.zeros(1), ())[1], wanted, rtol=1e-5, atol=0)
 
 
 @pytest.mark.inductor

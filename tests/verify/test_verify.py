@@ -228,7 +228,8 @@ class Registry(collections.OrderedDict[str, Any]):
     """Makes a new object whenever an item is read, as a registry of layers does."""
 
     def __getitem__(self, key: str) -> Any:
-        return super().__getitem__(key)()
+        made: Any = super().__getitem__(key)()
+        return made
 
 
 _REGISTRY = Registry(tanh=nn.Tanh)

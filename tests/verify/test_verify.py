@@ -251,7 +251,8 @@ def test_containers_of_other_classes_are_left_alone() -> None:
 
 def test_batches_whose_numbers_have_a_meaning() -> None:
     def criterion(output: Tensor, target: Tensor) -> Tensor:
-        return -torch.distributions.Bernoulli(logits=output.float()).log_prob(target).mean()
+        likelihood: Tensor = torch.distributions.Bernoulli(logits=output.float()).log_prob(target)
+        return -likelihood.mean()
 
     found = check(make(mlp(), criterion), [(x, (y > 0).float()) for x, y in batches()])
     assert outcomes(found) == ["EQUAL"] * 3, str(found)

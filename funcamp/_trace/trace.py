@@ -529,10 +529,12 @@ class _Watch(TorchDispatchMode):
                     f"read strided tensors only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)}: "
                     "make it dense, or pass its indices and values as a leaf of the batch each"
                 )
-            if leaf.is_meta:
+            # torch.func computes shapes on the meta device; that is no read.
+            if leaf.is_meta and any(isinstance(other, Tensor) and other.device.type in self._home for other in leaves):
                 raise HostError(
                     f"read tensors with values only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)}: "
-                    "give it values (to_empty, load_state_dict) before the first call"
+                    "give it values (to_empty, load_state_dict) before the first call. torch itself makes such a tensor "
+                    "for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
                 )
             if id(leaf) not in self._seen:
                 with disable_proxy_modes_tracing():  # from_tensor views its base, which must not be in the graph

@@ -326,9 +326,7 @@ def test_hessian_under_vmap_has_another_form() -> None:
     step = step_of(penalty(torch.func.hessian))
     state, batch = step.init({"w": torch.ones(4)}), torch.ones(2, 4)
     expected, _ = step(state, batch)
-    with pytest.raises(
-        RuntimeError, match=r"to meta, as torch does for vmap\(hessian\(f\)\): take vmap\(jacrev\(jacrev\(f\)\)\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"vmap\(hessian\(f\)\): take vmap\(jacrev\(jacrev\(f\)\)\)"):
         jit(step, backend="eager", donate=False)(state, batch)
     step = step_of(penalty(lambda f: torch.func.jacrev(torch.func.jacrev(f))))
     found, _ = jit(step, backend="eager", donate=False)(state, batch)

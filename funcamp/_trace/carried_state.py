@@ -7,6 +7,7 @@ former one. A number that counts, and a tensor that has no former one to be writ
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 from collections.abc import Callable, Mapping
@@ -40,8 +41,8 @@ class _Changes:
     """Numbers, strings and lengths of containers: before and after."""
     carried: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that were replaced by one like them: the former one, in which the program writes."""
-    of_batch: list[str] = field(default_factory=list)
-    """New tensors that follow from the batch."""
+    of_arguments: list[str] = field(default_factory=list)
+    """New tensors that follow from the state or the batch."""
     others: list[str] = field(default_factory=list)
     """Other new tensors: caches."""
 
@@ -77,7 +78,7 @@ class CarriedState:
             while self._make_private():
                 self._begin()
                 graph = trace_once()
-            if self._changes.numbers or self._changes.of_batch:
+            if self._changes.numbers or self._changes.of_arguments:
                 self._refuse_state(graph, trace_once)
         except BaseException:
             _restore(self._before)
@@ -113,7 +114,7 @@ class CarriedState:
                     place.copy_(value)
             slot.put(slot.value)
 
-    def record(self, node_of: Callable[[Tensor], fx.Node | None], state_count: int) -> None:
+    def record(self, node_of: Callable[[Tensor], fx.Node | None]) -> None:
         """Compare Python with what it was before this run, and write what it carries on; called inside the trace."""
         changes = self._changes = _Changes()
         written: list[tuple[Tensor, Tensor]] = []
@@ -140,10 +141,10 @@ class CarriedState:
         if fresh:
             graph = next(iter(fresh.values())).graph
             aliases = Aliases(graph)
-            batch = set(graph.find_nodes(op="placeholder")[state_count:])
+            arguments = set(graph.find_nodes(op="placeholder"))
             for path, node in fresh.items():
-                follows = bool(batch & aliases.behind(node))
-                (changes.of_batch if follows else changes.others).append(path)
+                follows = bool(arguments & aliases.behind(node))
+                (changes.of_arguments if follows else changes.others).append(path)
         with torch.no_grad():
             values = [value.detach().clone() for _, value in written]  # all of them before the first write
             for (place, _), value in zip(written, values):
@@ -202,9 +203,9 @@ class CarriedState:
                 that follows from the batch and was not there before is read.
         """
         first = self._changes
-        self._only_read = frozenset(first.of_batch)
+        self._only_read = frozenset(first.of_arguments)
         self._begin()
-        new_tensors = {path: self._before[path].value for path in first.of_batch if path in self._before}
+        new_tensors = {path: self._before[path].value for path in first.of_arguments if path in self._before}
         again = trace_once()
         is_same = str(graph.module.graph) == str(again.module.graph)
         only_flags = not is_same and not first.others
@@ -235,7 +236,8 @@ def _restore(slots: Mapping[str, Slot]) -> None:
     """Put back numbers and tensors after a failure."""
     for slot in slots.values():
         if slot.owner is not None and isinstance(slot.value, (*NUMBERS, Tensor)) and _now(slot) is not slot.value:
-            slot.put(slot.value)
+            with contextlib.suppress(IndexError):  # of a list that became shorter
+                slot.put(slot.value)
 
 
 def _from(before: Any) -> str:

@@ -29,6 +29,12 @@ _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
+#: What every module has and a forward pass may change, or what may keep something: hooks.
+_KEPT_OF_MODULES = frozenset(
+    ("training", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+)
+
+
 class Slot(NamedTuple):
     """A place that holds a value."""
 
@@ -119,7 +125,7 @@ def _of_module(path: str, module: nn.Module) -> Iterator[Slot]:
         if key in ("_parameters", "_buffers", "_modules"):
             for name, inner in list(item.items()):
                 yield Slot(f"{path}.{name}", item, name, inner)
-        elif key not in _OF_EVERY_MODULE or key in ("_forward_pre_hooks", "_forward_hooks"):
+        elif key not in _OF_EVERY_MODULE or key in _KEPT_OF_MODULES:
             yield Slot(f"{path}.{key}", vars(module), key, item)
     yield from _of_class(path, type(module))
 
@@ -167,6 +173,7 @@ def _of_function(path: str, function: Any) -> Iterator[Slot]:
     for name in function.__code__.co_names:
         item = function.__globals__.get(name, function)
         is_value = isinstance(item, (*NUMBERS, *CONTAINERS, *_FUNCTIONS, Tensor, nn.Module))
+        is_value = is_value or (isinstance(item, type) and _is_users(item.__module__))
         if item is not function and (is_value or _is_plain_object(item)):
             yield Slot(f"{path}.{name}", function.__globals__, name, item)
 

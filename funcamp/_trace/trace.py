@@ -152,7 +152,6 @@ def trace(
     *,
     fixed_shapes: bool = False,
     carried: CarriedState | None = None,
-    state_count: int = 0,
 ) -> Graph:
     """Trace fn for arguments like these.
 
@@ -162,7 +161,6 @@ def trace(
         home: the types of device that it must not leave.
         fixed_shapes: whether it must have no tensor whose shape follows from values, such as `x[x > 0]`.
         carried: the state that its Python keeps from call to call.
-        state_count: the number of args, the first ones, that are the state.
 
     Raises:
         HostError: an operation moves a tensor from home to another type of device, or reads it; Python draws numbers.
@@ -171,7 +169,7 @@ def trace(
     """
     carried = CarriedState({}) if carried is None else carried
     draws = HostDraws()
-    record = functools.partial(carried.record, state_count=state_count)
+    record = carried.record
     run = functools.partial(_traced, fn, args, home, fixed_shapes, record)
     graph = carried.traced(lambda: _eager_if_it_must(run))
     if (names := draws.since()) and (line := draws.line(run)):
@@ -533,8 +531,8 @@ class _Watch(TorchDispatchMode):
             if leaf.is_meta and any(isinstance(other, Tensor) and other.device.type in self._home for other in leaves):
                 raise HostError(
                     f"read tensors with values only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)}: "
-                    "give it values (to_empty, load_state_dict) before the first call. torch itself makes such a tensor "
-                    "for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
+                    "give it values (to_empty, load_state_dict) before the first call. torch itself makes such a "
+                    "tensor for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
                 )
             if id(leaf) not in self._seen:
                 with disable_proxy_modes_tracing():  # from_tensor views its base, which must not be in the graph

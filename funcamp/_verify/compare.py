@@ -14,7 +14,7 @@ from torch import Tensor
 Row = dict[str, Tensor]
 
 #: Two runs may differ by this multiple of what a change of one unit in the last place does.
-_FACTOR = 8.0
+_FACTOR = 4.0
 #: A value that one unit in the last place changes by this part of its movement or more says nothing: a gradient that is
 #: zero but for rounding (a bias before BatchNorm), or training that has become chaotic.
 _NOISE = 0.25
@@ -67,17 +67,22 @@ class Rounding:
             usual = {kind: statistics.median(found) for kind, found in by_kind.items()}
             floors = {name: self._floor(number, name) for name in sizes}
             self._allowed.append(
-                {
-                    name: math.inf if size >= _NOISE else floors[name] + _FACTOR * max(size, usual[_kind(name)])
-                    for name, size in sizes.items()
-                }
+                {name: self._allowance(size, usual[_kind(name)], floors[name]) for name, size in sizes.items()}
             )
+
+    @staticmethod
+    def _allowance(size: float, usual: float, floor: float) -> float:
+        """Return what rounding may do to a value that one ulp changes by `size`, and its kind by `usual`."""
+        if size >= _NOISE:
+            return math.inf
+        return floor + min(_FACTOR * max(size, usual), 2 * _NOISE)
 
     @property
     def noise(self) -> tuple[int, int]:
-        """The number of values that are lost in rounding at the last step, and of all."""
-        last = self._allowed[-1]
-        return sum(allowed == math.inf for allowed in last.values()), len(last)
+        """The number of floating-point values that are lost in rounding, in the worst step, and of all."""
+        floats = [name for name, value in self._reference[-1].items() if value.is_floating_point()]
+        lost = [sum(allowed.get(name) == math.inf for name in floats) for allowed in self._allowed]
+        return max(lost), len(floats)
 
     def against(self, reference: list[Row]) -> Rounding:
         """Return the same yardstick for differences from another run."""
@@ -89,7 +94,9 @@ class Rounding:
         """Return the largest difference of a step from the reference; None if all values are equal."""
         reference, worst = self._reference[number], None
         for name, value in reference.items():
-            if name not in row or is_same(value, row[name]):
+            if name not in row:
+                return Difference(number, f"{name}, which is missing,", math.inf, 0.0)
+            if is_same(value, row[name]) or (name == _SUMMED_OTHERWISE and self._size(number, name, row[name]) < 1e-6):
                 continue
             if number >= self.first_other_skip:
                 allowed = math.inf
@@ -119,6 +126,8 @@ class Rounding:
         return _ULPS * torch.finfo(value.dtype).eps * _norm(value) / self._movement(number, name)
 
 
+#: The norm of all gradients, which a step sums in float64.
+_SUMMED_OTHERWISE = "grad_norm"
 #: What torch's loop and a step must have in common to the bit, unless one unit in the last place changes it too.
 _EXACT = frozenset({"found_inf", "scaler.scale", "scaler.growth_tracker"})
 
@@ -143,14 +152,33 @@ def _distance(one: Tensor, other: Tensor) -> float:
     """Return the 2-norm of a difference; infinity if shapes, dtypes, or the places of inf and NaN differ. Syncs."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return math.inf
-    finite = torch.isfinite(one)
-    if not torch.equal(finite, torch.isfinite(other)):
+    first, second = _wide(one), _wide(other)
+    finite = torch.isfinite(first)
+    if not torch.equal(finite, torch.isfinite(second)):
         return math.inf
-    return float(torch.linalg.vector_norm(torch.where(finite, _wide(one) - _wide(other), 0)))
+    return float(torch.linalg.vector_norm(torch.where(finite, first - second, 0)))
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have equal values; NaN equals NaN. Syncs."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    if one.dtype not in _COMPARABLE:  # torch compares no float8 and no complex32
+        one, other = _wide(one), _wide(other)
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+_COMPARABLE = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool)
+) | frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+
+
+def changed_by_a_skip(number: int, before: Row, row: Row) -> Difference | None:
+    """Return a parameter, moment or average that a skipped step has changed; None if there is none."""
+    if not row["found_inf"].item():
+        return None
+    for name, value in row.items():
+        of_training = name.startswith(("params.", "ema.")) or (name.startswith("opt_state.") and name in before)
+        if of_training and not is_same(before[name], value):
+            return Difference(number, f"{name}, which a skipped step changed,", math.inf, 0.0)
+    return None

@@ -7,7 +7,6 @@ tensor in place. `PythonState` records everything of this kind that `survey` fin
 from __future__ import annotations
 
 import collections
-import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -145,9 +144,10 @@ class PythonState:
 
 
 def _is_variable(slot: Slot) -> bool:
-    """Return whether a slot is a variable of a closure, of a class, or of a module of Python."""
-    is_global = type(slot.owner) is dict and "__builtins__" in slot.owner
-    return is_global or isinstance(slot.owner, (types.CellType, type))
+    """Return whether a slot is a variable of a closure, a class or a module of Python, or one of `__slots__`."""
+    if isinstance(slot.owner, dict):
+        return "__builtins__" in slot.owner
+    return slot.owner is not None and not isinstance(slot.owner, (list, collections.deque))
 
 
 def _put_back(contents: _Contents) -> None:

@@ -14,6 +14,7 @@ class Outcome(Enum):
 
     EQUAL = "equal"
     ROUNDING = "equal within rounding"
+    NOISE = "lost in rounding"
     DIFFERENT = "DIFFERENT"
     REFUSED = "REFUSED"
     LEFT_OUT = "left out"

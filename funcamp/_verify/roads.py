@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ class Draws:
 
     def __init__(self, devices: set[torch.device]) -> None:
         self._python = random.getstate()
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._cpu = torch.get_rng_state()
         self._others = {
             device: torch.get_device_module(device).get_rng_state(device) for device in devices if device.type != "cpu"
@@ -60,6 +62,8 @@ class Draws:
     def restore(self) -> None:
         """Put the generators back."""
         random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
         for device, state in self._others.items():
             torch.get_device_module(device).set_rng_state(state, device)
@@ -161,7 +165,8 @@ def row_of(step: _Step, state: Any, metrics: Any) -> Row:
     """Return what there is to compare after a step, on the host."""
     row = _values(step, state)
     if isinstance(step, TrainStep):
-        row |= {"loss": metrics.loss, "found_inf": metrics.found_inf, "metrics.scale": metrics.scale}
+        row |= {"loss": metrics.loss, "found_inf": metrics.found_inf, "grad_norm": metrics.grad_norm}
+        row |= {"metrics.scale": metrics.scale, "applied": metrics.applied} | _named("lr", metrics.lr)
         aux, prefix = metrics.aux, "aux"
     else:
         row["found_inf"] = torch.zeros(())
@@ -192,9 +197,14 @@ def _batches(task: Task, disturbed: Disturbance | None) -> Iterator[Any]:
         batch = copy.deepcopy(batch)
         if disturbed and disturbed.also_batches:
             for leaf in _tree.leaves(batch):
-                if isinstance(leaf, Tensor):
+                # Whole numbers are codes: classes, masks, positions.
+                if isinstance(leaf, Tensor) and not _is_whole(leaf):
                     _disturb(leaf, disturbed.part)
         yield batch
+
+
+def _is_whole(value: Tensor) -> bool:
+    return value.is_floating_point() and value.layout == torch.strided and torch.equal(value, value.round())
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -55,10 +56,17 @@ class TorchLoop:
         saved = step.to_torch(state)
         with torch.no_grad():
             self._model.load_state_dict(saved["model"])
+            for name, buffer in self._loss_fn.buffers().items():  # also those that a state_dict lacks
+                buffer.copy_(state.buffers[name])
         named = dict(self._model.named_parameters())
         self._trained = {stored: named[stored] for stored in dict.fromkeys(self._loss_fn.names.values())}
         self._parts = parts_of("verify", step, state, None)
-        self._applied = int(state.step - state.skipped)
+        self._calls, self._skips, self._skips_in_a_row = (
+            int(state.step),
+            int(state.skipped),
+            int(state.consecutive_skips),
+        )
+        self._applied = self._calls - self._skips
         self._optimizers = self._make_optimizers(named, saved["optimizer"], is_new=self._applied == 0)
         config = step.config
         self.follows_rule = is_torchs_rule(config)
@@ -134,11 +142,14 @@ class TorchLoop:
             if parameter.grad is None:
                 self.without_gradient.add(name)
                 parameter.grad = torch.zeros_like(parameter)
-        is_skipped = self._apply()
+        is_skipped, norm = self._apply()
+        self._calls += 1
+        self._skips += is_skipped
+        self._skips_in_a_row = self._skips_in_a_row + 1 if is_skipped else 0
         if is_skipped and not self._loss_fn.keep_buffers:  # as the step does by default
             for name, buffer in self._loss_fn.buffers().items():
                 buffer.copy_(buffers[name])
-        return self._row(losses, is_skipped)
+        return self._row(losses, is_skipped) | {"grad_norm": norm.cpu()}
 
     def _accumulate(self, batch: Any) -> Tensor:
         """Add up the scaled gradients of all micro-batches; return the mean of their losses."""
@@ -147,7 +158,7 @@ class TorchLoop:
         for piece, factor in zip(pieces, factors):
             with self._autocast():
                 loss = self._loss_of(piece)
-            part = loss * torch.tensor(factor) if self._options.weight else loss / len(pieces)
+            part = loss * torch.tensor(factor, dtype=torch.float32) if self._options.weight else loss / len(pieces)
             self._scaler.scale(part).backward()  # type: ignore[no-untyped-call]
             total = total + part.detach()
         return torch.as_tensor(total).to(loss.dtype)
@@ -165,7 +176,8 @@ class TorchLoop:
                 for number in range(count)
             ]
         weights = [float(options.weight(piece)) if options.weight else 1.0 for piece in pieces]
-        return pieces, [weight / sum(weights) for weight in weights]
+        total = sum(weights)
+        return pieces, [weight / total if total else math.nan for weight in weights]
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = self._options.policy.compute_dtype
@@ -181,8 +193,8 @@ class TorchLoop:
         found: Tensor = loss[0] if self._loss_fn.has_aux else loss
         return found
 
-    def _apply(self) -> bool:
-        """Unscale, clip, and take the optimizers' steps; return whether they were skipped."""
+    def _apply(self) -> tuple[bool, Tensor]:
+        """Unscale, clip, and take the optimizers' steps; return whether they were skipped, and the gradients' norm."""
         options, parameters = self._options, self.parameters()
         for optimizer, parts in self._optimizers:
             for group, part in zip(optimizer.param_groups, parts):
@@ -190,6 +202,7 @@ class TorchLoop:
             self._scaler.unscale_(optimizer)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         is_skipped = not all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one.double()) for one in gradients]))
         if options.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, float(options.max_norm))
         if options.max_value is not None:
@@ -200,7 +213,7 @@ class TorchLoop:
             self._applied += 1
             self._move_average()
         self._scaler.update()
-        return is_skipped
+        return is_skipped, norm.float()
 
     @torch.no_grad()
     def _move_average(self) -> None:
@@ -209,10 +222,13 @@ class TorchLoop:
             average.lerp_(self._trained[name], 1 - self._options.ema_decay)
 
     def _row(self, loss: Tensor, is_skipped: bool) -> Row:
-        row = {"loss": loss, "found_inf": torch.tensor(float(is_skipped))}
+        row = {"loss": loss, "found_inf": torch.tensor(float(is_skipped), dtype=torch.float32)}
+        counts = {"step": self._calls, "skipped": self._skips, "consecutive_skips": self._skips_in_a_row}
+        counts |= {"applied": self._applied} | {f"{part.prefix}applied": self._applied for part in self._parts}
+        row |= {name: torch.tensor(count, dtype=torch.int64) for name, count in counts.items()}
         if self.follows_rule:
             saved = self._scaler.state_dict()
-            row["scaler.scale"] = torch.tensor(saved["scale"])
+            row["scaler.scale"] = torch.tensor(saved["scale"], dtype=torch.float32)
             row["scaler.growth_tracker"] = torch.tensor(saved["_growth_tracker"], dtype=torch.int32)
         row |= {f"params.{name}": value for name, value in self._trained.items()}
         row |= {f"buffers.{name}": value for name, value in self._loss_fn.buffers().items()}

@@ -21,6 +21,7 @@ from funcamp import _tree, _upstream
 from funcamp._autograd.scaled_grad import nodes
 from funcamp._memory import extent
 from funcamp._trace.schema import aliased
+from funcamp._trace.tracing import LetsDynamoIn
 from funcamp._trace.user_line import in_stack
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class FirstCallWatch:
                 raise written_error(name, f", at {in_stack()}")
 
 
-class _DispatchWatch(TorchDispatchMode):
+class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):
     """Watches every operation of a trace."""
 
     supports_higher_order_operators = True

@@ -74,7 +74,9 @@ class ModuleLoss(Loss):
             _join(prefix, name) for prefix, module in model.named_modules() for name in _cast_by_autocast(module)
         )
         """The names of the parameters that torch.autocast would cast."""
-        self.hooked_names = frozenset(name for name in self.names if model.get_parameter(name)._backward_hooks)
+        self.hooked_names = frozenset(
+            name for name, own in _tensors(model).items() if name in self.names and own._backward_hooks
+        )
         self.linear_names = frozenset(_linear_weights(model)) - self.hooked_names
         """The names of the weights that only a linear layer's own forward multiplies by."""
         self.has_buffers = bool(self.buffer_names)
@@ -128,9 +130,8 @@ class ModuleLoss(Loss):
         """Return the module's own parameters and buffers for which values are passed, by name."""
         found: dict[str, Tensor] = {}
         for name, held, key in self._own_slots:
-            tensor = held.get(key)
-            if tensor is not None:
-                found[name] = tensor
+            if key in held and held[key] is not None:
+                found[name] = held[key]
         return found
 
     def _watched_loss(self, values: dict[str, Tensor], params: dict[str, Tensor], batch: Any) -> Any:
@@ -546,7 +547,7 @@ def _form_of(model: nn.Module) -> list[Any]:
     left, seen = [model], {id(model)}
     while left:
         module = left.pop()
-        form += module._parameters
+        form += module._parameters.keys()  # a module of TorchScript iterates otherwise
         form += [None if value is None else value.requires_grad for value in module._parameters.values()]
         for name, value in module._buffers.items():
             form += (name, value is None)
@@ -562,7 +563,7 @@ def _slots(model: nn.Module, names: Set[str]) -> list[tuple[str, dict[str, Any],
     found: list[tuple[str, dict[str, Any], str]] = []
     for prefix, module in model.named_modules():
         for held in (module._parameters, module._buffers):
-            found += [(_join(prefix, key), held, key) for key in held if _join(prefix, key) in names]
+            found += [(_join(prefix, key), held, key) for key in held.keys() if _join(prefix, key) in names]  # noqa: SIM118  of TorchScript
     return found
 
 

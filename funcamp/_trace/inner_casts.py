@@ -18,7 +18,7 @@ import torch
 from torch.overrides import enable_reentrant_dispatch
 
 from funcamp import _upstream
-from funcamp._trace.tracing import current
+from funcamp._trace.tracing import LetsDynamoIn, current
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,7 +53,7 @@ _mark = _Mark()
 _library: Any = None
 
 
-class InnerCasts(TorchDispatchMode):
+class InnerCasts(LetsDynamoIn, TorchDispatchMode):
     """Runs the kernels that call operations which autocast casts, so that the modes below see those."""
 
     supports_higher_order_operators = True

@@ -40,7 +40,7 @@ from funcamp._trace.inner_casts import InnerCasts, watch_autocast
 from funcamp._trace.kept_tensors import settle
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.random_numbers import Draws
-from funcamp._trace.tracing import HostError, Wanted, current
+from funcamp._trace.tracing import HostError, LetsDynamoIn, Wanted, current
 from funcamp._trace.unread_gathers import drop_unread_gathers
 from funcamp._trace.user_line import (
     FIXED,
@@ -70,8 +70,6 @@ _FROM_VALUES = (
     GuardOnDataDependentSymNode,
 )
 
-#: Whether torch.cond or a relative of it calls Dynamo in this thread.
-_in_higher_order_call = _upstream.find("torch._higher_order_ops.utils._in_hop_compile", lambda: False)
 _log = logging.getLogger("funcamp")
 _aten = torch.ops.aten
 #: The place of an offset in the memory of the first argument.
@@ -433,19 +431,10 @@ def _lift(module: torch.fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tens
     return captured
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(LetsDynamoIn, TorchDispatchMode):
     """Watches every operation of a trace: reads, devices, random numbers, captured and kept tensors."""
 
     supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return whether Dynamo may trace a call in spite of this mode.
-
-        torch.cond, while_loop and scan let Dynamo find the tensors that their branches read. Nothing else: a part of a
-        model that torch.compile compiled runs as the Python that it was.
-        """
-        return bool(_in_higher_order_call())
 
     def __init__(self, home: Set[str], mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

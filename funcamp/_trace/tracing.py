@@ -9,12 +9,31 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from funcamp import _upstream
+
 #: For every view the number of its part, and its shape of at most as many elements.
 Wanted: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
 
 class HostError(Exception):
     """The function leaves the arguments' type of device, reads a value on the host, or keeps state in Python."""
+
+
+#: Whether torch.cond or a relative of it calls Dynamo in this thread.
+_in_higher_order_call = _upstream.find("torch._higher_order_ops.utils._in_hop_compile", lambda: False)
+
+
+class LetsDynamoIn:
+    """Base class of the dispatch modes of a trace: Dynamo may trace a call in spite of them, for torch.cond."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return whether Dynamo may trace a call in spite of this mode.
+
+        torch.cond, while_loop and scan let Dynamo find the tensors that their branches read. Nothing else: a part of a
+        model that torch.compile compiled runs as the Python that it was.
+        """
+        return bool(_in_higher_order_call())
 
 
 class Recorder(Protocol):

@@ -250,7 +250,7 @@ def test_another_autocast_around_the_call_is_another_signature() -> None:
     for _ in range(2):
         state, full = run(state, batch)
     assert (half.dtype, full.dtype, run.programs) == (torch.bfloat16, torch.float32, 2)
-    changed = r"autocast around the call changed from None to .*torch.float16.*: give make_train_step a policy"
+    changed = r"autocast around the call changed from None to .*torch.float16.*: call it without a region, and give"
     with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=changed):
         run(state, batch)
 

@@ -15,6 +15,7 @@ import funcamp
 from funcamp import _upstream, jit, make_train_step, module_loss, stateless
 from funcamp._jit.decompositions import decompositions
 from tests.support.helpers import assert_close, assert_same
+from tests.support.models import lstm_policies
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
@@ -63,7 +64,7 @@ def batch(number: int, parts: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("policy", [None, "bfloat16"])
+@pytest.mark.parametrize("policy", lstm_policies())
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_step_is_the_eager_one(kind: str, policy: str | None, backend: str) -> None:
     step = step_of(Layers(kind), policy)

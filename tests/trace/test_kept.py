@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from funcamp import _upstream, jit, make_train_step, module_loss, stateless
 from tests.support.helpers import assert_same
+from tests.support.models import lstm_policies
 
 X = torch.tensor([1.0, 2.0, 3.0])
 
@@ -186,8 +187,13 @@ def test_a_sparse_tensor_of_its_own_is_refused(layout: str) -> None:
         jit(lambda state, batch: (state + (own @ batch[:, None]).sum(), None), backend="eager")(torch.zeros(()), X)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *[(nn.LSTM, policy) for policy in lstm_policies()],
+        *[(kind, policy) for kind in (nn.GRU, nn.RNN) for policy in (None, "bfloat16")],
+    ],
+)
 def test_recurrent_layers(kind: Any, dtype: str | None, caplog: pytest.LogCaptureFixture) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -357,6 +357,7 @@ class JitStep(Fixed):
                 home,
                 fixed_shapes=self._graphs is not None,
                 carried=self._carried,
+                state_count=count,
             )
         except HostError as error:
             raise RuntimeError(f"jit: step must {error}") from None

@@ -41,8 +41,8 @@ class _Changes:
     """Numbers, strings and lengths of containers: before and after."""
     carried: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that were replaced by one like them: the former one, in which the program writes."""
-    of_arguments: list[str] = field(default_factory=list)
-    """New tensors that follow from the state or the batch."""
+    of_batch: list[str] = field(default_factory=list)
+    """New tensors that follow from the batch."""
     others: list[str] = field(default_factory=list)
     """Other new tensors: caches."""
 
@@ -78,7 +78,7 @@ class CarriedState:
             while self._make_private():
                 self._begin()
                 graph = trace_once()
-            if self._changes.numbers or self._changes.of_arguments:
+            if self._changes.numbers or self._changes.of_batch:
                 self._refuse_state(graph, trace_once)
         except BaseException:
             _restore(self._before)
@@ -114,7 +114,7 @@ class CarriedState:
                     place.copy_(value)
             slot.put(slot.value)
 
-    def record(self, node_of: Callable[[Tensor], fx.Node | None]) -> None:
+    def record(self, node_of: Callable[[Tensor], fx.Node | None], state_count: int) -> None:
         """Compare Python with what it was before this run, and write what it carries on; called inside the trace."""
         changes = self._changes = _Changes()
         written: list[tuple[Tensor, Tensor]] = []
@@ -141,10 +141,10 @@ class CarriedState:
         if fresh:
             graph = next(iter(fresh.values())).graph
             aliases = Aliases(graph)
-            arguments = set(graph.find_nodes(op="placeholder"))
+            batch = set(graph.find_nodes(op="placeholder")[state_count:])
             for path, node in fresh.items():
-                follows = bool(arguments & aliases.behind(node))
-                (changes.of_arguments if follows else changes.others).append(path)
+                follows = bool(batch & aliases.behind(node))
+                (changes.of_batch if follows else changes.others).append(path)
         with torch.no_grad():
             values = [value.detach().clone() for _, value in written]  # all of them before the first write
             for (place, _), value in zip(written, values):
@@ -203,9 +203,9 @@ class CarriedState:
                 that follows from the batch and was not there before is read.
         """
         first = self._changes
-        self._only_read = frozenset(first.of_arguments)
+        self._only_read = frozenset(first.of_batch)
         self._begin()
-        new_tensors = {path: self._before[path].value for path in first.of_arguments if path in self._before}
+        new_tensors = {path: self._before[path].value for path in first.of_batch if path in self._before}
         again = trace_once()
         is_same = str(graph.module.graph) == str(again.module.graph)
         only_flags = not is_same and not first.others

@@ -150,6 +150,7 @@ def trace(
     *,
     fixed_shapes: bool = False,
     carried: CarriedState | None = None,
+    state_count: int = 0,
 ) -> Graph:
     """Trace fn for arguments like these.
 
@@ -159,6 +160,7 @@ def trace(
         home: the types of device that it must not leave.
         fixed_shapes: whether it must have no tensor whose shape follows from values, such as `x[x > 0]`.
         carried: the state that its Python keeps from call to call.
+        state_count: the number of args, the first ones, that are the state.
 
     Raises:
         HostError: an operation moves a tensor from home to another type of device, or reads it; Python draws numbers.
@@ -167,7 +169,7 @@ def trace(
     """
     carried = CarriedState({}) if carried is None else carried
     draws = HostDraws()
-    record = carried.record
+    record = functools.partial(carried.record, state_count=state_count)
     run = functools.partial(_traced, fn, args, home, fixed_shapes, record)
     graph = carried.traced(lambda: _eager_if_it_must(run))
     if (names := draws.since()) and (line := draws.line(run)):

@@ -52,7 +52,7 @@ class Comparer:
                 "moved, so they cannot be compared; a policy of higher precision or fewer steps shows more"
             )
         for name, run in self._compiled_steps(draws):
-            self._with_compiled(rounding.against(eager), name, run, middle=len(eager) // 2)
+            self._with_compiled(rounding.against(eager), start, name, run, middle=len(eager) // 2)
         if any(one.outcome is Outcome.DIFFERENT for one in self._found):
             self._explain(changes, draws)
         return Verification(
@@ -104,9 +104,9 @@ class Comparer:
         self._compare(rounding, _TORCH, _EAGER, eager, before=start)
         return rounding
 
-    def _with_compiled(self, rounding: Rounding, name: str, run: Any, middle: int) -> None:
+    def _with_compiled(self, rounding: Rounding, start: Row, name: str, run: Any, middle: int) -> None:
         """Compare a compiled step with the eager one, then again from a saved state."""
-        self._compare(rounding, _EAGER, name, step_rows(self._task, run), before=start_of(self._task))
+        self._compare(rounding, _EAGER, name, step_rows(self._task, run), before=start)
         if self._found[-1].outcome is Outcome.REFUSED:
             return
         resumed = step_rows(self._task, run, save_after=middle)

@@ -64,10 +64,12 @@ def _ask_each_thread() -> None:
     trace in a thread the answer is torch's.
     """
     function: Any = torch.compiler.is_compiling
-    as_torch_says = types.FunctionType(function.__code__, function.__globals__, "is_compiling")
-    function.__globals__["_funcamp_answers_in_this_thread"] = lambda: _this_thread.is_compiling
-    function.__globals__["_is_compiling_as_torch_says"] = as_torch_says
-    function.__code__ = _is_compiling.__code__
+    before = function.__code__
+    # Callables of C and code that names torch's file: Dynamo compiles no frame of torch's, and would this one.
+    answers = functools.partial(getattr, _this_thread, "is_compiling", None)
+    function.__globals__["_funcamp_answers_in_this_thread"] = answers
+    function.__globals__["_is_compiling_as_torch_says"] = types.FunctionType(before, function.__globals__)
+    function.__code__ = _is_compiling.__code__.replace(co_filename=before.co_filename, co_name=before.co_name)
 
 
 def _is_compiling() -> bool:

@@ -518,8 +518,7 @@ class _Watch(LetsDynamoIn, TorchDispatchMode):
                     f"read strided tensors only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)}: "
                     "make it dense, or pass its indices and values as a leaf of the batch each"
                 )
-            # torch.func computes shapes on the meta device; that is no read.
-            if leaf.is_meta and any(isinstance(other, Tensor) and other.device.type in self._home for other in leaves):
+            if leaf.is_meta and self._needs_values(func, leaves):
                 raise HostError(
                     f"read tensors with values only, besides its arguments; {in_stack()} reads {_tree.describe(leaf)}: "
                     "give it values (to_empty, load_state_dict) before the first call. torch itself makes such a "
@@ -531,6 +530,18 @@ class _Watch(LetsDynamoIn, TorchDispatchMode):
             leaves[index] = self._seen[id(leaf)][1]
         args, kwargs = _tree.unflatten(leaves, spec)
         return args, kwargs
+
+    def _needs_values(self, func: Any, leaves: list[Any]) -> bool:
+        """Return whether an operation that reads a tensor on meta has a result with values.
+
+        torch.func computes shapes on the meta device, and zeros_like takes no more than a shape from there.
+        """
+        copied = func is _aten._to_copy.default
+        return any(
+            (isinstance(leaf, Tensor) and leaf.device.type in self._home)
+            or (copied and isinstance(leaf, torch.device) and leaf.type in self._home)
+            for leaf in leaves
+        )
 
     def real(self) -> dict[int, Tensor]:
         """Return the captured tensors, by the identity of the fake tensors that replace them."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributions as d
 
 from funcamp import jit, loss, make_train_step, stateless
@@ -117,3 +117,12 @@ def test_other_threads_see_nothing_of_a_trace() -> None:
     jit(traced, backend="eager")(torch.ones(1), torch.ones(1))
     assert seen == [False, "checked", True]
     assert torch.compiler.is_compiling() is False
+
+
+def test_a_compiled_module_with_hooks_goes_on_working_after_a_trace() -> None:
+    # Its hooks' caller asks torch.compiler.is_compiling() while Dynamo watches every frame.
+    jit(lambda state, x: (state + x, None), backend="eager")(torch.ones(1), torch.ones(1))
+    model = nn.Linear(3, 3)
+    model.register_forward_pre_hook(lambda *_: None)
+    model.compile(backend="eager", fullgraph=True)
+    assert model(torch.ones(2, 3)).shape == (2, 3)

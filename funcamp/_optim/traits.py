@@ -105,9 +105,10 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
         for name in dynamic:
             _refuse_reads_of(cls, name, arguments[name], run)
         _refuse_host_reads(cls, run)
+        precise = _numbers("cpu", _widest(run))
         for name in dynamic:
-            _refuse_other_results(cls, name, hyperparameters[name], arguments, run)
-        branches = _branches(cls, arguments, dynamic, run)
+            _refuse_other_results(cls, name, hyperparameters[name], arguments, run, precise)
+        branches = _branches(cls, arguments, dynamic, run, precise)
         return _observe(cls, arguments, dynamic, branches, untouched, run)
 
 
@@ -122,6 +123,15 @@ def _impure(cls: type, why: str) -> TypeError:
 def _numbers(device: str, dtype: torch.dtype = torch.float32) -> _Numbers:
     base = torch.linspace(-1.0, 1.5, 6, device=device, dtype=dtype)
     return [base.reshape(2, 3), base.reshape(3, 2).cos()], [base.reshape(2, 3).sin(), base.reshape(3, 2).exp()]
+
+
+def _widest(run: Callable[..., Any]) -> torch.dtype:
+    """Return float64, or float32 for a class that mixes parameters with tensors of torch's default dtype."""
+    try:
+        _two_steps(run, _numbers("cpu", torch.float64))
+    except RuntimeError:
+        return torch.float32
+    return torch.float64
 
 
 def _refuse_reads_of(cls: type[torch.optim.Optimizer], name: str, value: Any, run: Callable[..., Any]) -> None:
@@ -172,13 +182,13 @@ def _refuse_other_results(
     given: Any,
     arguments: dict[str, Any],
     run: Callable[..., Any],
+    numbers: _Numbers,
 ) -> None:
     """Refuse a hyperparameter if a tensor with a value does not do what the number does.
 
-    The value is not the example, which a class uses where it takes the float out of a `Number`, as
-    `math.sqrt` does. float64, so that a rounding is small beside the effect of the value.
+    The value is not the example, which a class uses where it takes the float out of a `Number`, as `math.sqrt` does.
+    The numbers are float64 if they can be, so that a rounding is small beside the effect of the value.
     """
-    numbers = _numbers("cpu", torch.float64)
     for factor in (0.9, 1.1):
 
         def changed(_: str, item: Any, number: Any, factor: float = factor) -> Any:
@@ -222,9 +232,9 @@ def _branches(
     arguments: dict[str, Any],
     dynamic: tuple[str, ...],
     run: Callable[..., Any],
+    numbers: _Numbers,
 ) -> tuple[str, ...]:
     """Return which hyperparameters the step compares with 0 and whose value 0 is another formula."""
-    numbers = _numbers("cpu", torch.float64)
     use = Use(cls.__name__)
     params, states, _ = run(numbers, use=use)
     tensors = [_state_tensors(state, param) for state, param in zip(states, params)]

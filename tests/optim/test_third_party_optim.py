@@ -40,6 +40,24 @@ class Lion(torch.optim.Optimizer):
                 state["slow"].lerp_(p, 0.1)
 
 
+class Shampooing(torch.optim.Optimizer):
+    """Keeps a matrix of torch's default dtype for each parameter, and multiplies gradients by it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() == 2:
+                    state = self.state[p]
+                    if not state:
+                        state["left"] = torch.eye(p.shape[0], device=p.device)
+                    state["left"].mul_(0.9).add_(p.grad @ p.grad.T, alpha=0.1)
+                    p.add_(state["left"] @ p.grad * -group["lr"])
+
+
 class GradWriter(torch.optim.SGD):
     """Writes into the gradients it is given."""
 
@@ -120,6 +138,22 @@ def test_third_party_optimizer_follows_itself(compiled: bool) -> None:
         params, opt_state = update(params, grads, opt_state)
         assert_close(params, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-6)
     assert opt_state.state["step"]["b"] == 6
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_optimizer_with_a_state_of_the_default_dtype_follows_itself(scheduled: bool) -> None:
+    params, rates = {"w": torch.randn(3, 2)}, (0.1, 0.05, 0.02)
+    leaf = params["w"].clone().requires_grad_()
+    eager = Shampooing([leaf])
+    optimizer = stateless(Shampooing, lr=(lambda step: torch.tensor(rates)[step]) if scheduled else 0.1)
+    opt_state = optimizer.init(params)
+    for rate in rates:
+        grads = {"w": torch.randn(3, 2)}
+        leaf.grad = grads["w"].clone()
+        eager.param_groups[0]["lr"] = rate if scheduled else 0.1
+        eager.step()
+        params, opt_state = optimizer.update(params, grads, opt_state)
+        assert_close(params, {"w": leaf.detach()}, 1e-6)
 
 
 def test_optimizer_that_writes_into_gradients_leaves_the_callers_alone() -> None:

@@ -9,6 +9,7 @@ one. The compiled step is `jit` without a compiler, which runs the traced operat
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import time
 import warnings
 
@@ -43,8 +44,9 @@ def verified(name: str, dtype: str) -> Row:
 
 
 def shown(comparison: Comparison) -> str:
-    """A comparison in a cell."""
-    detail = comparison.detail().replace("|", "/")
+    """A comparison in a cell, with the paths of packages from their own folder on."""
+    packages = "|".join((*PACKAGES, *ALSO))
+    detail = re.sub(rf"/[^ ]*/(?=(?:{packages})/)", "", comparison.detail()).replace("|", "/")
     return f"{comparison.outcome.value}: {detail}" if detail else comparison.outcome.value
 
 

@@ -67,6 +67,16 @@ class Loss:
         """Return the objects that may keep state besides the loss's arguments, by name."""
         return {}
 
+    def code_parts(self) -> dict[str, Any]:
+        """Return the objects whose Python the loss runs, by name."""
+        return {"loss": self.function}
+
+    def state_was_made(self) -> None:
+        """Note that a state begins with the initial parameters."""
+
+    def step_is_taken(self) -> None:
+        """Note that a state moves on."""
+
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: dropout and similar layers are off, if the loss knows its module."""
         return contextlib.nullcontext()

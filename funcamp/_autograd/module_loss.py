@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import sys
 import threading
 import weakref
@@ -16,6 +17,7 @@ from torch.func import functional_call
 
 from funcamp import _tree
 from funcamp._autograd.first_call_watch import FirstCallWatch, Places, memory_of, written_error
+from funcamp._autograd.left_behind import LeftBehind
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.passed_values import like_own_tensors, with_hooks
 from funcamp._autograd.scaled_grad import Engine, check_engine, nodes, pair
@@ -24,6 +26,7 @@ from funcamp._memory import identity, overlaps, rebind
 from funcamp._trace.python_state import survey
 from funcamp._trace.tracing import running
 
+_log = logging.getLogger("funcamp")
 _LAYER = frozenset({"weight", "bias"})
 
 #: Per module class, the parameters that its forward uses only in operations that torch.autocast casts.
@@ -84,6 +87,8 @@ class ModuleLoss(Loss):
         self._trained_at = [(held, key) for name, held, key in self._own_slots if name in self.names]
         self._form = _form_of(model)
         self._own_places = Places(self._own_tensors())
+        self._left_behind: LeftBehind | None = None
+        self._told_of_eval_mode = False
 
     def __repr__(self) -> str:
         criterion = "" if self.criterion is None else f", {self.criterion!r}"
@@ -251,8 +256,31 @@ class ModuleLoss(Loss):
             for part, flag in flags:
                 part.training = flag
 
-    def python_parts(self) -> dict[str, Any]:
+    def state_was_made(self) -> None:
+        """Watch for a call of the module outside of steps, which move the state on and not the module."""
+        if self._left_behind is not None:
+            self._left_behind.remove()
+        can_be_watched = self._trained_at and not isinstance(self._made_of, torch.jit.ScriptModule)
+        self._left_behind = LeftBehind(self._made_of, *self._trained_at[0]) if can_be_watched else None
+
+    def step_is_taken(self) -> None:
+        """Note that the state moves on; say once that the module is in eval mode."""
+        if self._left_behind is not None:
+            self._left_behind.a_step_was_taken = True
+        if not self._told_of_eval_mode and not self.holder.model.training:
+            self._told_of_eval_mode = True
+            _log.warning(
+                "module_loss: %s is in eval mode, so that steps train without dropout and with BatchNorm's running "
+                "statistics: call model.train() first, unless you want this",
+                type(self._made_of).__name__,
+            )
+
+    def code_parts(self) -> dict[str, Any]:
         """Return the objects whose Python the loss runs, by name."""
+        return self.python_parts()
+
+    def python_parts(self) -> dict[str, Any]:
+        """Return the objects that may keep state besides the loss's arguments, by name."""
         parts = {"model": self.model, "criterion": self.criterion, "made_of": self._made_of}
         return {name: part for name, part in parts.items() if name != "made_of" or part is not self.model}
 
@@ -346,8 +374,8 @@ class ModuleLoss(Loss):
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the module's buffers by name, shared ones once, detached."""
-        stored = dict.fromkeys(self.buffer_names.values())
-        return {name: self.model.get_buffer(name).detach() for name in stored}
+        held = dict(self.model.named_buffers(remove_duplicate=False))  # get_buffer is not for scripted modules
+        return {stored: held[stored].detach() for stored in dict.fromkeys(self.buffer_names.values())}
 
     def state_dict(self, params: Any, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the module's own `state_dict` with these values.

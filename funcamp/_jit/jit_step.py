@@ -31,6 +31,7 @@ from funcamp._jit.signature import (
     kinds,
     shapes,
 )
+from funcamp._jit.training_modes import TrainingModes
 from funcamp._jit.unroll import check_steps, unrolled
 from funcamp._jit.written_inputs import WrittenInputs, written_inputs
 from funcamp._memory import Memory
@@ -84,6 +85,7 @@ class JitStep(Fixed):
         self._like: Tree = None
         self._captured = CapturedTensors()
         self._carried = CarriedState(_python_parts(step))
+        self._modes = TrainingModes()
         self._graphs: cuda_graph.CudaGraphs | None = None
         self._scratch: Scratch | None = None
         self._last: Any = None
@@ -132,7 +134,15 @@ class JitStep(Fixed):
     def _call(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
         batch, leaves, spec = flat(batch)
         try:
-            key = (spec, tuple([key_of(leaf) for leaf in leaves]), autocast_regions(), torch.get_default_dtype())
+            if not self._programs:
+                self._modes.watch(_code_parts(self._step))
+            key = (
+                spec,
+                tuple([key_of(leaf) for leaf in leaves]),
+                autocast_regions(),
+                torch.get_default_dtype(),
+                self._modes.number(),
+            )
             program = self._programs.get(key)
         except Exception:  # what cannot be hashed
             check_batch(batch)
@@ -408,6 +418,12 @@ def _python_parts(step: Any) -> dict[str, Any]:
     """Return the model and criterion of a TrainStep; a function of a user has its state in its arguments."""
     parts = getattr(step, "python_parts", None)
     return {} if parts is None else parts()
+
+
+def _code_parts(step: Any) -> dict[str, Any]:
+    """Return the objects whose Python a TrainStep runs; for any other step, itself."""
+    parts = getattr(step, "code_parts", None)
+    return {"step": step} if parts is None else parts()
 
 
 _lock = threading.Lock()

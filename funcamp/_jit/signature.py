@@ -171,7 +171,10 @@ def shapes(batch: Tree) -> str:
 
 
 def difference(batch: Tree, before: Any, now: Any) -> str:
-    """Return how a batch's signature differs from another one; each has structure, leaves, autocast, default dtype."""
+    """Return how a batch's signature differs from another one.
+
+    Each has structure, leaves, autocast, default dtype and the number of the modules' training flags.
+    """
     if before[0] != now[0]:
         return f"its structure changed to {_tree.flatten(batch)[1]}"
     for index, (old, new) in enumerate(zip(before[1], now[1])):
@@ -184,6 +187,8 @@ def difference(batch: Tree, before: Any, now: Any) -> str:
         )
     if before[3] != now[3]:
         return f"torch's default dtype changed from {before[3]} to {now[3]}"
+    if before[4] != now[4]:
+        return "modules changed between training and eval mode"
     return "it went back to an old one"
 
 

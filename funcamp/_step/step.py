@@ -77,6 +77,10 @@ class TrainStep(Fixed):
         """Return the objects whose Python the step runs, by name: `jit` looks there for state besides its own."""
         return self.loss_fn.python_parts()
 
+    def code_parts(self) -> dict[str, Any]:
+        """Return the objects whose Python the step runs, by name: `jit` looks there for modules' training flags."""
+        return self.loss_fn.code_parts()
+
     def __repr__(self) -> str:
         policy = f"{self._options.policy}{self._float8.described()}"
         return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={policy})"
@@ -109,11 +113,12 @@ class TrainStep(Fixed):
             consume: let the module share the state's memory, so that each value is in memory once. The module's
                 trainable parameters and its buffers become views of the state's tensors. Their previous memory is
                 freed, one tensor after the other, and their gradients are dropped. Frozen parameters stay in the module
-                and are not in the state. The parameters remain the same objects, with the same ties. Afterwards the
-                module has the values of this state. Under `jit`, which donates, these are the values of the last step.
-                With eager steps or `jit(donate=False)` they are the current ones, and the module keeps this state's
-                memory alive. Writes into the module (`load_state_dict`, a torch.optim optimizer, a forward pass in
-                training mode with BatchNorm) change this state, and the next step uses them. Writes through `.data` do
+                and are not in the state. The parameters remain the same objects, with the same ties. Whether the
+                module follows depends on the step: under `jit`, which donates, a step writes into this memory, and the
+                module has the values of the last one. Eager steps and `jit(donate=False)` make new tensors: the module
+                stays behind, warns at its first evaluation, and keeps this state's memory alive. Writes into the module
+                (`load_state_dict`, a torch.optim optimizer, a forward pass in training mode with BatchNorm) change
+                this state, and the next step uses them. Writes through `.data` do
                 not reach the compute copies, because torch does not count them.
                 `model.load_state_dict(loss_fn.state_dict(...))` works as before. If the module gets other tensors or
                 other memory, the sharing ends without an error: `Module.to` with another dtype or device,
@@ -150,6 +155,7 @@ class TrainStep(Fixed):
             )
         groups = self._groups(call, params, flat, group)
         consumed = self._consumed(call, params, buffers, consume)
+        of_module = params is None
         if consumed is not None:
             params, buffers = consumed.own_params(), {}
         params = self.loss_fn.params() if params is None else params
@@ -175,6 +181,8 @@ class TrainStep(Fixed):
         device = next((leaf.device for leaf in _tree.leaves(stored) if leaf is not None), None)
         if device is None:
             raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}")
+        if of_module:
+            self.loss_fn.state_was_made()
         return TrainState(
             step=_count(device),
             skipped=_count(device),
@@ -478,6 +486,8 @@ class TrainStep(Fixed):
                 micro-batches is 0, above accumulate, or differs between tensors.
         """
         self._check_state("step", state, batch)
+        if not torch.compiler.is_dynamo_compiling():
+            self.loss_fn.step_is_taken()
         with self._own_precision(state):
             after, metrics = self._step(state, batch)
         if not compiling() and _is_in_autocast(state):

@@ -1,0 +1,71 @@
+"""A module whose state has moved on: its first evaluation outside of a step says so, once."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class LeftBehind:
+    """A forward pre-hook of a module that `init` made a state of.
+
+    It is silent while a module that shares the state's memory follows a donated step, which counts as a write into its
+    parameters, and after the caller has written other values into them. A copy of the module does not get it.
+
+    Args:
+        module: the module.
+        place: the dict that holds one of its trainable parameters.
+        name: the name there.
+    """
+
+    def __init__(self, module: nn.Module, place: dict[str, Tensor], name: str) -> None:
+        self._place, self._name = place, name
+        self._parameter = place[name]
+        self._version = self._parameter._version
+        self.a_step_was_taken = False
+        self._handles = (
+            module.register_forward_pre_hook(self),
+            module.register_load_state_dict_post_hook(self.loaded),  # type: ignore[no-untyped-call]
+        )
+
+    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002
+        """Warn if a step was taken and nothing was written into the module since `init`."""
+        if torch.compiler.is_compiling() or not self.a_step_was_taken:
+            return
+        if self._place.get(self._name) is not self._parameter:  # inside of a step, which puts its values there
+            return
+        if module.training and torch.is_grad_enabled():  # another loop trains the module itself
+            return
+        self.remove()
+        if self._parameter._version == self._version:
+            warnings.warn(
+                f"module_loss: {type(module).__name__} has the values that it had at init, as the steps changed the "
+                "state and not the module: validate with step.loss(state, batch), or call "
+                "model.load_state_dict(loss_fn.state_dict(state.params, state.buffers)) first",
+                stacklevel=2,
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OfACopy, ()
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for handle in self._handles:
+            handle.remove()
+
+    def loaded(self, *_: Any) -> None:
+        """Follow `load_state_dict`, after which the module has the caller's values."""
+        self.remove()
+
+
+class _OfACopy:
+    """Stands for the hook in a copied, saved or unpickled module, and does nothing."""
+
+    def __call__(self, *_: Any) -> None:
+        pass
+
+    def loaded(self, *_: Any) -> None:
+        pass

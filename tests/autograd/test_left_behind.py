@@ -1,0 +1,106 @@
+"""A module whose state has moved on says so at its first call outside of a step."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from funcamp import jit, make_train_step, module_loss, stateless
+
+X, Y = torch.randn(16, 4), torch.randn(16, 1)
+BEHIND = "Sequential has the values that it had at init.*step.loss"
+
+
+def taken(
+    model: nn.Module, *, consume: bool = False, jitted: bool = False, donate: bool = True, steps: int = 2
+) -> tuple[Any, Any]:
+    """A step and its state after some steps."""
+    step = make_train_step(module_loss(model, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
+    run = jit(step, backend="eager", donate=donate) if jitted else step
+    state = step.init(consume=consume)
+    for _ in range(steps):
+        state, _ = run(state, (X, Y))
+    return step, state
+
+
+def model() -> Any:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"jitted": True}, {"consume": True}, {"consume": True, "jitted": True, "donate": False}, {"steps": 1}],
+    ids=str,
+)
+def test_the_first_call_warns(how: dict[str, Any]) -> None:
+    module = model()
+    taken(module, **how)
+    module(X)  # another loop may train the module itself
+    with pytest.warns(UserWarning, match=BEHIND), torch.no_grad():
+        module(X)
+    module.eval()
+    module(X)  # once
+
+
+def test_a_module_that_follows_is_silent() -> None:
+    module = model()
+    step, state = taken(module, consume=True, jitted=True)
+    module.eval()
+    assert torch.equal(F.mse_loss(module(X), Y), step.loss(state, (X, Y)))
+
+
+def test_a_module_that_no_step_left_behind_is_silent() -> None:
+    module = model().eval()
+    taken(module, steps=0)
+    module(X)
+
+
+def test_a_module_with_the_states_values_is_silent() -> None:
+    module = model().eval()
+    step, state = taken(module)
+    module.load_state_dict(step.loss_fn.state_dict(state.params, state.buffers))
+    module(X)
+    taken(module)
+    with torch.no_grad():
+        module[0].weight.copy_(state.params["0.weight"])
+    module(X)
+
+
+def test_copies_are_silent_and_can_be_saved() -> None:
+    module = model().eval()
+    taken(module)
+    copy.deepcopy(module)(X)
+    pickle.loads(pickle.dumps(module))(X)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    loaded.load_state_dict(module.state_dict())
+    loaded(X)
+
+
+def test_a_module_that_a_compiler_runs_goes_on_working() -> None:
+    module = model().eval()
+    taken(module)
+    torch.compile(module, backend="eager", fullgraph=True)(X)
+    torch.export.export(module, (X,))
+
+
+def test_each_loss_of_a_module_watches_its_own_state() -> None:
+    module = model().eval()
+    taken(module)
+    step, state = taken(module)
+    step.init()  # from now on the module is not behind the second loss's state
+    with pytest.warns(UserWarning, match=BEHIND) as of_the_first:
+        module(X)
+    step(state, (X, Y))
+    with pytest.warns(UserWarning, match=BEHIND) as of_the_second:
+        module(X)
+    assert len(of_the_first) == len(of_the_second) == 1

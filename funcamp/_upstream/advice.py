@@ -10,7 +10,7 @@ from torch import nn
 _PRECISIONS = (
     "a layer of the model met its parameters in the policy's precision (compute copies) and inputs in another, "
     "outside of torch.autocast (autocast(enabled=False) in the forward pass?): keep {kept} in float32, "
-    "policy='...,keep={glob}'"
+    "policy='...,keep={glob}'; or, if autocast does not cast this layer (nn.Bilinear), give it x.float()"
 )
 _TWO_DTYPES = (
     "{layer} met an input and parameters of two dtypes, as torch says: {text}; cast the one to the other: the batch to "

@@ -241,6 +241,8 @@ class TorchLoop:
         for optimizer, parts in self._optimizers:
             for group, part in zip(optimizer.param_groups, parts):
                 for name, parameter in zip(part.names, group["params"]):
+                    if not parameter.requires_grad:  # Adagrad has entries for these too
+                        continue
                     for entry, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, Tensor):
                             yield part.entry(entry, name), value

@@ -221,14 +221,14 @@ class Frozen(nn.Module):
 
 
 class Pair(nn.Module):
-    """A bilinear layer, whose kernel multiplies inside."""
+    """A bilinear layer, whose kernel multiplies inside, and which autocast gives no casts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Bilinear(WIDTH, WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x, x.flip(1))
+        out: Tensor = self.layer(x.float(), x.float().flip(1))
         return out
 
 

@@ -20,6 +20,7 @@ import funcamp
 from funcamp._autograd import module_loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._jit import jit_step
+from funcamp._verify.compare import Rounding
 from funcamp._verify.report import Outcome, Verification
 from tests.support.helpers import assert_same, clone
 
@@ -95,6 +96,28 @@ def test_optimizers_that_round_elsewhere_are_within_rounding() -> None:
     found = check(make(mlp(), optimizer=ADAMW, policy="float16"))
     assert outcomes(found)[1:] == ["EQUAL", "EQUAL"]
     assert outcomes(found)[0] in ("EQUAL", "ROUNDING"), str(found)
+
+
+def test_an_optimizer_with_entries_for_frozen_parameters() -> None:
+    model = mlp()
+    next(model.parameters()).requires_grad_(False)
+    found = check(make(model, optimizer=funcamp.stateless(torch.optim.Adagrad, lr=0.01)))
+    assert outcomes(found) == ["EQUAL", "EQUAL", "EQUAL"], str(found)
+
+
+def test_rounding_grows_from_step_to_step() -> None:
+    def rows(*losses: float) -> list[dict[str, Tensor]]:
+        flag = torch.zeros(())
+        return [{"loss": torch.tensor(loss), "grad_norm": torch.tensor(1.0), "found_inf": flag} for loss in losses]
+
+    reference = rows(1.0, 0.9, 0.8)
+    rounding = Rounding(reference, rows(1.0, 0.91, 0.8), {})  # equal again at the last step, by chance
+    found = rounding.difference(2, rows(0.0, 0.0, 0.81)[2])
+    assert found is not None
+    assert found.is_rounding
+    found = rounding.difference(0, rows(1.01, 0.0, 0.0)[0])
+    assert found is not None
+    assert not found.is_rounding
 
 
 @pytest.mark.parametrize("weight", [None, lambda batch: 1.0 + batch[0].shape[0]])

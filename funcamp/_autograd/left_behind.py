@@ -64,7 +64,12 @@ class LeftBehind:
 class _OfACopy:
     """Stands for the hook in a copied, saved or unpickled module, and does nothing."""
 
+    a_step_was_taken = False
+
     def __call__(self, *_: Any) -> None:
+        pass
+
+    def remove(self) -> None:
         pass
 
     def loaded(self, *_: Any) -> None:

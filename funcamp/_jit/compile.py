@@ -114,11 +114,11 @@ def _inductor(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    eager_draws = patches.get("fallback_random", False)
-    how: dict[str, Any] = {"decompositions": decompositions(eager_draws)}
+    exact = patches.get("fallback_random", False)
+    how: dict[str, Any] = {"decompositions": decompositions(exact)}
     caches = functorch_config.enable_autograd_cache
     if is_open:  # AOTAutograd's cache keeps what Inductor's own inner_compile returns
-        how, caches = {"decompositions": closed_decompositions(eager_draws), "inner_compile": inner_compile}, False
+        how, caches = {"decompositions": closed_decompositions(exact), "inner_compile": inner_compile}, False
     with functorch_config.patch(enable_autograd_cache=caches):
         if patches.get("memory_planning"):
             if patches["cpp_wrapper"] and sum(node.op == "call_function" for node in graph.graph.nodes) > LONG:

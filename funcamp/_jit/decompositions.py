@@ -14,6 +14,8 @@ from torch import Tensor
 from funcamp import _upstream
 from funcamp._jit.convolutions import __file__ as convolutions_file
 from funcamp._jit.convolutions import convolutions
+from funcamp._jit.float16_sums import __file__ as float16_sums_file
+from funcamp._jit.float16_sums import float16_sums
 
 Decompositions: TypeAlias = dict[Any, Callable[..., Any]]
 
@@ -43,24 +45,27 @@ def _remade(call: tuple[Any, ...], _: str) -> Table:
 @functools.cache
 def _sources() -> str:
     """Return a fingerprint of the formulas: a program that was cached with other ones is not this one."""
-    files = (__file__, convolutions_file)
+    files = (__file__, convolutions_file, float16_sums_file)
     return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
 
 
 @functools.cache
-def decompositions(eager_draws: bool) -> Table:
+def decompositions(exact: bool) -> Table:
     """Return the table.
 
     Args:
-        eager_draws: leave out the operations that would draw other random numbers than in eager mode.
+        exact: leave out the operations that would draw other random numbers than in eager mode, or sum in another
+            precision.
     """
     from torch._inductor import config
 
-    with config.patch(fallback_random=eager_draws):
+    with config.patch(fallback_random=exact):
         table: Decompositions = _upstream.find("torch._inductor.decomposition.select_decomp_table")()
     # ZERO_TENSORS: zeros without memory, as torch.func.jvp and the derivative of torch.sgn have them.
     own = {torch.ops.aten._efficientzerotensor.default: _zeros, **convolutions(table)}
-    return Table((decompositions, eager_draws), {**table, **own})
+    if exact:
+        own |= float16_sums({**table, **own})
+    return Table((decompositions, exact), {**table, **own})
 
 
 def _zeros(size: list[int], **options: Any) -> Tensor:

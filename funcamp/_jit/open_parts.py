@@ -31,7 +31,7 @@ _aten = torch.ops.aten
 
 
 @functools.cache
-def closed_decompositions(eager_draws: bool) -> Table:
+def closed_decompositions(exact: bool) -> Table:
     """Return the table for operations that are not open; those that run one by one stay whole."""
 
     def closed(decomposed: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,8 +42,8 @@ def closed_decompositions(eager_draws: bool) -> Table:
 
         return decompose
 
-    table = {target: closed(how) for target, how in decompositions(eager_draws).items()}
-    return Table((closed_decompositions, eager_draws), table)
+    table = {target: closed(how) for target, how in decompositions(exact).items()}
+    return Table((closed_decompositions, exact), table)
 
 
 def inner_compile(module: fx.GraphModule, _: Sequence[Any], **options: Any) -> Callable[[list[Any]], list[Any]]:

@@ -1,0 +1,59 @@
+"""Operations that torch sums in float16 on a CPU, number by number: compiled, they must overflow where it does.
+
+Inductor's forms, and those of `convolutions`, sum in float32 and round once. That is nearer to the true sum, and finite
+where torch's own, 60000 + 60000 - 60000, is infinite. With exact=True a program calls torch's own.
+
+Found by comparing fifty operations whose partial sums overflow and whose sums do not (tests/jit/test_float16_sums.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+_library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+#: Without a decomposition Inductor calls torch's.
+_CALLED = (_aten.convolution.default, _aten.convolution_backward.default)
+#: Inductor has its own form of these, unless they have another name.
+_TAKEN_APART = (
+    _aten.embedding_dense_backward.default,
+    _aten.max_pool2d_with_indices_backward.default,
+    _aten.native_layer_norm_backward.default,
+    _aten.scatter_add.default,
+    _aten.scatter_reduce.two,
+)
+
+
+def _renamed(operation: Any) -> Any:
+    name = f"{operation._opname}_in_float16"
+    _library.define(f"{name}({str(operation._schema).partition('(')[2]}")
+    _library.impl(name, operation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"funcamp::{name}", operation, lib=_library)
+    return getattr(torch.ops.funcamp, name).default
+
+
+_RENAMED = {operation: _renamed(operation) for operation in _TAKEN_APART}
+
+
+def float16_sums(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions of these operations, given a compiler's table: in float16 none."""
+
+    def decomposed(operation: Any) -> Callable[..., Any]:
+        def decompose(*args: Any, **kwargs: Any) -> Any:
+            if not _sums_in_float16(args):
+                return table[operation](*args, **kwargs) if operation in table else NotImplemented
+            return _RENAMED[operation](*args, **kwargs) if operation in _RENAMED else NotImplemented
+
+        return decompose
+
+    return {operation: decomposed(operation) for operation in (*_CALLED, *_TAKEN_APART)}
+
+
+def _sums_in_float16(args: tuple[Any, ...]) -> bool:
+    tensor = next(value for value in args if isinstance(value, Tensor))
+    return tensor.dtype == torch.float16 and tensor.device.type == "cpu"

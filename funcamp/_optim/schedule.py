@@ -14,8 +14,9 @@ from funcamp import _tree
 from funcamp._check import integer
 from funcamp._optim.by_group import GroupedOptimizer, check_optimizer
 from funcamp._optim.hyperparameters import is_dynamic
+from funcamp._optim.modes import without_modes
 from funcamp._optim.stateless import StatelessOptimizer, stateless
-from funcamp._optim.table import Table, without_modes
+from funcamp._optim.table import Table
 
 #: The pure optimizer that is given, and the kind that is returned.
 Pure = TypeVar("Pure", StatelessOptimizer, GroupedOptimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from funcamp import _upstream
+from funcamp._optim.modes import without_modes
 from funcamp._trace.tracing import compiling
 
 
@@ -57,14 +57,6 @@ class Table:
         if not _upstream.is_wrapped(copy):  # one of torch.func must not outlive the call
             self._copies[device] = copy
         return copy
-
-
-@contextlib.contextmanager
-def without_modes() -> Any:
-    """Context manager: tensors with values, whatever the caller's modes and default device are."""
-    disabled = _upstream.find("torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
-    with disabled(), torch.device("cpu"), torch.inference_mode(mode=False):
-        yield
 
 
 def _is_present(device: torch.device) -> bool:

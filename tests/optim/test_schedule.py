@@ -407,10 +407,19 @@ def test_pickled_and_copied_it_is_the_same() -> None:
 
 def test_made_under_other_defaults_and_modes_it_is_the_same() -> None:
     expected = repr(schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED))
+    devices: set[torch.device] = set()
+
+    def make(optimizer: optim.Optimizer) -> LRScheduler:
+        devices.add(optimizer.param_groups[0]["params"][0].device)
+        return OneCycleLR(optimizer, max_lr=0.1, total_steps=APPLIED)
+
     with torch.device("meta"):
-        assert repr(schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)) == expected
+        assert repr(schedule(stateless(optim.AdamW), make, steps=APPLIED)) == expected
+    assert devices == {torch.device("cpu")}
     with torch.inference_mode():
-        assert repr(schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)) == expected
+        made = schedule(stateless(optim.AdamW), make, steps=APPLIED)
+    assert repr(made) == expected
+    assert not made._hyperparameters["lr"]._values.is_inference()
     with FakeTensorMode():
         made = schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)
         fake = {"w": torch.ones(3, 2)}

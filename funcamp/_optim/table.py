@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from funcamp import _upstream
 from funcamp._optim.modes import without_modes
 from funcamp._trace.tracing import compiling
+
+#: The class of tensors without values; no class if torch lacks the name.
+_FakeTensor: Any = _upstream.find("torch._subclasses.fake_tensor.FakeTensor", ())
 
 
 class Table:
@@ -35,8 +37,8 @@ class Table:
 
     def __call__(self, applied: Tensor) -> Tensor:
         """Return the value after some applied steps, shape (), on the count's device. No sync."""
-        if isinstance(applied, FakeTensor) and not compiling():  # the caller wants shapes only
-            values = applied.new_zeros(len(self._values), dtype=torch.float64)
+        if isinstance(applied, _FakeTensor) and not compiling():  # the caller wants shapes only
+            values: Tensor = applied.new_zeros(len(self._values), dtype=torch.float64)
         else:
             values = self._on(applied.device)
         place = applied.clamp(0, len(values) - 1)

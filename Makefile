@@ -23,7 +23,7 @@ MODELS := timm torchvision transformers tokenizers regex peft
 # TRL and what it needs of its own. It needs Python 3.11.
 MODELS += $(foreach name,trl datasets dill multiprocess pandas pyarrow xxhash,"$(name); python_version >= '3.11'")
 MODELS_TESTS := $(addprefix tests/, $(addprefix examples/, test_tutorials.py test_clients.py) $(addprefix amp/, test_trainers.py test_timm.py) \
-	$(addprefix autograd/, test_peft.py test_gpt2.py))
+	$(addprefix autograd/, test_peft.py test_gpt2.py) optim/test_transformers_schedules.py)
 SELECT := not cuda and not peers and not models$(if $(CXX_FOUND),, and not inductor)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -16,6 +16,7 @@ from funcamp._jit.jit import jit
 from funcamp._optim.by_group import by_group
 from funcamp._optim.clip import clip_grad_norm, clip_grad_value
 from funcamp._optim.ema import ema_update
+from funcamp._optim.schedule import schedule
 from funcamp._optim.stateless import stateless
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.scale import all_finite, found_inf_by_leaf, leaf_names, scale, unscale, unscale_and_check
@@ -65,6 +66,7 @@ __all__ = [
     "save",
     "scale",
     "scaled_grad_and_value",
+    "schedule",
     "skip_step",
     "stateless",
     "to_state_dict",

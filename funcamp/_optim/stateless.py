@@ -238,8 +238,8 @@ def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) ->
             reads a tensor's value.
         **hyperparameters: the class's arguments. A number is a constant of the compiled graph; a tensor of shape () is
             an input of it; a callable is a schedule: a pure function of the count of applied steps, int64, shape (), to
-            a tensor of shape () or a number. Each item of a tuple (betas) may be any of the three. The range of a
-            tensor is not checked. capturable is accepted and not used.
+            a tensor of shape () or a number (`schedule` makes them from torch's schedulers). Each item of a tuple
+            (betas) may be any of the three. The range of a tensor is not checked. capturable is accepted and not used.
 
     Returns:
         A `StatelessOptimizer`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp import _tree, _upstream
+from funcamp import _tree
 from funcamp._optim.hyperparameters import example, is_dynamic, map_items, stand_in
+from funcamp._optim.modes import without_modes
 from funcamp._optim.number import Use
 from funcamp._optim.run import as_tensor, first_values, run_step
 
@@ -92,9 +92,7 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
         hyper = {name: stand_in(hyperparameters[name], value, device) for name, value in values.items()}
         return run_step(cls, arguments, hyper, params, grads, states, **options)
 
-    # Independent of the caller's modes and defaults, because this must run on real numbers.
-    without_modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
-    with without_modes(), torch.device("cpu"), torch.inference_mode(mode=False):
+    with without_modes():  # this must run on real numbers
         try:
             untouched = cls([torch.zeros(2, 2)], **arguments).param_groups[0]
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from funcamp import ScalerConfig, TrainState, jit, make_train_step, module_loss, stateless
+from funcamp import ScalerConfig, TrainState, jit, make_train_step, module_loss, schedule, stateless
 from tests.support.generated import generated, launches
 from tests.support.helpers import assert_close, assert_same, clone, no_sync, to
 from tests.support.models import Task, cnn, mlp, tied
@@ -111,6 +111,25 @@ def test_compiled_step_does_not_sync(accumulate: int) -> None:
         for _ in range(3):
             state, _ = call(state, batch)
             step(state, batch)
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jit], ids=["eager", "jit"])
+def test_values_of_a_scheduler_are_on_the_device_also_for_a_state_of_another_optimizer(wrap: Any) -> None:
+    task = mlp()
+    plain = stateless(torch.optim.AdamW, lr=0.5)
+    scheduled = schedule(plain, lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), steps=4)
+    loss_fn = module_loss(task.model.cuda(), task.criterion)
+    state = make_train_step(loss_fn, plain, CONFIG).init()
+    run, batch = wrap(make_train_step(loss_fn, scheduled, CONFIG)), batch_of(task, 0)
+    rates = []
+    for _ in range(3):  # the first calls copy the values, and capture
+        state, metrics = run(state, batch)
+        rates.append(metrics.lr.clone())
+    with no_sync():
+        for _ in range(3):
+            state, metrics = run(state, batch)
+            rates.append(metrics.lr.clone())
+    assert [rate.item() for rate in rates] == [0.5, 0.25, 0.125, 0.0625, 0.0625, 0.0625]
 
 
 @pytest.mark.parametrize("compiled", [False, True])

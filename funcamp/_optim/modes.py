@@ -1,0 +1,18 @@
+"""Independence of the caller's modes and defaults."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from funcamp import _upstream
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Context manager: new tensors are on the CPU and have values, whatever the caller's modes and defaults are."""
+    disabled = _upstream.find("torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
+    with disabled(), torch.device("cpu"), torch.inference_mode(mode=False):
+        yield

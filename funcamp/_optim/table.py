@@ -1,0 +1,67 @@
+"""A schedule that looks its values up in a tensor, at the count of applied steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp import _upstream
+from funcamp._optim.modes import without_modes
+from funcamp._trace.tracing import compiling
+
+#: The class of tensors without values; no class if torch lacks the name.
+_FakeTensor: Any = _upstream.find("torch._subclasses.fake_tensor.FakeTensor", ())
+
+
+class Table:
+    """A hyperparameter's values after 0, 1, 2, ... applied steps; after those, the last one.
+
+    float64, as Python's numbers are; float32 on MPS, which has no float64.
+    """
+
+    def __init__(self, values: Sequence[float], source: str) -> None:
+        with without_modes():
+            self._values = torch.tensor(values, dtype=torch.float64, device="cpu")
+        self._source = source
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def __repr__(self) -> str:
+        first, last = self._values[0].item(), self._values[-1].item()
+        return f"<{self._source}: {len(self._values)} values, {first!r} to {last!r}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_copies": {}}
+
+    def __call__(self, applied: Tensor) -> Tensor:
+        """Return the value after some applied steps, shape (), on the count's device. No sync."""
+        if isinstance(applied, _FakeTensor) and not compiling():  # the caller wants shapes only
+            values: Tensor = applied.new_zeros(len(self._values), dtype=torch.float64)
+        else:
+            values = self._on(applied.device)
+        place = applied.clamp(0, len(values) - 1)
+        return values.index_select(0, place.reshape(1)).reshape(())
+
+    def _on(self, device: torch.device) -> Tensor:
+        """Return the values on a device; they are copied there once, by `init` or the first step."""
+        if device.type == "cpu":
+            return self._values
+        if device in self._copies:
+            return self._copies[device]
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        # Dynamo, and tensors without values of a device that this machine lacks: a copy as a part of the program.
+        if torch.compiler.is_dynamo_compiling() or not _is_present(device):
+            return self._values.to(device, dtype)
+        with without_modes():
+            copy = self._values.to(device, dtype)
+        if not _upstream.is_wrapped(copy):  # one of torch.func must not outlive the call
+            self._copies[device] = copy
+        return copy
+
+
+def _is_present(device: torch.device) -> bool:
+    """Return whether this machine has such a device."""
+    is_available = getattr(getattr(torch, device.type, None), "is_available", None)
+    return is_available is not None and bool(is_available())

@@ -1,0 +1,582 @@
+"""Every scheduler of torch as a schedule of a pure optimizer equals torch's loop, to the bit.
+
+In torch's loop `scheduler.step()` is called after each step that `torch.amp.GradScaler` does not skip.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.optim import lr_scheduler, swa_utils
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiplicativeLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+import funcamp
+from funcamp import ScalerConfig, by_group, jit, make_train_step, schedule, stateless
+from funcamp._optim.by_group import GroupedOptimizer
+from funcamp._optim.table import Table
+from funcamp._step.torch_checkpoint import hyperparameters_of
+from tests.optim.test_hyperparameters import ReadsRate
+from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.host_reads import host_reads
+
+optim = torch.optim
+Make = Callable[[Any], Any]
+
+STEPS = 14
+#: Steps whose gradients are infinite; torch's scaler skips them.
+INFINITE = {0, 4, 5, 11}
+APPLIED = STEPS - len(INFINITE)
+
+#: One scheduler of each class.
+MAKE: dict[str, Make] = {
+    "LambdaLR": lambda o: LambdaLR(o, lambda count: 1 / (1 + count)),
+    "MultiplicativeLR": lambda o: MultiplicativeLR(o, lambda count: 1 - 0.1 / count),
+    "StepLR": lambda o: StepLR(o, step_size=3, gamma=0.3),
+    "MultiStepLR": lambda o: MultiStepLR(o, milestones=[2, 3, 7], gamma=0.7),
+    "ConstantLR": lambda o: ConstantLR(o, factor=0.3, total_iters=6),
+    "LinearLR": lambda o: LinearLR(o, start_factor=0.1, total_iters=8),
+    "ExponentialLR": lambda o: ExponentialLR(o, gamma=0.9),
+    "CosineAnnealingLR": lambda o: CosineAnnealingLR(o, T_max=APPLIED, eta_min=1e-4),
+    "PolynomialLR": lambda o: PolynomialLR(o, total_iters=9, power=2.0),
+    "CosineAnnealingWarmRestarts": lambda o: CosineAnnealingWarmRestarts(o, T_0=2, T_mult=2),
+    "CyclicLR": lambda o: CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=3, mode="triangular2"),
+    "OneCycleLR": lambda o: OneCycleLR(o, max_lr=0.1, total_steps=APPLIED),
+    "SequentialLR": lambda o: SequentialLR(o, [LinearLR(o, total_iters=3), ExponentialLR(o, 0.9)], milestones=[3]),
+    "ChainedScheduler": lambda o: ChainedScheduler([ConstantLR(o, total_iters=7), ExponentialLR(o, 0.9)], optimizer=o),
+    "SWALR": lambda o: swa_utils.SWALR(o, swa_lr=0.01, anneal_epochs=8),
+}
+#: The same for the steps that are skipped too.
+LONGER: dict[str, Make] = {"OneCycleLR": lambda o: OneCycleLR(o, max_lr=0.1, total_steps=STEPS)}
+#: Classes of torch.optim with their hyperparameters.
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (optim.AdamW, {"lr": 0.03, "weight_decay": 0.1}),
+    "SGD": (optim.SGD, {"lr": 0.03}),
+}
+#: They give SGD a momentum, whose products torch's CPU adds in one rounding.
+ROUNDED = {("CyclicLR", "SGD"), ("OneCycleLR", "SGD")}
+SHAPES = {"w": (4, 3), "v": (5,)}
+
+
+#: What a scheduler of torch may change.
+NUMBERS = ("lr", "momentum", "betas")
+
+
+def parameters() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """Return the gradients of a step. They are powers of 2, whose products have no rounding."""
+    generator = torch.Generator().manual_seed(step)
+    powers = {name: torch.randint(-3, 3, shape, generator=generator) for name, shape in SHAPES.items()}
+    value = {name: torch.exp2(power.float()) for name, power in powers.items()}
+    if step in INFINITE:
+        value["v"][0] = math.inf
+    return value
+
+
+def loss_fn(params: dict[str, Tensor], weights: dict[str, Tensor]) -> Tensor:
+    return torch.stack([(params[name] * weights[name]).sum() for name in params]).sum()
+
+
+Leaves = dict[str, Tensor]
+#: What a step used and came to: the numbers of each parameter group, and the parameters.
+Rows = list[tuple[list[dict[str, Any]], dict[str, Tensor]]]
+
+
+def torchs_loop(make_optimizer: Callable[[Leaves], optim.Optimizer], make: Make, *, every_step: bool = False) -> Rows:
+    """Train with torch; the scheduler advances at applied steps, or at every step."""
+    leaves = {name: value.requires_grad_() for name, value in parameters().items()}
+    optimizer = make_optimizer(leaves)
+    scheduler = make(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    rows: Rows = []
+    for step in range(STEPS):
+        numbers = [{name: group.get(name) for name in NUMBERS} for group in optimizer.param_groups]
+        optimizer.zero_grad()
+        scaler.scale(loss_fn(leaves, batch(step))).backward()
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if every_step or scaler.get_scale() >= scale:
+            scheduler.step()
+        rows.append((numbers, clone(leaves)))
+    return rows
+
+
+def funcamps_loop(optimizer: Any, wrap: Callable[[Any], Any] = lambda step: step) -> Rows:
+    step = step_of(optimizer)
+    run, state = wrap(step), step.init(parameters())
+    rows: Rows = []
+    for number in range(STEPS):
+        used = numbers_of(optimizer, state.opt_state)
+        state, _ = run(state, batch(number))
+        rows.append((used, clone(state.params.tree())))
+    return rows
+
+
+def step_of(optimizer: Any) -> funcamp.TrainStep:
+    return make_train_step(loss_fn, optimizer, ScalerConfig(init_scale=2.0**10, growth_interval=4))
+
+
+def numbers_of(optimizer: Any, opt_state: Any) -> list[dict[str, Any]]:
+    """Return the numbers of the next step, for each group, as a torch optimizer has them."""
+    if isinstance(optimizer, GroupedOptimizer):
+        return [numbers_of(one, opt_state[label])[0] for label, one in optimizer.optimizers.items()]
+    numbers = hyperparameters_of(optimizer, opt_state.applied)
+    return [{name: numbers.get(name) for name in NUMBERS}]
+
+
+def rates(rows: Rows) -> list[list[float]]:
+    return [[group["lr"] for group in numbers] for numbers, _ in rows]
+
+
+def assert_same_rows(actual: Rows, expected: Rows, *, exact: bool = True) -> None:
+    """Equal hyperparameters at every step; equal parameters, or within a rounding of every update."""
+    assert [numbers for numbers, _ in actual] == [numbers for numbers, _ in expected]
+    for (_, params), (_, params_expected) in zip(actual, expected, strict=True):
+        if exact:
+            assert_same({name: params[name] for name in SHAPES}, params_expected)
+        else:
+            assert_close({name: params[name] for name in SHAPES}, params_expected, 5e-7)
+
+
+def all_of(cls: Any, **numbers: Any) -> Callable[[Leaves], optim.Optimizer]:
+    return lambda leaves: cls(leaves.values(), **numbers)
+
+
+def test_every_class_of_torch_is_here() -> None:
+    found = {
+        name
+        for module in (lr_scheduler, swa_utils)
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, LRScheduler) and not name.startswith("_")
+    }
+    assert found - {"LRScheduler", "ReduceLROnPlateau"} == set(MAKE)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of torch's loop with every_step
+def test_scheduler_equals_torchs_loop(name: str, optimizer: str) -> None:
+    cls, numbers = OPTIMIZERS[optimizer]
+    expected = torchs_loop(all_of(cls, **numbers), MAKE[name])
+    assert rates(expected) != rates(torchs_loop(all_of(cls, **numbers), LONGER.get(name, MAKE[name]), every_step=True))
+    scheduled = schedule(stateless(cls, **numbers), MAKE[name], steps=APPLIED)
+    assert_same_rows(funcamps_loop(scheduled), expected, exact=(name, optimizer) not in ROUNDED)
+
+
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "OneCycleLR"])
+def test_jitted_step_equals_torchs_loop(name: str) -> None:
+    cls, numbers = OPTIMIZERS["AdamW"]
+    scheduled = schedule(stateless(cls, **numbers), MAKE[name], steps=APPLIED)
+    rows = funcamps_loop(scheduled, lambda step: jit(step, backend="eager"))
+    assert_same_rows(rows, torchs_loop(all_of(cls, **numbers), MAKE[name]))
+
+
+@pytest.mark.inductor
+def test_generated_code_follows_torchs_loop() -> None:
+    cls, numbers = OPTIMIZERS["AdamW"]
+    scheduled = schedule(stateless(cls, **numbers), MAKE["OneCycleLR"], steps=APPLIED)
+    expected = torchs_loop(all_of(cls, **numbers), MAKE["OneCycleLR"])
+    assert_same_rows(funcamps_loop(scheduled, jit), expected, exact=False)
+
+
+def test_update_is_the_same_under_transforms(transform: Any) -> None:
+    scheduled = schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)
+    params = parameters()
+    opt_state = scheduled.init(params)
+    update = transform(scheduled.update)
+    for number in (1, 2, 3):
+        expected = scheduled.update(params, batch(number), opt_state)
+        actual = update(params, batch(number), opt_state)
+        assert_close(actual, expected, 1e-6)
+        params, opt_state = expected
+
+
+def by_shape(name: str, _: Tensor) -> str:
+    return "matrix" if name == "w" else "vector"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        MAKE["CosineAnnealingLR"],
+        lambda o: LambdaLR(o, [lambda count: 0.9**count, lambda count: 1 / (1 + count)]),
+        lambda o: OneCycleLR(o, max_lr=[0.1, 0.02], total_steps=APPLIED),
+    ],
+    ids=["one for all", "functions", "rates"],
+)
+def test_groups_equal_those_of_torch(make: Make) -> None:
+    rest: Any = {"betas": (0.8, 0.99)}
+    expected = torchs_loop(
+        lambda leaves: optim.AdamW(
+            [
+                {"params": [leaves["w"]], "weight_decay": 0.1},
+                {"params": [leaves["v"]], "lr": 0.002, "weight_decay": 0.0},
+            ],
+            lr=0.03,
+            **rest,
+        ),
+        make,
+    )
+    assert all(a != b for a, b in rates(expected)[1:])
+    grouped = by_group(
+        {
+            "matrix": stateless(optim.AdamW, lr=0.03, weight_decay=0.1, **rest),
+            "vector": stateless(optim.AdamW, lr=0.002, weight_decay=0.0, **rest),
+        },
+        group=by_shape,
+    )
+    assert_same_rows(funcamps_loop(schedule(grouped, make, steps=APPLIED)), expected)
+
+
+def test_groups_of_other_classes_have_a_scheduler_each() -> None:
+    given: list[optim.Optimizer] = []
+
+    def make(optimizer: optim.Optimizer) -> LRScheduler:
+        given.append(optimizer)
+        return OneCycleLR(optimizer, max_lr=0.1, total_steps=APPLIED)
+
+    grouped = by_group({"matrix": stateless(optim.SGD), "vector": stateless(optim.AdamW)}, group=by_shape)
+    rows = funcamps_loop(schedule(grouped, make, steps=APPLIED))
+    for number, cls in enumerate((optim.SGD, optim.AdamW)):
+        assert isinstance(given[number], cls)
+        assert len(given[number].param_groups) == 1
+        expected = torchs_loop(all_of(cls), MAKE["OneCycleLR"])
+        assert [numbers[number] for numbers, _ in rows] == [numbers[0] for numbers, _ in expected]
+    assert len(given) == 2
+
+
+def test_make_gets_the_numbers_of_the_optimizer_once_and_changes_no_other() -> None:
+    given: list[optim.Optimizer] = []
+
+    def make(optimizer: optim.Optimizer) -> LRScheduler:
+        given.append(optimizer)
+        return StepLR(optimizer, step_size=1)
+
+    betas = (torch.tensor(0.8), 0.9)
+    adam = stateless(optim.Adam, lr=0.02, betas=betas, amsgrad=True)
+    before = repr(adam)
+    scheduled = schedule(adam, make, steps=3)
+    assert repr(adam) == before
+    (optimizer,) = given
+    assert isinstance(optimizer, optim.Adam)
+    assert optimizer.param_groups[0]["initial_lr"] == 0.02
+    assert optimizer.defaults["amsgrad"] is True
+    assert scheduled._hyperparameters["betas"] == betas
+    assert repr(scheduled._hyperparameters["lr"]) == "<StepLR: 3 values, 0.02 to 0.0002>"
+
+
+def test_a_default_rate_and_an_optimizer_that_no_scheduler_changes() -> None:
+    scheduled = schedule(stateless(optim.SGD), LinearLR, steps=2)
+    opt_state = scheduled.init(parameters())
+    assert numbers_of(scheduled, opt_state)[0]["lr"] == 1e-3 / 3
+    same = stateless(optim.SGD, lr=0.1)
+    assert schedule(same, lambda o: ConstantLR(o, factor=1.0), steps=3) is same
+
+
+def test_one_item_of_betas_is_scheduled() -> None:
+    make = MAKE["OneCycleLR"]
+    beta2 = torch.tensor(0.9, dtype=torch.float64)
+    first, second = schedule(stateless(optim.Adam, betas=(0.9, beta2)), make, steps=3)._hyperparameters["betas"]
+    assert isinstance(first, Table)
+    assert second is beta2
+
+
+class Writes(optim.SGD):
+    """An optimizer whose step must not run before training."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        Writes.steps += 1
+        return super().step(closure)
+
+
+def test_the_optimizers_step_does_not_run() -> None:
+    optimizer = stateless(Writes, lr=0.1)
+    stateless(Writes, lr=lambda count: 0.1)
+    probed = Writes.steps
+    stateless(Writes, lr=lambda count: 0.1)
+    expected = 2 * Writes.steps - probed  # what making the result takes
+    schedule(optimizer, MAKE["StepLR"], steps=100)
+    assert Writes.steps == expected
+
+
+def test_past_the_last_step_the_last_value_remains() -> None:
+    scheduled = schedule(stateless(optim.SGD, lr=1.0), lambda o: ExponentialLR(o, 0.5), steps=3)
+    opt_state = scheduled.init(parameters())
+    counts = [0, 1, 2, 3, 4, 1_000_000]
+    values = [scheduled.learning_rate(opt_state._replace(applied=torch.tensor(count))).item() for count in counts]
+    assert values == [1.0, 0.5, 0.25, 0.25, 0.25, 0.25]
+
+
+def test_no_step_reads_a_tensor() -> None:
+    scheduled = schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)
+    step = step_of(scheduled)
+    state = step.init(parameters())
+    state, _ = step(state, batch(1))  # the first call checks more
+    with host_reads() as reads:
+        step(state, batch(2))
+    assert reads == []
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"])
+def test_resumed_run_continues(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
+    cls, numbers = OPTIMIZERS["AdamW"]
+
+    def make() -> tuple[funcamp.TrainStep, Any]:
+        step = step_of(schedule(stateless(cls, **numbers), MAKE["SequentialLR"], steps=APPLIED))
+        return step, wrap(step)
+
+    step, run = make()
+    state = step.init(parameters())
+    for number in range(7):
+        state, _ = run(state, batch(number))
+    funcamp.save(step.state_dict(state), tmp_path / "state.pt")
+    expected = [clone((state := run(state, batch(number))[0]).params.tree()) for number in range(7, STEPS)]
+    step, run = make()
+    state = step.load_state_dict(funcamp.load(tmp_path / "state.pt"), like=step.init(parameters()))
+    actual = [clone((state := run(state, batch(number))[0]).params.tree()) for number in range(7, STEPS)]
+    assert_same(actual, expected)
+
+
+def test_state_of_the_given_optimizer_continues_under_a_schedule() -> None:
+    adamw = stateless(optim.AdamW)
+    params, opt_state = adamw.update(parameters(), batch(1), adamw.init(parameters()))
+    scheduled = schedule(adamw, lambda o: ExponentialLR(o, 0.5), steps=9)
+    assert scheduled.learning_rate(opt_state) == 0.5e-3
+    scheduled.update(params, batch(2), opt_state)
+
+
+def test_torch_gets_the_number_of_the_next_step() -> None:
+    step = step_of(schedule(stateless(optim.SGD, lr=0.3), lambda o: ExponentialLR(o, 0.5), steps=9))
+    state = step.init(parameters())
+    for number in (1, 2):
+        state, _ = step(state, batch(number))
+    (group,) = step.to_torch(state)["optimizer"]["param_groups"]
+    assert group["lr"] == 0.3 * 0.5 * 0.5
+
+
+def test_jitted_step_is_verified_with_torchs_loop() -> None:
+    model = torch.nn.Linear(3, 2)
+    make = MAKE["CosineAnnealingLR"]
+    adamw = schedule(stateless(optim.AdamW, lr=0.1), make, steps=APPLIED)
+    step = make_train_step(funcamp.module_loss(model, torch.nn.functional.mse_loss), adamw)
+    batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(4)]
+    assert funcamp.verify(jit(step, backend="eager"), batches).ok
+
+
+def test_pickled_and_copied_it_is_the_same() -> None:
+    scheduled = schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)
+    params = parameters()
+    expected = scheduled.update(params, batch(1), scheduled.init(params))
+    for other in (pickle.loads(pickle.dumps(scheduled)), copy.deepcopy(scheduled)):
+        assert repr(other) == repr(scheduled)
+        assert_same(other.update(params, batch(1), other.init(params)), expected)
+
+
+def test_made_under_other_defaults_and_modes_it_is_the_same() -> None:
+    expected = repr(schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED))
+    devices: set[torch.device] = set()
+
+    def make(optimizer: optim.Optimizer) -> LRScheduler:
+        devices.add(optimizer.param_groups[0]["params"][0].device)
+        return OneCycleLR(optimizer, max_lr=0.1, total_steps=APPLIED)
+
+    with torch.device("meta"):
+        assert repr(schedule(stateless(optim.AdamW), make, steps=APPLIED)) == expected
+    assert devices == {torch.device("cpu")}
+    with torch.inference_mode():
+        made = schedule(stateless(optim.AdamW), make, steps=APPLIED)
+    assert repr(made) == expected
+    assert not made._hyperparameters["lr"]._values.is_inference()
+    with FakeTensorMode():
+        made = schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)
+        fake = {"w": torch.ones(3, 2)}
+        new, _ = made.update(fake, fake, made.init(fake))
+        assert new["w"].shape == (3, 2)
+    assert repr(made) == expected
+
+
+def test_values_are_copied_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table([0.1, 0.2], "StepLR")
+    applied = torch.zeros((), dtype=torch.int64, device="meta")
+    assert table(applied).device.type == "meta"
+    assert not table._copies  # a device that the machine lacks
+    monkeypatch.setattr("funcamp._optim.table._is_present", lambda device: True)
+    value = table(applied)
+    assert (value.device.type, value.dtype, value.shape) == ("meta", torch.float64, ())
+    (copied,) = table._copies.values()
+    table(applied)
+    assert next(iter(table._copies.values())) is copied
+    assert not pickle.loads(pickle.dumps(table))._copies
+
+
+class ReadsMetric(LRScheduler):
+    def get_lr(self) -> Any:
+        return self.base_lrs
+
+    def step(self, metric: float | None) -> None:  # type: ignore[override]
+        super().step()
+
+    def _initial_step(self) -> None:
+        pass
+
+
+def resumed(optimizer: optim.Optimizer) -> LRScheduler:
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return LambdaLR(optimizer, lambda count: 1.0, last_epoch=500)
+
+
+def chain_of_resumed(optimizer: optim.Optimizer) -> LRScheduler:
+    return ChainedScheduler([ExponentialLR(optimizer, 0.9), ExponentialLR(optimizer, 0.9, last_epoch=7)])
+
+
+def of_another(optimizer: optim.Optimizer) -> LRScheduler:
+    return StepLR(optim.SGD([torch.zeros(1)]), 3)
+
+
+def sets_a_string(optimizer: optim.Optimizer) -> LRScheduler:
+    optimizer.param_groups[0]["momentum"] = "high"
+    return StepLR(optimizer, 3)
+
+
+def returns_a_tensor(optimizer: optim.Optimizer) -> LRScheduler:
+    half: Any = torch.tensor(0.5)
+    return LambdaLR(optimizer, lambda count: half)
+
+
+SGD = stateless(optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (3, TypeError, r"make must be a function that makes a scheduler .* lambda optimizer: Cosine.*; got 3$"),
+        (of_another(None), TypeError, r"make must be a function .* lambda optimizer: StepLR\(optimizer, ...\); got"),  # type: ignore[arg-type]
+        (lambda o: None, TypeError, "make must return a scheduler, one object with a method step .*; got None$"),
+        (lambda o: o, TypeError, "make must return a scheduler, one object with a method step"),
+        (lambda o: [StepLR(o, 1)], TypeError, "SequentialLR and ChainedScheduler combine several"),
+        (lambda o: StepLR, TypeError, "make must return a scheduler, one object"),
+        (ReduceLROnPlateau, TypeError, "a ReduceLROnPlateau, whose step needs metrics: give stateless lr=torch.tensor"),
+        (ReadsMetric, TypeError, "a ReadsMetric, whose step needs metric: give stateless lr="),
+        (CosineAnnealingLR, ValueError, "make must return .*; it raised TypeError: .* argument: 'T_max'$"),
+        (
+            lambda o: ExponentialLR(o, 0.9, last_epoch=7),
+            ValueError,
+            r"it raised KeyError: param 'initial_lr' is not specified [^\n]*: leave last_epoch out, because a resumed",
+        ),
+        (resumed, ValueError, "starts at step 0, .* a LambdaLR with last_epoch=501: leave last_epoch out"),
+        (chain_of_resumed, ValueError, "starts at step 0, .* a ExponentialLR with last_epoch=8"),
+        (of_another, ValueError, r"got one of another optimizer: write lambda optimizer: StepLR\(optimizer, ...\)"),
+        (
+            lambda o: OneCycleLR(o, 0.1, total_steps=4),
+            ValueError,
+            "steps must be at most 5, or .* its step number 5 raised ValueError: Tried to step 5 times.*; got steps=9",
+        ),
+        (
+            returns_a_tensor,
+            TypeError,
+            r"make's LambdaLR must set lr to a Python number; got a torch.float32 tensor .* after 0 steps: take float",
+        ),
+        (sets_a_string, TypeError, "make's StepLR must set momentum to a Python number; got 'high'"),
+        (
+            lambda o: LambdaLR(o, lambda count: math.inf if count == 3 else 1.0),
+            ValueError,
+            "make's LambdaLR must set lr to a finite number; got inf after 3 steps",
+        ),
+    ],
+)
+def test_what_make_must_do(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"schedule: .*{message}"):
+        schedule(SGD, make, steps=9)
+
+
+@pytest.mark.parametrize("steps", [True, 2.0, "9", None])
+def test_steps_must_be_an_integer(steps: Any) -> None:
+    with pytest.raises(TypeError, match=f"schedule: steps must be an integer; got {steps!r}"):
+        schedule(SGD, MAKE["StepLR"], steps=steps)
+
+
+@pytest.mark.parametrize("steps", [0, -3])
+def test_steps_must_be_positive(steps: int) -> None:
+    with pytest.raises(ValueError, match=f"schedule: steps must be 1 or more; got {steps}"):
+        schedule(SGD, MAKE["StepLR"], steps=steps)
+
+
+class Own:
+    def init(self, params: Any) -> Any: ...
+
+    def update(self, params: Any, grads: Any, opt_state: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (optim.SGD, r"optimizer must have init and update, write stateless\(torch.optim.SGD, lr=...\); got"),
+        (optim.SGD([torch.zeros(1)], lr=0.5), r"write stateless\(torch.optim.SGD, lr=0.5\); got"),
+        (MAKE["StepLR"], "optimizer must have init and update"),
+        (Own(), "optimizer must be made by stateless, because a scheduler needs torch's parameter groups; got"),
+        (by_group({"a": SGD, "b": Own()}), "optimizer 'b' must be made by stateless"),
+        (
+            stateless(optim.SGD, lr=torch.tensor(0.1)),
+            "a number as lr, because StepLR sets it; got a torch.float32 tensor",
+        ),
+        (stateless(optim.SGD, lr=lambda count: 0.1), "a number as lr, because StepLR sets it; got <function"),
+    ],
+)
+def test_optimizer_must_be_one_that_torch_has_groups_for(optimizer: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"schedule: .*{message}"):
+        schedule(optimizer, MAKE["StepLR"], steps=9)
+
+
+def test_a_hyperparameter_that_must_be_a_number_is_named() -> None:
+    with pytest.raises(TypeError, match="stateless: lr must be a number, because ReadsRate"):
+        schedule(stateless(ReadsRate, lr=0.1), MAKE["StepLR"], steps=9)
+    twice = schedule(SGD, MAKE["OneCycleLR"], steps=9)
+    with pytest.raises(
+        TypeError, match="schedule: optimizer must have a number as lr, because StepLR sets it; got <One"
+    ):
+        schedule(twice, MAKE["StepLR"], steps=9)
+
+
+def test_plateau_fills_the_tensor_of_the_step() -> None:
+    """What the error proposes for ReduceLROnPlateau, as the documentation shows it."""
+    lr = torch.tensor(0.4, dtype=torch.float64)
+    plateau = ReduceLROnPlateau(optim.SGD([torch.zeros(1)], lr=lr), factor=0.5, patience=0)
+    sgd = stateless(optim.SGD, lr=lr)
+    opt_state = sgd.init(parameters())
+    for metric, expected in ((1.0, 0.4), (2.0, 0.2), (2.0, 0.1)):
+        plateau.step(metric)
+        assert sgd.learning_rate(opt_state) == torch.tensor(expected)

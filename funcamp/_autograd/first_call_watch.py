@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from funcamp import _tree, _upstream
 from funcamp._autograd.scaled_grad import nodes
 from funcamp._memory import extent
-from funcamp._trace.schema import aliased
+from funcamp._trace.schema import aliased, reads_no_value
 from funcamp._trace.tracing import LetsDynamoIn
 from funcamp._trace.user_line import in_stack
 
@@ -169,7 +169,7 @@ class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):
             return func(*args, **kwargs)
         schema = getattr(func, "_schema", None)
         name = self._watch.own_name((args, kwargs))
-        if name is not None and _reads_no_value(schema.name if schema else ""):
+        if name is not None and reads_no_value(schema.name if schema else ""):
             name = None
         is_view = schema is not None and not schema.is_mutable and any(one.alias_info for one in schema.returns)
         if name is not None and not is_view:
@@ -202,7 +202,7 @@ class _FunctionWatch(TorchFunctionMode):
         if "out" in kwargs:
             self._watch.refuse_write(kwargs["out"])
         out = func(*args, **kwargs)
-        if name is None or _reads_no_value(called):
+        if name is None or reads_no_value(called):
             return out
         results = [leaf for leaf in _tree.leaves(out) if isinstance(leaf, Tensor)]
         sources = [leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -240,12 +240,6 @@ def written_error(name: str, where: str = "") -> ValueError:
         f"in the same memory{where}, which a skipped step could not undo: compute with a changed copy, or write into "
         "the state between steps"
     )
-
-
-def _reads_no_value(called: str) -> bool:
-    """Return whether an operation takes only shape, dtype and device of a tensor (new_zeros, zeros_like)."""
-    name = called.removeprefix("aten::")
-    return name.startswith("new_") or name.endswith("_like") or name in ("sym_size", "sym_stride", "is_same_size")
 
 
 def _storage_of(tensor: Tensor) -> int | None:

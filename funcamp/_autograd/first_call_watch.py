@@ -98,6 +98,7 @@ class FirstCallWatch:
         self._own_places = [places.without_storages_of(passed) for places in (own_places, Places(own))]
         passed_objects = {id(value) for value in (*parameters.values(), *buffers.values())}
         self._own_objects = {id(value): name for name, value in own.items() if id(value) not in passed_objects}
+        self._empty = {id(value): name for name, value in buffers.items() if not value.numel()}
         self._views: list[Any] = []
         """Views of own tensors, kept so that no other tensor gets their id."""
 
@@ -146,6 +147,15 @@ class FirstCallWatch:
             f"by {in_stack()}, whose values no step changes: read it in the call, or keep a clone() if it is a constant"
         )
 
+    def refuse_resize(self, written: Any) -> None:
+        """Raise an error if an operation writes an empty buffer: it gives it a size, which no trace sees."""
+        for leaf in written:
+            if id(leaf) in self._empty:
+                raise ValueError(
+                    f"module_loss: model must have the shapes of its buffers; {self._empty[id(leaf)]!r} is empty, and "
+                    "the first call fills it: call the model on a batch once, before init (after prepare_qat, too)"
+                )
+
     def refuse_write(self, written: Any) -> None:
         """Raise an error if one of these is in the memory of the parameters passed."""
         for leaf in _tree.leaves(written):
@@ -175,7 +185,9 @@ class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):
         if name is not None and not is_view:
             self._watch.refuse_read(name)
         if schema is not None and schema.is_mutable:
-            self._watch.refuse_write(aliased(func, args, kwargs, written=True))
+            written = aliased(func, args, kwargs, written=True)
+            self._watch.refuse_write(written)
+            self._watch.refuse_resize(written)
         out = func(*args, **kwargs)
         if name is not None:
             self._watch.note_views(name, out)

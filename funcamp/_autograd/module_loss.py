@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from funcamp import _tree
 from funcamp._autograd.first_call_watch import FirstCallWatch, Places, memory_of, written_error
@@ -63,6 +64,8 @@ class ModuleLoss(Loss):
         """Tensors that the first call must not find in the loss's graph, because no step trains them."""
         self._watched: set[bool] = set()
         """The values of model.training with which an eager call was watched."""
+        self._watched_backward: set[bool] = set()
+        """The same for a backward pass."""
         self._parts = _parts(model)
         self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
         self.names: dict[str, str] = {}
@@ -144,6 +147,7 @@ class ModuleLoss(Loss):
         _check_post_accumulate_hooks(self._made_of)
         buffers = {name: values[name] for name in self.buffer_names}
         before = {name: memory_of(value) for name, value in params.items()}
+        trained = [name for name, value in params.items() if value.requires_grad]
         watch = FirstCallWatch(self._own_tensors(), self._own_places, params, buffers)
         if running() is None and _has_compiled_part(self.holder):
             returned = self._loss(values, batch)
@@ -151,6 +155,13 @@ class ModuleLoss(Loss):
         else:
             with watch.mode(in_trace=running() is not None):
                 returned = self._loss(values, batch)
+        frozen = next((name for name in trained if not params[name].requires_grad), None)
+        if frozen is not None:
+            raise ValueError(
+                "module_loss: model must not freeze a parameter in the forward pass, because the step trains it; got "
+                f"requires_grad=False on {frozen!r}: freeze it before module_loss is called, or take p.detach() in "
+                "the forward pass"
+            )
         self._refuse_untrained(returned[0] if isinstance(returned, tuple) else returned)
         for name, value in params.items():
             version, storage = memory_of(value)
@@ -267,7 +278,28 @@ class ModuleLoss(Loss):
         fresh = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
         values |= {name: value for name, value in params.items() if name not in self.names}  # read by taps
-        return self._with(values, run)
+        known = torch.compiler.is_dynamo_compiling() or self.holder.model.training in self._watched_backward
+        if (known and running() is None) or not fresh:
+            return self._with(values, run)
+        given = {stored: (value, memory_of(value)) for stored, value in fresh.items()}
+        calls: list[nn.Module] = []
+        handle = register_module_forward_pre_hook(lambda module, _: calls.append(module))
+        try:
+            out = self._with(values, run)
+        finally:
+            handle.remove()
+        for name, stored in self.buffer_names.items():
+            value, memory = given[stored]
+            # A checkpoint calls modules again, which write their buffers as in the forward pass.
+            if not calls and (values[name] is not value or memory_of(value) != memory):
+                raise ValueError(
+                    "module_loss: model must not write its buffers in the backward pass, because the step's buffers "
+                    f"are those after the forward pass; a hook wrote {name!r}: keep it in a tensor that is a plain "
+                    "attribute and not a buffer"
+                )
+        if running() is None:
+            self._watched_backward.add(self.holder.model.training)
+        return out
 
     def fresh(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the buffers as they are: a call copies them."""
@@ -404,7 +436,8 @@ def module_loss(
     buffers passed. While model and criterion run, the module has these values, so a penalty in the criterion may read
     `model.parameters()` (compute copies if a policy makes them; `keep` excludes a parameter). These values are
     instances of `nn.Parameter`, have the attributes of the module's own tensors, and the hooks of `register_hook`,
-    which get the scaled gradient. The module's `.grad` has no effect. No sync.
+    which get the scaled gradient. The module's `.grad` has no effect, nor has a hook on the node of a parameter in
+    torch's graph (`get_gradient_edge(p).node.register_prehook`), which cannot be seen. No sync.
 
     Args:
         model: the module. Modules that write buffers (BatchNorm in training) work: the new buffers are returned. A

@@ -42,12 +42,12 @@ class Aliases:
         sources = _nodes(aliased(node.target, node.args, node.kwargs))
         return self.root[sources[0]] if sources else node
 
-    def behind(self, node: fx.Node) -> set[fx.Node]:
-        """Return a node, everything that it is computed from, and everything that writes to any of these.
+    def behind(self, *nodes: fx.Node) -> set[fx.Node]:
+        """Return nodes, everything that they are computed from, and everything that writes to any of these.
 
         Inputs count with the values that they have before the graph runs.
         """
-        return behind([node], lambda now: [*now.all_input_nodes, *self._writers_before(now)])
+        return behind([*nodes], lambda now: [*now.all_input_nodes, *self._writers_before(now)])
 
     def follows(self, node: fx.Node, inputs: Set[fx.Node]) -> bool:
         """Return whether the values of a node depend on those of one of these inputs."""

@@ -8,6 +8,7 @@ former one. A number that counts, and a tensor that has no former one to be writ
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from funcamp import _tree
+from funcamp._trace.aliases import Aliases
 from funcamp._trace.python_state import NUMBERS, Form, Slot, survey
 from funcamp._trace.tracing import HostError
 
@@ -160,10 +162,13 @@ class CarriedState:
         self._kept += graph.kept
         self._begin()
         paths = {id(slot.value): path for path, slot in reversed(self._before.items())}
-        names = {id(value): paths.get(id(value), "one that no attribute has") for value in self._kept}
+        names = {id(value): paths.get(id(value), "a variable or a function's cache") for value in self._kept}
         graph = trace_once()
+        live = _live(graph)
+        inputs = graph.module.graph.find_nodes(op="placeholder")[-len(graph.captured) :]
+        read = {id(leaf) for leaf, node in zip(graph.captured, inputs) if node in live}
         for value in self._kept:
-            if any(leaf is value for leaf in graph.captured):
+            if id(value) in read:
                 raise HostError(
                     "not keep a tensor in Python from call to call that the first call makes of the batch or of a part "
                     f"of the state that it changes; {names[id(value)]} is {_tree.describe(value)} after the first "
@@ -242,7 +247,18 @@ class CarriedState:
 
 
 def _is_same(one: Graph, other: Graph) -> bool:
-    return str(one.module.graph) == str(other.module.graph)
+    """Return whether two graphs return and write the same values."""
+    first, second = map(_live, (one, other))
+    return [node.format_node() for node in first] == [node.format_node() for node in second]
+
+
+def _live(graph: Graph) -> dict[fx.Node, None]:
+    """Return the nodes that a result or a written input depends on, in their order."""
+    nodes = graph.module.graph
+    aliases = Aliases(nodes)
+    written = (writers for memory, writers in aliases.writers.items() if memory.op != "call_function")
+    live = aliases.behind(nodes.output_node(), *itertools.chain.from_iterable(written))
+    return dict.fromkeys(node for node in nodes.nodes if node in live)
 
 
 def _changed(name: str, ends: tuple[Any, Any]) -> str:

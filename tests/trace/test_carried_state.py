@@ -344,7 +344,7 @@ ANCHORS = {
     "buffer": r"model\.first is",
     "cached_property": r"model\.property is",
     "dict": r"model\.saved\['start'\] is",
-    "lru_cache": r"one that no attribute has is",
+    "lru_cache": r"a variable or a function's cache is",
 }
 
 

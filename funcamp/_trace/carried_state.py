@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._trace.aliases import Aliases
+from funcamp._trace.kept_tensors import log_kept
 from funcamp._trace.python_state import NUMBERS, Form, Slot, survey
 from funcamp._trace.tracing import HostError
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("funcamp")
 _MISSING = object()
+#: What a place raises that is not there any more.
+_GONE = (KeyError, IndexError, AttributeError, ValueError)
 _FIX = (
     "keep it in a buffer of the model, in a tensor of the same shape that is there before the first call, or in "
     "loss(has_buffers=True), or pass it in the batch"
@@ -62,6 +66,10 @@ class CarriedState:
         self._private: list[Tensor] = []
         """Former tensors that no object of the user other than their slot has."""
         self._watched: dict[str, Slot] = {}
+        self._read: list[Slot] = []
+        """Places of other tensors that programs read."""
+        self._readers: list[Callable[[], Any]] = []
+        self._values: list[Any] = []
 
     def traced(self, trace_once: Callable[[], Graph]) -> Graph:
         """Return the graph of a step, which also writes the state; Python is afterwards as a program leaves it.
@@ -86,8 +94,41 @@ class CarriedState:
         for path in self._changes.carried:
             slot = self._settable(path)
             self._watched[slot.path] = slot
+        if graph.kept:
+            log_kept(
+                "follow from its arguments, and later calls will not change them (return in the metrics what you want "
+                "to see)",
+                [_tree.describe(value) for value in graph.kept],
+            )
+        self._note(graph.captured)
         self._before, self._forms = {}, {}
         return graph
+
+    def replaced(self) -> str | None:
+        """Return the path of a tensor that a program reads and that was replaced since; None if there is none."""
+        try:  # every call does this
+            if all(map(operator.is_, [read() for read in self._readers], self._values)):
+                return None
+        except _GONE:
+            pass
+        return next((slot.path for slot in self._read if _now(slot) is not slot.value), None)
+
+    def forget(self) -> None:
+        """Forget where the tensors are that programs read, because there are no programs any more."""
+        self._read, self._readers, self._values = [], [], []
+
+    def _note(self, captured: list[Tensor]) -> None:
+        """Note where the tensors are that a program reads, except those that it writes as its state."""
+        ids = set(map(id, captured)) - set(map(id, self._private))
+        found = {slot.path: slot for slot in self._read}
+        for path, slot in self._before.items():
+            if id(slot.value) in ids:
+                place = self._settable(path)
+                found[place.path] = place
+        # What the step's own Python replaced, a cache of another size, is as in torch's loop.
+        self._read = [slot for slot in found.values() if slot.owner is not None and _now(slot) is slot.value]
+        self._readers = [slot.reader() for slot in self._read]
+        self._values = [slot.value for slot in self._read]
 
     def follow(self) -> None:
         """Adopt tensors that were assigned between calls where a program writes its state: copy their values.
@@ -285,7 +326,7 @@ def _restore(slots: Mapping[str, Slot]) -> None:
 def _now(slot: Slot) -> Any:
     try:
         return slot.now()
-    except (KeyError, IndexError, AttributeError, ValueError):
+    except _GONE:
         return _MISSING
 
 

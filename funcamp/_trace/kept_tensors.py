@@ -49,7 +49,6 @@ def settle(
     changing = {node for node in values if node.op == "placeholder"} - constant
     following: set[int] = set()
     pairs: list[tuple[Tensor, Tensor]] = []
-    fixed: list[str] = []
     redrawn: list[str] = []
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for tensor, node in kept:
@@ -58,7 +57,6 @@ def settle(
                 if failed:
                     continue
                 if aliases.follows(node, changing):
-                    fixed.append(_tree.describe(tensor))
                     following.add(id(tensor))
             elif any(torch.Tag.nondeterministic_seeded in getattr(other.target, "tags", ()) for other in needed):
                 redrawn.append(_tree.describe(tensor))
@@ -72,10 +70,8 @@ def settle(
     kept.clear()
     tensor = value = None  # type: ignore[assignment]
     placed, held = _put(pairs)
-    for found, what in ((fixed, _FIXED), (redrawn, _DRAWN)):
-        if found and not failed:
-            names = ", ".join(found[:4]) + ", ..." * (len(found) > 4)
-            _log.warning("jit: Python keeps tensors of the step that %s: %s", what, names)
+    if redrawn and not failed:
+        log_kept("are random, and a program draws them anew at every call: make them before the first call", redrawn)
     if held is not None and not failed:
         raise RuntimeError(
             f"jit: step must not keep {_tree.describe(held)} in Python where no other can take its place (a tuple, an "
@@ -84,8 +80,10 @@ def settle(
     return [now for before, now in placed if before in following]
 
 
-_FIXED = "follow from its arguments, and later calls will not change them (return in the metrics what you want to see)"
-_DRAWN = "are random, and a program draws them anew at every call: make them before the first call"
+def log_kept(what: str, described: list[str]) -> None:
+    """Log that Python keeps tensors of the step, and what becomes of them."""
+    names = ", ".join(described[:4]) + ", ..." * (len(described) > 4)
+    _log.warning("jit: Python keeps tensors of the step that %s: %s", what, names)
 
 
 def _value(node: fx.Node, root: Any, values: dict[fx.Node, Any], aliases: Aliases) -> Any:

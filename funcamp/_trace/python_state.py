@@ -20,7 +20,7 @@ import gc
 import operator
 import sys
 import types
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -67,11 +67,15 @@ class Slot(NamedTuple):
 
     def now(self) -> Any:
         """Return the value that is there now."""
+        return self.value if self.owner is None else self.reader()()
+
+    def reader(self) -> Callable[[], Any]:
+        """Return a fast function that returns the value that is there when it is called."""
         if isinstance(self.owner, types.CellType):
-            return self.owner.cell_contents
+            return functools.partial(getattr, self.owner, "cell_contents")
         if isinstance(self.owner, (dict, list, collections.deque)):
-            return self.owner[self.key]
-        return self.value if self.owner is None else getattr(self.owner, self.key)
+            return functools.partial(operator.getitem, self.owner, self.key)
+        return functools.partial(getattr, self.owner, self.key)
 
 
 def survey(roots: Mapping[str, Any]) -> dict[str, Slot]:

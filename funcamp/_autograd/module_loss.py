@@ -64,6 +64,8 @@ class ModuleLoss(Loss):
         """Tensors that the first call must not find in the loss's graph, because no step trains them."""
         self._watched: set[bool] = set()
         """The values of model.training with which an eager call was watched."""
+        self._kept: dict[str, Tensor] = {}
+        """Tensors in the memory of the last call's parameters, which the next call must not read."""
         self._watched_backward: set[bool] = set()
         """The same for a backward pass."""
         self._parts = _parts(model)
@@ -142,13 +144,13 @@ class ModuleLoss(Loss):
         if torch.compiler.is_dynamo_compiling():
             return self._loss(values, batch)
         training = self.holder.model.training
-        if training in self._watched and running() is None:
+        if training in self._watched and running() is None and not self._kept:
             return self._loss(values, batch)
         _check_post_accumulate_hooks(self._made_of)
         buffers = {name: values[name] for name in self.buffer_names}
         before = {name: memory_of(value) for name, value in params.items()}
         trained = [name for name, value in params.items() if value.requires_grad]
-        watch = FirstCallWatch(self._own_tensors(), self._own_places, params, buffers)
+        watch = FirstCallWatch({**self._own_tensors(), **self._kept}, self._own_places, params, buffers)
         if running() is None and _has_compiled_part(self.holder):
             returned = self._loss(values, batch)
             watch.check_graph(returned, (values, batch))
@@ -169,8 +171,22 @@ class ModuleLoss(Loss):
             if version != before[name][0] or (storage != before[name][1] and not self._recurrent):
                 raise written_error(name)  # inside of a function of torch, or by `.data = value`
         if running() is None:
+            self._kept = {} if training in self._watched else self._kept_of(params)
             self._watched.add(training)
         return returned
+
+    def _kept_of(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors, by path, that model and criterion have kept in the memory of the values passed.
+
+        They are the parameters of one call. In torch's loop they would follow the parameters, so the next call is
+        watched for reading them.
+        """
+        places, own = Places(params), set(map(id, self._own_tensors().values()))
+        return {
+            path: slot.value
+            for path, slot in survey(self.python_parts()).items()
+            if isinstance(slot.value, Tensor) and id(slot.value) not in own and places.name_of(slot.value) is not None
+        }
 
     def _refuse_untrained(self, loss: Any) -> None:
         """Raise ValueError if a loss depends on a trainable tensor of the criterion, through autograd."""

@@ -203,3 +203,34 @@ def test_a_checkpoint_that_writes_buffers_again_is_no_hook(compiled: bool) -> No
             return checkpoint(self.part, x, use_reentrant=False)
 
     steps(Checkpointed(), compiled)
+
+
+class KeepsAView(nn.Module):
+    """Keeps a view of its weight at the first call, and reads it in later ones or sets it anew."""
+
+    def __init__(self, anew: bool) -> None:
+        super().__init__()
+        self.anew, self.layer = anew, nn.Linear(4, 4)
+        self.view: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.view is None or self.anew:
+            self.view = self.layer.weight.detach()
+        out: Tensor = self.layer(x) + (self.layer.weight - self.view).square().sum()
+        return out
+
+
+@pytest.mark.parametrize("policy", [None, "bfloat16"])
+@pytest.mark.parametrize("consume", [False, True])
+def test_a_view_of_a_parameter_that_the_first_call_keeps_is_named_when_it_is_read(
+    consume: bool, policy: str | None
+) -> None:
+    for anew in (True, False):
+        step = make_train_step(module_loss(KeepsAView(anew), F.mse_loss), SGD, policy=policy)
+        state, _ = step(step.init(consume=consume), BATCH)
+        if anew:
+            for _ in range(2):
+                state, _ = step(state, BATCH)
+            continue
+        with pytest.raises(ValueError, match=r"got 'model.view' as a tensor kept from before by .* keep a clone\(\)"):
+            step(state, BATCH)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from funcamp import _tree, _upstream
 from funcamp._autograd.scaled_grad import nodes
 from funcamp._memory import extent
-from funcamp._trace.schema import aliased
+from funcamp._trace.schema import aliased, reads_no_value
 from funcamp._trace.tracing import LetsDynamoIn
 from funcamp._trace.user_line import in_stack
 
@@ -98,6 +98,7 @@ class FirstCallWatch:
         self._own_places = [places.without_storages_of(passed) for places in (own_places, Places(own))]
         passed_objects = {id(value) for value in (*parameters.values(), *buffers.values())}
         self._own_objects = {id(value): name for name, value in own.items() if id(value) not in passed_objects}
+        self._empty = {id(value): name for name, value in buffers.items() if not value.numel()}
         self._views: list[Any] = []
         """Views of own tensors, kept so that no other tensor gets their id."""
 
@@ -146,6 +147,15 @@ class FirstCallWatch:
             f"by {in_stack()}, whose values no step changes: read it in the call, or keep a clone() if it is a constant"
         )
 
+    def refuse_resize(self, written: Any) -> None:
+        """Raise an error if an operation writes an empty buffer: it gives it a size, which no trace sees."""
+        for leaf in written:
+            if id(leaf) in self._empty:
+                raise ValueError(
+                    f"module_loss: model must have the shapes of its buffers; {self._empty[id(leaf)]!r} is empty, and "
+                    "the first call fills it: call the model on a batch once, before init (after prepare_qat, too)"
+                )
+
     def refuse_write(self, written: Any) -> None:
         """Raise an error if one of these is in the memory of the parameters passed."""
         for leaf in _tree.leaves(written):
@@ -169,13 +179,15 @@ class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):
             return func(*args, **kwargs)
         schema = getattr(func, "_schema", None)
         name = self._watch.own_name((args, kwargs))
-        if name is not None and _reads_no_value(schema.name if schema else ""):
+        if name is not None and reads_no_value(schema.name if schema else ""):
             name = None
         is_view = schema is not None and not schema.is_mutable and any(one.alias_info for one in schema.returns)
         if name is not None and not is_view:
             self._watch.refuse_read(name)
         if schema is not None and schema.is_mutable:
-            self._watch.refuse_write(aliased(func, args, kwargs, written=True))
+            written = aliased(func, args, kwargs, written=True)
+            self._watch.refuse_write(written)
+            self._watch.refuse_resize(written)
         out = func(*args, **kwargs)
         if name is not None:
             self._watch.note_views(name, out)
@@ -202,7 +214,7 @@ class _FunctionWatch(TorchFunctionMode):
         if "out" in kwargs:
             self._watch.refuse_write(kwargs["out"])
         out = func(*args, **kwargs)
-        if name is None or _reads_no_value(called):
+        if name is None or reads_no_value(called):
             return out
         results = [leaf for leaf in _tree.leaves(out) if isinstance(leaf, Tensor)]
         sources = [leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -240,12 +252,6 @@ def written_error(name: str, where: str = "") -> ValueError:
         f"in the same memory{where}, which a skipped step could not undo: compute with a changed copy, or write into "
         "the state between steps"
     )
-
-
-def _reads_no_value(called: str) -> bool:
-    """Return whether an operation takes only shape, dtype and device of a tensor (new_zeros, zeros_like)."""
-    name = called.removeprefix("aten::")
-    return name.startswith("new_") or name.endswith("_like") or name in ("sym_size", "sym_stride", "is_same_size")
 
 
 def _storage_of(tensor: Tensor) -> int | None:

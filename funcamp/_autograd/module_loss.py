@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from funcamp import _tree
 from funcamp._autograd.first_call_watch import FirstCallWatch, Places, memory_of, written_error
@@ -66,6 +67,10 @@ class ModuleLoss(Loss):
         """Tensors that the first call must not find in the loss's graph, because no step trains them."""
         self._watched: set[bool] = set()
         """The values of model.training with which an eager call was watched."""
+        self._kept: dict[str, Tensor] = {}
+        """Tensors in the memory of the last call's parameters, which the next call must not read."""
+        self._watched_backward: set[bool] = set()
+        """The same for a backward pass."""
         self._parts = _parts(model)
         self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
         self.names: dict[str, str] = {}
@@ -144,18 +149,26 @@ class ModuleLoss(Loss):
         if torch.compiler.is_dynamo_compiling():
             return self._loss(values, batch)
         training = self.holder.model.training
-        if training in self._watched and running() is None:
+        if training in self._watched and running() is None and not self._kept:
             return self._loss(values, batch)
         _check_post_accumulate_hooks(self._made_of)
         buffers = {name: values[name] for name in self.buffer_names}
         before = {name: memory_of(value) for name, value in params.items()}
-        watch = FirstCallWatch(self._own_tensors(), self._own_places, params, buffers)
+        trained = [name for name, value in params.items() if value.requires_grad]
+        watch = FirstCallWatch({**self._own_tensors(), **self._kept}, self._own_places, params, buffers)
         if running() is None and _has_compiled_part(self.holder):
             returned = self._loss(values, batch)
             watch.check_graph(returned, (values, batch))
         else:
             with watch.mode(in_trace=running() is not None):
                 returned = self._loss(values, batch)
+        frozen = next((name for name in trained if not params[name].requires_grad), None)
+        if frozen is not None:
+            raise ValueError(
+                "module_loss: model must not freeze a parameter in the forward pass, because the step trains it; got "
+                f"requires_grad=False on {frozen!r}: freeze it before module_loss is called, or take p.detach() in "
+                "the forward pass"
+            )
         self._refuse_untrained(returned[0] if isinstance(returned, tuple) else returned)
         for name, value in params.items():
             version, storage = memory_of(value)
@@ -163,8 +176,22 @@ class ModuleLoss(Loss):
             if version != before[name][0] or (storage != before[name][1] and not self._recurrent):
                 raise written_error(name)  # inside of a function of torch, or by `.data = value`
         if running() is None:
+            self._kept = {} if training in self._watched else self._kept_of(params)
             self._watched.add(training)
         return returned
+
+    def _kept_of(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors, by path, that model and criterion have kept in the memory of the values passed.
+
+        They are the parameters of one call. In torch's loop they would follow the parameters, so the next call is
+        watched for reading them.
+        """
+        places, own = Places(params), set(map(id, self._own_tensors().values()))
+        return {
+            path: slot.value
+            for path, slot in survey(self.python_parts()).items()
+            if isinstance(slot.value, Tensor) and id(slot.value) not in own and places.name_of(slot.value) is not None
+        }
 
     def _refuse_untrained(self, loss: Any) -> None:
         """Raise ValueError if a loss depends on a trainable tensor of the criterion, through autograd."""
@@ -295,7 +322,28 @@ class ModuleLoss(Loss):
         fresh = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
         values |= {name: value for name, value in params.items() if name not in self.names}  # read by taps
-        return self._with(values, run)
+        known = torch.compiler.is_dynamo_compiling() or self.holder.model.training in self._watched_backward
+        if (known and running() is None) or not fresh:
+            return self._with(values, run)
+        given = {stored: (value, memory_of(value)) for stored, value in fresh.items()}
+        calls: list[nn.Module] = []
+        handle = register_module_forward_pre_hook(lambda module, _: calls.append(module))
+        try:
+            out = self._with(values, run)
+        finally:
+            handle.remove()
+        for name, stored in self.buffer_names.items():
+            value, memory = given[stored]
+            # A checkpoint calls modules again, which write their buffers as in the forward pass.
+            if not calls and (values[name] is not value or memory_of(value) != memory):
+                raise ValueError(
+                    "module_loss: model must not write its buffers in the backward pass, because the step's buffers "
+                    f"are those after the forward pass; a hook wrote {name!r}: keep it in a tensor that is a plain "
+                    "attribute and not a buffer"
+                )
+        if running() is None:
+            self._watched_backward.add(self.holder.model.training)
+        return out
 
     def fresh(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the buffers as they are: a call copies them."""
@@ -432,7 +480,8 @@ def module_loss(
     buffers passed. While model and criterion run, the module has these values, so a penalty in the criterion may read
     `model.parameters()` (compute copies if a policy makes them; `keep` excludes a parameter). These values are
     instances of `nn.Parameter`, have the attributes of the module's own tensors, and the hooks of `register_hook`,
-    which get the scaled gradient. The module's `.grad` has no effect. No sync.
+    which get the scaled gradient. The module's `.grad` has no effect, nor has a hook on the node of a parameter in
+    torch's graph (`get_gradient_edge(p).node.register_prehook`), which cannot be seen. No sync.
 
     Args:
         model: the module. Modules that write buffers (BatchNorm in training) work: the new buffers are returned. A

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ from funcamp._upstream.inductor_rewrites import faithful_rewrites
 from funcamp._upstream.inductor_writeback import SnapshotWriteBacks
 from funcamp._upstream.python_stack import with_room
 
+_log = logging.getLogger("funcamp")
 #: Number of leaves whose memory a call of a captured step checks, at 0.15 µs each.
 _WATCHED = 16
 
@@ -89,6 +91,8 @@ class JitStep(Fixed):
         self._graphs: cuda_graph.CudaGraphs | None = None
         self._scratch: Scratch | None = None
         self._last: Any = None
+        self._replacements = 0
+        """The number of the last calls that each found a captured tensor replaced."""
         self._turn = threading.Lock()
 
     def __repr__(self) -> str:
@@ -132,6 +136,11 @@ class JitStep(Fixed):
             return self._call(state, batch)
 
     def _call(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
+        path = self._carried.replaced()
+        if path is not None:
+            self._begin_again(path)
+        elif self._replacements:
+            self._replacements = 0
         batch, leaves, spec = flat(batch)
         try:
             if not self._programs:
@@ -208,6 +217,28 @@ class JitStep(Fixed):
             self._like = kinds(owned.tree)
         self._owned = owned
         return owned
+
+    def _begin_again(self, path: str) -> None:
+        """Drop all programs, because a tensor that they read besides their arguments was replaced by another.
+
+        Raises:
+            RuntimeError: this happens at every call.
+        """
+        self._replacements += 1
+        if self._replacements > self._options.max_signatures:
+            raise RuntimeError(
+                f"jit: {path} must stay the tensor that step was compiled with; each of the last {self._replacements} "
+                f"calls found another there, and compiled again (max_signatures={self._options.max_signatures}): "
+                "write into it with copy_, or pass it in the batch"
+            )
+        _log.warning(
+            "jit: %s is another tensor than the one that the step was compiled with, so that it is compiled again; "
+            "write into it with copy_, or pass it in the batch, to save this",
+            path,
+        )
+        self._programs.clear()
+        self._captured = CapturedTensors()
+        self._carried.forget()
 
     def _follow(self) -> None:
         """Adopt captured tensors that were given other memory; drop the state's memory if it is now theirs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -118,6 +119,11 @@ def check_batch(batch: Tree) -> None:
         if isinstance(leaf, Tensor):
             if fault := _fault(leaf):
                 raise TypeError(f"{where} {fault}")
+            if attribute := next((name for name in vars(leaf) if not name.startswith("_")), None):
+                raise TypeError(
+                    f"{where} a tensor without attributes of its own, which a program would not see; got "
+                    f"{_tree.describe(leaf)} with .{attribute}: pass {attribute} as a part of the batch"
+                )
             continue
         fix = "pass a dict of its tensors, or register its class with torch.utils._pytree.register_pytree_node"
         if _holds_tensors(leaf):
@@ -127,9 +133,15 @@ def check_batch(batch: Tree) -> None:
         try:
             hash(leaf)
         except TypeError:
+            frozen = f"make it immutable, @dataclass(frozen=True), or {fix}"
+            other = (
+                frozen
+                if dataclasses.is_dataclass(leaf)
+                else f"give it a __hash__ that follows from its value, or {fix}"
+            )
+            instead = "torch.as_tensor makes a tensor of an array" if hasattr(leaf, "__array__") else other
             raise TypeError(
-                f"{where} a tensor, or a constant that can be hashed; got {_tree.describe(leaf)}: torch.as_tensor "
-                "makes a tensor of an array"
+                f"{where} a tensor, or a constant that can be hashed; got {_tree.describe(leaf)}: {instead}"
             ) from None
         hashing: Any = type(leaf).__hash__
         if hashing is object.__hash__ and not isinstance(leaf, _ONE_OF_A_KIND):

@@ -8,6 +8,7 @@ former one. A number that counts, and a tensor that has no former one to be writ
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Mapping
@@ -19,7 +20,8 @@ from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._trace.aliases import Aliases
-from funcamp._trace.python_state import CONTAINERS, NUMBERS, Slot, survey
+from funcamp._trace.kept_tensors import log_kept
+from funcamp._trace.python_state import NUMBERS, Form, Slot, survey
 from funcamp._trace.tracing import HostError
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("funcamp")
 _MISSING = object()
+#: What a place raises that is not there any more.
+_GONE = (KeyError, IndexError, AttributeError, ValueError)
 _FIX = (
     "keep it in a buffer of the model, in a tensor of the same shape that is there before the first call, or in "
     "loss(has_buffers=True), or pass it in the batch"
@@ -37,14 +41,12 @@ _FIX = (
 class _Changes:
     """What one run of the step's Python changed, by path."""
 
-    numbers: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Numbers, strings and lengths of containers: before and after."""
+    values: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """What is not a tensor: numbers, lengths and keys of containers, functions, objects; before and after."""
     carried: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that were replaced by one like them: the former one, in which the program writes."""
-    of_batch: list[str] = field(default_factory=list)
-    """New tensors that follow from the batch."""
-    others: list[str] = field(default_factory=list)
-    """Other new tensors: caches."""
+    made: list[Tensor] = field(default_factory=list)
+    """Other tensors that the run made: caches, and what was kept of the batch."""
 
 
 class CarriedState:
@@ -57,13 +59,17 @@ class CarriedState:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._roots = roots
         self._before: dict[str, Slot] = {}
-        self._lengths: dict[str, int] = {}
+        self._forms: dict[str, Form] = {}
         self._changes = _Changes()
-        self._only_read: frozenset[str] = frozenset()
-        """Paths that a second run must not write, to tell whether it reads them."""
+        self._kept: list[Tensor] = []
+        """Tensors that an earlier run made of what changes from call to call: they are no state."""
         self._private: list[Tensor] = []
         """Former tensors that no object of the user other than their slot has."""
         self._watched: dict[str, Slot] = {}
+        self._read: list[Slot] = []
+        """Places of other tensors that programs read."""
+        self._readers: list[Callable[[], Any]] = []
+        self._values: list[Any] = []
 
     def traced(self, trace_once: Callable[[], Graph]) -> Graph:
         """Return the graph of a step, which also writes the state; Python is afterwards as a program leaves it.
@@ -76,21 +82,53 @@ class CarriedState:
         try:
             graph = trace_once()
             while self._make_private():
-                self._begin()
-                graph = trace_once()
-            if self._changes.numbers or self._changes.of_batch:
+                graph = self._again(graph, trace_once)
+            if self._changes.values or graph.kept:
                 self._refuse_state(graph, trace_once)
         except BaseException:
             _restore(self._before)
             _restore(original)
             raise
         finally:
-            self._only_read = frozenset()
+            self._kept = []
         for path in self._changes.carried:
             slot = self._settable(path)
             self._watched[slot.path] = slot
-        self._before = {}
+        if graph.kept:
+            log_kept(
+                "follow from its arguments, and later calls will not change them (return in the metrics what you want "
+                "to see)",
+                [_tree.describe(value) for value in graph.kept],
+            )
+        self._note(graph.captured)
+        self._before, self._forms = {}, {}
         return graph
+
+    def replaced(self) -> str | None:
+        """Return the path of a tensor that a program reads and that was replaced since; None if there is none."""
+        try:  # every call does this
+            if all(map(operator.is_, [read() for read in self._readers], self._values)):
+                return None
+        except _GONE:
+            pass
+        return next((slot.path for slot in self._read if _now(slot) is not slot.value), None)
+
+    def forget(self) -> None:
+        """Forget where the tensors are that programs read, because there are no programs any more."""
+        self._read, self._readers, self._values = [], [], []
+
+    def _note(self, captured: list[Tensor]) -> None:
+        """Note where the tensors are that a program reads, except those that it writes as its state."""
+        ids = set(map(id, captured)) - set(map(id, self._private))
+        found = {slot.path: slot for slot in self._read}
+        for path, slot in self._before.items():
+            if id(slot.value) in ids:
+                place = self._settable(path)
+                found[place.path] = place
+        # What the step's own Python replaced, a cache of another size, is as in torch's loop.
+        self._read = [slot for slot in found.values() if slot.owner is not None and _now(slot) is slot.value]
+        self._readers = [slot.reader() for slot in self._read]
+        self._values = [slot.value for slot in self._read]
 
     def follow(self) -> None:
         """Adopt tensors that were assigned between calls where a program writes its state: copy their values.
@@ -114,37 +152,35 @@ class CarriedState:
                     place.copy_(value)
             slot.put(slot.value)
 
-    def record(self, node_of: Callable[[Tensor], fx.Node | None], state_count: int) -> None:
+    def record(self, node_of: Callable[[Tensor], fx.Node | None]) -> None:
         """Compare Python with what it was before this run, and write what it carries on; called inside the trace."""
         changes = self._changes = _Changes()
         written: list[tuple[Tensor, Tensor]] = []
-        fresh: dict[str, fx.Node] = {}
-        for path, slot in survey(self._roots).items():
+        known = {id(slot.value) for slot in self._before.values()}
+        kept = set(map(id, self._kept))
+        now = survey(self._roots)
+        for path, slot in now.items():
             before: Any = self._before[path].value if path in self._before else _MISSING
             if isinstance(slot.value, Tensor):
                 if slot.value is before:
                     continue
                 node = node_of(slot.value)
                 is_state = isinstance(before, Tensor) and _is_plain(before) and _is_like(before, slot.value)
-                if is_state and path not in self._only_read:
+                if is_state and id(before) not in kept:
                     if node is None and not _is_plain(slot.value):
                         raise HostError(f"not replace {path} in a scan: write into it in the loss, or pass scan=False")
                     changes.carried[path] = before
                     written.append((before, slot.value))
                 elif node is not None:
-                    fresh[path] = node
+                    changes.made.append(slot.value)
+            elif before is not _MISSING:
+                if found := self._forms[path].changed(path, Form(slot.value, known)):
+                    changes.values[found[0]] = found[1:]
             elif isinstance(slot.value, NUMBERS):
-                if not _is_equal(before, slot.value):
-                    changes.numbers[path] = (before, slot.value)
-            elif isinstance(slot.value, CONTAINERS) and self._lengths.get(path, len(slot.value)) != len(slot.value):
-                changes.numbers[f"len({path})"] = (self._lengths[path], len(slot.value))
-        if fresh:
-            graph = next(iter(fresh.values())).graph
-            aliases = Aliases(graph)
-            batch = set(graph.find_nodes(op="placeholder")[state_count:])
-            for path, node in fresh.items():
-                follows = bool(batch & aliases.behind(node))
-                (changes.of_batch if follows else changes.others).append(path)
+                changes.values[path] = before, slot.value
+        for path, slot in self._before.items():
+            if path not in now and isinstance(slot.value, NUMBERS):
+                changes.values[path] = slot.value, _MISSING
         with torch.no_grad():
             values = [value.detach().clone() for _, value in written]  # all of them before the first write
             for (place, _), value in zip(written, values):
@@ -154,10 +190,32 @@ class CarriedState:
 
     def _begin(self) -> None:
         self._before = survey(self._roots)
-        self._lengths = {
-            path: len(slot.value) for path, slot in self._before.items() if isinstance(slot.value, CONTAINERS)
-        }
+        self._forms = {path: Form(slot.value) for path, slot in self._before.items()}
         self._changes = _Changes()
+
+    def _again(self, graph: Graph, trace_once: Callable[[], Graph]) -> Graph:
+        """Trace once more, after a trace that may have kept tensors.
+
+        Raises:
+            HostError: this run reads a tensor that one before it made of what changes from call to call. A program of
+                the first run makes it at every call, and one of this run has it as it was at the first.
+        """
+        self._kept += graph.kept
+        self._begin()
+        paths = {id(slot.value): path for path, slot in reversed(self._before.items())}
+        names = {id(value): paths.get(id(value), "a variable or a function's cache") for value in self._kept}
+        graph = trace_once()
+        live = _live(graph)
+        inputs = graph.module.graph.find_nodes(op="placeholder")[-len(graph.captured) :]
+        read = {id(leaf) for leaf, node in zip(graph.captured, inputs) if node in live}
+        for value in self._kept:
+            if id(value) in read:
+                raise HostError(
+                    "not keep a tensor in Python from call to call that the first call makes of the batch or of a part "
+                    f"of the state that it changes; {names[id(value)]} is {_tree.describe(value)} after the first "
+                    f"call: {_FIX}"
+                )
+        return graph
 
     def _make_private(self) -> bool:
         """Give each carried tensor memory of its own, because the former one may be in other hands."""
@@ -199,62 +257,77 @@ class CarriedState:
         """Run the step's Python once more to tell what counts from what is set once.
 
         Raises:
-            HostError: a number changed in both runs, or in the first one, and with it what is computed; or a tensor
-                that follows from the batch and was not there before is read.
+            HostError: a value changed in both runs, or in the first one, and with it what is computed; or a tensor
+                that the first run made of what changes is read.
         """
         first = self._changes
-        self._only_read = frozenset(first.of_batch)
-        self._begin()
-        new_tensors = {path: self._before[path].value for path in first.of_batch if path in self._before}
-        again = trace_once()
-        is_same = str(graph.module.graph) == str(again.module.graph)
-        only_flags = not is_same and not first.others
-        counting: list[str] = []
-        for path, (before, after) in first.numbers.items():
-            if path in self._changes.numbers and is_same:  # a count for a log, or of what is done every so often
-                counting.append(f"{path} ({_from(before)} to {after!r})")
-            elif path in self._changes.numbers or only_flags:
-                raise HostError(
-                    f"not keep a number in Python from call to call, which a program would not change; {path} changed "
-                    f"{_from(before)} to {after!r} in the first call: {_FIX}"
-                )
-        if counting:
+        made = set(map(id, first.made)) - set(map(id, graph.kept))
+        try:
+            again = self._again(graph, trace_once)
+        except HostError:
+            raise
+        except Exception as error:  # of an iterator that has ended, or an assertion
+            if first.values:
+                raise HostError(_changed(*next(iter(first.values.items())))) from error
+            raise
+        is_same = _is_same(graph, again)
+        only_values = not is_same and not made  # otherwise a cache may be why the second run computes something else
+        repeated = {name: ends for name, ends in first.values.items() if name in self._changes.values}
+        if repeated and made and not is_same:
+            is_same = _is_same(again, self._again(again, trace_once))
+        for name, ends in first.values.items():
+            if (name in repeated and not is_same) or only_values:
+                raise HostError(_changed(name, ends))
+        if repeated:  # a count for a log, or of what is done every so often
+            counting = [f"{name} ({_from_to(ends)})" for name, ends in repeated.items()]
             _log.warning(
                 "jit: Python counts in the step, and later calls will not: %s; what is done at a certain count will "
                 "not be done",
                 ", ".join(counting[:4]) + ", ..." * (len(counting) > 4),
             )
-        for path, value in new_tensors.items():
-            if any(leaf is value for leaf in again.captured):
-                raise HostError(
-                    f"not keep a tensor in Python from call to call if there is none like it before; {path} is "
-                    f"{_tree.describe(value)} after the first call: {_FIX}"
-                )
+
+
+def _is_same(one: Graph, other: Graph) -> bool:
+    """Return whether two graphs return and write the same values."""
+    first, second = map(_live, (one, other))
+    return [node.format_node() for node in first] == [node.format_node() for node in second]
+
+
+def _live(graph: Graph) -> dict[fx.Node, None]:
+    """Return the nodes that a result or a written input depends on, in their order."""
+    nodes = graph.module.graph
+    aliases = Aliases(nodes)
+    written = (writers for memory, writers in aliases.writers.items() if memory.op != "call_function")
+    live = aliases.behind(nodes.output_node(), *itertools.chain.from_iterable(written))
+    return dict.fromkeys(node for node in nodes.nodes if node in live)
+
+
+def _changed(name: str, ends: tuple[Any, Any]) -> str:
+    kind = "a number" if any(isinstance(end, NUMBERS) and end is not None for end in ends) else "an object"
+    return (
+        f"not keep {kind} in Python from call to call, which a program would not change; {name} changed "
+        f"{_from_to(ends)} in the first call: {_FIX}"
+    )
+
+
+def _from_to(ends: tuple[Any, Any]) -> str:
+    before, after = ("nothing" if end is _MISSING else _tree.brief(end) for end in ends)
+    return f"from {before} to {after}"
 
 
 def _restore(slots: Mapping[str, Slot]) -> None:
-    """Put back numbers and tensors after a failure."""
+    """Put back what was in each place after a failure."""
     for slot in slots.values():
-        if slot.owner is not None and isinstance(slot.value, (*NUMBERS, Tensor)) and _now(slot) is not slot.value:
-            with contextlib.suppress(IndexError):  # of a list that became shorter
+        if slot.owner is not None and _now(slot) is not slot.value:
+            with contextlib.suppress(IndexError, AttributeError, TypeError):  # a list that became shorter
                 slot.put(slot.value)
-
-
-def _from(before: Any) -> str:
-    return "from nothing" if before is _MISSING else f"from {_tree.brief(before)}"
 
 
 def _now(slot: Slot) -> Any:
     try:
         return slot.now()
-    except (KeyError, IndexError, AttributeError, ValueError):
+    except _GONE:
         return _MISSING
-
-
-def _is_equal(before: Any, after: Any) -> bool:
-    if before is after:
-        return True
-    return type(before) is type(after) and bool(operator.eq(before, after) or (before != before and after != after))
 
 
 def _is_plain(value: Tensor) -> bool:

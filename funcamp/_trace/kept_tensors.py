@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import types
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -22,14 +23,22 @@ from funcamp._trace.aliases import Aliases, written_arguments
 _log = logging.getLogger("funcamp")
 
 
-def settle(kept: list[tuple[Tensor, fx.Node]], root: Any, values: dict[fx.Node, Any], *, failed: bool) -> None:
-    """Give tensors of a trace the values that they have after the step.
+def settle(
+    kept: list[tuple[Tensor, fx.Node]],
+    root: Any,
+    values: dict[fx.Node, Any],
+    *,
+    failed: bool,
+    constant: Set[fx.Node] = frozenset(),
+) -> list[Tensor]:
+    """Give tensors of a trace the values that they have after the step; return those that a later call may change.
 
     Args:
         kept: the tensors that still exist, and their nodes.
         root: has the graph's constants.
         values: values of placeholders, and of constants that are not in root.
         failed: whether the trace failed. Its frames then still exist, so only tensors that depend on no argument count.
+        constant: placeholders that have the same values at every call.
 
     Raises:
         RuntimeError: a tensor is referenced from a place in which it cannot be replaced.
@@ -37,8 +46,9 @@ def settle(kept: list[tuple[Tensor, fx.Node]], root: Any, values: dict[fx.Node, 
     graph = kept[0][1].graph
     inputs = Memory(value for node, value in values.items() if node.op == "placeholder")
     aliases = Aliases(graph)
+    changing = {node for node in values if node.op == "placeholder"} - constant
+    following: set[int] = set()
     pairs: list[tuple[Tensor, Tensor]] = []
-    fixed: list[str] = []
     redrawn: list[str] = []
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for tensor, node in kept:
@@ -46,7 +56,8 @@ def settle(kept: list[tuple[Tensor, fx.Node]], root: Any, values: dict[fx.Node, 
             if any(other.op == "placeholder" for other in needed):
                 if failed:
                     continue
-                fixed.append(_tree.describe(tensor))
+                if aliases.follows(node, changing):
+                    following.add(id(tensor))
             elif any(torch.Tag.nondeterministic_seeded in getattr(other.target, "tags", ()) for other in needed):
                 redrawn.append(_tree.describe(tensor))
             for other in graph.nodes:
@@ -58,20 +69,21 @@ def settle(kept: list[tuple[Tensor, fx.Node]], root: Any, values: dict[fx.Node, 
             pairs.append((tensor, _like(tensor, value.clone() if shared else value)))
     kept.clear()
     tensor = value = None  # type: ignore[assignment]
-    held = _put(pairs)
-    for found, what in ((fixed, _FIXED), (redrawn, _DRAWN)):
-        if found and not failed:
-            names = ", ".join(found[:4]) + ", ..." * (len(found) > 4)
-            _log.warning("jit: Python keeps tensors of the step that %s: %s", what, names)
+    placed, held = _put(pairs)
+    if redrawn and not failed:
+        log_kept("are random, and a program draws them anew at every call: make them before the first call", redrawn)
     if held is not None and not failed:
         raise RuntimeError(
             f"jit: step must not keep {_tree.describe(held)} in Python where no other can take its place (a tuple, an "
             "object of C): make it before the first call, or return it in the metrics"
         )
+    return [now for before, now in placed if before in following]
 
 
-_FIXED = "follow from its arguments, and later calls will not change them (return in the metrics what you want to see)"
-_DRAWN = "are random, and a program draws them anew at every call: make them before the first call"
+def log_kept(what: str, described: list[str]) -> None:
+    """Log that Python keeps tensors of the step, and what becomes of them."""
+    names = ", ".join(described[:4]) + ", ..." * (len(described) > 4)
+    _log.warning("jit: Python keeps tensors of the step that %s: %s", what, names)
 
 
 def _value(node: fx.Node, root: Any, values: dict[fx.Node, Any], aliases: Aliases) -> Any:
@@ -92,21 +104,28 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
     return value.detach().requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
-def _put(pairs: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """Swap the first of each pair for the second; return one that could not be replaced, if any."""
+def _put(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[tuple[int, Tensor]], Tensor | None]:
+    """Swap the first of each pair for the second.
+
+    Returns:
+        For each first tensor its id, and the tensor that is now in its place; a tensor that could not be replaced.
+    """
     count = -1
+    placed: list[tuple[int, Tensor]] = []
     while pairs and len(pairs) != count:  # views first; afterwards nothing refers to their bases
         count, left = len(pairs), []
         while pairs:
             try:
                 torch.utils.swap_tensors(*pairs[-1])  # type: ignore[no-untyped-call]
+                placed.append((id(pairs[-1][0]), pairs[-1][0]))
             except RuntimeError:
                 left.append(pairs[-1])
             pairs.pop()
         pairs = left
     if not pairs:
-        return None
+        return placed, None
     places = {id(tensor): value for tensor, value in pairs}
+    placed += places.items()
     for holder in gc.get_referrers(*[tensor for tensor, _ in pairs]):
         if isinstance(holder, dict):
             for key in [key for key, value in holder.items() if id(value) in places]:
@@ -120,7 +139,7 @@ def _put(pairs: list[tuple[Tensor, Tensor]]) -> Tensor | None:
     tensors = [tensor for tensor, _ in pairs]
     ours = {id(tensors), *map(id, pairs)}
     pairs.clear()
-    return next(
+    return placed, next(
         (
             tensor
             for tensor in tensors

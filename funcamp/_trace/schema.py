@@ -15,3 +15,9 @@ def aliased(func: Any, args: Any, kwargs: Any, *, written: bool = False) -> list
         if argument.alias_info is not None and (argument.alias_info.is_write or not written):
             found += _tree.leaves(args[index] if index < len(args) else kwargs.get(argument.name))
     return found
+
+
+def reads_no_value(name: str) -> bool:
+    """Return whether an operation takes only shape, dtype and device of a tensor (new_zeros, zeros_like)."""
+    name = name.removeprefix("aten::")
+    return name.startswith("new_") or name.endswith("_like") or name in ("sym_size", "sym_stride", "is_same_size")

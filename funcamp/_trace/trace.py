@@ -33,6 +33,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from funcamp import _tree, _upstream
+from funcamp._trace.aliases import Aliases
 from funcamp._trace.as_compiled import as_compiled
 from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.host_draws import HostDraws
@@ -133,6 +134,8 @@ class Graph(NamedTuple):
     """The mode of the examples."""
     captured: list[Tensor]
     """The tensors that it reads besides its arguments."""
+    kept: list[Tensor]
+    """Tensors that Python has kept of this run, and that follow from arguments that change from call to call."""
     wrappers: list[Wrapper | None]
     """The wrappers of its results: the list's, then the pytree's."""
     rest: Outline
@@ -169,8 +172,7 @@ def trace(
     """
     carried = CarriedState({}) if carried is None else carried
     draws = HostDraws()
-    record = functools.partial(carried.record, state_count=state_count)
-    run = functools.partial(_traced, fn, args, home, fixed_shapes, record)
+    run = functools.partial(_traced, fn, args, home, fixed_shapes, carried.record, state_count)
     graph = carried.traced(lambda: _eager_if_it_must(run))
     if (names := draws.since()) and (line := draws.line(run)):
         raise HostError(
@@ -203,6 +205,7 @@ def _traced(
     home: Set[str],
     fixed_shapes: bool,
     record: Callable[[Callable[[Tensor], torch.fx.Node | None]], None],
+    state_count: int,
     is_compiling: bool = True,
 ) -> Graph:
     """Trace once, while torch.compiler.is_compiling() is True if `is_compiling`."""
@@ -268,7 +271,7 @@ def _traced(
     _name_dtypes(module.graph)
     real = watch.real()
     _refuse_gradients(real)
-    watch.settle(plain)
+    kept = watch.settle(plain, state_count=state_count, returned=len(wrappers) - len(outlines[0].tensors))
     captured = _lift(module, real)
     if any(isinstance(leaf, FakeTensor) for leaf in captured):
         raise RuntimeError(
@@ -280,7 +283,7 @@ def _traced(
     with fake:
         examples += [fake.from_tensor(leaf.detach(), static_shapes=True) for leaf in captured]
     wrapped, has_open = any([*around, *wrappers]), any(map(is_open_node, module.graph.nodes))
-    return Graph(module, examples, fake, captured, wrappers, outlines[0], wrapped, has_open)
+    return Graph(module, examples, fake, captured, kept, wrappers, outlines[0], wrapped, has_open)
 
 
 def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch.fx.GraphModule, list[Tensor]]:
@@ -609,25 +612,42 @@ class _Watch(LetsDynamoIn, TorchDispatchMode):
             if node is not None:
                 self._made[id(out)] = weakref.ref(out), node
 
-    def settle(self, given: list[Tensor], *, failed: bool = False) -> None:
-        """Give the tensors of a trace that Python has kept their values, computed from these arguments."""
+    def settle(
+        self, given: list[Tensor], *, failed: bool = False, state_count: int = 0, returned: int = 0
+    ) -> list[Tensor]:
+        """Give the tensors of a trace that Python has kept their values, computed from these arguments.
+
+        Args:
+            given: the arguments.
+            failed: whether the trace failed.
+            state_count: the number of arguments, the first ones, that are the state.
+            returned: the number of results, the first ones, that are the next state.
+
+        Returns:
+            Those that follow from arguments that change from call to call.
+        """
         self._leave_to_graphs()
         if any(ref() is not None for ref, _ in self._made.values()):
             gc.collect()  # autograd's nodes and what they refer to form cycles
         kept: list[Any] = [(ref(), node) for ref, node in self._made.values() if ref() is not None]
         self._made.clear()
         if not kept:
-            return
+            return []
         # Weak references to them prevent swap_tensors.
         self._tracer.tensor_tracker.clear()
         kept[0][0].fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
         graph, root, real = self._tracer.graph, self._tracer.root, self.real()
-        values: dict[torch.fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), given))
+        placeholders = graph.find_nodes(op="placeholder")
+        values: dict[torch.fx.Node, Any] = dict(zip(placeholders, given))
         for node in graph.find_nodes(op="get_attr"):
             value = getattr(root, str(node.target), None)
             if id(value) in real:
                 values[node] = real[id(value)].detach()
-        settle(kept, root, values, failed=failed)
+        constant: set[torch.fx.Node] = set()
+        if not failed:
+            state, results = placeholders[:state_count], graph.output_node().args[0][:returned]
+            constant = set(state) - Aliases(graph).changed(state, results)
+        return settle(kept, root, values, failed=failed, constant=constant)
 
     def _leave_to_graphs(self) -> None:
         """Give graphs inside the graph, such as the body of a scan, examples that are not tensors of the trace."""

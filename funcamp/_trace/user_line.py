@@ -15,6 +15,16 @@ import torch
 READS = "not read a tensor's value on the host (no .item(), no branch on a tensor or a size that follows from values)"
 FIXED = "take torch.where or a mask of fixed shape instead"
 INSTEAD = f"{FIXED}, and return in the metrics what you want to read"
+#: Torch's modules that read values, by the start of their module's name, and what to take instead.
+_READERS = {
+    "torch.ao.quantization.": (
+        "torch.ao.quantization, which branches on its buffers (FusedMovingAvgObsFakeQuantize of "
+        "get_default_qat_qconfig does not)"
+    ),
+    "torch.nn.modules.batchnorm": (
+        "torch.nn with momentum=None, which divides by its count of batches (momentum=0.1 reads nothing)"
+    ),
+}
 _OURS = (*(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent)), "<")
 
 
@@ -46,16 +56,14 @@ def _innermost_first(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 
 
 def _first_of_users(frames: Iterator[tuple[FrameType, int]], beside: tuple[str, ...] = ()) -> str:
-    quantizer = ""
+    reader = ""
     for frame, line in frames:
         name = frame.f_code.co_filename
         if not name.startswith((*_OURS, *beside)):
-            return f"{quantizer}{name}:{line} ({linecache.getline(name, line).strip()})"
-        if not quantizer and str(frame.f_globals.get("__name__")).startswith("torch.ao.quantization."):
-            # The line of the user calls a model; what reads is a module that prepare_qat put into it.
+            return f"{reader}{name}:{line} ({linecache.getline(name, line).strip()})"
+        if not reader:  # the line of the user calls a model, and what reads is a module of torch in it
+            module = str(frame.f_globals.get("__name__"))
             kind = type(frame.f_locals.get("self")).__name__
-            quantizer = (
-                f"{kind} of torch.ao.quantization, which branches on its buffers (FusedMovingAvgObsFakeQuantize of "
-                "get_default_qat_qconfig does not), called in "
-            )
+            reads = next((text for start, text in _READERS.items() if module.startswith(start)), None)
+            reader = f"{kind} of {reads}, called in " if reads else ""
     return "a line that is not known"

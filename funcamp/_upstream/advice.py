@@ -44,6 +44,8 @@ _FIXES = {
     "give it tensors, numbers and strings as arguments, and let it read no other tensor; or pass engine='autograd'",
     "element 0 of tensors does not require grad": "the state's tensors do not require gradients; differentiate with "
     "scaled_grad_and_value, torch.func.grad, or torch.autograd.grad with respect to `w.detach().requires_grad_()`",
+    "One of the differentiated Tensors does not require grad": "the loss must not freeze a parameter that it is given, "
+    "requires_grad_(False): freeze it before the loss is made, or take p.detach() in the loss",
     "appears to not have been used in the graph": "under torch.func the loss has separate tensors, of which "
     "torch.autograd.grad finds no way to those around it; take torch.func.grad there, or pass engine='autograd'",
     "backward through the graph a second time": "the step differentiates the loss: return it without calling "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import itertools
 import types
@@ -237,7 +238,7 @@ NAMES = {
     "attribute": r"criterion\.n changed from 0 to 1",
     "class": r"criterion\.total changed from 0 to 1",
     "list": r"len\(criterion\.seen\) changed from 1 to 2",
-    "iterator": r"criterion\.count \(a count\) changed from .*count\(0\).* to 'count\(1\)'",
+    "iterator": r"criterion\.count \(an iterator\) changed from .*count\(0\).* to 'count\(1\)'",
     "flag": r"criterion\.on changed from False to True",
     "none before": r"criterion\.last is a torch.float32 tensor of shape \(1, 1\)",
 }
@@ -302,3 +303,114 @@ def test_what_is_kept_once_is_no_state(compiled: bool) -> None:
     expected = trained(Caches(), F.mse_loss)
     torch.manual_seed(0)
     assert_same(stepped(Caches(), F.mse_loss, compiled), expected)
+
+
+class Anchored(nn.Module):
+    """Keeps a tensor of its first call and reads it in later ones."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer, self.norm = how, nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.first: Tensor | None = None
+        self.saved: dict[str, Tensor] = {}
+        self.of = functools.lru_cache(lambda name: self.get_parameter(name).detach().clone())
+
+    @functools.cached_property
+    def property(self) -> Tensor:
+        return self.layer.weight.detach().clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.layer(x))
+        if self.how == "attribute":
+            if self.first is None:
+                self.first = self.layer.weight.detach() * 2
+            start = self.first / 2
+        elif self.how == "buffer":
+            if self.first is None:
+                assert self.norm.running_mean is not None
+                self.first = self.norm.running_mean.clone()
+            return out + 0.1 * self.first
+        elif self.how == "cached_property":
+            start = self.property
+        elif self.how == "dict":
+            start = self.saved.setdefault("start", self.layer.weight.detach().clone())
+        else:
+            start = self.of("layer.weight")
+        return out + (self.layer.weight - start).square().sum()
+
+
+ANCHORS = {
+    "attribute": r"model\.first is",
+    "buffer": r"model\.first is",
+    "cached_property": r"model\.property is",
+    "dict": r"model\.saved\['start'\] is",
+    "lru_cache": r"a variable or a function's cache is",
+}
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("how", ANCHORS)
+def test_a_tensor_that_is_kept_of_a_changing_part_of_the_state_is_refused_under_jit(how: str, donate: bool) -> None:
+    torch.manual_seed(0)
+    model = Anchored(how)
+    copied = copy.deepcopy(model) if how != "lru_cache" else None
+    step = make_train_step(module_loss(model, square), SGD)
+    if copied is not None:
+        assert_same(stepped(copied, square, False), trained(copy.deepcopy(model), square))
+    message = (
+        rf"must not keep a tensor in Python from call to call.*a part of the state.*{ANCHORS[how]} a torch.float32"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        jit(step, backend="eager", donate=donate)(step.init(), BATCHES[0])
+
+
+def square(out: Tensor, y: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+class Rotary(nn.Module):
+    """Makes tables of a buffer that no step changes, at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("frequencies", torch.arange(4.0))
+        self.frequencies: Tensor
+        self.table: Tensor | None = None
+        self.like: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.outer(torch.arange(4.0), self.frequencies).cos().to(x.dtype)
+            self.like = torch.ones_like(self.layer.weight) + torch.zeros_like(x[0])
+        assert self.like is not None
+        out: Tensor = self.norm(self.layer(x)) @ self.table @ self.like
+        return out
+
+
+@pytest.mark.parametrize("policy", [None, "float16"])
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_table_of_a_buffer_that_no_step_changes_may_be_kept(donate: bool, policy: str | None) -> None:
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        step = make_train_step(module_loss(Rotary(), square), SGD, policy=policy)
+        run: Any = jit(step, backend="eager", donate=donate) if compiled else step
+        state, losses = step.init(), []
+        for batch in BATCHES:
+            state, metrics = run(state, batch)
+            losses.append(metrics.loss)
+        results.append(losses)
+    assert_same(results[1], results[0])
+
+
+def test_a_tensor_that_a_plain_function_keeps_of_its_state_is_refused() -> None:
+    held: list[Tensor] = []
+
+    def step(state: Tensor, batch: Tensor) -> Any:
+        if not held:
+            held.append(state.clone())
+        return state + (batch * held[0]).sum(), None
+
+    with pytest.raises(RuntimeError, match=r"must not keep a tensor in Python from call to call.*shape \(\) on cpu"):
+        jit(step, backend="eager")(torch.ones(()), torch.ones(3))

@@ -20,6 +20,7 @@ import funcamp
 from funcamp._autograd import module_loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._jit import jit_step
+from funcamp._trace.carried_state import CarriedState
 from funcamp._verify.compare import Rounding
 from funcamp._verify.report import Outcome, Verification
 from tests.support.helpers import assert_same, clone
@@ -352,6 +353,7 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_loss, "with_hooks", lambda values, own: values)
     monkeypatch.setattr(module_loss, "like_own_tensors", lambda values, own: contextlib.nullcontext())
     monkeypatch.setattr(jit_step, "_python_parts", lambda step: {})
+    monkeypatch.setattr(CarriedState, "traced", lambda self, trace_once: trace_once())
 
 
 class OneLayer(nn.Module):

@@ -1,0 +1,236 @@
+"""What the first call of a module's loss refuses by name, instead of an error of torch or a value that is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization as quantization
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
+from tests.support.helpers import assert_same
+
+SGD = stateless(torch.optim.SGD, lr=0.1)
+BATCH = (torch.linspace(-1, 1, 12).reshape(3, 4), torch.ones(3, 4))
+eager_and_jit = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+
+
+def steps(model: nn.Module, compiled: bool, criterion: Any = F.mse_loss, batch: Any = BATCH, count: int = 2) -> Any:
+    step = make_train_step(module_loss(model, criterion), SGD, ScalerConfig(1.0))
+    run: Any = jit(step, backend="eager") if compiled else step
+    state, losses = step.init(), []
+    for _ in range(count):
+        state, metrics = run(state, batch)
+        losses.append(metrics.loss)
+    return losses
+
+
+class Freezes(nn.Module):
+    """Freezes a parameter from a certain call on."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.layer, self.scale, self.left = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), at
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.left == 0:
+            self.scale.requires_grad_(False)
+        self.left -= 1
+        out: Tensor = self.layer(x) * self.scale
+        return out
+
+
+@eager_and_jit
+def test_a_parameter_that_the_forward_pass_freezes_is_named(compiled: bool) -> None:
+    message = r"module_loss: model must not freeze a parameter .*; got requires_grad=False on 'scale': freeze it before"
+    with pytest.raises(ValueError, match=message):
+        steps(Freezes(0), compiled)
+
+
+def test_a_parameter_that_a_later_forward_pass_freezes() -> None:
+    with pytest.raises(RuntimeError, match=r"the loss must not freeze a parameter that it is given, requires_grad_"):
+        steps(Freezes(1), compiled=False)
+
+
+def test_an_attribute_of_a_tensor_of_the_batch_is_named_under_jit() -> None:
+    class Masked(nn.Linear):
+        def forward(self, x: Any) -> Tensor:
+            out: Tensor = super().forward(x) * x.mask
+            return out
+
+    x: Any = BATCH[0].clone()
+    x.mask = torch.ones(3, 4)
+    steps(Masked(4, 4), compiled=False, batch=(x, BATCH[1]))
+    message = r"jit: batch\[0\] must be a tensor without attributes of its own, .* with .mask: pass mask as a part"
+    with pytest.raises(TypeError, match=message):
+        steps(Masked(4, 4), compiled=True, batch=(x, BATCH[1]))
+
+
+@dataclasses.dataclass
+class Config:
+    scale: float = 2.0
+
+
+class Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("constant", "advice"),
+    [(Config(), r"make it immutable, @dataclass\(frozen=True\)"), (Unhashable(), r"give it a __hash__ that follows")],
+)
+def test_the_advice_for_a_constant_that_cannot_be_hashed(constant: Any, advice: str) -> None:
+    run = jit(lambda state, batch: (state + batch[0].sum(), None), backend="eager")
+    with pytest.raises(TypeError, match=rf"jit: batch\[1\] must be .*; got .*: {advice}"):
+        run(torch.zeros(()), (torch.ones(3), constant))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*reduce_range:UserWarning")
+def test_observers_that_were_never_called_are_named_under_jit() -> None:
+    model = nn.Sequential(quantization.QuantStub(), nn.Linear(4, 4)).train()
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm", version=1)
+    quantization.prepare_qat(model, inplace=True)
+    message = r"must have the shapes of its buffers; '1.weight_fake_quant.*min_val' is empty, .*: call the model on a"
+    with pytest.raises(ValueError, match=message):
+        steps(model, compiled=True)
+
+
+def test_a_batch_norm_without_momentum_is_named_under_jit() -> None:
+    message = r"BatchNorm1d of torch.nn with momentum=None, .* \(momentum=0.1 reads nothing\), called in "
+    with pytest.raises(RuntimeError, match=message):
+        steps(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), compiled=True)
+
+
+class Meter:
+    """A criterion that only records."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.count, self.total, self.cache = how, 0, 0.0, None
+
+    def __call__(self, out: Tensor, y: Tensor) -> Tensor:
+        value = F.mse_loss(out, y)
+        kept: Any = self
+        self.count += 1
+        if self.how == "sum":
+            kept.total = kept.total + value.detach()
+        elif self.how == "average":
+            kept.mean = value.detach() / self.count
+        elif self.how == "cache":
+            if self.cache is None:
+                kept.cache = torch.ones(4)
+            kept.mean = value.detach() / self.count
+            value = value * kept.cache.mean()
+        return value
+
+
+@pytest.mark.parametrize("how", ["count", "sum", "average", "cache"])
+def test_what_is_only_recorded_is_logged_and_not_refused(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        results.append(steps(nn.Linear(4, 4), compiled, Meter(how)))
+    assert_same(results[1], results[0])
+    assert "later calls will not: criterion.count (from 0 to 1)" in caplog.text
+
+
+class Hooked(nn.Module):
+    """Has a hook that keeps something of the gradient in a buffer, or in a plain attribute."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm: Tensor
+        if how == "plain attribute":
+            self.norm = torch.zeros(())
+        else:
+            self.register_buffer("norm", torch.zeros(()))
+        if how == "module's hook":
+            self.layer.register_full_backward_hook(self.look)
+        else:
+            self.layer.weight.register_hook(self.replace if how == "assigned" else self.write)
+
+    def look(self, layer: nn.Module, given: Any, taken: Any) -> None:
+        self.write(taken[0])
+
+    def write(self, grad: Tensor) -> None:
+        self.norm.copy_(grad.norm())
+
+    def replace(self, grad: Tensor) -> None:
+        self.norm = grad.norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.first(x)) * (1 + self.norm)
+        return out
+
+
+@eager_and_jit
+@pytest.mark.parametrize("how", ["parameter's hook", "module's hook", "assigned"])
+def test_a_buffer_that_a_hook_of_the_backward_pass_writes_is_named(how: str, compiled: bool) -> None:
+    with pytest.raises(
+        ValueError, match=r"must not write its buffers in the backward pass.* a hook wrote 'norm': keep"
+    ):
+        steps(Hooked(how), compiled)
+
+
+@eager_and_jit
+def test_a_plain_attribute_that_such_a_hook_writes_is_as_in_torchs_loop(compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = Hooked("plain attribute")
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = F.mse_loss(model(BATCH[0]), BATCH[1])
+        value.backward()
+        optimizer.step()
+        expected.append(value.detach())
+    torch.manual_seed(0)
+    assert_same(steps(Hooked("plain attribute"), compiled, count=3), expected)
+
+
+@eager_and_jit
+def test_a_checkpoint_that_writes_buffers_again_is_no_hook(compiled: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.part, x, use_reentrant=False)
+
+    steps(Checkpointed(), compiled)
+
+
+class KeepsAView(nn.Module):
+    """Keeps a view of its weight at the first call, and reads it in later ones or sets it anew."""
+
+    def __init__(self, anew: bool) -> None:
+        super().__init__()
+        self.anew, self.layer = anew, nn.Linear(4, 4)
+        self.view: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.view is None or self.anew:
+            self.view = self.layer.weight.detach()
+        out: Tensor = self.layer(x) + (self.layer.weight - self.view).square().sum()
+        return out
+
+
+@pytest.mark.parametrize("policy", [None, "bfloat16"])
+@pytest.mark.parametrize("consume", [False, True])
+def test_a_view_of_a_parameter_that_the_first_call_keeps_is_named_when_it_is_read(
+    consume: bool, policy: str | None
+) -> None:
+    for anew in (True, False):
+        step = make_train_step(module_loss(KeepsAView(anew), F.mse_loss), SGD, policy=policy)
+        state, _ = step(step.init(consume=consume), BATCH)
+        if anew:
+            for _ in range(2):
+                state, _ = step(state, BATCH)
+            continue
+        with pytest.raises(ValueError, match=r"got 'model.view' as a tensor kept from before by .* keep a clone\(\)"):
+            step(state, BATCH)

@@ -15,6 +15,7 @@ from funcamp import _tree, _upstream
 from funcamp._optim.hyperparameters import example, is_dynamic, map_items, stand_in
 from funcamp._optim.number import Use
 from funcamp._optim.run import as_tensor, first_values, run_step
+from funcamp._optim.wrong_arguments import check_class, refuse_parameters, refuse_schedulers
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,13 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
         TypeError: as in `stateless`.
         ValueError: as in `stateless`.
     """
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise TypeError(f"stateless: optimizer must be a subclass of torch.optim.Optimizer; got {cls!r}")
+    check_class(cls)
     accepted = inspect.signature(cls.__init__).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     for name, value in hyperparameters.items():
+        if name == "params":
+            refuse_parameters(cls, value)
+        refuse_schedulers(name, value)
         if name in ("self", "params") or not (open_ended or name in accepted):
             raise TypeError(f"stateless: {cls.__name__} has no hyperparameter {name}; got {name}={value!r}")
     for name in ("fused", "foreach", "differentiable"):
@@ -101,7 +104,9 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
             kind = TypeError if isinstance(error, TypeError) else ValueError
             examples = ", ".join([f"{name}={arguments[name]!r}" for name in dynamic])
             examples = f" (with {examples} for tensors and schedules)" if examples else ""
-            raise kind(f"stateless: {cls.__name__} refuses its hyperparameters: {error}{examples}") from error
+            given = ", ".join([f"{name}={_tree.brief(value)}" for name, value in hyperparameters.items()])
+            given = f", {given}" if given else ""
+            raise kind(f"stateless: {cls.__name__} refuses its hyperparameters{given}: {error}{examples}") from error
         for name in dynamic:
             _refuse_reads_of(cls, name, arguments[name], run)
         _refuse_host_reads(cls, run)

@@ -71,7 +71,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         AssertionError: growth_factor is not above 1, or backoff_factor not below 1.
-        TypeError: device is no string, or one of the four numbers no number; config is not a `ScalerConfig`, or allow_fp16 not a bool.
+        TypeError: device is no string, or one of the four numbers no number; config is not a `ScalerConfig`, or
+            allow_fp16 not a bool.
         ValueError: config is given with one of the four numbers; skip is neither; a number cannot be used.
 
     Example:

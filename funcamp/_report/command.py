@@ -106,7 +106,8 @@ def from_the_script(trace: TracebackType | None, error: BaseException) -> Traceb
 
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error without the frames that lead to the script."""
-    sys.__excepthook__(kind, error, from_the_script(trace, error))
+    trace = from_the_script(trace, error)
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
 def _path(script: Path) -> list[str]:

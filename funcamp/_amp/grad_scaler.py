@@ -328,14 +328,11 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError(
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
             )
-        for name in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"):
-            if name not in state_dict:
-                names = ", ".join(map(repr, list(state_dict)[:4])) + ", ..." * (len(state_dict) > 4)
-                fix = ": load its 'scaler'" if "scaler" in state_dict else ""
-                fix = ": step.to_torch(state)['scaler'] is a step's" if "scaler.scale" in state_dict else fix
-                raise KeyError(
-                    f"{call}: state_dict must have {name!r}, as scaler.state_dict() has; it has {names}{fix}"
-                )
+        if "scale" not in state_dict:  # another object's; if only a part is missing, torch's error names it
+            names = ", ".join(map(repr, list(state_dict)[:4])) + ", ..." * (len(state_dict) > 4)
+            fix = ": load its 'scaler'" if "scaler" in state_dict else ""
+            fix = ": step.to_torch(state)['scaler'] is a step's" if "scaler.scale" in state_dict else fix
+            raise KeyError(f"{call}: state_dict must have 'scale', as scaler.state_dict() has; it has {names}{fix}")
         scale = saved_scale(call, state_dict["scale"])
         rule = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
         tracker = saved_count(call, "_growth_tracker", state_dict["_growth_tracker"])

@@ -7,7 +7,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -98,10 +98,12 @@ class JitStep(Fixed):
         """Pickle or copy the step, which must be picklable, and the options; a copy compiles again."""
         return JitStep, (self._step, self._options)
 
-    def __getattr__(self, name: str) -> Any:
-        step = vars(self).get("_step")
-        fix = f": it is the step's that it was made of, step.{name}" if hasattr(step, name) else ""
-        raise AttributeError(f"jit({step!r}): has no {name!r}{fix}")
+    if not TYPE_CHECKING:  # a type checker refuses unknown names itself
+
+        def __getattr__(self, name: str) -> Any:
+            step = vars(self).get("_step")
+            fix = f": it is the step's that it was made of, step.{name}" if hasattr(step, name) else ""
+            raise AttributeError(f"jit({step!r}): has no {name!r}{fix}")
 
     @property
     def programs(self) -> int:

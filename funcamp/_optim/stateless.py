@@ -7,7 +7,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -56,8 +56,10 @@ class StatelessOptimizer(Fixed):
         given = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
         return f"stateless({self._cls.__module__}.{self._cls.__qualname__}{given})"
 
-    def __getattr__(self, name: str) -> Any:
-        raise missing(self, name) if "_hyperparameters" in vars(self) else AttributeError(name)
+    if not TYPE_CHECKING:  # a type checker refuses unknown names itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(self, name) if "_hyperparameters" in vars(self) else AttributeError(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._cls, self._hyperparameters)

@@ -105,8 +105,8 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
             examples = ", ".join([f"{name}={arguments[name]!r}" for name in dynamic])
             examples = f" (with {examples} for tensors and schedules)" if examples else ""
             given = ", ".join([f"{name}={_tree.brief(value)}" for name, value in hyperparameters.items()])
-            given = f", {given}" if given else ""
-            raise kind(f"stateless: {cls.__name__} refuses its hyperparameters{given}: {error}{examples}") from error
+            given = f"; got {given}" if given else ""
+            raise kind(f"stateless: {cls.__name__} refuses its hyperparameters: {error}{examples}{given}") from error
         for name in dynamic:
             _refuse_reads_of(cls, name, arguments[name], run)
         _refuse_host_reads(cls, run)

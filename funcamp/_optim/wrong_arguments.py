@@ -27,7 +27,7 @@ def check_class(cls: object) -> None:
     elif isinstance(cls, str):
         known = {name.lower(): name for name, value in vars(torch.optim).items() if isinstance(value, type)}
         fix = f": write stateless(torch.optim.{known[cls.lower()]})" if cls.lower() in known else ""
-    raise TypeError(f"{_CALL}: optimizer must be a class, a subclass of torch.optim.Optimizer; got {got}{fix}")
+    raise TypeError(f"{_CALL}: optimizer must be a subclass of torch.optim.Optimizer; got {got}{fix}")
 
 
 def refuse_positional(cls: type, positional: tuple[object, ...]) -> None:

@@ -109,8 +109,8 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
     Raises:
         TypeError: a leaf is an integer tensor, neither strided nor sparse COO, or neither a tensor nor None; reduce
             does not return a tensor.
-        ValueError: every leaf is None; a leaf is on another type of device than the state; reduce returns another
-            shape.
+        ValueError: every leaf is None, without reduce (another rank may have gradients); a leaf is on another type of
+            device than the state; reduce returns another shape.
 
     Example:
         >>> state = init(ScalerConfig(init_scale=8.0))
@@ -125,7 +125,7 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
     _tree.check_whole("unscale_and_check", "grads", grads)
     flat, spec = _tree.gradients("unscale_and_check", "grads", grads, state.scale.device)
     inv_scale = reciprocal(state.scale)
-    if flat and all(leaf is None for leaf in flat):
+    if reduce is None and flat and all(leaf is None for leaf in flat):
         raise ValueError(
             f"unscale_and_check: grads must hold a gradient; got None for all of its {len(flat)} leaves: call "
             "backward() before, or leave the step out"

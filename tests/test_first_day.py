@@ -271,3 +271,27 @@ def test_none_of_these_warn() -> None:
         warnings.simplefilter("error")
         step = make_train_step(module_loss(make_model(), mse_loss), SGD, policy="float16")
         step(step.init(), (X, Y))
+
+
+class Inner(Lookahead):
+    """A wrapper whose inner optimizer has the state."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+class Every(torch.optim.SGD):
+    """An optimizer that counts in an attribute."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        if self.calls % 5 == 0:
+            super().step()
+
+
+@pytest.mark.parametrize(("cls", "given"), [(Inner, {"base": torch.optim.Adam}), (Every, {"lr": 0.1})])
+def test_an_optimizer_with_state_elsewhere_is_refused(cls: Any, given: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"{cls.__name__} cannot be made pure: it keeps state besides self.state"):
+        stateless(cls, **given)

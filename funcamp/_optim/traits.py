@@ -114,7 +114,9 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
         for name in dynamic:
             _refuse_other_results(cls, name, hyperparameters[name], arguments, run, precise)
         branches = _branches(cls, arguments, dynamic, run, precise)
-        return _observe(cls, arguments, dynamic, branches, untouched, run)
+        traits = _observe(cls, arguments, dynamic, branches, untouched, run)
+        _refuse_other_state(cls, arguments, precise)
+        return traits
 
 
 #: Parameters, and their gradients.
@@ -260,6 +262,34 @@ def _branches(
         if not same or not all(torch.equal(a, b) for a, b in zip(used, unused_results)):
             found.append(asked)
     return tuple(found)
+
+
+def _refuse_other_state(cls: type[torch.optim.Optimizer], arguments: dict[str, Any], numbers: _Numbers) -> None:
+    """Refuse a class that keeps state elsewhere than in `self.state`: in an attribute, or in another optimizer.
+
+    One instance takes a few steps, and so do new ones that get only the state: they must come to the same numbers.
+    """
+    own = [param.clone() for param in numbers[0]]
+    instance = cls(own, **arguments)
+    params, states = numbers[0], None
+    for number in range(_STEPS):
+        grads = [(grad + number).cos() for grad in numbers[1]]
+        for param, grad in zip(own, grads):
+            param.grad = grad.clone()
+        with torch.no_grad():
+            instance.step()
+        params, after, _ = run_step(cls, arguments, {}, params, grads, states)
+        states = [_state_tensors(state, param) for state, param in zip(after, params)]
+    if _distance(params, own) > 1e-3:
+        raise _impure(
+            cls,
+            "it keeps state besides self.state, in an attribute or in another optimizer, which a new instance lacks; "
+            "keep it in self.state[param]",
+        )
+
+
+#: Steps that find state besides `self.state`; a counter often acts at every fifth.
+_STEPS = 6
 
 
 def _first_line(error: Exception) -> str:

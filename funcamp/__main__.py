@@ -46,4 +46,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    sys.excepthook = command.excepthook
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -166,9 +166,22 @@ def describe(leaf: object) -> str:
         layout = "" if leaf.layout == torch.strided else f" in layout {leaf.layout}"
         return f"a {leaf.dtype} tensor of shape {tuple(leaf.shape)} on {leaf.device}{layout}"
     if torch.compiler.is_compiling():  # Dynamo may represent the value by a symbol, which has no string
-        return f"a {type(leaf).__name__}"
+        return _a(leaf)
+    if leaf is None or hasattr(leaf, "__array_interface__"):  # the values of an array say nothing
+        return "None" if leaf is None else _a(leaf)
+    if isinstance(leaf, Mapping):
+        return brief(leaf)
     text = repr(leaf)
     return f"{text} of type {type(leaf).__name__}" if _is_short(text) else _a(leaf)
+
+
+def as_tensor_hint(leaf: object) -> str:
+    """Return how to make a tensor, or a pytree of them, of what is no tensor; "" if there is no such way."""
+    if isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__array_interface__"):
+        return ": torch.as_tensor makes one"
+    if isinstance(leaf, (torch.nn.Module, Iterator)):
+        return ": pass a pytree of tensors, such as a dict of the module's named_parameters()"
+    return ""
 
 
 def brief(value: object) -> str:
@@ -184,6 +197,18 @@ def brief(value: object) -> str:
         return f"{kind} of {_listed([describe(item) if isinstance(item, Tensor) else _a(item) for item in value])}"
     text = repr(value)
     return text if _is_short(text) else kind
+
+
+def brief_or_class(value: object) -> str:
+    """Return any value for an error message that wants its state_dict."""
+    if hasattr(value, "state_dict"):
+        return f"{_a(value)}: pass its state_dict()"
+    return brief(value)
+
+
+def brief_kind(value: object) -> str:
+    """Return the class of a value for an error message: a Linear, an Adam."""
+    return _a(value)
 
 
 def _is_short(text: str) -> bool:
@@ -219,7 +244,8 @@ def tensors(call: str, name: str, tree: Tree) -> tuple[list[Tensor | None], Tree
     flat, spec = flatten(tree)
     for index, leaf in enumerate(flat):
         if leaf is not None and not isinstance(leaf, Tensor):
-            raise TypeError(f"{call}: {name}{path_of(tree, index)} must be a tensor or None; got {describe(leaf)}")
+            where = f"{call}: {name}{path_of(tree, index)}"
+            raise TypeError(f"{where} must be a tensor or None; got {describe(leaf)}{as_tensor_hint(leaf)}")
     return flat, spec
 
 

@@ -121,7 +121,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rule": (lambda: ScalerConfig(rule="fast"), ValueError, "rule must be one of dynamic, static, .*; got 'fast'"),
     "static zero": (lambda: presets.static(0), ValueError, "init_scale must be positive"),
     # the state
-    "init config": (lambda: init({"init_scale": 2}), TypeError, "init: config must be a ScalerConfig .*got {"),  # type: ignore[arg-type]
+    "init config": (lambda: init({"init_scale": 2}), TypeError, "init: config must be a ScalerConfig .*got a dict with 'init_scale'"),  # type: ignore[arg-type]
     "update config": (lambda: update(STATE, 2.0), TypeError, "update: config must be a ScalerConfig"),  # type: ignore[arg-type]
     "state none": (lambda: scale(None, W), TypeError, "scale: state must be a ScalerState.*got None"),  # type: ignore[arg-type]
     "state tuple": (lambda: unscale(tuple(STATE), W), TypeError, "unscale: state must be a ScalerState"),  # type: ignore[arg-type]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState as Stage
 
-from funcamp import _upstream
+from funcamp import _tree, _upstream
 from funcamp._amp.undo import Flags, entries, forget, is_watched, joined, make_state, obstacle, read, select, with_grads
 from funcamp._amp.undo_compiled import prepare, select_compiled
 from funcamp._amp.unscale import by_device, unscale
-from funcamp._check import boolean
+from funcamp._check import boolean, real
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.precision import reciprocal
 from funcamp._scaler.state import RuleState, ScalerState, tensors_of, with_counters
@@ -71,7 +71,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         AssertionError: growth_factor is not above 1, or backoff_factor not below 1.
-        TypeError: config is not a `ScalerConfig`, or allow_fp16 not a bool.
+        TypeError: device is no string, or one of the four numbers no number; config is not a `ScalerConfig`, or
+            allow_fp16 not a bool.
         ValueError: config is given with one of the four numbers; skip is neither; a number cannot be used.
 
     Example:
@@ -106,7 +107,14 @@ class GradScaler(torch.amp.GradScaler):
         if skip not in (None, "select", "host"):
             raise ValueError(f'GradScaler: skip must be "select", "host" or None; got {skip!r}')
         boolean("GradScaler", "allow_fp16", allow_fp16)
+        if isinstance(device, torch.device):
+            device = device.type
+        if not isinstance(device, str):
+            fix = f': write GradScaler("cuda", init_scale={device})' if isinstance(device, (int, float)) else ""
+            raise TypeError(f"GradScaler: device must be a string, as in torch.amp; got {_tree.brief(device)}{fix}")
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        for name, number in zip(("init_scale", "growth_factor", "backoff_factor", "growth_interval"), numbers):
+            real("GradScaler", name, number)
         if config is not None:
             check_config("GradScaler", config)
             if numbers != (2.0**16, 2.0, 0.5, 2000):
@@ -308,16 +316,23 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             KeyError: an entry is missing.
             RuntimeError: it is empty, as of a disabled scaler.
-            TypeError: an entry is not a number.
+            TypeError: it is no dict, or an entry is not a number.
             ValueError: a number in it cannot be used.
         """
         if not self._enabled:
             return
+        call = "GradScaler.load_state_dict"
+        if not isinstance(state_dict, abc.Mapping):
+            raise TypeError(f"{call}: state_dict must be a dict; got {_tree.brief_or_class(state_dict)}")
         if len(state_dict) == 0:
             raise RuntimeError(
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
             )
-        call = "GradScaler.load_state_dict"
+        if "scale" not in state_dict:  # another object's; if only a part is missing, torch's error names it
+            names = ", ".join(map(repr, list(state_dict)[:4])) + ", ..." * (len(state_dict) > 4)
+            fix = ": load its 'scaler'" if "scaler" in state_dict else ""
+            fix = ": step.to_torch(state)['scaler'] is a step's" if "scaler.scale" in state_dict else fix
+            raise KeyError(f"{call}: state_dict must have 'scale', as scaler.state_dict() has; it has {names}{fix}")
         scale = saved_scale(call, state_dict["scale"])
         rule = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
         tracker = saved_count(call, "_growth_tracker", state_dict["_growth_tracker"])

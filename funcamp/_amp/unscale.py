@@ -15,7 +15,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from funcamp import _upstream
+from funcamp import _tree, _upstream
 from funcamp._distributed.dtensor import any_rank, is_distributed, local, settled_sum
 
 
@@ -24,9 +24,12 @@ def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.
 
     Raises:
         AssertionError: a parameter is not a tensor.
+        TypeError: optimizer has no parameter groups.
         ValueError: a gradient is float16, without allow_fp16.
     """
     grads: dict[torch.device, list[Tensor]] = defaultdict(list)
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"GradScaler: optimizer must be a torch.optim.Optimizer; got {_tree.brief(optimizer)}")
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not isinstance(param, Tensor):

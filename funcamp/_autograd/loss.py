@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from funcamp import _tree
 from funcamp._autograd.scaled_grad import Engine, check_engine, put_leaves_in_graphs
@@ -50,6 +50,14 @@ class Loss:
     def params(self) -> dict[str, Tensor]:
         """Return the initial parameters, if the loss knows them."""
         raise TypeError("init: params must be given, because the loss was not made by module_loss; got None")
+
+    def why_empty(self) -> str:
+        """Return why there are no parameters, for an error message."""
+        return ""
+
+    def shapes(self) -> dict[str, Size]:
+        """Return the shapes of the parameters that the loss knows, by their stored names."""
+        return {}
 
     def fresh(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the buffers that the function is called with: copies, because it may write them."""
@@ -146,7 +154,9 @@ def check_function(call: str, function: object) -> None:
     """Raise TypeError if this is not a function of parameters and batch."""
     name = "function" if call == "loss" else "loss_fn"
     if not callable(function):
-        raise TypeError(f"{call}: {name} must be callable; got {_tree.brief(function)}")
+        swapped = callable(getattr(function, "update", None)) and not isinstance(function, Mapping)
+        fix = ": the loss goes first, then the optimizer" if swapped else ""
+        raise TypeError(f"{call}: {name} must be callable; got {_tree.brief(function)}{fix}")
     if isinstance(function, nn.Module):
         raise TypeError(
             f"{call}: {name} must be a function of parameters and batch: write module_loss(model, criterion), or "

@@ -221,9 +221,21 @@ class ModuleLoss(Loss):
                     f"{type(self.model).__name__}.forward{inspect.signature(self.model.forward)} takes them; "
                     f"got {_tree.brief(batch)}: {error}"
                 ) from error
-            return loss_in(outputs) if self.criterion is None else self.criterion(outputs, target)
+            return loss_in(outputs) if self.criterion is None else self._criterion_of(outputs, target)
 
         return self._with(values, run)
+
+    def _criterion_of(self, outputs: Any, target: Any) -> Any:
+        criterion: Any = self.criterion
+        if torch.compiler.is_dynamo_compiling():
+            return criterion(outputs, target)
+        try:
+            return criterion(outputs, target)
+        except NotImplementedError as error:  # of a kernel for floats that got the integers of a target
+            raise TypeError(
+                "module_loss: criterion is called with the model's output and the target, in this order; got "
+                f"{_tree.brief(outputs)} and {_tree.brief(target)}, for which torch says: {error}"
+            ) from error
 
     def _with(self, values: dict[str, Tensor], run: Callable[[], Any]) -> Any:
         """Call run while the module has these tensors; write tensors that run assigned there into values."""
@@ -372,6 +384,15 @@ class ModuleLoss(Loss):
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         return {stored: parameters[stored] for stored in dict.fromkeys(self.names.values())}
 
+    def why_empty(self) -> str:
+        """Return why there are no parameters, for an error message."""
+        frozen = any(True for _ in self._made_of.parameters())
+        return f": {'every parameter of the module is frozen' if frozen else 'the module has no parameter'}"
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes of the module's parameters and buffers, by name."""
+        return {name: value.shape for name, value in self._own_tensors().items()}
+
     def own_params(self) -> dict[str, Tensor]:
         """Return the module's trainable parameters themselves, for a state that replaces their memory.
 
@@ -519,7 +540,11 @@ def module_loss(
         tensor(1.)
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"module_loss: model must be a torch.nn.Module; got {_tree.brief(model)}")
+        fix = ""
+        if isinstance(criterion, nn.Module) or callable(model):
+            made = f" with {model.__name__}(...)" if isinstance(model, type) else ""
+            fix = f": write module_loss(model, criterion){made}"
+        raise TypeError(f"module_loss: model must be a torch.nn.Module; got {_tree.brief(model)}{fix}")
     if criterion is not None and not callable(criterion):
         raise TypeError(f"module_loss: criterion must be callable; got {_tree.brief(criterion)}")
     if isinstance(criterion, type) and issubclass(criterion, nn.Module):

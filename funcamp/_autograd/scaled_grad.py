@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -247,14 +247,28 @@ def loss_and_aux(call: str, returned: Any, beside: bool) -> tuple[Tensor, Any]:
     """Return the loss, and what a loss function returned beside it if it returns more."""
     loss, aux = pair(call, "loss_fn", returned) if beside else (returned, ())
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        raise TypeError(f"{call}: loss_fn must return a floating-point tensor as loss; got {_tree.describe(loss)}")
+        got = f"{_tree.describe(loss)}{_loss_hint(loss)}"
+        raise TypeError(f"{call}: loss_fn must return a floating-point tensor as loss; got {got}")
     return loss, aux
+
+
+def _loss_hint(loss: object) -> str:
+    if loss is None:
+        return ": return the loss"
+    if isinstance(loss, tuple):
+        return ": with has_aux=True a loss may return (loss, aux)"
+    if isinstance(loss, Mapping):
+        return ": return the loss itself, or with has_aux=True (loss, aux)"
+    if isinstance(loss, (bool, int, float)):
+        return ": return the tensor, without item()"
+    return ""
 
 
 def _split(call: str, returned: Any, has_aux: bool) -> tuple[Tensor, Any]:
     loss, aux = loss_and_aux(call, returned, has_aux)
     if loss.dim() != 0:
-        raise ValueError(f"{call}: loss_fn must return a loss of shape (); got {tuple(loss.shape)}")
+        got = f"{tuple(loss.shape)}: take its mean() or sum()"
+        raise ValueError(f"{call}: loss_fn must return a loss of shape (); got {got}")
     if not loss.requires_grad:
         raise ValueError(
             f"{call}: loss_fn must return a loss that depends on the parameters through differentiable operations; got "

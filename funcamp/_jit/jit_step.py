@@ -8,13 +8,13 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
-from funcamp._check import Fixed
+from funcamp._check import Fixed, one_batch
 from funcamp._jit import cuda_graph
 from funcamp._jit.ahead import Request, ahead
 from funcamp._jit.buffer_pool import Scratch, asked, keep_heap, wanted
@@ -30,6 +30,7 @@ from funcamp._jit.signature import (
     flat,
     key_of,
     kinds,
+    padding,
     shapes,
 )
 from funcamp._jit.training_modes import TrainingModes
@@ -86,6 +87,8 @@ class JitStep(Fixed):
         self._owned: Owned | None = None
         self._like: Tree = None
         self._captured = CapturedTensors()
+        #: The checks that a TrainStep makes of its arguments.
+        self._check_call = getattr(step, "check_call", None)
         self._carried = CarriedState(_python_parts(step))
         self._modes = TrainingModes()
         self._graphs: cuda_graph.CudaGraphs | None = None
@@ -102,12 +105,19 @@ class JitStep(Fixed):
         """Pickle or copy the step, which must be picklable, and the options; a copy compiles again."""
         return JitStep, (self._step, self._options)
 
+    if not TYPE_CHECKING:  # a type checker refuses unknown names itself
+
+        def __getattr__(self, name: str) -> Any:
+            step = vars(self).get("_step")
+            fix = f": it is the step's that it was made of, step.{name}" if hasattr(step, name) else ""
+            raise AttributeError(f"jit({step!r}): has no {name!r}{fix}")
+
     @property
     def programs(self) -> int:
         """Return the number of batch signatures traced so far."""
         return len(self._programs)
 
-    def __call__(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
+    def __call__(self, state: Tree, batch: Tree, *more: NoReturn) -> tuple[Any, Any]:
         """Take one step, or `unroll` steps. Compiles at the first call for a batch signature. No sync.
 
         Threads take turns: each gets the successor of the state that it passed.
@@ -117,6 +127,7 @@ class JitStep(Fixed):
             batch: a pytree; its tensors may have any values, its other leaves are constants of the program. With
                 capture, tensors on the host are copied to the state's device, without waiting if their memory is
                 pinned.
+            *more: nothing; a batch is one argument.
 
         Raises:
             TypeError: a leaf of state is not a tensor; step does not return a pair; a constant of the batch is not
@@ -132,6 +143,8 @@ class JitStep(Fixed):
                 f"jit: {self!r} must not be called inside another jit or a transform of "
                 "torch.func (vmap, grad): use the function it was made of there, and jit the result"
             )
+        if more:
+            one_batch("jit", batch, *more)
         with self._turn:
             return self._call(state, batch)
 
@@ -165,6 +178,8 @@ class JitStep(Fixed):
         owned = self._owned
         known = owned is not None and owned.is_of(state)
         if not known:
+            if self._check_call is not None:
+                self._check_call("step", state, batch)
             check_state(state)
         if program is not None and program.written is not None:
             self._check_written(program.written, state, batch, known=known)
@@ -262,7 +277,7 @@ class JitStep(Fixed):
             if len(self._programs) >= options.max_signatures:
                 raise ValueError(
                     f"jit: batch must have at most {options.max_signatures} signatures in all (max_signatures); "
-                    f"{difference(batch, self._last, key)}: pad batches to a few lengths, or raise max_signatures"
+                    f"{difference(batch, self._last, key)}{padding(self._last, key)}"
                 )
             home = owned.leaves[0].device if self._graphs is not None else None
             inputs = given if home is None else [leaf.to(home) for leaf in given]

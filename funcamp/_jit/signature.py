@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._check import one_batch
 from funcamp._distributed.dtensor import is_distributed
 from funcamp._jit.constants import IndescribableError, constant_key, describe, names_key, structure_key
 from funcamp._trace.open_shapes import is_open
@@ -114,6 +115,7 @@ def _fault(leaf: Tensor) -> str | None:
 
 def check_batch(batch: Tree) -> None:
     """Raise TypeError for a leaf of a batch that is neither a plain tensor nor a possible constant."""
+    one_batch("jit", batch)
     for index, leaf in enumerate(_tree.leaves(batch)):
         where = f"jit: batch{_tree.path_of(batch, index)} must be"
         if isinstance(leaf, Tensor):
@@ -191,7 +193,8 @@ def difference(batch: Tree, before: Any, now: Any) -> str:
         return f"its structure changed to {_tree.flatten(batch)[1]}"
     for index, (old, new) in enumerate(zip(before[1], now[1])):
         if old != new:
-            return f"batch{_tree.path_of(batch, index)} changed from {_shown(old)} to {_shown(new)}"
+            fix = f": {_CONSTANT}" if _is_number(old) and _is_number(new) else ""
+            return f"batch{_tree.path_of(batch, index)} changed from {_shown(old)} to {_shown(new)}{fix}"
     if before[2] != now[2]:
         return (
             f"the autocast around the call changed from {before[2]} to {now[2]}: call it without a region, and give "
@@ -207,5 +210,23 @@ def difference(batch: Tree, before: Any, now: Any) -> str:
 def _shown(leaf: tuple[Any, ...]) -> str:
     if len(leaf) > 2:
         return f"a {leaf[1]} tensor of shape {tuple(leaf[0])} on {leaf[2]}{' that requires a gradient' * leaf[5]}"
-    shown = leaf[1] if leaf[0] in (float, complex) else repr(leaf[1])
-    return f"{shown} (make it a tensor: a number is a constant of the program)"
+    return str(leaf[1]) if leaf[0] in (float, complex) else repr(leaf[1])
+
+
+#: What to do where a number of a batch changes.
+_CONSTANT = (
+    "make it a tensor, torch.as_tensor(...), as a Python number is a constant of the program, and each new one "
+    "compiles again"
+)
+
+
+def _is_number(leaf: tuple[Any, ...]) -> bool:
+    """Return whether a leaf's key is that of a Python number."""
+    return len(leaf) == 2 and leaf[0] in (bool, int, float, complex)
+
+
+def padding(before: Any, now: Any) -> str:
+    """Return what to do where shapes differ; "" where constants do."""
+    changed = next((new for old, new in zip(before[1], now[1]) if old != new), ())
+    constant = before[0] == now[0] and _is_number(changed)
+    return "" if constant else ": pad batches to a few lengths, or raise max_signatures"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from funcamp import _tree
 from funcamp._check import Fixed
 from funcamp._optim.hyperparameters import ANOTHER
 from funcamp._optim.stateless import OptState
+from funcamp._optim.wrong_arguments import as_stateless, path_of
 from funcamp._storage.flat import FlatParams, matrix_or_vector
 from funcamp._types import Tree
 
@@ -123,34 +123,15 @@ def check_optimizer(call: str, name: str, optimizer: Any) -> None:
         groups = "" if len(optimizer.param_groups) == 1 else ", one for each of its groups in by_group({...})"
         raise TypeError(
             f"{call}: {name} must be a pure optimizer with init and update, and takes no parameters: write "
-            f"{_as_stateless(optimizer)}{groups}; got one of class {type(optimizer).__name__}"
+            f"{as_stateless(optimizer)}{groups}; got one of class {type(optimizer).__name__}"
         )
     if isinstance(optimizer, type) or not (
         callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
     ):
         write = "as stateless(...) gives"
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
-            write = f"write stateless({_path(optimizer)}, lr=...)"
+            write = f"write stateless({path_of(optimizer)}, lr=...)"
         raise TypeError(f"{call}: {name} must have init and update, {write}; got {_tree.brief(optimizer)}")
-
-
-def _as_stateless(optimizer: torch.optim.Optimizer) -> str:
-    """Return the call that makes the same optimizer: the class and its non-default hyperparameters."""
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    given = [
-        f"{name}={'...' if isinstance(value, Tensor) else repr(value)}"
-        for name, value in optimizer.param_groups[0].items()
-        if name in accepted
-        and name not in ("params", "fused", "foreach", "capturable", "differentiable")
-        and (name == "lr" or isinstance(value, Tensor) or value != accepted[name].default)
-    ]
-    return f"stateless({', '.join([_path(type(optimizer)), *given])})"
-
-
-def _path(cls: type) -> str:
-    if getattr(torch.optim, cls.__name__, None) is cls:
-        return f"torch.optim.{cls.__name__}"
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _part(tree: Tree, labels: list[str | None], label: str) -> Tree:

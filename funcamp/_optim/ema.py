@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._check import real
 from funcamp._types import Tree
 
@@ -12,7 +14,8 @@ from funcamp._types import Tree
 def ema_update(average: Tree, params: Tree, decay: float) -> Tree:
     """Move an average toward the parameters.
 
-    average = average + (1 - decay) * (params - average). Pure; safe under torch.compile and vmap; no sync.
+    average = average + (1 - decay) * (params - average). The result does not require a gradient, unless torch.func
+    differentiates. Pure; safe under torch.compile and vmap; no sync.
 
     Args:
         average: a pytree of floating-point or complex tensors; initially the parameters.
@@ -37,10 +40,11 @@ def ema_update(average: Tree, params: Tree, decay: float) -> Tree:
     _tree.same_structure("ema_update", ("average", "params"), (average, params))
     flat, spec = _tree.parameters("ema_update", "average", average)
     values, _ = _tree.parameters("ema_update", "params", params)
-    new = [
-        old if old is None or value is None else torch.lerp(old, value, 1 - float(decay))
-        for old, value in zip(flat, values)
-    ]
+    with contextlib.nullcontext() if _upstream.transforms_active() else torch.no_grad():
+        new = [
+            old if old is None or value is None else torch.lerp(old, value, 1 - float(decay))
+            for old, value in zip(flat, values)
+        ]
     return _tree.unflatten(new, spec)
 
 

@@ -26,10 +26,10 @@ def map_items(fn: Callable[..., Any], name: str, value: Any, *others: Any) -> An
 
 
 def is_dynamic(value: Any) -> bool:
-    """Return whether a hyperparameter, or an item of a tuple, is a tensor or a schedule."""
+    """Return whether a hyperparameter, or an item of a tuple, is a tensor or a schedule; a class is a constant."""
     if isinstance(value, (tuple, list)):
         return any(is_dynamic(item) for item in value)
-    return isinstance(value, Tensor) or callable(value)
+    return isinstance(value, Tensor) or (callable(value) and not isinstance(value, type))
 
 
 def example(value: Any, name: str, accepted: Mapping[str, inspect.Parameter]) -> Any:

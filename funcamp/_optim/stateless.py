@@ -7,7 +7,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from funcamp._optim.hyperparameters import ANOTHER, evaluate, map_items
 from funcamp._optim.number import Use
 from funcamp._optim.run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
 from funcamp._optim.traits import Traits, probe
+from funcamp._optim.wrong_arguments import check_class, missing, refuse_positional
 from funcamp._types import Tree
 
 
@@ -54,6 +55,11 @@ class StatelessOptimizer(Fixed):
     def __repr__(self) -> str:
         given = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
         return f"stateless({self._cls.__module__}.{self._cls.__qualname__}{given})"
+
+    if not TYPE_CHECKING:  # a type checker refuses unknown names itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(self, name) if "_hyperparameters" in vars(self) else AttributeError(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._cls, self._hyperparameters)
@@ -223,7 +229,9 @@ class StatelessOptimizer(Fixed):
         return {name: evaluate(name, self._hyperparameters[name], applied, device) for name in self._traits.dynamic}
 
 
-def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) -> StatelessOptimizer:
+def stateless(
+    optimizer: type[torch.optim.Optimizer], *positional: NoReturn, **hyperparameters: Any
+) -> StatelessOptimizer:
     """Return a torch.optim class as a pure optimizer.
 
     The result has `init(params) -> opt_state` and `update(params, grads, opt_state) -> (params, opt_state)`. The
@@ -236,10 +244,12 @@ def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) ->
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, Adafactor, RMSprop, ASGD, Rprop or
             Muon of torch.optim, or another subclass of `torch.optim.Optimizer` whose step needs no closure and never
             reads a tensor's value.
+        *positional: nothing; parameters are in the state, and hyperparameters have names.
         **hyperparameters: the class's arguments. A number is a constant of the compiled graph; a tensor of shape () is
             an input of it; a callable is a schedule: a pure function of the count of applied steps, int64, shape (), to
             a tensor of shape () or a number (`schedule` makes them from torch's schedulers). Each item of a tuple
-            (betas) may be any of the three. The range of a tensor is not checked. capturable is accepted and not used.
+            (betas) may be any of the three. The range of a tensor is not checked. A class (of a wrapper's inner
+            optimizer) is a constant. capturable is accepted and not used.
 
     Returns:
         A `StatelessOptimizer`.
@@ -260,6 +270,8 @@ def stateless(optimizer: type[torch.optim.Optimizer], **hyperparameters: Any) ->
     References:
         torch/optim, PyTorch 2.11 to 2.15.
     """
+    check_class(optimizer)
+    refuse_positional(optimizer, positional)
     return StatelessOptimizer(optimizer, hyperparameters)
 
 

@@ -15,6 +15,7 @@ from funcamp._optim.hyperparameters import example, is_dynamic, map_items, stand
 from funcamp._optim.modes import without_modes
 from funcamp._optim.number import Use
 from funcamp._optim.run import as_tensor, first_values, run_step
+from funcamp._optim.wrong_arguments import check_class, refuse_parameters, refuse_schedulers
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,13 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
         TypeError: as in `stateless`.
         ValueError: as in `stateless`.
     """
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise TypeError(f"stateless: optimizer must be a subclass of torch.optim.Optimizer; got {cls!r}")
+    check_class(cls)
     accepted = inspect.signature(cls.__init__).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     for name, value in hyperparameters.items():
+        if name == "params":
+            refuse_parameters(cls, value)
+        refuse_schedulers(name, value)
         if name in ("self", "params") or not (open_ended or name in accepted):
             raise TypeError(f"stateless: {cls.__name__} has no hyperparameter {name}; got {name}={value!r}")
     for name in ("fused", "foreach", "differentiable"):
@@ -99,7 +102,9 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
             kind = TypeError if isinstance(error, TypeError) else ValueError
             examples = ", ".join([f"{name}={arguments[name]!r}" for name in dynamic])
             examples = f" (with {examples} for tensors and schedules)" if examples else ""
-            raise kind(f"stateless: {cls.__name__} refuses its hyperparameters: {error}{examples}") from error
+            given = ", ".join([f"{name}={_tree.brief(value)}" for name, value in hyperparameters.items()])
+            given = f"; got {given}" if given else ""
+            raise kind(f"stateless: {cls.__name__} refuses its hyperparameters: {error}{examples}{given}") from error
         for name in dynamic:
             _refuse_reads_of(cls, name, arguments[name], run)
         _refuse_host_reads(cls, run)
@@ -107,7 +112,9 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
         for name in dynamic:
             _refuse_other_results(cls, name, hyperparameters[name], arguments, run, precise)
         branches = _branches(cls, arguments, dynamic, run, precise)
-        return _observe(cls, arguments, dynamic, branches, untouched, run)
+        traits = _observe(cls, arguments, dynamic, branches, untouched, run)
+        _refuse_other_state(cls, arguments, precise)
+        return traits
 
 
 #: Parameters, and their gradients.
@@ -253,6 +260,34 @@ def _branches(
         if not same or not all(torch.equal(a, b) for a, b in zip(used, unused_results)):
             found.append(asked)
     return tuple(found)
+
+
+def _refuse_other_state(cls: type[torch.optim.Optimizer], arguments: dict[str, Any], numbers: _Numbers) -> None:
+    """Refuse a class that keeps state elsewhere than in `self.state`: in an attribute, or in another optimizer.
+
+    One instance takes a few steps, and so do new ones that get only the state: they must come to the same numbers.
+    """
+    own = [param.clone() for param in numbers[0]]
+    instance = cls(own, **arguments)
+    params, states = numbers[0], None
+    for number in range(_STEPS):
+        grads = [(grad + number).cos() for grad in numbers[1]]
+        for param, grad in zip(own, grads):
+            param.grad = grad.clone()
+        with torch.no_grad():
+            instance.step()
+        params, after, _ = run_step(cls, arguments, {}, params, grads, states)
+        states = [_state_tensors(state, param) for state, param in zip(after, params)]
+    if _distance(params, own) > 1e-3:
+        raise _impure(
+            cls,
+            "it keeps state besides self.state, in an attribute or in another optimizer, which a new instance lacks; "
+            "keep it in self.state[param]",
+        )
+
+
+#: Steps that find state besides `self.state`; a counter often acts at every fifth.
+_STEPS = 6
 
 
 def _first_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -90,6 +91,23 @@ def _record(
     if not recorder.operations:
         parser.error(f"target must run a backward pass, {args.first} or more of them; none was seen in {script}")
     return NumericsReport(recorder), ending
+
+
+def from_the_script(trace: TracebackType | None, error: BaseException) -> TracebackType | None:
+    """Return a traceback from the script's first frame on; all of it if no frame is the script's."""
+    own, left = str(Path(__file__).parents[1] / "_")[:-1], trace
+    while left is not None:
+        file = left.tb_frame.f_code.co_filename
+        if not (file.startswith(own) or left.tb_frame.f_globals.get("__name__") == "runpy"):
+            return left
+        left = left.tb_next
+    return None if isinstance(error, SyntaxError) else trace
+
+
+def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error without the frames that lead to the script."""
+    trace = from_the_script(trace, error)
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
 def _path(script: Path) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from funcamp import _tree
 from funcamp._check import integer, real
 from funcamp._scaler.rule_table import RULES
 
@@ -103,5 +104,7 @@ def check_config(call: str, config: object) -> ScalerConfig:
     """Return the configuration if it is a `ScalerConfig`; raise TypeError otherwise."""
     if not isinstance(config, ScalerConfig):
         names = ", ".join(f.name for f in fields(ScalerConfig))
-        raise TypeError(f"{call}: config must be a ScalerConfig ({names}); got {config!r}")
+        given = str(config).removeprefix("torch.") if isinstance(config, (str, torch.dtype)) else None
+        fix = "" if given is None else f": a precision is policy={given!r}"
+        raise TypeError(f"{call}: config must be a ScalerConfig ({names}); got {_tree.brief(config)}{fix}")
     return config

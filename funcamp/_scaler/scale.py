@@ -109,7 +109,8 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
     Raises:
         TypeError: a leaf is an integer tensor, neither strided nor sparse COO, or neither a tensor nor None; reduce
             does not return a tensor.
-        ValueError: a leaf is on another type of device than the state; reduce returns another shape.
+        ValueError: every leaf is None, without reduce (another rank may have gradients); a leaf is on another type of
+            device than the state; reduce returns another shape.
 
     Example:
         >>> state = init(ScalerConfig(init_scale=8.0))
@@ -124,6 +125,11 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
     _tree.check_whole("unscale_and_check", "grads", grads)
     flat, spec = _tree.gradients("unscale_and_check", "grads", grads, state.scale.device)
     inv_scale = reciprocal(state.scale)
+    if reduce is None and flat and all(leaf is None for leaf in flat):
+        raise ValueError(
+            f"unscale_and_check: grads must hold a gradient; got None for all of its {len(flat)} leaves: call "
+            "backward() before, or leave the step out"
+        )
     values = [None if leaf is None else unscaled(settled_sum(leaf), inv_scale) for leaf in flat]
     found = state.found_inf != 0
     if finite := [_finite(leaf).to(found.device) for leaf in values if leaf is not None]:

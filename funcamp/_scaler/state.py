@@ -48,7 +48,9 @@ def check_state(call: str, state: object) -> ScalerState:
         ValueError: a field has a shape other than ().
     """
     if not isinstance(state, tuple) or getattr(type(state), "_fields", ())[:3] != ScalerState._fields:
-        raise TypeError(f"{call}: state must be a ScalerState, as init makes it; got {_tree.brief(state)}")
+        packed = isinstance(state, tuple) and any(isinstance(part, (ScalerState, RuleState)) for part in state)
+        fix = ": unpack it, grads, state = unscale_and_check(state, grads)" if packed else ""
+        raise TypeError(f"{call}: state must be a ScalerState, as init makes it; got {_tree.brief(state)}{fix}")
     known = cast(ScalerState, state)
     for name, value in {**dict(zip(known._fields[:3], known)), **getattr(known, "counters", {})}.items():
         dtype = _DTYPES.get(name, torch.int32)

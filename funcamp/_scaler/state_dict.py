@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from funcamp import _tree
 from funcamp._check import integer, real
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.state import ScalerState, tensors_of, with_counters
@@ -76,7 +77,7 @@ def from_state_dict(
     """
     call, config = "from_state_dict", check_config("from_state_dict", config)
     if not isinstance(saved, dict):
-        raise TypeError(f"{call}: saved must be a dict; got {saved!r}")
+        raise TypeError(f"{call}: saved must be a dict; got {_tree.brief_or_class(saved)}")
     for name in ("scale", *_CONSTANTS, "_growth_tracker"):
         if name not in saved:
             why = "is empty, as a disabled scaler saves it" if not saved else f"has {', '.join(map(str, saved))}"

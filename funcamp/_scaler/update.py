@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._check import real
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.rule_table import RULES
@@ -134,8 +134,9 @@ def merge(*states: ScalerState) -> ScalerState:
 def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
     """Select, leaf by leaf, the old value if a non-finite gradient was found and the new one otherwise.
 
-    leaf = old if found_inf != 0 else new. Both trees are computed; there is no branch. Pure; safe under torch.compile
-    and vmap; no sync.
+    leaf = old if found_inf != 0 else new. Both trees are computed; there is no branch. A leaf requires a gradient only
+    if its new value does: not after an optimizer's update, also if the old value is a module's parameter. Pure; safe
+    under torch.compile and vmap; no sync.
 
     Args:
         state: the state after `unscale_and_check`, before `update`.
@@ -274,6 +275,8 @@ def _choose(tree: Tree, index: int, found: Tensor, new: object, old: object) -> 
     if new.layout != torch.strided or old.layout != torch.strided:
         raise TypeError(f"skip_step: new{_tree.path_of(tree, index)} must be strided; got layout {new.layout}")
     _tree.check_device("skip_step", "new", tree, index, new, found.device)
+    if old.requires_grad and not new.requires_grad and not _upstream.transforms_active():
+        old = old.detach()  # else the graph would grow with the steps
     return torch.where(found.to(new.device, non_blocking=True), old, new)
 
 

@@ -117,7 +117,17 @@ def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def check_train_state(call: str, name: str, value: object, hint: str = "") -> None:
     """Raise TypeError if a value is not a state."""
     if not isinstance(value, TrainState):
+        if not hint and isinstance(value, tuple) and value and isinstance(value[0], TrainState):
+            hint = ": write state, metrics = step(state, batch)"
+        elif not hint and (value is None or isinstance(value, torch.nn.Module) or callable(value)):
+            hint = ": write state = step.init(), of the step that make_train_step made"
         raise TypeError(f"{call}: {name} must be a TrainState, as init makes it; got {_tree.brief(value)}{hint}")
+
+
+_FROM_TORCH = (
+    "a torch loop goes on by model.load_state_dict(...) before init, then "
+    "step.from_torch(step.init(), optimizer=..., scaler=...) with the state_dicts of its optimizer and scaler"
+)
 
 
 def export(call: str, state: TrainState) -> dict[str, Tensor]:
@@ -145,7 +155,7 @@ def restore(
     if not strict:
         own = export(call, like)
         if not own.keys() & {name for name in saved if str(name).startswith("params.")}:
-            raise ValueError(f"{call}: saved must hold at least one parameter of like; it holds none")
+            raise ValueError(f"{call}: saved must hold at least one parameter of like; it holds none: {_FROM_TORCH}")
         saved = {name: saved.get(name, value) for name, value in own.items()}
     stored = _without_copies(like)
     full = _tree.map_nodes(Shards, outline, stored)
@@ -156,7 +166,8 @@ def restore(
     if odd:
         first = min(odd, key=str)
         kind = "has unknown" if first in saved else "lacks"
-        raise ValueError(f"{call}: saved must hold the names that state_dict gives; it {kind} {first!r}")
+        fix = "" if set(saved) - odd else f": {_FROM_TORCH}"
+        raise ValueError(f"{call}: saved must hold the names that state_dict gives; it {kind} {first!r}{fix}")
     new: list[Tensor | None] = []
     for name, leaf in zip(names, leaves):
         if name is None:

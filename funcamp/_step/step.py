@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.scaled_grad import around_backward, choose, differentiate, loss_and_aux
-from funcamp._check import Fixed, boolean
+from funcamp._check import Fixed, boolean, one_batch
 from funcamp._float8.linears import Float8Linears
 from funcamp._numerics.record import Record, Records, probe
 from funcamp._optim.by_group import GroupedOptimizer
@@ -57,6 +57,18 @@ def _count(device: torch.device) -> Tensor:
 def _is_in_autocast(state: TrainState) -> bool:
     device_type = state.scaler.scale.device.type
     return device_type != "meta" and torch.is_autocast_enabled(device_type)  # autocast does not know the meta device
+
+
+def _refuse_no_tensors(batch: Any, error: Exception) -> None:
+    """Raise TypeError if a number or an array in the batch may be why a loss failed."""
+    if str(error).startswith("module_loss:"):
+        return
+    for index, leaf in enumerate(_tree.leaves(batch)):
+        if not isinstance(leaf, Tensor) and (hint := _tree.as_tensor_hint(leaf)):
+            raise TypeError(
+                f"step: batch{_tree.path_of(batch, index)} must be a tensor, as the loss uses it; got "
+                f"{_tree.describe(leaf)}{hint}. The loss raised: {error}"
+            ) from error
 
 
 class TrainStep(Fixed):
@@ -180,7 +192,7 @@ class TrainStep(Fixed):
             stored = parallel.own_part(stored)
         device = next((leaf.device for leaf in _tree.leaves(stored) if leaf is not None), None)
         if device is None:
-            raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}")
+            raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}{self.loss_fn.why_empty()}")
         if of_module:
             self.loss_fn.state_was_made()
         return TrainState(
@@ -234,7 +246,7 @@ class TrainStep(Fixed):
             )
         return self.loss_fn
 
-    def loss(self, state: TrainState, batch: Any, *, training: bool = False) -> Tensor:
+    def loss(self, state: TrainState, batch: Any, *more: NoReturn, training: bool = False) -> Tensor:
         """Return the loss of a batch without a gradient, without dropout and without writing anything.
 
         For validation. Evaluates one batch without micro-batches, in the precision of the step. A loss of `module_loss`
@@ -247,6 +259,7 @@ class TrainStep(Fixed):
         Args:
             state: from `init` or a step.
             batch: as for the step, but one micro-batch.
+            *more: nothing; a batch is one argument.
             training: keep the module's training flags: the loss as the step computes it, with dropout.
 
         Returns:
@@ -262,7 +275,7 @@ class TrainStep(Fixed):
             >>> step.loss(step.init({"w": torch.ones(2)}), torch.tensor([1.0, 2.0]))
             tensor(3.)
         """
-        self._check_state("loss", state, batch)
+        self.check_call("loss", state, batch, *more)
         mode = contextlib.nullcontext() if boolean("loss", "training", training) else self.loss_fn.evaluating()
         with torch.no_grad(), mode, self._own_precision(state):
             params, copies = for_step(state.params, self._copies("loss", state))
@@ -274,6 +287,11 @@ class TrainStep(Fixed):
                 given = self._probes(state), state.buffers, state.scaler, _tree.plain(batch)
                 returned = self._call(build(inputs), *given)
         return loss_and_aux("loss", returned, self.loss_fn.has_buffers or self.loss_fn.has_aux)[0]
+
+    def check_call(self, call: str, state: Any, batch: Any, *more: Any) -> None:
+        """Raise if a call did not get a state and one batch."""
+        self._check_state(call, state, batch)
+        one_batch(call, batch, *more)
 
     def _check_state(self, call: str, state: Any, batch: Any = None) -> None:
         swapped = "; the state goes first, then the batch" if isinstance(batch, TrainState) else ""
@@ -471,13 +489,14 @@ class TrainStep(Fixed):
         """
         return self._adopted("from_torch", from_torch(self, like, optimizer, scaler, names, steps), consume)
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Any, *more: NoReturn) -> tuple[TrainState, Metrics]:
         """Take one step. Pure; safe under torch.compile(fullgraph=True); no sync.
 
         Args:
             state: from `init` or the last call.
             batch: a pytree, passed to the loss. With accumulate > 1 the first dimension of every tensor is the
                 micro-batches: accumulate of them, or fewer in a last, partial window.
+            *more: nothing; a batch is one argument.
 
         Raises:
             TypeError: state is not a `TrainState`; the loss is not a floating-point tensor, or returns something else
@@ -485,7 +504,7 @@ class TrainStep(Fixed):
             ValueError: the loss or a weight has a shape other than (); a weight is a negative number; the number of
                 micro-batches is 0, above accumulate, or differs between tensors.
         """
-        self._check_state("step", state, batch)
+        self.check_call("step", state, batch, *more)
         if not torch.compiler.is_dynamo_compiling():
             self.loss_fn.step_is_taken()
         with self._own_precision(state):
@@ -611,7 +630,14 @@ class TrainStep(Fixed):
                 (self.loss_fn.fresh(buffers), self.loss_fn.has_buffers),
                 (scaler, self.loss_fn.has_scaler),
             )
-            return self.loss_fn(tree, *(value for value, wanted in given if wanted), batch)
+            arguments = (tree, *(value for value, wanted in given if wanted), batch)
+            if torch.compiler.is_dynamo_compiling():
+                return self.loss_fn(*arguments)
+            try:
+                return self.loss_fn(*arguments)
+            except (TypeError, AttributeError) as error:
+                _refuse_no_tensors(batch, error)
+                raise
 
     def _gradients(
         self,

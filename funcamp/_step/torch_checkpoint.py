@@ -87,7 +87,8 @@ def from_torch(
         for label in labels:
             given = optimizer if label is None else optimizer[label]
             if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
-                raise TypeError(f"{call}: optimizer must be a state_dict of a torch.optim.Optimizer; got {given!r}")
+                got = _tree.brief_or_class(given)
+                raise TypeError(f"{call}: optimizer must be a state_dict of a torch.optim.Optimizer; got {got}")
             mine = [part for part in parts if label in (None, part.label)]
             counts |= _take(call, given, mine, names is not None, saved)
         for part in parts:

@@ -105,6 +105,8 @@ def store(
     different values of split are in separate groups.
     """
     aliases = _aliases(loss_fn)
+    tree = params.tree() if isinstance(params, FlatParams) else params
+    _check_kinds(call, _tree.names(tree), _tree.parameters(call, "params", tree)[0], {})  # before it is consumed
 
     def uses_of(name: str, leaf: Tensor) -> list[tuple[bool, bool]]:
         return sorted({_use(policy, loss_fn, alias, leaf)[1:] for alias in aliases.get(name, [name])})
@@ -142,6 +144,7 @@ def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
     if stored_as is not None and set(where) != set(aliases):
         odd = sorted(set(where) ^ set(aliases))[0]
         raise ValueError(f"{call}: params must have the names of {loss_fn!r}'s params(); they differ in {odd!r}")
+    _check_kinds(call, names, leaves, loss_fn.shapes())
     seen = [(name, stored_as[name]) for name in stored_as] if stored_as is not None else [(n, n) for n in names]
     uses, kept = [], set()
     for name, source in seen:
@@ -153,6 +156,24 @@ def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
     keys = None if stored_as is None else tuple(stored_as)
     rule, place = rule_of(policy, loss_fn), place_of(params)
     return Plan(tuple(sorted(kept)), policy.compute_dtype, tuple(uses), keys, rule, place)
+
+
+def _check_kinds(call: str, names: list[str], leaves: list[Tensor | None], shapes: dict[str, torch.Size]) -> None:
+    """Raise if a parameter is float16, as torch's scaler does, or has another shape than the module's."""
+    for name, leaf in zip(names, leaves):
+        if leaf is None:
+            continue
+        if leaf.dtype in (torch.float16, torch.complex32):
+            raise TypeError(
+                f"{call}: params[{name!r}] must not be float16, which rounds most updates of a step to nothing; got "
+                f"{_tree.describe(leaf)}: keep it in float32, model.float() (the policy casts for each step), or "
+                "freeze it"
+            )
+        if shapes.get(name, leaf.shape) != leaf.shape:
+            raise ValueError(
+                f"{call}: params[{name!r}] must have the shape of the module's, {tuple(shapes[name])}; got "
+                f"{tuple(leaf.shape)}"
+            )
 
 
 def _use(policy: Policy, loss_fn: Any, name: str, leaf: Tensor, number: int | None = None) -> Use:
@@ -206,7 +227,8 @@ def rule_of(policy: Policy, loss_fn: Any) -> str:
     known = _cast_names(policy, loss_fn)
     chosen = (policy.keep, policy.copy, None if known is None else sorted(known))
     float8 = None if policy.float8 is None else (policy.keep, policy.copy, sorted(loss_fn.linear_names))
-    decides = (policy.compute_dtype, policy.compute_dtype != torch.float32 and chosen, loss_fn.names, float8)
+    shapes = {name: tuple(shape) for name, shape in loss_fn.shapes().items()}
+    decides = (shapes, policy.compute_dtype, policy.compute_dtype != torch.float32 and chosen, loss_fn.names, float8)
     return hashlib.sha256(repr(decides).encode()).hexdigest()
 
 

@@ -418,7 +418,7 @@ def test_a_refused_call_loses_nothing() -> None:
 def test_a_number_that_changes_is_told_from_a_tensor() -> None:
     run, state = eager_backend(add, max_signatures=1), start()
     state, _ = run(state, {"x": torch.ones(2), "times": 1})
-    with pytest.raises(ValueError, match=r"batch\['times'\] changed from 1 .* to 2 \(make it a tensor"):
+    with pytest.raises(ValueError, match=r"batch\['times'\] changed from 1 to 2: make it a tensor"):
         run(state, {"x": torch.ones(2), "times": 2})
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -431,6 +434,29 @@ def test_command_reports_of_a_script_that_ends_early(
         main(["report", str(script), "--out", str(tmp_path / "out"), "--passes", "2"])
     assert "inf first in div" in capsys.readouterr().out
     assert (tmp_path / "out" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "frames"),
+    [
+        ("def f():\n    raise ValueError('mine')\n\nf()\n", ["<module>", "f"]),
+        ("import torch\ntorch.ones(1, requires_grad=True).sum().backward()\nraise ValueError('mine')\n", ["<module>"]),
+        ("def f(:\n", []),
+    ],
+)
+@pytest.mark.parametrize("name", ["", ":f"])
+def test_the_traceback_of_a_script_starts_with_the_script(
+    text: str, frames: list[str], name: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    target = [f"{script}{name}", "--out", str(tmp_path / "out"), "--passes", "2"]
+    ran = subprocess.run([sys.executable, "-m", "funcamp", "report", *target], capture_output=True, text=True)
+    assert ran.returncode == 1
+    found = re.findall(r'File "(.*)", line .*, in (.*)', ran.stderr)
+    assert [place for file, place in found if file == str(script)] == frames
+    assert found[: len(frames)] == [(str(script), place) for place in frames]
+    assert len(found) == len(frames)
 
 
 def test_command_runs_a_callable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

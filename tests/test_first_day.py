@@ -1,0 +1,297 @@
+"""What a new user gets wrong on the first day: each mistake is an error with its fix, or harmless."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import funcamp
+from funcamp import GradScaler, init, jit, make_train_step, module_loss, skip_step, stateless, unscale_and_check
+from tests.support.helpers import assert_same, clone
+
+SGD = stateless(torch.optim.SGD, lr=0.1)
+X, Y = torch.linspace(-1, 1, 64).reshape(16, 4), torch.ones(16, 1)
+WEIGHTS = {"w": torch.ones(2, 2)}
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).to(dtype)
+
+
+MODEL = make_model()
+ADAM = torch.optim.Adam(MODEL.parameters(), lr=0.1)
+STEP: Any = make_train_step(module_loss(MODEL, mse_loss), SGD, policy="float16")
+START = STEP.init()
+PLAIN: Any = make_train_step(lambda params, batch: (params["w"] * batch).sum(), SGD)
+TIMES = make_train_step(lambda params, batch: (params["w"] * batch[0]).sum() * batch[1], SGD)
+LOADER: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=4)
+HALF = make_model(torch.float16)
+FROZEN = make_model().requires_grad_(False)
+TALL = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+SCALED = torch.amp.GradScaler("cpu").state_dict()
+LOOP = {"model": MODEL.state_dict(), "optimizer": ADAM.state_dict(), "scaler": SCALED, "epoch": 3}
+COSINE = torch.optim.lr_scheduler.CosineAnnealingLR(torch.optim.SGD(MODEL.parameters(), lr=0.1), 10)
+SCHEDULE: Any = torch.optim.lr_scheduler
+
+
+def loss_of(criterion: Callable[[Any, Any], Any], batch: Any = (X, Y), model: nn.Module = MODEL) -> Any:
+    step = make_train_step(module_loss(model, criterion), SGD)
+    return step(step.init(), batch)
+
+
+def run(step: Any, state: Any, *batch: Any) -> Any:
+    return jit(step, backend="eager")(state, *batch)
+
+
+def count(run: Any, state: Any, values: list[Any]) -> None:
+    for value in values:
+        state, _ = run(state, (torch.ones(2, 2), value))
+
+
+def missing_grads() -> Any:
+    return {name: param.grad for name, param in make_model().named_parameters()}
+
+
+def scaled_once(optimizer: Any) -> None:
+    model, scaler = make_model(), GradScaler("cpu")
+    scaler.scale(mse_loss(model(X), Y)).backward()
+    scaler.step(optimizer)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper that takes a class and makes an optimizer of it."""
+
+    def __init__(self, params: Any, base: Any = torch.optim.SGD, alpha: float = 0.5) -> None:
+        super().__init__(params, {"alpha": alpha})
+        self.base = base(self.param_groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                slow = self.state[param].setdefault("slow", torch.zeros_like(param))
+                slow.lerp_(param, group["alpha"])
+                param.copy_(slow)
+
+
+# fmt: off
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    # float16 parameters
+    "half module": (lambda: make_train_step(module_loss(HALF, mse_loss), SGD, policy="float16").init(), TypeError, r"init: params\['0.weight'\] must not be float16, .*; got a torch.float16 tensor of shape \(8, 4\) on cpu: keep it in float32, model.float\(\).*policy casts"),
+    "half module, no policy": (lambda: make_train_step(module_loss(HALF, mse_loss), SGD).init(), TypeError, "must not be float16"),
+    "half consumed": (lambda: make_train_step(module_loss(HALF, mse_loss), SGD).init(consume=True), TypeError, "must not be float16"),
+    "half dict": (lambda: PLAIN.init({"w": WEIGHTS["w"].half()}), TypeError, r"init: params\['w'\] must not be float16"),
+    "half tree": (lambda: PLAIN.init({"w": WEIGHTS["w"].half()}, flat=False), TypeError, r"init: params\['w'\] must not be float16"),
+    "half flat": (lambda: PLAIN.init(funcamp.ravel({"w": WEIGHTS["w"].half()})), TypeError, r"init: params\['w'\] must not be float16"),
+    "half state": (lambda: PLAIN(PLAIN.init(WEIGHTS, flat=False)._replace(params={"w": WEIGHTS["w"].half()}), X), TypeError, r"step: params\['w'\] must not be float16"),
+    # the call of a step
+    "several arguments": (lambda: STEP(START, X, Y), TypeError, r"step: batch must be one argument; got 2: write step\(state, \(x, y\)\)"),
+    "several arguments, jit": (lambda: run(STEP, STEP.init(), X, Y), TypeError, r"jit: batch must be one argument; got 2: write step\(state, \(x, y\)\)"),
+    "several arguments, loss": (lambda: STEP.loss(START, X, Y), TypeError, r"loss: batch must be one argument; got 2"),
+    "pair as state": (lambda: STEP(STEP(START, (X, Y)), (X, Y)), TypeError, "step: state must be a TrainState.*got a tuple of a TrainState, a Metrics: write state, metrics = step"),
+    "pair as state, jit": (lambda: run(STEP, STEP(START, (X, Y)), (X, Y)), TypeError, "step: state must be a TrainState.*got a tuple of a TrainState, a Metrics: write state, metrics = step"),
+    "forgotten init": (lambda: STEP(MODEL, (X, Y)), TypeError, r"step: state must be a TrainState.*got a Sequential: write state = step.init\(\)"),
+    "forgotten init, jit": (lambda: run(STEP, MODEL, (X, Y)), TypeError, r"step: state must be a TrainState.*got a Sequential: write state = step.init\(\)"),
+    "init not called, jit": (lambda: run(STEP, STEP.init, (X, Y)), TypeError, r"step: state must be a TrainState.*: write state = step.init\(\)"),
+    "init of jit": (lambda: jit(STEP, backend="eager").init(), AttributeError, r"jit\(.*\): has no 'init': it is the step's that it was made of, step.init"),  # type: ignore[attr-defined]
+    "loader": (lambda: STEP(START, LOADER), TypeError, r"step: batch must be one batch; got a DataLoader of them: write for batch in loader"),
+    "loader, jit": (lambda: run(STEP, STEP.init(), LOADER), TypeError, r"jit: batch must be one batch; got a DataLoader of them"),
+    "data set": (lambda: PLAIN(PLAIN.init(WEIGHTS), LOADER.dataset), TypeError, "step: batch must be one batch; got a TensorDataset of them"),
+    "iterator": (lambda: STEP(START, iter(LOADER)), TypeError, "step: batch must be one batch; got a _SingleProcessDataLoaderIter of them"),
+    "array": (lambda: STEP(START, (X.numpy(), Y)), TypeError, r"step: batch\[0\] must be a tensor, .*; got a ndarray: torch.as_tensor makes one"),
+    "array target": (lambda: STEP(START, (X, Y.numpy())), TypeError, r"step: batch\[1\] must be a tensor, .*; got a ndarray: torch.as_tensor"),
+    "number": (lambda: STEP(START, (0, (X, Y))), TypeError, r"step: batch\[0\] must be a tensor, .*; got 0 of type int: torch.as_tensor makes one"),
+    "array in a state": (lambda: run(lambda s, b: (s, b), {"n": X.numpy()}, X), TypeError, r"jit: state\['n'\] must be a tensor or None; got a ndarray: torch.as_tensor makes one"),
+    "counter in a state": (lambda: run(lambda s, b: (s, b), {"n": 0}, X), TypeError, r"jit: state\['n'\] must be a tensor or None; got 0 of type int: torch.as_tensor makes one"),
+    "counter in a batch": (lambda: count(jit(TIMES, backend="eager", max_signatures=2), TIMES.init(WEIGHTS), [1, 2, 3]), ValueError, r"batch\[1\] changed from 2 to 3: make it a tensor, torch.as_tensor\(...\), as a Python number is a constant of the program, and each new one compiles again"),
+    # the loss
+    "vector": (lambda: loss_of(lambda out, y: (out - y).square()), ValueError, r"loss of shape \(\); got \(16, 1\): take its mean\(\) or sum\(\)"),
+    "one element": (lambda: loss_of(lambda out, y: mse_loss(out, y)[None]), ValueError, r"loss of shape \(\); got \(1,\): take its mean"),
+    "pair": (lambda: loss_of(lambda out, y: (mse_loss(out, y), out)), TypeError, "as loss; got a tuple.*has_aux=True"),
+    "dict": (lambda: loss_of(lambda out, y: {"loss": mse_loss(out, y)}), TypeError, r"as loss; got a dict with 'loss': return the loss itself"),
+    "item": (lambda: loss_of(lambda out, y: mse_loss(out, y).item()), TypeError, r"as loss; got .* of type float: return the tensor, without item\(\)"),
+    "nothing": (lambda: loss_of(lambda out, y: None), TypeError, "as loss; got None: return the loss"),
+    "swapped": (lambda: loss_of(lambda y, out: cross_entropy(out, y), (X, torch.zeros(16, dtype=torch.int64)), nn.Linear(4, 3)), TypeError, r"module_loss: criterion is called with the model's output and the target.*got .*int64.*log_softmax"),
+    "criterion as model": (lambda: module_loss(mse_loss, MODEL), TypeError, r"model must be a torch.nn.Module; got <function mse_loss.*: write module_loss\(model, criterion\)"),  # type: ignore[arg-type]
+    "class as model": (lambda: module_loss(nn.Linear, mse_loss), TypeError, r"model must be a torch.nn.Module; got <class .*: write module_loss\(model, criterion\) with Linear\(...\)"),  # type: ignore[arg-type]
+    "optimizer as loss": (lambda: make_train_step(SGD, module_loss(MODEL, mse_loss)), TypeError, "loss_fn must be callable; got stateless.*: the loss goes first, then the optimizer"),  # type: ignore[arg-type]
+    "policy as config": (lambda: make_train_step(PLAIN.loss_fn, SGD, "float16"), TypeError, "config must be a ScalerConfig .*got 'float16': a precision is policy='float16'"),  # type: ignore[arg-type]
+    "frozen": (lambda: make_train_step(module_loss(FROZEN, mse_loss), SGD).init(), ValueError, r"params must hold a tensor; got {}: every parameter of the module is frozen"),
+    "no parameters": (lambda: make_train_step(module_loss(nn.ReLU(), mse_loss), SGD).init(), ValueError, "params must hold a tensor; got {}: the module has no parameter"),
+    "other shapes": (lambda: STEP.init({name: value[:1] for name, value in MODEL.state_dict().items()}), ValueError, r"init: params\['0.weight'\] must have the shape of the module's, \(8, 4\); got \(1, 4\)"),
+    "another model's state": (lambda: make_train_step(module_loss(TALL, mse_loss), SGD, policy="float16")(START, (X, Y)), ValueError, r"step: params\['0.weight'\] must have the shape of the module's, \(16, 4\); got \(8, 4\)"),
+    # optimizers
+    "groups": (lambda: stateless(torch.optim.AdamW, [{"params": [X], "lr": 1.0}]), TypeError, r"stateless: parameters must not be given, as they are in the state; got a list of a dict: write .*by_group"),  # type: ignore[arg-type]
+    "parameters": (lambda: stateless(torch.optim.AdamW, MODEL.parameters(), lr=0.1), TypeError, r"stateless: parameters must not be given, as they are in the state; got <generator.*: write stateless\(torch.optim.AdamW, lr=...\)"),  # type: ignore[arg-type]
+    "parameters by name": (lambda: stateless(torch.optim.AdamW, params=MODEL.parameters()), TypeError, "stateless: parameters must not be given, as they are in the state; got <generator"),
+    "rate by position": (lambda: stateless(torch.optim.AdamW, 0.1), TypeError, r"stateless: hyperparameters must be given by name; got 0.1: write stateless\(torch.optim.AdamW, lr=0.1\)"),  # type: ignore[arg-type]
+    "instance": (lambda: stateless(ADAM), TypeError, r"stateless: optimizer must be a subclass of torch.optim.Optimizer; got one of class Adam: write stateless\(torch.optim.Adam, lr=0.1\)"),  # type: ignore[arg-type]
+    "name": (lambda: stateless("adamw"), TypeError, r"stateless: optimizer must be a subclass of torch.optim.Optimizer; got 'adamw': write stateless\(torch.optim.AdamW\)"),  # type: ignore[arg-type]
+    "partial": (lambda: stateless(functools.partial(torch.optim.SGD, lr=0.1)), TypeError, r"got functools.partial.*: write stateless\(torch.optim.SGD, lr=0.1\)"),  # type: ignore[arg-type]
+    "rate text": (lambda: stateless(torch.optim.AdamW, lr="1e-3"), TypeError, r"AdamW refuses its hyperparameters: .*; got lr='1e-3'"),
+    "scheduler": (lambda: stateless(torch.optim.SGD, lr=COSINE), TypeError, "stateless: lr must be a number, a tensor or a schedule, a function of the count of applied steps; got a CosineAnnealingLR"),
+    "scheduler class": (lambda: stateless(torch.optim.SGD, lr=SCHEDULE.CosineAnnealingLR), TypeError, "stateless: lr must be a number, a tensor or a schedule.*; got the class CosineAnnealingLR"),
+    "LambdaLR": (lambda: SCHEDULE.LambdaLR(SGD, lambda n: 1.0), AttributeError, "has no 'param_groups', as it is no torch.optim.Optimizer.*lr= a function of the count of applied steps"),
+    "step of stateless": (lambda: SGD.step(), AttributeError, r"stateless\(.*\): has no 'step', as it is no torch.optim.Optimizer: .*update\(params, grads, opt_state\)"),  # type: ignore[attr-defined]
+    # checkpoints
+    "module's dict": (lambda: STEP.load_state_dict(MODEL.state_dict(), START), ValueError, r"it has unknown '0.bias'.*: .*from_torch\(step.init\(\), optimizer=..., scaler=...\)"),
+    "module's dict, not strict": (lambda: STEP.load_state_dict(MODEL.state_dict(), START, strict=False), ValueError, r"at least one parameter of like.*: .*from_torch"),
+    "loop's dict": (lambda: STEP.load_state_dict(LOOP, START), ValueError, "load_state_dict: saved .*from_torch"),
+    "optimizer's dict": (lambda: STEP.load_state_dict(ADAM.state_dict(), START), ValueError, "load_state_dict: saved .*from_torch"),
+    "scaler's dict": (lambda: STEP.load_state_dict(SCALED, START), ValueError, "load_state_dict: saved .*from_torch"),
+    "step's dict without": (lambda: STEP.load_state_dict({k: v for k, v in STEP.state_dict(START).items() if k != "skipped"}, START), ValueError, "it lacks 'skipped'$"),
+    "GradScaler, module's dict": (lambda: GradScaler("cpu").load_state_dict(MODEL.state_dict()), KeyError, "GradScaler.load_state_dict: state_dict must have 'scale', as scaler.state_dict.. has; it has '0.weight', "),
+    "GradScaler, loop's dict": (lambda: GradScaler("cpu").load_state_dict(LOOP), KeyError, r"must have 'scale'.*it has 'model', .*: load its 'scaler'"),
+    "GradScaler, step's dict": (lambda: GradScaler("cpu").load_state_dict(STEP.state_dict(START)), KeyError, r"must have 'scale'.*: step.to_torch\(state\)\['scaler'\]"),
+    "GradScaler, no dict": (lambda: GradScaler("cpu").load_state_dict(None), TypeError, "GradScaler.load_state_dict: state_dict must be a dict; got None"),  # type: ignore[arg-type]
+    "from_torch, instance": (lambda: STEP.from_torch(START, optimizer=ADAM), TypeError, r"from_torch: optimizer must be a state_dict .*; got an Adam: pass its state_dict\(\)"),
+    "from_torch, module's": (lambda: STEP.from_torch(START, optimizer=MODEL.state_dict()), TypeError, "from_torch: optimizer must be a state_dict .*; got an OrderedDict with '0.weight'"),
+    "from_torch, scaler": (lambda: STEP.from_torch(START, scaler=GradScaler("cpu")), TypeError, r"saved must be a dict; got a GradScaler: pass its state_dict\(\)"),
+    # GradScaler
+    "GradScaler of a number": (lambda: GradScaler(2.0**10), TypeError, r"GradScaler: device must be a string, as in torch.amp; got 1024.0: write GradScaler\(\"cuda\", init_scale=1024.0\)"),  # type: ignore[arg-type]
+    "GradScaler text": (lambda: GradScaler("cpu", growth_factor="2"), TypeError, "growth_factor must be a Python number; got '2'"),  # type: ignore[arg-type]
+    "GradScaler stateless": (lambda: scaled_once(SGD), TypeError, r"GradScaler: optimizer must be a torch.optim.Optimizer; got stateless"),
+    "GradScaler loss": (lambda: scaled_once(torch.ones(())), TypeError, "GradScaler: optimizer must be a torch.optim.Optimizer; got a torch.float32 tensor"),
+    "GradScaler class": (lambda: scaled_once(torch.optim.SGD), TypeError, "GradScaler: optimizer must be a torch.optim.Optimizer; got <class"),
+    # functions
+    "no gradients": (lambda: unscale_and_check(init(), missing_grads()), ValueError, r"unscale_and_check: grads must hold a gradient; got None for all of its 4 leaves: call backward\(\) before"),
+    "pair as scaler state": (lambda: funcamp.update(unscale_and_check(init(), X)), TypeError, "update: state must be a ScalerState.*got a tuple of .*: unpack it, grads, state ="),  # type: ignore[arg-type]
+    "module as gradients": (lambda: unscale_and_check(init(), MODEL), TypeError, "grads must be a tensor or None; got a Sequential: pass a pytree of tensors, such as a dict"),
+    "generator as gradients": (lambda: unscale_and_check(init(), MODEL.parameters()), TypeError, "grads must be a tensor or None; got .*generator.*: pass a pytree of tensors, such as a dict"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_named_with_its_fix(name: str) -> None:
+    call, error, message = CASES[name]
+    before = clone((START, dict(MODEL.state_dict()), dict(HALF.state_dict())))
+    with pytest.raises(error, match=f"(?s){message}"):
+        call()
+    assert_same((START, dict(MODEL.state_dict()), dict(HALF.state_dict())), before)
+
+
+def test_a_refused_module_is_not_consumed() -> None:
+    model = make_model(torch.float16)
+    before = {name: (param.data_ptr(), param.detach().clone()) for name, param in model.named_parameters()}
+    with pytest.raises(TypeError, match="must not be float16"):
+        make_train_step(module_loss(model, mse_loss), SGD).init(consume=True)
+    for name, param in model.named_parameters():
+        assert (param.data_ptr(), True) == (before[name][0], torch.equal(param, before[name][1]))
+
+
+def test_frozen_float16_and_trained_bfloat16_parameters_are_allowed() -> None:
+    model = make_model()
+    model[0].half().requires_grad_(False)
+    step = make_train_step(module_loss(model, mse_loss), SGD, policy="float16")
+    state, metrics = step(step.init(), (X, Y))
+    assert list(state.params.tree()) == ["2.weight", "2.bias"]
+    assert metrics.loss.isfinite()
+    model = make_model(torch.bfloat16)
+    step = make_train_step(module_loss(model, mse_loss), SGD, policy="bfloat16")
+    state, _ = step(step.init(), (X, Y))
+    assert state.params["0.weight"].dtype == torch.bfloat16
+
+
+def test_a_class_as_a_hyperparameter_is_a_constant() -> None:
+    plain, wrapped = (stateless(Lookahead, **given) for given in ({}, {"base": torch.optim.SGD}))
+    params, grads = {"w": torch.ones(3)}, {"w": torch.full((3,), 2.0)}
+    assert_same(wrapped.update(params, grads, wrapped.init(params)), plain.update(params, grads, plain.init(params)))
+
+
+def graph_size(*trees: Any) -> int:
+    leaves = [leaf for tree in trees for leaf in tree.values()]
+    left, seen = [leaf.grad_fn for leaf in leaves], set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [function for function, _ in node.next_functions]
+    return len(seen)
+
+
+def test_parameters_of_a_module_make_no_graph_in_a_loop_of_functions() -> None:
+    model = make_model()
+    params: Any = dict(model.named_parameters())
+    opt_state, scaler, average = SGD.init(params), init(), params
+    grad_fn = funcamp.scaled_grad_and_value(lambda params, x: torch.func.functional_call(model, params, x).sum())
+    for _ in range(3):
+        (grads, scaler), _ = grad_fn(scaler, params, X)
+        new = SGD.update(params, grads, opt_state)
+        params, opt_state = skip_step(scaler, new=new, old=(params, opt_state))
+        average = funcamp.ema_update(average, dict(model.named_parameters()), 0.9)
+        scaler = funcamp.update(scaler)
+        assert not any(leaf.requires_grad for leaf in (*params.values(), *average.values(), *scaler))
+    assert graph_size(params, average) == 0
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_a_gradient_flows_through_a_selected_step_that_has_one(found_inf: float) -> None:
+    """The inner loop of MAML, by autograd and by torch.func."""
+    state = init()._replace(found_inf=torch.tensor(found_inf))
+
+    def loss(old: Tensor) -> Tensor:
+        total: Tensor = skip_step(state, new=old - 0.25 * 2 * old, old=old).sum()
+        return total
+
+    old = torch.ones(2, requires_grad=True)
+    expected = torch.full((2,), 1.0 if found_inf else 0.5)
+    assert_same(torch.autograd.grad(loss(old), old)[0], expected)
+    assert_same(torch.func.grad(loss)(old.detach()), expected)
+    assert_same(torch.func.vmap(torch.func.grad(loss))(torch.ones(3, 2)), expected.expand(3, 2))
+    assert_same(
+        torch.func.grad(lambda rows: torch.func.vmap(loss)(rows).sum())(torch.ones(3, 2)), expected.expand(3, 2)
+    )
+    assert_same(torch.func.jvp(loss, (torch.ones(2),), (torch.ones(2),))[1], expected.sum())
+
+
+def test_an_old_value_keeps_its_gradient_in_a_transform() -> None:
+    state = init()._replace(found_inf=torch.tensor(1.0))
+    skipped = torch.func.grad(lambda old: skip_step(state, new=torch.zeros(2), old=old).sum())
+    assert_same(skipped(torch.ones(2)), torch.ones(2))
+
+
+def test_a_device_object_is_a_device() -> None:
+    scaler = GradScaler(torch.device("cpu"))  # type: ignore[arg-type]
+    scaler.scale(torch.ones(()))
+    scaler.update(torch.tensor(8.0))
+    assert scaler.get_scale() == 8.0
+
+
+def test_none_of_these_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = make_train_step(module_loss(make_model(), mse_loss), SGD, policy="float16")
+        step(step.init(), (X, Y))
+
+
+class Inner(Lookahead):
+    """A wrapper whose inner optimizer has the state."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+class Every(torch.optim.SGD):
+    """An optimizer that counts in an attribute."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        if self.calls % 5 == 0:
+            super().step()
+
+
+@pytest.mark.parametrize(("cls", "given"), [(Inner, {"base": torch.optim.Adam}), (Every, {"lr": 0.1})])
+def test_an_optimizer_with_state_elsewhere_is_refused(cls: Any, given: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"{cls.__name__} cannot be made pure: it keeps state besides self.state"):
+        stateless(cls, **given)

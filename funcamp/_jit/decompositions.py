@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from funcamp import _upstream
-from funcamp._jit.convolutions import __file__ as convolutions_file
 from funcamp._jit.convolutions import convolutions
-from funcamp._jit.float16_sums import __file__ as float16_sums_file
 from funcamp._jit.float16_sums import float16_sums
 
 Decompositions: TypeAlias = dict[Any, Callable[..., Any]]
@@ -33,20 +29,13 @@ class Table(Decompositions):
         self._call = call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remade, (self._call, _sources())
+        return _remade, (self._call,)
 
 
-def _remade(call: tuple[Any, ...], _: str) -> Table:
+def _remade(call: tuple[Any, ...]) -> Table:
     function, *given = call
     table: Table = function(*given)
     return table
-
-
-@functools.cache
-def _sources() -> str:
-    """Return a fingerprint of the formulas: a program that was cached with other ones is not this one."""
-    files = (__file__, convolutions_file, float16_sums_file)
-    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
 
 
 @functools.cache

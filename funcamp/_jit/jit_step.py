@@ -18,6 +18,7 @@ from funcamp._check import Fixed, one_batch
 from funcamp._jit import cuda_graph
 from funcamp._jit.ahead import Request, ahead
 from funcamp._jit.buffer_pool import Scratch, asked, keep_heap, wanted
+from funcamp._jit.cache_name import cache_name
 from funcamp._jit.captured_tensors import CapturedTensors
 from funcamp._jit.compile import Flat, check_compiler, compile_graph
 from funcamp._jit.donation import Layout, Owned, arranged, layouts_for, own
@@ -427,7 +428,7 @@ class JitStep(Fixed):
             return compile_graph(graph, backend, {})
         patches = {
             "triton.cudagraphs": False,
-            "post_grad_custom_pre_pass": SnapshotWriteBacks(options.exact),
+            "post_grad_custom_pre_pass": SnapshotWriteBacks(cache_name(exact=options.exact)),
         }
         counting = sys.modules.get("funcamp._numerics.counting_pass")  # imported if the step has a tap
         if counting and counting.can_count_jointly():

@@ -50,11 +50,11 @@ class SnapshotWriteBacks(CustomGraphPass):
     """Computes results that are inputs, and before the first write whatever is an input to be written.
 
     Args:
-        exact: part of the pass's name in Inductor's cache, which does not know what `corrected` changes.
+        name: the pass's name in Inductor's cache.
     """
 
-    def __init__(self, exact: bool) -> None:
-        self._exact = exact
+    def __init__(self, name: bytes) -> None:
+        self._name = name
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change the graph in place."""
@@ -95,11 +95,8 @@ class SnapshotWriteBacks(CustomGraphPass):
         output.args = (results,)
 
     def uuid(self) -> bytes:
-        """Return the name in Inductor's cache; change it with the pass and what else changes Inductor.
-
-        That is `corrected`, `faithful_rewrites` and `decompositions`.
-        """
-        return b"funcamp-snapshot-write-backs-16" + b"-exact" * self._exact
+        """Return the name in Inductor's cache."""
+        return self._name
 
 
 def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> Any:

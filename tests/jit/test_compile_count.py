@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import funcamp
+from funcamp._jit import cache_name
 from tests.support.helpers import clone
 
 
@@ -64,3 +65,15 @@ def test_a_second_start_takes_the_program_from_inductors_cache() -> None:
             counters.clear()
             funcamp.jit(lambda s, x: ({"w": s["w"] + 0.5 * x}, s["w"].sum()))(clone(state), x)
             assert counters["inductor"][found] == 1
+
+
+@pytest.mark.inductor
+def test_no_program_of_other_sources_is_taken_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, x = {"w": torch.ones(3)}, torch.ones(3)
+    with fresh_cache():
+        for sources in (b"before", b"after an update"):
+            monkeypatch.setattr(cache_name, "_sources", lambda sources=sources: sources)
+            torch.compiler.reset()
+            counters.clear()
+            funcamp.jit(lambda s, x: ({"w": s["w"] + 0.5 * x}, s["w"].sum()))(clone(state), x)
+            assert counters["inductor"]["fxgraph_cache_miss"] == 1

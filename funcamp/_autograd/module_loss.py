@@ -24,7 +24,7 @@ from funcamp._autograd.passed_values import like_own_tensors, with_hooks
 from funcamp._autograd.scaled_grad import Engine, check_engine, nodes, pair
 from funcamp._check import boolean
 from funcamp._memory import identity, overlaps, rebind
-from funcamp._trace.python_state import survey
+from funcamp._trace.python_state import Slot, survey
 from funcamp._trace.tracing import running
 
 _log = logging.getLogger("funcamp")
@@ -63,7 +63,8 @@ class ModuleLoss(Loss):
         self.model, self.criterion = model, criterion
         self._made_of = model
         self.holder = Holder(model, model)
-        self._untrained = _trainable_of_criterion(model, criterion)
+        reached = list(survey({"criterion": criterion}).values())
+        self._untrained = _trainable_besides(model, reached)
         """Tensors that the first call must not find in the loss's graph, because no step trains them."""
         self._watched: set[bool] = set()
         """The values of model.training with which an eager call was watched."""
@@ -80,8 +81,12 @@ class ModuleLoss(Loss):
         self.names, self.buffer_names = _ties(model)
         self.cast_names = frozenset(
             _join(prefix, name) for prefix, module in model.named_modules() for name in _cast_by_autocast(module)
-        )
-        """The names of the parameters that torch.autocast would cast."""
+        ) - _names_among(model, reached)
+        """The names of the parameters that torch.autocast would cast.
+
+        Without those that the criterion reaches: a penalty reads them in full precision, and its gradient must not be
+        rounded.
+        """
         self.hooked_names = frozenset(
             name for name, own in _tensors(model).items() if name in self.names and own._backward_hooks
         )
@@ -499,7 +504,7 @@ def module_loss(
 
     The module provides the code, its training flags and its frozen parameters; the values come from the parameters and
     buffers passed. While model and criterion run, the module has these values, so a penalty in the criterion may read
-    `model.parameters()` (compute copies if a policy makes them; `keep` excludes a parameter). These values are
+    `model.parameters()`, in full precision. These values are
     instances of `nn.Parameter`, have the attributes of the module's own tensors, and the hooks of `register_hook`,
     which get the scaled gradient. The module's `.grad` has no effect, nor has a hook on the node of a parameter in
     torch's graph (`get_gradient_edge(p).node.register_prehook`), which cannot be seen. No sync.
@@ -605,13 +610,17 @@ def _check_post_accumulate_hooks(model: nn.Module) -> None:
             )
 
 
-def _trainable_of_criterion(
-    model: nn.Module, criterion: Callable[[Any, Any], Any] | None
-) -> dict[int, tuple[str, Tensor]]:
-    """Return the trainable tensors that a criterion holds and that are not the model's, by id, with their paths."""
+def _names_among(model: nn.Module, slots: list[Slot]) -> frozenset[str]:
+    """Return the names of the model's tensors that are in these places."""
+    there = {id(slot.value) for slot in slots}
+    return frozenset(name for name, value in _tensors(model).items() if id(value) in there)
+
+
+def _trainable_besides(model: nn.Module, slots: list[Slot]) -> dict[int, tuple[str, Tensor]]:
+    """Return the trainable tensors in a criterion's places that are not the model's, by id, with their paths."""
     own = set(map(id, _tensors(model).values()))
     found: dict[int, tuple[str, Tensor]] = {}
-    for slot in survey({"criterion": criterion}).values():
+    for slot in slots:
         value = slot.value
         if isinstance(value, Tensor) and value.requires_grad and value.is_leaf and id(value) not in own:
             found.setdefault(id(value), (slot.path.removeprefix("criterion."), value))

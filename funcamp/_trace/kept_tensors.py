@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from funcamp import _tree
 from funcamp._memory import Memory
@@ -53,7 +54,7 @@ def settle(
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for tensor, node in kept:
             needed = aliases.behind(node)
-            if any(other.op == "placeholder" for other in needed):
+            if any(_is_given(other, root) for other in needed):
                 if failed:
                     continue
                 if aliases.follows(node, changing):
@@ -78,6 +79,13 @@ def settle(
             "object of C): make it before the first call, or return it in the metrics"
         )
     return [now for before, now in placed if before in following]
+
+
+def _is_given(node: fx.Node, root: Any) -> bool:
+    """Return whether a value comes from outside of the graph: from an argument, or from the graph around it."""
+    return node.op == "placeholder" or (
+        node.op == "get_attr" and isinstance(getattr(root, str(node.target), None), FakeTensor)
+    )
 
 
 def log_kept(what: str, described: list[str]) -> None:

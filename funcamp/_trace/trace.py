@@ -289,6 +289,8 @@ def _traced(
 def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch.fx.GraphModule, list[Tensor]]:
     """Trace a part of a traced function; return its graph and what it reads besides its arguments."""
     module = _recorded(fn, args)
+    if isinstance(current.recorder, _Watch):
+        current.recorder.settle_part(module)
     captured = _lift(module, {})
     keep_whole(module)
     module.recompile()
@@ -436,6 +438,17 @@ def _lift(module: torch.fx.GraphModule, real: Mapping[int, Tensor]) -> list[Tens
     return captured
 
 
+def _leave_examples(module: torch.fx.GraphModule, made: Mapping[int, Any]) -> None:
+    """Let a graph's nodes keep other tensors, of the same kind, than those that a trace made."""
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and id(value) in made:
+            node.meta["val"] = value.detach()
+
+
+_without_modes: Any = _upstream.find("torch.utils._python_dispatch._disable_current_modes")
+
+
 class _Watch(LetsDynamoIn, TorchDispatchMode):
     """Watches every operation of a trace: reads, devices, random numbers, captured and kept tensors."""
 
@@ -446,6 +459,8 @@ class _Watch(LetsDynamoIn, TorchDispatchMode):
         self._home, self._mode = home, mode
         self._tracer: Any = None
         self._made: dict[int, tuple[weakref.ref[Tensor], torch.fx.Node]] = {}
+        self._made_in_part: dict[int, tuple[weakref.ref[Tensor], torch.fx.Node]] = {}
+        """The same in a graph inside the graph, such as the body of a scan, until that is traced."""
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self._slices: set[int] = set()
         self._draws = Draws(self.node_of)
@@ -611,6 +626,11 @@ class _Watch(LetsDynamoIn, TorchDispatchMode):
             node = self.node_of(out)
             if node is not None:
                 self._made[id(out)] = weakref.ref(out), node
+                return
+            mode: Any = get_proxy_mode()
+            slot: Any = get_proxy_slot(out, mode.tracer, None) if mode else None
+            if slot is not None:
+                self._made_in_part[id(out)] = weakref.ref(out), slot.proxy.node
 
     def settle(
         self, given: list[Tensor], *, failed: bool = False, state_count: int = 0, returned: int = 0
@@ -649,10 +669,20 @@ class _Watch(LetsDynamoIn, TorchDispatchMode):
             constant = set(state) - Aliases(graph).changed(state, results)
         return settle(kept, root, values, failed=failed, constant=constant)
 
+    def settle_part(self, module: torch.fx.GraphModule) -> None:
+        """Give tensors their values that Python has kept of a graph inside the graph, if they follow from constants."""
+        made, self._made_in_part = self._made_in_part, {}
+        with _without_modes():  # the trace around it goes on
+            _leave_examples(module, made)
+            if any(ref() is not None for ref, _ in made.values()):
+                gc.collect()
+            kept: list[Any] = [(ref(), node) for ref, node in made.values() if ref() is not None]
+            made.clear()
+            if kept:
+                settle(kept, module, {}, failed=True)
+
     def _leave_to_graphs(self) -> None:
         """Give graphs inside the graph, such as the body of a scan, examples that are not tensors of the trace."""
         for module in self._tracer.root.modules():
-            for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-                value = node.meta.get("val")
-                if isinstance(value, Tensor) and id(value) in self._made:
-                    node.meta["val"] = value.detach()
+            if isinstance(module, torch.fx.GraphModule):
+                _leave_examples(module, self._made)

@@ -120,6 +120,22 @@ def test_step_is_the_eager_loop_bit_for_bit(make: Any, name: str, dtype: torch.d
     follow_bit_for_bit(make, name, dtype, flat, eager)
 
 
+def penalized() -> Task:
+    """An MLP with a penalty on its weights in the criterion, which torch's loop computes from the full weights."""
+    task = mlp()
+
+    def criterion(out: Tensor, y: Tensor) -> Tensor:
+        return task.criterion(out, y) + 1e-2 * sum(weight.square().sum() for weight in task.model.parameters())
+
+    return task._replace(criterion=criterion)
+
+
+@FLAT
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_a_penalty_in_the_criterion_is_of_the_full_weights(dtype: torch.dtype, flat: bool) -> None:
+    follow_bit_for_bit(penalized, "SGD", dtype, flat, eager)
+
+
 @pytest.mark.parametrize(
     ("make", "name", "dtype"),
     [

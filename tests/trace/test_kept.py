@@ -233,3 +233,23 @@ def test_the_body_of_a_scan_keeps_nothing(caplog: pytest.LogCaptureFixture) -> N
     run = jit(step, backend="eager")
     assert_same(run(state, batch)[0].params, expected.params)
     assert not [record for record in caplog.records if record.name == "funcamp"]
+
+
+def test_a_table_made_in_the_body_of_a_scan_serves_later_traces() -> None:
+    class Cached(nn.Module):
+        table: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.linspace(0.5, 1.5, x.shape[-1])
+            return x * self.table
+
+    model = nn.Sequential(nn.Linear(4, 4), Cached())
+    sgd = stateless(torch.optim.SGD, lr=0.1)
+    step = make_train_step(module_loss(model, F.mse_loss), sgd, accumulate=2, scan=True)
+    run, state = jit(step, backend="eager", donate=False), step.init()
+    for rows in (3, 2):  # another size is another trace
+        batch = torch.ones(2, rows, 4), torch.zeros(2, rows, 4)
+        new, _ = run(state, batch)
+        assert_same(new.params, step(state, batch)[0].params)
+    assert type(model[1].table) is Tensor

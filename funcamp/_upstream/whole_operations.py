@@ -37,9 +37,14 @@ def _contiguous(value: Any) -> Any:
     return value.contiguous() if isinstance(value, Tensor) else value
 
 
+def _constant(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
 def _layer(*args: Any) -> tuple[Tensor, ...]:
+    given = map(_constant, args)  # a layer that the step only reads, such as a teacher's, may require gradients
     with torch.enable_grad():
-        found: tuple[Tensor, ...] = _aten.mkldnn_rnn_layer.default(*map(_contiguous, args))
+        found: tuple[Tensor, ...] = _aten.mkldnn_rnn_layer.default(*map(_contiguous, given))
     return found
 
 

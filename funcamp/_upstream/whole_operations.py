@@ -3,8 +3,8 @@
 LSTM layers on a CPU: oneDNN's layer allocates the workspace of its backward pass only while gradients are enabled, and
 a compiled program runs with them disabled: the backward pass then fails, with every backend. It also reads its input as
 if it were contiguous, and Inductor may give it one that is not: the gradient of the input's weight is then that of
-other numbers. A trace takes the workspace for empty, because only oneDNN knows its size, and code that Inductor generates
-checks sizes since torch 2.14: the layer returns an empty view of it. Torch 2.11 to 2.15;
+other numbers. In a trace the workspace is empty, because only oneDNN knows its size; since torch 2.14 generated code
+checks sizes. So the layer returns an empty view of it. Torch 2.11 to 2.15;
 https://github.com/pytorch/pytorch/issues/158007
 
 Multi-label margin loss: torch.compile's own form counts the classes after the first -1 too. Torch 2.11 to 2.13;

@@ -1,6 +1,7 @@
 # make demo    train a small language model in float16
 # make check   lint, types and the eager tests, in under two minutes: for use while you work
 # make test    lint, types, tests; TORCH=2.11.0 runs the tests on the other end, in an environment of its own
+# make test-newest  a part of the tests on the newest torch, in an environment of its own: about ten minutes
 # make docs    the site, from docs/ into site/; a warning is an error
 # make bench   measure on this machine's CPU: over an hour; results under benchmarks/results
 # make fuzz    random trainings along torch's loop, the eager step and the compiled one: SEEDS=0:200 BACKEND=inductor
@@ -11,6 +12,7 @@
 
 PYTHON ?= python3
 PINNED := 2.13.0
+NEWEST := 2.15.0
 TORCH ?= $(PINNED)
 VENV := .venv-$(TORCH)
 BIN := $(VENV)/bin
@@ -24,6 +26,9 @@ MODELS := timm torchvision transformers tokenizers regex peft
 MODELS += $(foreach name,trl datasets dill multiprocess pandas pyarrow xxhash,"$(name); python_version >= '3.11'")
 MODELS_TESTS := $(addprefix tests/, $(addprefix examples/, test_tutorials.py test_clients.py) $(addprefix amp/, test_trainers.py test_timm.py) \
 	$(addprefix autograd/, test_peft.py test_gpt2.py) optim/test_transformers_schedules.py)
+PART := $(addprefix tests/,scaler optim step trace jit upstream float8/test_product.py)
+PART_PROGRAMS := $(addprefix tests/,upstream/test_upstream.py gpu_program/test_counted.py \
+	$(addprefix jit/test_,captured_tensors.py whole_operations.py permutations.py results.py written_inputs.py))
 SELECT := not cuda and not peers and not models$(if $(CXX_FOUND),, and not inductor)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -33,7 +38,7 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxproces
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 GPU := gpu $(addprefix gpu-,tests step phase price rest parity roofline sanitize float8)
-.PHONY: help demo check test lint docs bench fuzz peers package $(GPU) clean
+.PHONY: help demo check test test-newest part lint docs bench fuzz peers package $(GPU) clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -50,6 +55,14 @@ test: $(if $(filter $(PINNED),$(TORCH)),lint) $(VENV)/installed $(VENV)/models/i
 	@$(if $(CXX_FOUND),,echo "No C++ compiler: leaving out the tests marked inductor (install g++ to run them).")
 	$(PYTEST) $(BY_FILE) -m "$(SELECT)" $(ARGS)
 	PYTHONPATH=$(VENV)/models $(PYTEST) $(BY_FILE) -m "models$(if $(CXX_FOUND),, and not inductor)" $(MODELS_TESTS)
+
+# `pip install` brings a user the newest torch, so a change is tested with it too: every rule of a step, and a few programs.
+test-newest:
+	$(MAKE) part TORCH=$(NEWEST)
+
+part: $(VENV)/installed
+	$(PYTEST) $(BY_FILE) -m "$(SELECT) and not inductor and not processes and not slow" $(PART) $(ARGS)
+	$(if $(CXX_FOUND),$(PYTEST) $(BY_FILE) -m "$(SELECT) and inductor" $(PART_PROGRAMS) $(ARGS))
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 import funcamp
 
@@ -58,6 +59,13 @@ def test_workflow_runs_every_python_and_the_oldest_torch() -> None:
     (required,) = (text for text in PROJECT["project"]["dependencies"] if text.startswith("torch"))
     assert required == f"torch>={torches[0].rsplit('.', 1)[0]}"
     assert PINS["torch"] in torches
+
+
+def test_readme_names_the_torches_of_the_workflow_and_the_newest_is_in_the_makefile() -> None:
+    torches = sorted({pair["torch"] for pair in matrix()}, key=Version)
+    *some, last = [torch.rpartition(".")[0] for torch in torches]
+    assert f"with torch {', '.join(some)} and {last}" in (ROOT / "README.md").read_text()
+    assert f"\nNEWEST := {torches[-1]}\n" in (ROOT / "Makefile").read_text()
 
 
 def test_workflows_call_targets_that_exist() -> None:

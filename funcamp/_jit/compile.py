@@ -78,7 +78,9 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], headers: 
         return results
 
     def interpreted(values: list[Tensor]) -> list[Tensor]:
-        with without_autocast():  # its casts are already in the trace
+        # Casts and derivatives are already in the trace. A captured tensor may require gradients, and since torch 2.14
+        # make_fx records alias instead of detach, which lets them through.
+        with without_autocast(), torch.no_grad():
             return run(values)
 
     call = run if backend == "inductor" and not graph.is_open else interpreted

@@ -54,9 +54,9 @@ UNROUNDED = Defect((2, 11), (2, 13))
 LOST_OFFSET = Defect((2, 11), (2, 13))
 #: C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce`: `inductor_cpu.checked`.
 #: https://github.com/pytorch/pytorch/pull/190909
-LOST_ERRORS = Defect((2, 11), (2, 15))
+LOST_ERRORS = Defect((2, 11), (2, 14))
 #: C++ that Inductor generates takes a list of one tensor for the tensor, and the process dies: `inductor_cpu`.
-LIST_OF_ONE = Defect((2, 11), (2, 15))
+LIST_OF_ONE = Defect((2, 11), (2, 14))
 #: vmap has no rule for `view(dtype)`: `_numerics.counting._Bits`.
 NO_RULE_FOR_BITS = Defect((2, 11), (2, 13))
 #: Inductor draws for dropout and torch.rand in another order: no workaround; documented in `jit(exact=True)`.
@@ -88,25 +88,25 @@ NAN_MARGIN = Defect((2, 11), None)
 #: The compiled gradient of a soft margin loss loses its digits at large margins: `whole_operations`.
 INEXACT_MARGIN = Defect((2, 11), None)
 #: A compiled softshrink of NaN is 0: `whole_operations`.
-NAN_SHRUNK = Defect((2, 11), (2, 15))
+NAN_SHRUNK = Defect((2, 11), (2, 14))
 #: A trace has no shapes for a CTC loss whose lengths are tensors: `whole_operations.of_known_shape`.
 SHAPELESS_CTC = Defect((2, 11), None)
 #: A compiled multi-label margin loss counts the classes after the first -1: `whole_operations`.
 #: https://github.com/pytorch/pytorch/issues/141017
-PADDED_TARGETS = Defect((2, 11), (2, 15))
+PADDED_TARGETS = Defect((2, 11), (2, 14))
 #: Inductor raises for rows taken by a permutation, `x[torch.randperm(n)]`: `permutations`.
 #: https://github.com/pytorch/pytorch/issues/183988
-UNSLICED_PERMUTATION = Defect((2, 11), (2, 15))
+UNSLICED_PERMUTATION = Defect((2, 11), (2, 14))
 #: It draws a second permutation for `order[order]`, which takes other rows: `permutations`.
-SECOND_PERMUTATION = Defect((2, 15), None)
+SECOND_PERMUTATION = Defect((2, 14), None)
 #: Generated code reads zeros that have no memory, such as derivatives of constants: `_jit.decompositions`.
 #: https://github.com/pytorch/pytorch/issues/177261
-ZERO_TENSORS = Defect((2, 11), (2, 15))
+ZERO_TENSORS = Defect((2, 11), (2, 14))
 #: Inductor's patterns match operations with keyword arguments that they do not name, and lose those:
 #: `inductor_rewrites`. https://github.com/pytorch/pytorch/issues/167313
 LOST_KEYWORDS = Defect((2, 11), (2, 15))
 #: Inductor makes zeros of a product with the integer 0, also of infinite and NaN factors: `inductor_rewrites`.
-LOST_NAN = Defect((2, 11), (2, 15))
+LOST_NAN = Defect((2, 11), (2, 14))
 #: A CPU has no float8 products with a scale per row: `_float8.product.check_device`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: Dynamo's None keeps the source of the first `.grad` that is None: GradScaler's docstring says to return a value.

@@ -8,7 +8,8 @@ Two of its rewrites change numbers without a word:
 - A product with the integer 0 becomes zeros, also if the other factor is infinite or NaN. `loss + 0 * unused.sum()`,
   with which people keep unused parameters in the graph, then hides an overflow from the scaler.
 
-torch 2.15 corrects both as is done here, where the rewrites look for their matches.
+torch corrects both as is done here, where the rewrites look for their matches: the products in 2.14, the patterns in
+2.15.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows taken by a new permutation: `x[torch.randperm(n)]`, as mixup has it.
 
-Inductor has patterns that leave out the check of the indices' bounds. Up to torch 2.14 one raises if the permutation is
-not sliced; that of 2.15 draws again for `order[order]` (https://github.com/pytorch/pytorch/issues/183988).
+Inductor has patterns that leave out the check of the indices' bounds. Up to torch 2.13 one raises if the permutation is
+not sliced; those of 2.14 and 2.15 draw again for `order[order]` (https://github.com/pytorch/pytorch/issues/183988).
 """
 
 from __future__ import annotations

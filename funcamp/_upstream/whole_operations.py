@@ -3,13 +3,15 @@
 LSTM layers on a CPU: oneDNN's layer allocates the workspace of its backward pass only while gradients are enabled, and
 a compiled program runs with them disabled: the backward pass then fails, with every backend. It also reads its input as
 if it were contiguous, and Inductor may give it one that is not: the gradient of the input's weight is then that of
-other numbers. Torch 2.11 to 2.15; https://github.com/pytorch/pytorch/issues/158007
+other numbers. In a trace the workspace is empty, because only oneDNN knows its size; since torch 2.14 generated code
+checks sizes. So the layer returns an empty view of it. Torch 2.11 to 2.15;
+https://github.com/pytorch/pytorch/issues/158007
 
-Multi-label margin loss: torch.compile's own form counts the classes after the first -1 too. Torch 2.11 to 2.14;
+Multi-label margin loss: torch.compile's own form counts the classes after the first -1 too. Torch 2.11 to 2.13;
 https://github.com/pytorch/pytorch/issues/141017
 
 Multi-margin loss and softshrink of values that are not finite: torch.compile's own forms give NaN
-for an infinite input, and 0 for NaN, which hides an overflow. Torch 2.11 to 2.15, and to 2.14.
+for an infinite input, and 0 for NaN, which hides an overflow. Torch 2.11 to 2.15, and to 2.13.
 
 The gradient of a soft margin loss: torch.compile's own form, sigmoid(z) - 1, has no digits left for a
 large margin (14 % off at 15). Torch 2.11 to 2.15.
@@ -37,14 +39,21 @@ def _contiguous(value: Any) -> Any:
     return value.contiguous() if isinstance(value, Tensor) else value
 
 
+def _constant(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
 def _layer(*args: Any) -> tuple[Tensor, ...]:
+    given = map(_constant, args)  # a layer that the step only reads, such as a teacher's, may require gradients
     with torch.enable_grad():
-        found: tuple[Tensor, ...] = _aten.mkldnn_rnn_layer.default(*map(_contiguous, args))
-    return found
+        *found, workspace = _aten.mkldnn_rnn_layer.default(*map(_contiguous, given))
+    return *found, workspace[:0]
 
 
 def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
-    *found, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(*map(_contiguous, args))
+    *given, none = args
+    workspace = none.as_strided([none.untyped_storage().nbytes() // none.element_size()], [1], 0)
+    *found, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(*map(_contiguous, [*given, workspace]))
     *others, bias = found
     return *others, bias.clone(), grad_hx, grad_cx  # both biases' gradient is one tensor
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from funcamp import stateless
+from funcamp import _upstream, stateless
 from tests.gpu_program.steps import step_of
 from tests.support.gpu_program import Program, program_of
 from tests.support.models import Block, cross_entropy
@@ -152,7 +152,10 @@ def test_a_layer_in_float8_is_so_many_launches() -> None:
 
 
 def test_delayed_scaling_adds_fewer_launches_than_layers() -> None:
-    """The rule and all layers' scales are as many at any depth; the amaxes are those of current scaling."""
+    """The rule and all layers' scales are as many at both depths; the amaxes are those of current scaling.
+
+    Since torch 2.14 one amax more is not fused with the cast of its weight.
+    """
     few, many = (mlp(DELAYED, layers).launches - mlp("float8", layers).launches for layers in (1, 2))
     assert few <= 6
-    assert many <= few
+    assert many <= few + (_upstream.VERSION >= (2, 14))

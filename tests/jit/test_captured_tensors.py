@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree
 
-from funcamp import jit, make_train_step, module_loss, stateless
-from tests.support.helpers import assert_same
+from funcamp import jit, loss, make_train_step, module_loss, stateless
+from tests.support.helpers import assert_close, assert_same, clone
 
 ONE, OTHER, EMPTY = torch.arange(4.0), torch.arange(4.0) + 1, torch.zeros(0)
 ONE_AGAIN = ONE
@@ -50,6 +51,52 @@ def test_captured_tensors_come_first_in_a_program_by_inductor() -> None:
 
     start = [torch.zeros(4) for _ in steps]
     assert_same(jit(step, donate=False)(start, torch.ones(4)), step(start, torch.ones(4)))
+
+
+def _unfrozen(kind: str) -> Callable[[Tensor], Tensor]:
+    """Return a teacher for inputs of shape (n, 4) whose parameters require gradients, the same at every call."""
+    torch.manual_seed(0)
+    if kind == "lstm":
+        layer = nn.LSTM(4, 4)
+        return lambda x: layer(x[None])[0][0]
+    if kind == "batch norm":  # it also writes to buffers
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    return nn.Linear(4, 4)
+
+
+UNFROZEN = ["linear", "lstm", "batch norm"]
+
+
+def _distilled(kind: str, backend: str | None, donate: bool) -> Any:
+    """Return the state and the metrics of steps on full and smaller batches; none of them may require gradients."""
+    teacher = _unfrozen(kind)
+
+    def loss_fn(params: Any, x: Tensor) -> Any:
+        target = teacher(x)
+        return F.mse_loss(x @ params["w"], target), {"target": target, "part": target[:2]}
+
+    step = make_train_step(loss(loss_fn, has_aux=True), stateless(torch.optim.SGD, lr=0.1))
+    run: Any = step if backend is None else jit(step, backend=backend, donate=donate)
+    state, found = step.init({"w": torch.ones(4, 4)}), []
+    for size in (8, 8, 6, 8, 6):
+        state, metrics = run(state, torch.linspace(-1, 1, 4 * size).view(size, 4))
+        leaves = _pytree.tree_leaves((state, metrics))
+        assert backend is None or not any(leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor))
+        found.append((clone(state), metrics))
+    return found
+
+
+@pytest.mark.parametrize("kind", UNFROZEN)
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_teacher_that_requires_gradients_gets_none(kind: str, donate: bool, backend: str) -> None:
+    assert_same(_distilled(kind, backend, donate), _distilled(kind, None, donate))
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("kind", UNFROZEN)
+def test_a_teacher_that_requires_gradients_gets_none_from_a_program_by_inductor(kind: str) -> None:
+    assert_close(_distilled(kind, "inductor", True), _distilled(kind, None, True), 1e-5)
 
 
 def test_a_captured_tensor_without_values_is_refused() -> None:

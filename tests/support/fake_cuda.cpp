@@ -38,6 +38,14 @@ struct Hooks final : at::CUDAHooksInterface {
   c10::DeviceIndex deviceCount() const override { return 1; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return false; }
+  // The layout of a convolution's result is cuDNN's; since torch 2.14 generated code checks it.
+  bool compiledWithCuDNN() const override { return true; }
+  bool supportsDilatedConvolutionWithCuDNN() const override { return true; }
+  bool supportsDepthwiseConvolutionWithCuDNN() const override { return true; }
+  bool supportsBFloat16ConvolutionWithCuDNNv8() const override { return true; }
+  long versionCuDNN() const override { return 91002; }
+  long versionRuntimeCuDNN() const override { return 91002; }
+  double batchnormMinEpsilonCuDNN() const override { return 0; }
 };
 
 // At the load of this file, before torch asks for them. A build of torch for CUDA registers its own, at a lower priority.

@@ -11,15 +11,19 @@ import gc
 import logging
 import types
 from collections.abc import Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._memory import Memory
 from funcamp._trace.aliases import Aliases, written_arguments
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor
+else:
+    FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
 
 _log = logging.getLogger("funcamp")
 

@@ -79,6 +79,9 @@ class Loss:
         """Return the objects whose Python the loss runs, by name."""
         return {"loss": self.function}
 
+    def check_accumulation(self) -> None:
+        """Raise if the loss cannot be differentiated by micro-batches."""
+
     def state_was_made(self) -> None:
         """Note that a state begins with the initial parameters."""
 

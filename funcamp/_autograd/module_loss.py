@@ -20,7 +20,7 @@ from funcamp import _tree
 from funcamp._autograd.first_call_watch import FirstCallWatch, Places, memory_of, written_error
 from funcamp._autograd.left_behind import LeftBehind
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.passed_values import like_own_tensors, with_hooks
+from funcamp._autograd.passed_values import has_hooks, like_own_tensors, with_hooks
 from funcamp._autograd.scaled_grad import Engine, check_engine, nodes, pair
 from funcamp._check import boolean
 from funcamp._memory import identity, overlaps, rebind
@@ -88,7 +88,7 @@ class ModuleLoss(Loss):
         rounded.
         """
         self.hooked_names = frozenset(
-            name for name, own in _tensors(model).items() if name in self.names and own._backward_hooks
+            name for name, own in _tensors(model).items() if name in self.names and has_hooks(own)
         )
         self.linear_names = frozenset(_linear_weights(model)) - self.hooked_names
         """The names of the weights that only a linear layer's own forward multiplies by."""
@@ -130,9 +130,7 @@ class ModuleLoss(Loss):
         if self.has_buffers:
             fresh = {name: value.clone() for name, value in given[0].items()}
             values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
-        if not torch.compiler.is_dynamo_compiling() and any(
-            held[key]._backward_hooks for held, key in self._trained_at
-        ):
+        if not torch.compiler.is_dynamo_compiling() and any(has_hooks(held[key]) for held, key in self._trained_at):
             values = with_hooks(values, self._own_tensors())
         returned = self._watched_loss(values, params, batch)
         loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
@@ -156,7 +154,6 @@ class ModuleLoss(Loss):
         training = self.holder.model.training
         if training in self._watched and running() is None and not self._kept:
             return self._loss(values, batch)
-        _check_post_accumulate_hooks(self._made_of)
         buffers = {name: values[name] for name in self.buffer_names}
         before = {name: memory_of(value) for name, value in params.items()}
         trained = [name for name, value in params.items() if value.requires_grad]
@@ -318,6 +315,16 @@ class ModuleLoss(Loss):
                 "statistics: call model.train() first, unless you want this",
                 type(self._made_of).__name__,
             )
+
+    def check_accumulation(self) -> None:
+        """Raise ValueError if a parameter has a hook that gets the sum of the micro-batches' gradients."""
+        for held, key in self._trained_at:
+            if held[key]._post_accumulate_grad_hooks:
+                raise ValueError(
+                    "module_loss: model's parameters must have no hook of register_post_accumulate_grad_hook with "
+                    f"accumulate above 1, because it gets the gradient of one micro-batch; got one on {key!r}: use "
+                    "register_hook, or accumulate=1"
+                )
 
     def code_parts(self) -> dict[str, Any]:
         """Return the objects whose Python the loss runs, by name."""
@@ -504,10 +511,10 @@ def module_loss(
 
     The module provides the code, its training flags and its frozen parameters; the values come from the parameters and
     buffers passed. While model and criterion run, the module has these values, so a penalty in the criterion may read
-    `model.parameters()`, in full precision. These values are
-    instances of `nn.Parameter`, have the attributes of the module's own tensors, and the hooks of `register_hook`,
-    which get the scaled gradient. The module's `.grad` has no effect, nor has a hook on the node of a parameter in
-    torch's graph (`get_gradient_edge(p).node.register_prehook`), which cannot be seen. No sync.
+    `model.parameters()`, in full precision. These values are instances of `nn.Parameter`, have the attributes of the
+    module's own tensors, and the hooks of `register_hook` and `register_post_accumulate_grad_hook`, which get the
+    scaled gradient; the latter may only change it. The module's `.grad` has no effect, nor has a hook on the node of a
+    parameter in torch's graph (`get_gradient_edge(p).node.register_prehook`), which cannot be seen. No sync.
 
     Args:
         model: the module. Modules that write buffers (BatchNorm in training) work: the new buffers are returned. A
@@ -530,8 +537,7 @@ def module_loss(
             being one tensor, so that a step of one would change the other; a trainable parameter shares memory with a
             plain attribute (`self.w = layer.weight.detach()`); the criterion has
             trainable parameters, in itself or in what it reaches (attributes, a closure, globals that it names); model
-            or criterion know a parameter by its identity (`id`, a key of a dict); a parameter has a hook of
-            `register_post_accumulate_grad_hook`.
+            or criterion know a parameter by its identity (`id`, a key of a dict).
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
@@ -579,7 +585,6 @@ def module_loss(
             raise ValueError(
                 f"module_loss: model must have its shapes; {name!r} is lazy: call the model on a batch once, before"
             )
-    _check_post_accumulate_hooks(model)
     _check_identities(model, criterion)
     return ModuleLoss(model, criterion, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
 
@@ -598,16 +603,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 def _has_compiled_part(model: nn.Module) -> bool:
     """Return whether torch.compile compiles the model or a part of it (recognized without importing Dynamo)."""
     return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in model.modules())
-
-
-def _check_post_accumulate_hooks(model: nn.Module) -> None:
-    for name, value in model.named_parameters():
-        if value._post_accumulate_grad_hooks:
-            raise ValueError(
-                "module_loss: model's parameters must have no hook of register_post_accumulate_grad_hook, because a "
-                f"step's gradients are values and no parameter has a .grad; got one on {name!r}: use register_hook, "
-                "which returns the new gradient, or observe in make_train_step"
-            )
 
 
 def _names_among(model: nn.Module, slots: list[Slot]) -> frozenset[str]:

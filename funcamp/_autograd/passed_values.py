@@ -7,7 +7,7 @@ their gradients. The values are other tensors, so these would be lost.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,27 +18,63 @@ _NONE: frozenset[str] = frozenset()
 _IS_PARAMETER = "_is_param"
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Return whether a parameter has hooks on its gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def with_hooks(values: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return values with the hooks (`register_hook`) of the module's own parameters.
+    """Return values with the hooks of the module's own parameters on their gradients.
 
     A hook is registered on a view that only this call has: the value itself may be a tensor of the caller, who would
     get a further hook at each call. The hook gets the gradient in the dtype of the module's own parameter.
     """
-    hooked = {name: tensor._backward_hooks for name, tensor in own.items() if tensor._backward_hooks}
+    hooked = [name for name, tensor in own.items() if has_hooks(tensor)]
     if not hooked or not torch.is_grad_enabled():
         return values
     found, views = dict(values), {}
-    for name, hooks in hooked.items():
-        value = values[name]
-        if value is own[name] or not value.requires_grad:
+    for name in hooked:
+        value, parameter = values[name], own[name]
+        if value is parameter or not value.requires_grad:
             continue
         if id(value) not in views:  # tied parameters: the hook gets the sum of their gradients
-            view = value.view_as(value) if value.dtype == own[name].dtype else value.to(own[name].dtype)
-            for hook in hooks.values():
+            view = value.view_as(value) if value.dtype == parameter.dtype else value.to(parameter.dtype)
+            for hook in (parameter._backward_hooks or {}).values():
                 view.register_hook(hook)  # type: ignore[no-untyped-call]
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                view.register_hook(_after_accumulation(hook, view.detach(), name))  # type: ignore[no-untyped-call]
             views[id(value)] = view if value.dtype == view.dtype else view.to(value.dtype)
         found[name] = views[id(value)]
     return found
+
+
+def _after_accumulation(hook: Callable[[Tensor], None], value: Tensor, name: str) -> Callable[[Tensor], Tensor]:
+    """Return a hook of a gradient that does what a hook of register_post_accumulate_grad_hook does to `.grad`."""
+
+    def change(gradient: Tensor) -> Tensor:
+        parameter = value.detach().requires_grad_()
+        version = parameter._version
+        parameter.grad = gradient.detach().clone()
+        reason = None
+        with torch.no_grad():
+            try:
+                hook(parameter)
+            except KeyError:
+                reason = "looks the parameter up, but a step passes other tensors"
+        changed = parameter.grad
+        if parameter._version != version:
+            reason = "writes the parameter"
+        elif changed is None:
+            reason = "drops the gradient"
+        if reason is not None or changed is None:
+            raise ValueError(
+                "module_loss: a hook of register_post_accumulate_grad_hook must read and change the parameter's .grad "
+                f"only; that of {name!r} {reason}: for an optimizer in the backward pass leave it out, as the step "
+                "takes its own"
+            )
+        return changed
+
+    return change
 
 
 @contextlib.contextmanager

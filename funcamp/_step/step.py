@@ -520,6 +520,8 @@ class TrainStep(Fixed):
                 f"step: state must have an average for ema_decay={options.ema_decay}; got a state without: "
                 "begin one with state._replace(ema=funcamp.clone(state.params))"
             )
+        if options.accumulate > 1:
+            self.loss_fn.check_accumulation()
         probes, device = self._probes(state), state.scaler.scale.device
         pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
         shares = shares_of(options.weight, pieces, parallel.ranks, device)

@@ -156,15 +156,66 @@ def test_a_hook_after_the_loss_was_made_and_one_that_is_removed() -> None:
     assert_same(again.params, plain.params)
 
 
-def test_a_hook_after_accumulation_is_refused() -> None:
+def halved(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def replaced(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad * (parameter.detach() > 0)
+
+
+@pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.parametrize("policy", [None, "float16", "bfloat16"])
+@pytest.mark.parametrize("hook", [halved, replaced])
+def test_a_hook_after_accumulation_changes_the_gradient_as_in_torch(hook: Any, policy: str | None, how: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    expected = copy.deepcopy(model)
+    for each in (model, expected):
+        each.get_parameter("0.weight").register_post_accumulate_grad_hook(hook)
+    dtype = None if policy is None else getattr(torch, policy)
+    losses = losses_of_torch(expected, dtype, 2.0**10)
+    assert_same(losses_of_step(model, how == "jit", scale=2.0**10, policy=policy), losses)
+
+
+def in_the_backward_pass(model: nn.Linear) -> Callable[[Tensor], None]:
+    optimizers: dict[Any, Any] = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+
+    return step
+
+
+def dropped(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@pytest.mark.parametrize(
+    ("hook", "reason"),
+    [
+        (lambda model: dropped, "drops the gradient"),
+        (lambda model: lambda p: p.mul_(0.5), "writes the parameter"),
+        (in_the_backward_pass, "looks the parameter up"),
+    ],
+)
+def test_a_hook_after_accumulation_that_does_more_is_refused(hook: Any, reason: str) -> None:
     model = nn.Linear(4, 4)
-    step = make_train_step(module_loss(model, F.mse_loss), SGD)
-    model.bias.register_post_accumulate_grad_hook(lambda p: None)
-    message = r"must have no hook of register_post_accumulate_grad_hook.* got one on 'bias'"
-    with pytest.raises(ValueError, match=message):
-        module_loss(model, F.mse_loss)
-    with pytest.raises(ValueError, match=message):
+    loss_fn = module_loss(model, F.mse_loss)
+    step = make_train_step(loss_fn, SGD)
+    model.bias.register_post_accumulate_grad_hook(hook(model))
+    with pytest.raises(ValueError, match=rf"hook of register_post_accumulate_grad_hook .* that of 'bias' {reason}"):
         step(step.init(), BATCH)
+
+
+def test_a_hook_after_accumulation_is_refused_with_micro_batches() -> None:
+    model = nn.Linear(4, 4)
+    step = make_train_step(module_loss(model, F.mse_loss), SGD, accumulate=2)
+    model.bias.register_post_accumulate_grad_hook(halved)
+    with pytest.raises(ValueError, match=r"accumulate above 1, .* got one on 'bias'"):
+        step(step.init(), [torch.stack([leaf, leaf]) for leaf in BATCH])
 
 
 @pytest.mark.parametrize(

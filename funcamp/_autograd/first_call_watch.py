@@ -9,6 +9,8 @@ call runs under a mode of torch that sees what it calls. Later calls run without
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -98,6 +100,7 @@ class FirstCallWatch:
         self._own_places = [places.without_storages_of(passed) for places in (own_places, Places(own))]
         passed_objects = {id(value) for value in (*parameters.values(), *buffers.values())}
         self._own_objects = {id(value): name for name, value in own.items() if id(value) not in passed_objects}
+        self.copies = _LowCopies(own, parameters)
         self._empty = {id(value): name for name, value in buffers.items() if not value.numel()}
         self._views: list[Any] = []
         """Views of own tensors, kept so that no other tensor gets their id."""
@@ -164,6 +167,67 @@ class FirstCallWatch:
                 raise written_error(name, f", at {in_stack()}")
 
 
+class _LowCopies:
+    """The parameters that are passed in low precision, for a layer that autocast would cast them for.
+
+    Other code that reads such a parameter, such as a penalty in the forward pass of a model, gets rounded values, and
+    in torch's loop the full ones.
+    """
+
+    def __init__(self, own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        self._names: dict[int, str] = {}
+        self._kept: list[Tensor] = []
+        self._told: set[str] = set()
+        for name, value in parameters.items():
+            if name in own and value.dtype != own[name].dtype:
+                self._note(name, value)
+
+    def note(self, called: str, arguments: Any, out: Any, *, is_view: bool) -> None:
+        """Warn if an operation reads one of them outside of a product, and outside of its own layer."""
+        if not self._names or called.rpartition("::")[2] in _PRODUCTS:
+            return
+        found = {id(leaf): leaf for leaf in _tree.leaves(arguments) if isinstance(leaf, Tensor)}
+        for key in found.keys() & self._names.keys():
+            name = self._names[key]
+            if is_view:
+                for leaf in _tree.leaves(out):
+                    if isinstance(leaf, Tensor):
+                        self._note(name, leaf)
+            elif name not in self._told and not _in_layer_of(name):
+                self._told.add(name)
+                warnings.warn(
+                    f"module_loss: model reads {name!r} outside of the layer that multiplies by it, at {in_stack()}: "
+                    "there a step has its low-precision copy, and torch's loop the full values: keep it, "
+                    f"policy='...,keep={name}'",
+                    stacklevel=2,
+                )
+
+    def _note(self, name: str, value: Tensor) -> None:
+        self._names[id(value)] = name
+        self._kept.append(value)  # so that no other tensor gets its id
+
+
+#: Operations for which autocast casts, and functions that call them.
+_PRODUCTS = frozenset(
+    (
+        *("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "einsum"),
+        *("convolution", "_convolution", "chain_matmul", "multi_head_attention_forward", "tensordot", "bilinear"),
+    )
+)
+
+
+def _in_layer_of(name: str) -> bool:
+    """Return whether the innermost module that is being called has a parameter of this name."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(module, nn.Module):
+            return name.rpartition(".")[2] in module._parameters
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):
     """Watches every operation of a trace."""
 
@@ -191,6 +255,9 @@ class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):
         out = func(*args, **kwargs)
         if name is not None:
             self._watch.note_views(name, out)
+        if schema is not None:
+            called = schema.name
+            self._watch.copies.note(called, (args, kwargs), out, is_view=is_view or called in _SAME_VALUES)
         return out
 
 
@@ -214,6 +281,8 @@ class _FunctionWatch(TorchFunctionMode):
         if "out" in kwargs:
             self._watch.refuse_write(kwargs["out"])
         out = func(*args, **kwargs)
+        if not reads_no_value(called):
+            self._watch.copies.note(called, (args, kwargs), out, is_view=_shares_memory(out, (args, kwargs)))
         if name is None or reads_no_value(called):
             return out
         results = [leaf for leaf in _tree.leaves(out) if isinstance(leaf, Tensor)]
@@ -225,6 +294,14 @@ class _FunctionWatch(TorchFunctionMode):
         return out
 
 
+def _shares_memory(out: Any, arguments: Any) -> bool:
+    """Return whether a function returned a view, or no tensor."""
+    given = {_storage_of(leaf) for leaf in _tree.leaves(arguments) if isinstance(leaf, Tensor)}
+    return all(_storage_of(leaf) in given for leaf in _tree.leaves(out) if isinstance(leaf, Tensor))
+
+
+#: Operations whose result has the same values, and may be another tensor.
+_SAME_VALUES = frozenset(("aten::detach", "aten::alias", "aten::clone", "aten::contiguous"))
 #: Methods that read values and return no tensor.
 _READS = frozenset(
     ("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__", "__int__", "__index__")

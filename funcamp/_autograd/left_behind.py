@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_OUTSIDE = (
+    "validate with step.loss(state, batch), or call "
+    "model.load_state_dict(loss_fn.state_dict(state.params, state.buffers)) first"
+)
+_IN_STEP = "pass its parameters to this step in the batch, step.compute_params(state), and call it by functional_call"
+
+
+class _ThisThread(threading.local):
+    #: Whether a step is being taken, of this module or of another.
+    in_step = False
+
+
+_this_thread = _ThisThread()
+
+
+@contextlib.contextmanager
+def in_step() -> Iterator[None]:
+    """Context manager: a step is taken in this thread."""
+    before, _this_thread.in_step = _this_thread.in_step, True
+    try:
+        yield
+    finally:
+        _this_thread.in_step = before
 
 
 class LeftBehind:
@@ -33,18 +60,19 @@ class LeftBehind:
 
     def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002
         """Warn if a step was taken and nothing was written into the module since `init`."""
-        if torch.compiler.is_compiling() or not self.a_step_was_taken:
+        if torch.compiler.is_dynamo_compiling() or not self.a_step_was_taken:
             return
-        if self._place.get(self._name) is not self._parameter:  # inside of a step, which puts its values there
+        if self._place.get(self._name) is not self._parameter:  # inside of its own step, which puts its values there
             return
-        if module.training and torch.is_grad_enabled():  # another loop trains the module itself
-            return
+        # The criterion of another step may call it: a generator's its discriminator.
+        in_other_step = _this_thread.in_step
+        if not in_other_step and (torch.compiler.is_compiling() or (module.training and torch.is_grad_enabled())):
+            return  # another loop trains the module itself
         self.remove()
         if self._parameter._version == self._version:
             warnings.warn(
                 f"module_loss: {type(module).__name__} has the values that it had at init, as the steps changed the "
-                "state and not the module: validate with step.loss(state, batch), or call "
-                "model.load_state_dict(loss_fn.state_dict(state.params, state.buffers)) first",
+                f"state and not the module: {_IN_STEP if in_other_step else _OUTSIDE}",
                 stacklevel=2,
             )
 

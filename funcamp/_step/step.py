@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._autograd.left_behind import in_step
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.scaled_grad import around_backward, choose, differentiate, loss_and_aux
@@ -505,9 +506,10 @@ class TrainStep(Fixed):
                 micro-batches is 0, above accumulate, or differs between tensors.
         """
         self.check_call("step", state, batch, *more)
-        if not torch.compiler.is_dynamo_compiling():
+        by_dynamo = torch.compiler.is_dynamo_compiling()
+        if not by_dynamo:
             self.loss_fn.step_is_taken()
-        with self._own_precision(state):
+        with self._own_precision(state), contextlib.nullcontext() if by_dynamo else in_step():
             after, metrics = self._step(state, batch)
         if not compiling() and _is_in_autocast(state):
             torch.clear_autocast_cache()  # torch would keep this step's casts until the caller's region ends

@@ -104,3 +104,17 @@ def test_each_loss_of_a_module_watches_its_own_state() -> None:
     with pytest.warns(UserWarning, match=BEHIND) as of_the_second:
         module(X)
     assert len(of_the_first) == len(of_the_second) == 1
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_module_in_the_criterion_of_another_step(jitted: bool) -> None:
+    critic = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))
+    critic_step = make_train_step(module_loss(critic, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
+    critic_step(critic_step.init(), (Y, Y))
+    critic.requires_grad_(False)
+    generator = make_train_step(
+        module_loss(nn.Linear(4, 1), lambda out, _: -critic(out).mean()), stateless(torch.optim.SGD, lr=0.1)
+    )
+    run: Any = jit(generator, backend="eager") if jitted else generator
+    with pytest.warns(UserWarning, match=r"has the values that it had at init.*compute_params"):
+        run(generator.init(), (X, Y))

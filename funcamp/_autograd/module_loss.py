@@ -205,7 +205,8 @@ class ModuleLoss(Loss):
                 raise ValueError(
                     f"module_loss: criterion must have no trainable parameter, which no step would train; got {path!r} "
                     f"in {_kind(self.criterion)}: make it a part of the model, whose forward takes the target, or "
-                    "freeze it, requires_grad_(False)"
+                    "freeze it, requires_grad_(False); what another step trains (a GAN's discriminator) comes in the "
+                    "batch, other_step.compute_params(state), for functional_call"
                 )
 
     def _loss(self, values: dict[str, Tensor], batch: Any) -> Any:

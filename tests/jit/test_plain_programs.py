@@ -102,7 +102,7 @@ def test_nested_tensors_are_refused_by_jit() -> None:
         jit(step, backend="eager")(step.init(), torch.ones(3, 4))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("script", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(3, 4))])
 def test_scripted_modules(script: Callable[[nn.Module], nn.Module]) -> None:
     same_as_torch(

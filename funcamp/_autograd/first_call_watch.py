@@ -111,7 +111,11 @@ class FirstCallWatch:
         A trace dispatches every operation to Python anyway. In eager code that would choose other kernels (torch takes
         other ways through its composite operations if there is a dispatch mode), so there functions are watched.
         """
-        return _DispatchWatch(self) if in_trace else _FunctionWatch(self)
+        stack = contextlib.ExitStack()
+        stack.enter_context(_DispatchWatch(self) if in_trace else _FunctionWatch(self))
+        if self.copies.exist:
+            stack.enter_context(self.copies)
+        return stack
 
     def check_graph(self, returned: Any, given: Any) -> None:
         """Raise ValueError if what a compiled module returned depends on an own tensor through autograd.
@@ -167,14 +171,15 @@ class FirstCallWatch:
                 raise written_error(name, f", at {in_stack()}")
 
 
-class _LowCopies:
+class _LowCopies(TorchFunctionMode):
     """The parameters that are passed in low precision, for a layer that autocast would cast them for.
 
     Other code that reads such a parameter, such as a penalty in the forward pass of a model, gets rounded values, and
-    in torch's loop the full ones.
+    in torch's loop the full ones. Code that casts it to low precision itself gets the same.
     """
 
     def __init__(self, own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []
         self._told: set[str] = set()
@@ -182,17 +187,24 @@ class _LowCopies:
             if name in own and value.dtype != own[name].dtype:
                 self._note(name, value)
 
-    def note(self, called: str, arguments: Any, out: Any, *, is_view: bool) -> None:
-        """Warn if an operation reads one of them outside of a product, and outside of its own layer."""
-        if not self._names or called.rpartition("::")[2] in _PRODUCTS:
-            return
-        found = {id(leaf): leaf for leaf in _tree.leaves(arguments) if isinstance(leaf, Tensor)}
-        for key in found.keys() & self._names.keys():
-            name = self._names[key]
-            if is_view:
-                for leaf in _tree.leaves(out):
-                    if isinstance(leaf, Tensor):
-                        self._note(name, leaf)
+    @property
+    def exist(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._names)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        called = getattr(func, "__name__", "")
+        if called in _CASTS and isinstance(out, Tensor):
+            self._names.pop(id(out), None)  # a cast to the precision that it has
+        if called in _PRODUCTS or called in _CASTS or reads_no_value(called):
+            return out
+        read = [leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) in self._names]
+        for name in {self._names[id(leaf)] for leaf in read}:
+            results = [leaf for leaf in _tree.leaves(out) if isinstance(leaf, Tensor)]
+            if _shares_memory(results, (args, kwargs)):
+                for leaf in results:
+                    self._note(name, leaf)
             elif name not in self._told and not _in_layer_of(name):
                 self._told.add(name)
                 warnings.warn(
@@ -201,18 +213,21 @@ class _LowCopies:
                     f"policy='...,keep={name}'",
                     stacklevel=2,
                 )
+        return out
 
     def _note(self, name: str, value: Tensor) -> None:
         self._names[id(value)] = name
         self._kept.append(value)  # so that no other tensor gets its id
 
 
+#: Casts: what they return is in the precision that the code asks for.
+_CASTS = frozenset(("to", "type", "type_as", "half", "bfloat16"))
 #: Operations for which autocast casts, and functions that call them.
 _PRODUCTS = frozenset(
     (
         *("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
         *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "einsum"),
-        *("convolution", "_convolution", "chain_matmul", "multi_head_attention_forward", "tensordot", "bilinear"),
+        *("chain_matmul", "multi_head_attention_forward", "tensordot"),
     )
 )
 
@@ -255,9 +270,6 @@ class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):
         out = func(*args, **kwargs)
         if name is not None:
             self._watch.note_views(name, out)
-        if schema is not None:
-            called = schema.name
-            self._watch.copies.note(called, (args, kwargs), out, is_view=is_view or called in _SAME_VALUES)
         return out
 
 
@@ -281,8 +293,6 @@ class _FunctionWatch(TorchFunctionMode):
         if "out" in kwargs:
             self._watch.refuse_write(kwargs["out"])
         out = func(*args, **kwargs)
-        if not reads_no_value(called):
-            self._watch.copies.note(called, (args, kwargs), out, is_view=_shares_memory(out, (args, kwargs)))
         if name is None or reads_no_value(called):
             return out
         results = [leaf for leaf in _tree.leaves(out) if isinstance(leaf, Tensor)]
@@ -300,8 +310,6 @@ def _shares_memory(out: Any, arguments: Any) -> bool:
     return all(_storage_of(leaf) in given for leaf in _tree.leaves(out) if isinstance(leaf, Tensor))
 
 
-#: Operations whose result has the same values, and may be another tensor.
-_SAME_VALUES = frozenset(("aten::detach", "aten::alias", "aten::clone", "aten::contiguous"))
 #: Methods that read values and return no tensor.
 _READS = frozenset(
     ("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__", "__int__", "__index__")

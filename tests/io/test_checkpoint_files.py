@@ -328,7 +328,7 @@ def test_checkpoint_of_another_model_is_refused_and_the_state_stays(tmp_path: Pa
         (
             "checkpoint.safetensors",
             {"a": {"b": torch.ones(1)}},
-            "saved['a'] must be a dense tensor in safetensors; got {",
+            "saved['a'] must be a dense tensor in safetensors; got a dict with 'b'",
         ),
         ("checkpoint.safetensors", {"a": 3}, "saved['a'] must be a dense tensor in safetensors; got 3 of type int"),
         ("checkpoint.safetensors", {"a": torch.eye(2).to_sparse()}, "saved['a'] must be a dense tensor in safetensors"),

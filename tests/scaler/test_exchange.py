@@ -79,7 +79,7 @@ def test_bounds_and_rule_stay_the_configurations() -> None:
 @pytest.mark.parametrize(
     ("saved", "error", "message"),
     [
-        ([1], TypeError, "saved must be a dict; got [1]"),
+        ([1], TypeError, "saved must be a dict; got a list of an int"),
         ({}, ValueError, "saved must have 'scale'; it is empty, as a disabled scaler saves it"),
         ({"scale": 1.0}, ValueError, "saved must have 'growth_factor'; it has scale"),
         (FIVE | {"scale": "8"}, TypeError, "saved['scale'] must be a Python number; got '8'"),

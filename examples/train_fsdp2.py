@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _gpt import GPT, batch_at, load_bytes
-from _processes import check, checkpoint_to_resume, join, leave, line, make_parser, part_of, save_checkpoint
+from _processes import check, checkpoint_to_resume, end, join, leave, line, make_parser, part_of, save_checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -124,3 +124,4 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 if __name__ == "__main__":
     main()
+    end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import signal
@@ -168,6 +169,21 @@ def test_fsdp2_run_goes_on_bit_for_bit(tmp_path: Path, alone: None) -> None:
     saved = parts_in(parts)
     assert saved["taken"] == 12
     assert_same(saved, parts_in(whole))
+
+
+def test_fsdp2_run_ends_before_the_threads_of_its_group_can_abort_it(tmp_path: Path) -> None:
+    argv = ["train_fsdp2.py", *TINY, "--steps=1", f"--out={tmp_path}"]
+    script = f"""
+import atexit, runpy, sys
+sys.argv = {argv!r}
+atexit.register(print, "the interpreter ends")
+runpy.run_path("examples/train_fsdp2.py", run_name="__main__")
+"""
+    path = os.pathsep.join([str(ROOT / "examples"), str(ROOT)])
+    command, env = [sys.executable, "-c", script], {**ENVIRONMENT, "PYTHONPATH": path}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=BOUND, check=True)
+    assert run.stdout.splitlines()[-1].startswith("step 1 "), run.stderr
+    assert "the interpreter ends" not in run.stdout
 
 
 def test_demo_splits_its_batches_and_rank_0_alone_reports(tmp_path: Path) -> None:

@@ -73,7 +73,9 @@ class Slot(NamedTuple):
         """Return a fast function that returns the value that is there when it is called."""
         if isinstance(self.owner, types.CellType):
             return functools.partial(getattr, self.owner, "cell_contents")
-        if isinstance(self.owner, (dict, list, collections.deque)):
+        if isinstance(self.owner, dict):
+            return functools.partial(dict.__getitem__, self.owner, self.key)
+        if isinstance(self.owner, (list, collections.deque)):
             return functools.partial(operator.getitem, self.owner, self.key)
         return functools.partial(getattr, self.owner, self.key)
 
@@ -110,9 +112,9 @@ class Form:
         self.value = value
         self.parts: tuple[Any, ...]
         if isinstance(value, dict):
-            self.parts = (dict, *value)  # the order counts
+            self.parts = (dict, *dict.keys(value))  # the order counts
         elif isinstance(value, CONTAINERS):
-            self.parts = type(value), len(value)
+            self.parts = type(value), len(_plain_items(value))
         elif _is_opaque(value):
             content = None if isinstance(value, NUMBERS) else _bytes(value)
             self.parts = (value,) if content is None else (type(value), content)
@@ -255,15 +257,21 @@ def _of_class(path: str, kind: type) -> Iterator[Slot]:
 
 def _items(path: str, value: Any) -> Iterator[Slot]:
     if isinstance(value, dict):
-        for key, item in list(value.items()):
+        for key, item in list(dict.items(value)):
             yield Slot(f"{path}[{key!r}]", value, key, item)
     elif isinstance(value, (list, tuple, collections.deque)):
         owner = None if isinstance(value, tuple) else value
-        for index, item in enumerate(list(value)):
+        for index, item in enumerate(_plain_items(value)):
             yield Slot(f"{path}[{index}]", owner, index, item)
     else:
-        for index, item in enumerate(list(value)):
+        for index, item in enumerate(_plain_items(value)):
             yield Slot(f"{path}{{{index}}}", None, index, item)
+
+
+def _plain_items(value: Any) -> list[Any]:
+    """Return what a container holds, by the methods of Python's own class: a subclass may compute or import in its."""
+    base: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
+    return list(base.__iter__(value))
 
 
 def _of_function(path: str, function: Any) -> Iterator[Slot]:

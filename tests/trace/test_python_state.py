@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from funcamp._trace.python_state import survey
+from funcamp._trace.python_state import Form, survey
 from tests.support import python_counter
 
 BATCH = (torch.linspace(-1, 1, 12).reshape(3, 4), torch.ones(3, 4))
@@ -250,3 +250,19 @@ def test_modules_of_libraries_are_not_walked() -> None:
         return F.mse_loss(out, y) * float(np.float64(1.0))
 
     assert {path.count(".") for path in survey({"criterion": criterion})} <= {0, 1}
+
+
+def test_a_container_that_computes_its_contents_is_not_asked_for_them() -> None:
+    class Lazy(dict[str, Any]):
+        """A mapping as that of transformers' classes: to go through it imports all of them."""
+
+        def _import(self, *_: Any) -> Any:
+            raise AssertionError("it was asked")
+
+        __iter__ = __getitem__ = __len__ = keys = values = items = _import  # type: ignore[assignment]
+
+    table = Lazy()
+    dict.__setitem__(table, "kept", 1)
+    found = survey({"table": table})
+    assert found["table['kept']"].now() == 1
+    assert Form(table).changed("table", Form(table)) is None

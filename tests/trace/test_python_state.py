@@ -259,7 +259,7 @@ def test_a_container_that_computes_its_contents_is_not_asked_for_them() -> None:
         def _import(self, *_: Any) -> Any:
             raise AssertionError("it was asked")
 
-        __iter__ = __getitem__ = __len__ = keys = values = items = _import  # type: ignore[assignment]
+        __iter__ = __getitem__ = __len__ = keys = values = items = _import
 
     table = Lazy()
     dict.__setitem__(table, "kept", 1)

@@ -3,6 +3,9 @@
 Inductor's forms, and those of `convolutions`, sum in float32 and round once. That is nearer to the true sum, and finite
 where torch's own, 60000 + 60000 - 60000, is infinite. With exact=True a program calls torch's own.
 
+The gradient of a layer norm's weight is left as it is: a step that calls torch's own operation for it by another name
+fails in generated C++ (torch 2.13).
+
 Found by comparing fifty operations whose partial sums overflow and whose sums do not (tests/jit/test_float16_sums.py).
 """
 
@@ -23,7 +26,6 @@ _CALLED = (_aten.convolution.default, _aten.convolution_backward.default)
 _TAKEN_APART = (
     _aten.embedding_dense_backward.default,
     _aten.max_pool2d_with_indices_backward.default,
-    _aten.native_layer_norm_backward.default,
     _aten.scatter_add.default,
     _aten.scatter_reduce.two,
 )

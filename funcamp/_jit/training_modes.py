@@ -38,7 +38,7 @@ class TrainingModes:
         self._take(list(map(_training, self._attributes)))
 
     def number(self) -> int:
-        """Return the number of the present combination of flags. Called at each step: 20 ns for each that it looks at."""
+        """Return the number of the present combination of flags. Called at each step: 20 ns for each module."""
         if not all(map(_training, self._training)) or any(map(_training, self._evaluating)):
             self._take(list(map(_training, self._attributes)))
         return self._number

@@ -220,6 +220,7 @@ class KeepsAView(nn.Module):
         return out
 
 
+@pytest.mark.filterwarnings("ignore:module_loss. model reads .layer.weight. outside of the layer:UserWarning")
 @pytest.mark.parametrize("policy", [None, "bfloat16"])
 @pytest.mark.parametrize("consume", [False, True])
 def test_a_view_of_a_parameter_that_the_first_call_keeps_is_named_when_it_is_read(

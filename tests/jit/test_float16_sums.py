@@ -6,7 +6,7 @@ differs from operation to operation; a program has to do the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -127,7 +127,17 @@ def test_an_exact_program_overflows_where_eager_code_does() -> None:
     assert 10 < sum(not value.all() for value in expected.values()) < len(SUMS)  # both are among them
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Inductor adds into a scattered element in another precision with several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.inductor
+@pytest.mark.usefixtures("one_thread")
 def test_without_exact_some_sums_are_nearer_to_the_true_one() -> None:
     """If this fails, Inductor sums as torch does, and exact=True needs no forms of its own for these."""
     expected = all_of_them(ones(1), VALUES)[1]

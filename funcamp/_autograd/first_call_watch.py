@@ -296,18 +296,17 @@ class _FunctionWatch(TorchFunctionMode):
         if name is None or reads_no_value(called):
             return out
         results = [leaf for leaf in _tree.leaves(out) if isinstance(leaf, Tensor)]
-        sources = [leaf for leaf in _tree.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        storages = {storage for storage in map(_storage_of, sources) if storage is not None}
-        if called in _READS or any(_storage_of(result) not in storages for result in results):
+        if called in _READS or not _shares_memory(results, (args, kwargs)):
             self._watch.refuse_read(name)
         self._watch.note_views(name, results)
         return out
 
 
-def _shares_memory(out: Any, arguments: Any) -> bool:
-    """Return whether a function returned a view, or no tensor."""
-    given = {_storage_of(leaf) for leaf in _tree.leaves(arguments) if isinstance(leaf, Tensor)}
-    return all(_storage_of(leaf) in given for leaf in _tree.leaves(out) if isinstance(leaf, Tensor))
+def _shares_memory(results: list[Tensor], arguments: Any) -> bool:
+    """Return whether all results are in the memory of arguments: views, or none at all."""
+    sources = [leaf for leaf in _tree.leaves(arguments) if isinstance(leaf, Tensor)]
+    storages = {storage for storage in map(_storage_of, sources) if storage is not None}
+    return all(_storage_of(result) in storages for result in results)
 
 
 #: Methods that read values and return no tensor.

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcamp._upstream.whole_operations import renamed
+
 _aten = torch.ops.aten
-_library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 #: Without a decomposition Inductor calls torch's.
 _CALLED = (_aten.convolution.default, _aten.convolution_backward.default)
@@ -31,15 +32,7 @@ _TAKEN_APART = (
 )
 
 
-def _renamed(operation: Any) -> Any:
-    name = f"{operation._opname}_in_float16"
-    _library.define(f"{name}({str(operation._schema).partition('(')[2]}")
-    _library.impl(name, operation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"funcamp::{name}", operation, lib=_library)
-    return getattr(torch.ops.funcamp, name).default
-
-
-_RENAMED = {operation: _renamed(operation) for operation in _TAKEN_APART}
+_RENAMED = {operation: renamed(f"{operation._opname}_in_float16", operation, operation) for operation in _TAKEN_APART}
 
 
 def float16_sums(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:

@@ -58,13 +58,17 @@ def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
     return *others, bias.clone(), grad_hx, grad_cx  # both biases' gradient is one tensor
 
 
-def _define(name: str, original: Any, run: Any) -> None:
-    """Define an operation of the same arguments, which no compiler takes apart."""
+def renamed(name: str, original: Any, run: Any) -> Any:
+    """Define an operation of the same arguments under another name, by which no compiler takes it apart; return it."""
     signature = str(original._schema).partition("(")[2]
     _library.define(f"{name}({signature}")
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"funcamp::{name}", original, lib=_library)
-    _instead[original] = getattr(torch.ops.funcamp, name).default
+    return getattr(torch.ops.funcamp, name).default
+
+
+def _define(name: str, original: Any, run: Any) -> None:
+    _instead[original] = renamed(name, original, run)
 
 
 if LSTM_WORKSPACE.present:

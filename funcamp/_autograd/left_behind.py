@@ -19,21 +19,24 @@ _IN_STEP = "pass its parameters to this step in the batch, step.compute_params(s
 
 
 class _ThisThread(threading.local):
-    #: Whether a step is being taken, of this module or of another.
+    #: Whether a step is being taken.
     in_step = False
+    #: The module that the step trains, if the loss knows one.
+    module_of_step: nn.Module | None = None
 
 
 _this_thread = _ThisThread()
 
 
 @contextlib.contextmanager
-def in_step() -> Iterator[None]:
-    """Context manager: a step is taken in this thread."""
-    before, _this_thread.in_step = _this_thread.in_step, True
+def in_step_of(module: nn.Module | None) -> Iterator[None]:
+    """Context manager: a step is taken in this thread, which trains the module."""
+    before = _this_thread.in_step, _this_thread.module_of_step
+    _this_thread.in_step, _this_thread.module_of_step = True, module
     try:
         yield
     finally:
-        _this_thread.in_step = before
+        _this_thread.in_step, _this_thread.module_of_step = before
 
 
 class LeftBehind:
@@ -46,12 +49,15 @@ class LeftBehind:
         module: the module.
         place: the dict that holds one of its trainable parameters.
         name: the name there.
+        shared: whether the state has the module's own memory, so that what is written into the module is in the state.
     """
 
-    def __init__(self, module: nn.Module, place: dict[str, Tensor], name: str) -> None:
+    def __init__(self, module: nn.Module, place: dict[str, Tensor], name: str, *, shared: bool) -> None:
         self._place, self._name = place, name
         self._parameter = place[name]
         self._version = self._parameter._version
+        self._shared = shared
+        self._loaded_before_steps = False
         self.a_step_was_taken = False
         self._handles = (
             module.register_forward_pre_hook(self),
@@ -62,7 +68,9 @@ class LeftBehind:
         """Warn if a step was taken and nothing was written into the module since `init`."""
         if torch.compiler.is_dynamo_compiling() or not self.a_step_was_taken:
             return
-        if self._place.get(self._name) is not self._parameter:  # inside of its own step, which puts its values there
+        if module is _this_thread.module_of_step:
+            return
+        if self._place.get(self._name) is not self._parameter:  # part of a model whose step puts its values there
             return
         # The criterion of another step may call it: a generator's its discriminator.
         in_other_step = _this_thread.in_step
@@ -86,7 +94,19 @@ class LeftBehind:
 
     def loaded(self, *_: Any) -> None:
         """Follow `load_state_dict`, after which the module has the caller's values."""
+        self._loaded_before_steps = not self.a_step_was_taken and not self._shared
         self.remove()
+
+    def step_is_taken(self, module: nn.Module) -> None:
+        """Note that the state moves on; say once that it began with other values than those that were loaded."""
+        if self._loaded_before_steps:
+            self._loaded_before_steps = False
+            warnings.warn(
+                f"module_loss: load_state_dict was called on {type(module).__name__} after init, and the state has the "
+                "values of before: call step.init() again, after load_state_dict",
+                stacklevel=4,
+            )
+        self.a_step_was_taken = True
 
 
 class _OfACopy:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Size, Tensor, nn
 
 from funcamp import _tree
+from funcamp._autograd.left_behind import in_step_of
 from funcamp._autograd.scaled_grad import Engine, check_engine, put_leaves_in_graphs
 from funcamp._check import boolean
 
@@ -82,11 +83,12 @@ class Loss:
     def check_accumulation(self) -> None:
         """Raise if the loss cannot be differentiated by micro-batches."""
 
-    def state_was_made(self) -> None:
-        """Note that a state begins with the initial parameters."""
+    def state_was_made(self, *, shared: bool) -> None:
+        """Note that a state begins with the initial parameters: with their own memory, or with a copy."""
 
-    def step_is_taken(self) -> None:
-        """Note that a state moves on."""
+    def taking_step(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: a state moves on."""
+        return in_step_of(None)
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: dropout and similar layers are off, if the loss knows its module."""

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from funcamp import _tree
 from funcamp._autograd.first_call_watch import FirstCallWatch, Places, memory_of, written_error
-from funcamp._autograd.left_behind import LeftBehind
+from funcamp._autograd.left_behind import LeftBehind, in_step_of
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.passed_values import has_hooks, like_own_tensors, with_hooks
 from funcamp._autograd.scaled_grad import Engine, check_engine, nodes, pair
@@ -298,17 +298,17 @@ class ModuleLoss(Loss):
             for part, flag in flags:
                 part.training = flag
 
-    def state_was_made(self) -> None:
+    def state_was_made(self, *, shared: bool) -> None:
         """Watch for a call of the module outside of steps, which move the state on and not the module."""
         if self._left_behind is not None:
             self._left_behind.remove()
         can_be_watched = self._trained_at and not isinstance(self._made_of, torch.jit.ScriptModule)
-        self._left_behind = LeftBehind(self._made_of, *self._trained_at[0]) if can_be_watched else None
+        self._left_behind = LeftBehind(self._made_of, *self._trained_at[0], shared=shared) if can_be_watched else None
 
-    def step_is_taken(self) -> None:
-        """Note that the state moves on; say once that the module is in eval mode."""
+    def taking_step(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: the state moves on. Says once that the module is in eval mode."""
         if self._left_behind is not None:
-            self._left_behind.a_step_was_taken = True
+            self._left_behind.step_is_taken(self._made_of)
         if not self._told_of_eval_mode and not self.holder.model.training:
             self._told_of_eval_mode = True
             _log.warning(
@@ -316,6 +316,7 @@ class ModuleLoss(Loss):
                 "statistics: call model.train() first, unless you want this",
                 type(self._made_of).__name__,
             )
+        return in_step_of(self._made_of)
 
     def check_accumulation(self) -> None:
         """Raise ValueError if a parameter has a hook that gets the sum of the micro-batches' gradients."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.left_behind import in_step
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.scaled_grad import around_backward, choose, differentiate, loss_and_aux
@@ -195,7 +194,7 @@ class TrainStep(Fixed):
         if device is None:
             raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}{self.loss_fn.why_empty()}")
         if of_module:
-            self.loss_fn.state_was_made()
+            self.loss_fn.state_was_made(shared=consume)
         return TrainState(
             step=_count(device),
             skipped=_count(device),
@@ -507,9 +506,7 @@ class TrainStep(Fixed):
         """
         self.check_call("step", state, batch, *more)
         by_dynamo = torch.compiler.is_dynamo_compiling()
-        if not by_dynamo:
-            self.loss_fn.step_is_taken()
-        with self._own_precision(state), contextlib.nullcontext() if by_dynamo else in_step():
+        with contextlib.nullcontext() if by_dynamo else self.loss_fn.taking_step(), self._own_precision(state):
             after, metrics = self._step(state, batch)
         if not compiling() and _is_in_autocast(state):
             torch.clear_autocast_cache()  # torch would keep this step's casts until the caller's region ends

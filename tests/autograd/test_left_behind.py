@@ -118,3 +118,25 @@ def test_a_module_in_the_criterion_of_another_step(jitted: bool) -> None:
     run: Any = jit(generator, backend="eager") if jitted else generator
     with pytest.warns(UserWarning, match=r"has the values that it had at init.*compute_params"):
         run(generator.init(), (X, Y))
+
+
+def test_a_new_step_of_a_module_that_was_left_behind_is_silent() -> None:
+    module = model()
+    taken(module)
+    module[0].weight.requires_grad_(False)  # it is in its place during the new step, too
+    taken(module)
+
+
+@pytest.mark.parametrize("consume", [False, True])
+def test_loading_between_init_and_the_first_step(consume: bool) -> None:
+    module, pretrained = model(), model().state_dict()
+    step = make_train_step(module_loss(module, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
+    state = step.init(consume=consume)
+    module.load_state_dict(pretrained)
+    if consume:
+        assert torch.equal(step.compute_params(state)["0.weight"], pretrained["0.weight"])
+        step(state, (X, Y))
+        return
+    with pytest.warns(UserWarning, match=r"load_state_dict was called on Sequential after init.*step.init\(\) again"):
+        step(state, (X, Y))
+    step(state, (X, Y))  # once

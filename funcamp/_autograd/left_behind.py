@@ -110,9 +110,13 @@ class LeftBehind:
 
 
 class _OfACopy:
-    """Stands for the hook in a copied, saved or unpickled module, and does nothing."""
+    """Stands for the hook in a copied, saved or unpickled module, and does nothing.
+
+    `copy.deepcopy` of the bound method `LeftBehind.loaded` keeps the function, so it runs with this object.
+    """
 
     a_step_was_taken = False
+    _shared = True
 
     def __call__(self, *_: Any) -> None:
         pass

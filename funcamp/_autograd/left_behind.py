@@ -49,15 +49,12 @@ class LeftBehind:
         module: the module.
         place: the dict that holds one of its trainable parameters.
         name: the name there.
-        shared: whether the state has the module's own memory, so that what is written into the module is in the state.
     """
 
-    def __init__(self, module: nn.Module, place: dict[str, Tensor], name: str, *, shared: bool) -> None:
+    def __init__(self, module: nn.Module, place: dict[str, Tensor], name: str) -> None:
         self._place, self._name = place, name
         self._parameter = place[name]
         self._version = self._parameter._version
-        self._shared = shared
-        self._loaded_before_steps = False
         self.a_step_was_taken = False
         self._handles = (
             module.register_forward_pre_hook(self),
@@ -94,29 +91,13 @@ class LeftBehind:
 
     def loaded(self, *_: Any) -> None:
         """Follow `load_state_dict`, after which the module has the caller's values."""
-        self._loaded_before_steps = not self.a_step_was_taken and not self._shared
         self.remove()
-
-    def step_is_taken(self, module: nn.Module) -> None:
-        """Note that the state moves on; say once that it began with other values than those that were loaded."""
-        if self._loaded_before_steps:
-            self._loaded_before_steps = False
-            warnings.warn(
-                f"module_loss: load_state_dict was called on {type(module).__name__} after init, and the state has the "
-                "values of before: call step.init() again, after load_state_dict",
-                stacklevel=4,
-            )
-        self.a_step_was_taken = True
 
 
 class _OfACopy:
-    """Stands for the hook in a copied, saved or unpickled module, and does nothing.
-
-    `copy.deepcopy` of the bound method `LeftBehind.loaded` keeps the function, so it runs with this object.
-    """
+    """Stands for the hook in a copied, saved or unpickled module, and does nothing."""
 
     a_step_was_taken = False
-    _shared = True
 
     def __call__(self, *_: Any) -> None:
         pass

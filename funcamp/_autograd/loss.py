@@ -83,8 +83,8 @@ class Loss:
     def check_accumulation(self) -> None:
         """Raise if the loss cannot be differentiated by micro-batches."""
 
-    def state_was_made(self, *, shared: bool) -> None:
-        """Note that a state begins with the initial parameters: with their own memory, or with a copy."""
+    def state_was_made(self) -> None:
+        """Note that a state begins with the initial parameters."""
 
     def taking_step(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: a state moves on."""

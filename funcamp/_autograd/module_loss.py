@@ -298,17 +298,17 @@ class ModuleLoss(Loss):
             for part, flag in flags:
                 part.training = flag
 
-    def state_was_made(self, *, shared: bool) -> None:
+    def state_was_made(self) -> None:
         """Watch for a call of the module outside of steps, which move the state on and not the module."""
         if self._left_behind is not None:
             self._left_behind.remove()
         can_be_watched = self._trained_at and not isinstance(self._made_of, torch.jit.ScriptModule)
-        self._left_behind = LeftBehind(self._made_of, *self._trained_at[0], shared=shared) if can_be_watched else None
+        self._left_behind = LeftBehind(self._made_of, *self._trained_at[0]) if can_be_watched else None
 
     def taking_step(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: the state moves on. Says once that the module is in eval mode."""
         if self._left_behind is not None:
-            self._left_behind.step_is_taken(self._made_of)
+            self._left_behind.a_step_was_taken = True
         if not self._told_of_eval_mode and not self.holder.model.training:
             self._told_of_eval_mode = True
             _log.warning(

@@ -9,16 +9,18 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parents[1]
 
 
-def cache_name(*, exact: bool) -> bytes:
-    """Return the name: another one after a change of any file with formulas, passes or patches of Inductor.
+def cache_name(*, exact: bool, without: frozenset[str]) -> bytes:
+    """Return the name: another one after a change of any file with formulas, passes or corrections of Inductor.
 
     Args:
-        exact: part of the name, because Inductor does not see what exact=True patches.
+        exact: part of the name, because Inductor does not see what exact=True corrects.
+        without: the names of what is left out, for the same reason.
     """
-    return b"funcamp-" + _sources() + b"-exact" * exact
+    left_out = "".join(f"-without-{name}" for name in sorted(without))
+    return b"funcamp-" + _sources() + b"-exact" * exact + left_out.encode()
 
 
 @functools.cache
 def _sources() -> bytes:
-    files = sorted(file for folder in ("_jit", "_upstream", "_trace") for file in (_PACKAGE / folder).glob("*.py"))
+    files = sorted(file for folder in ("_jit", "_upstream", "_trace") for file in (_PACKAGE / folder).rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest().encode()

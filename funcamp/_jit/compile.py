@@ -1,68 +1,78 @@
-"""Compile a traced graph with torch.compile's compiler."""
+"""Compile a traced graph: passes, then torch.compile's compiler."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import logging
 import shutil
-import sys
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from funcamp._jit.ahead import Request
-from funcamp._jit.decompositions import decompositions
-from funcamp._jit.eager_layouts import keep_layouts, one_by_one
-from funcamp._jit.open_parts import closed_decompositions, inner_compile
-from funcamp._jit.part_inputs import FlatInput, further_inputs, part_inputs, write_back
+from funcamp._jit.cache_name import cache_name
+from funcamp._jit.explain import explain
+from funcamp._jit.one_by_one import one_by_one
+from funcamp._jit.options import options_for
+from funcamp._jit.passes import changed
+from funcamp._jit.passes.program import Flat, Program, Target
+from funcamp._jit.session import deep_recursion
 from funcamp._memory import overlaps
 from funcamp._trace.autocast_regions import without_autocast
 from funcamp._trace.trace import Graph, parts, with_parts
-from funcamp._upstream.permutations import index_without_check
+from funcamp._upstream.bugs import corrected
 
 _log = logging.getLogger("funcamp")
 
-Flat: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
-#: Number of operations above which the C++ that calls the kernels gets a separate file. The compile time of one file
-#: grows faster than linearly (128 s instead of 85 at 48 blocks, 3,300 operations); with two, small steps are slower
-#: (0.75 ms instead of 0.52). The calling code is then not optimized: it compiles in 5 s instead of 43, and 3,000 calls
-#: take the same time.
-LONG = 1500
+def target_of(graph: Graph, backend: str, devices: frozenset[str], *, exact: bool) -> Target:
+    """Return what a graph is compiled for.
 
-#: Recursion limit for Inductor: planning the arena recurses deeper with every buffer that is alive at the same time (at
-#: 48 blocks of a GPT beyond Python's default of 1,000).
-DEEP = 20_000
+    Inductor computes some operations wrongly whose shape follows from values (`_upstream.WRONG_ROWS`), so it gets no
+    program with such shapes: its operations run one by one.
+    """
+    if graph.is_open and backend == "inductor":
+        _log.warning("jit: a shape follows from values, so that the operations run one by one, as in eager mode")
+        backend = "eager"
+    ranks = torch.distributed
+    is_distributed = ranks.is_available() and ranks.is_initialized()
+    return Target(backend, devices, exact, graph.is_open, is_distributed)
 
 
-def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], headers: Request | None = None) -> Flat:
+def compile_graph(
+    graph: Graph,
+    target: Target,
+    without: frozenset[str] = frozenset(),
+    *,
+    explained: bool = False,
+    headers: Callable[[], object] | None = None,
+) -> Flat:
     """Compile a graph; return a function from the arguments to the results of the traced function.
 
     Args:
-        graph: from `trace`.
-        backend: "inductor", or another name that torch.compile knows.
-        patches: Inductor's options.
+        graph: from `trace`; not changed.
+        target: what it is compiled for.
+        without: the names of passes, options and corrections to leave out.
+        explained: whether to print what is done to the program, and why.
         headers: if given, requests the headers of a program ahead of time.
     """
-    module, examples = graph.module, graph.examples
-    flats: list[FlatInput] = []
+    module = fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
+    name = cache_name(exact=target.exact, without=without)
+    program = Program(module, graph.examples, graph.mode, target, name, options={})
+    if explained:
+        explain(target, without)
     with without_autocast(), torch.no_grad():
-        if backend == "inductor":
-            keep_layouts(module, graph.mode, decompositions(patches.get("fallback_random", False)))
-            index_without_check(module)
-            if not graph.is_open:
-                module, examples, flats = part_inputs(module, examples, graph.mode)
-        module.recompile()
-        if backend == "inductor":
-            inner = _inductor(module, examples, patches, headers, is_open=graph.is_open)
-        elif backend == "eager":
-            inner = one_by_one(module)
-        else:
-            from torch._dynamo.backends.registry import lookup_backend
+        program = changed(program, without)
+        program.module.recompile()
+        inner = _compiled(program, without, headers)
+    for around in program.around:
+        inner = around(inner)
+    return _with_captured(graph, inner, as_eager=not target.by_inductor)
 
-            inner = lookup_backend(backend)(module, examples)
+
+def _with_captured(graph: Graph, inner: Flat, *, as_eager: bool) -> Flat:
+    """Return a function of the arguments alone, whose results share no memory."""
     captured, wrappers = graph.captured, graph.wrappers
     # The results that need a copy; a program returns the same ones in the memory of others at every call.
     shared: list[int] | None = None
@@ -70,7 +80,7 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], headers: 
     def run(values: list[Tensor]) -> list[Tensor]:
         nonlocal shared
         inputs = [*values, *captured]
-        results = write_back(flats, inputs, list(inner(*inputs, *further_inputs(flats, inputs))))
+        results = list(inner(inputs))
         if shared is None:
             shared = _in_shared_memory(results, inputs)
         for number in shared:
@@ -83,13 +93,13 @@ def compile_graph(graph: Graph, backend: str, patches: dict[str, Any], headers: 
         with without_autocast(), torch.no_grad():
             return run(values)
 
-    call = run if backend == "inductor" and not graph.is_open else interpreted
+    call = interpreted if as_eager else run
     if not graph.wrapped:
         return call
 
     def unwrapped(values: list[Tensor]) -> list[Tensor]:
-        out = iter(call([part for value in values for part in parts(value)]))
-        return [with_parts(wrapper, out) for wrapper in wrappers]
+        plain = iter(call([part for value in values for part in parts(value)]))
+        return [with_parts(wrapper, plain) for wrapper in wrappers]
 
     return unwrapped
 
@@ -109,42 +119,42 @@ def _in_shared_memory(results: list[Tensor], inputs: list[Tensor]) -> list[int]:
     return sorted(found)
 
 
-def _inductor(
-    graph: fx.GraphModule, inputs: list[Tensor], patches: dict[str, Any], headers: Request | None, *, is_open: bool
-) -> Any:
-    from torch._functorch import config as functorch_config
+def _compiled(program: Program, without: frozenset[str], headers: Callable[[], object] | None) -> Flat:
+    """Return a function from the inputs of a program to its results."""
+    backend = program.target.backend
+    if backend == "inductor":
+        with corrected(exact=program.target.exact, without=without), deep_recursion():
+            compiled = _by_inductor(program, without, headers)
+    elif backend == "eager":
+        compiled = one_by_one(program.module)
+    else:
+        from torch._dynamo.backends.registry import lookup_backend
+
+        compiled = lookup_backend(backend)(program.module, program.examples)
+    return lambda inputs: compiled(*inputs)
+
+
+def _by_inductor(program: Program, without: frozenset[str], headers: Callable[[], object] | None) -> Any:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    exact = patches.get("fallback_random", False)
-    how: dict[str, Any] = {"decompositions": decompositions(exact)}
-    caches = functorch_config.enable_autograd_cache
-    if is_open:  # AOTAutograd's cache keeps what Inductor's own inner_compile returns
-        how, caches = {"decompositions": closed_decompositions(exact), "inner_compile": inner_compile}, False
-    with functorch_config.patch(enable_autograd_cache=caches):
-        if patches.get("memory_planning"):
-            if patches["cpp_wrapper"] and sum(node.op == "call_function" for node in graph.graph.nodes) > LONG:
-                patches = {**patches, "cpp_wrapper_build_separate": True}
-                patches["aot_inductor.compile_wrapper_opt_level"] = "O0"
-            try:
-                with _deep(), config.patch(patches):
-                    if headers:
-                        headers()
-                    return compile_fx(graph, inputs, **how)
-            except Exception as error:  # Python may be able to call what C++ cannot; else its error is the familiar one
-                _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)
-                patches = {**patches, "cpp_wrapper": False, "memory_planning": False}
-        return compile_fx(graph, inputs, config_patches=patches, **how)
+    options = options_for(program, without) | program.options
 
+    def compiled() -> Any:
+        return compile_fx(program.module, program.examples, decompositions=program.table)
 
-@contextlib.contextmanager
-def _deep() -> Iterator[None]:
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(before, DEEP))
+    if not options.get("cpp_wrapper"):
+        with config.patch(options):
+            return compiled()
     try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)
+        with config.patch(options):
+            if headers:
+                headers()
+            return compiled()
+    except Exception as error:  # Python may be able to call what C++ cannot; else its error is the familiar one
+        _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)
+    with config.patch({**options, "cpp_wrapper": False, "memory_planning": False}):
+        return compiled()
 
 
 def check_compiler(backend: str, leaves: list[Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
-from funcamp._jit.compile import Flat
+from funcamp._jit.passes.program import Flat
 from funcamp._jit.written_inputs import WrittenInputs
 from funcamp._upstream.failed_capture import clear
 

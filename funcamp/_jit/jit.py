@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -25,6 +26,8 @@ def jit(
     backend: str = "inductor",
     compile_after: int = 100,
     max_signatures: int = 8,
+    without: Collection[str] = (),
+    explain: bool = False,
 ) -> JitStep:
     """Compile a pure step with a donated state; on a GPU replay it as one CUDA graph.
 
@@ -61,13 +64,17 @@ def jit(
             one graph per signature.
         max_signatures: maximum number of batch signatures; one more raises, because a loop that traces at every step is
             a mistake.
+        without: names of passes, of Inductor's options, and of corrections of torch to leave out, to find the one that
+            makes a number wrong or a step slow. The environment variable FUNCAMP_WITHOUT has further ones, separated by
+            commas. Without a correction numbers may be wrong where torch is.
+        explain: print each of them that a program gets to stderr, with its reason, when it is compiled.
 
     Returns:
         A `JitStep`: call it like step. On CUDA a state from elsewhere (a checkpoint) is copied into its storage.
 
     Raises:
         TypeError: step is not callable, or is a module, a loss or a class; an argument is not of the type given above.
-        ValueError: unroll or max_signatures is below 1, or compile_after below 0.
+        ValueError: unroll or max_signatures is below 1, or compile_after below 0; without has an unknown name.
 
     Example:
         >>> def count(state, batch):
@@ -90,7 +97,7 @@ def jit(
         )
     if isinstance(step, JitStep):
         raise TypeError(f"jit: step must not be compiled already; got {step!r}")
-    for name, flag in (("donate", donate), ("capture", capture), ("exact", exact)):
+    for name, flag in (("donate", donate), ("capture", capture), ("exact", exact), ("explain", explain)):
         boolean("jit", name, flag)
     if unroll is not None:
         integer("jit", "unroll", unroll, 1)
@@ -98,4 +105,22 @@ def jit(
     integer("jit", "max_signatures", max_signatures, 1)
     if not isinstance(backend, str):
         raise TypeError(f"jit: backend must be a string; got {backend!r}")
-    return JitStep(step, Options(donate, capture, unroll, exact, backend, compile_after, max_signatures))
+    left_out = _left_out(without)
+    options = Options(donate, capture, unroll, exact, backend, compile_after, max_signatures, left_out, explain)
+    return JitStep(step, options)
+
+
+def _left_out(without: Collection[str]) -> frozenset[str]:
+    """Return the names to leave out, with those of the environment variable."""
+    from funcamp._jit.explain import names
+
+    if isinstance(without, str) or not isinstance(without, Collection):
+        raise TypeError(f'jit: without must be a collection of names, such as ("part_inputs",); got {without!r}')
+    variable = os.environ.get("FUNCAMP_WITHOUT", "")
+    asked = frozenset([*without, *(name.strip() for name in variable.split(",") if name.strip())])
+    if unknown := sorted(asked - names(), key=str):
+        raise ValueError(
+            f"jit: without must have names of {', '.join(sorted(names()))}; got {', '.join(map(repr, unknown))} "
+            "(FUNCAMP_WITHOUT counts too)"
+        )
+    return asked

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -16,13 +13,11 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._check import Fixed, one_batch
 from funcamp._jit import cuda_graph
-from funcamp._jit.ahead import Request, ahead
-from funcamp._jit.buffer_pool import Scratch, asked, keep_heap, wanted
-from funcamp._jit.cache_name import cache_name
 from funcamp._jit.captured_tensors import CapturedTensors
-from funcamp._jit.compile import Flat, check_compiler, compile_graph
+from funcamp._jit.compile import check_compiler, compile_graph, target_of
 from funcamp._jit.donation import Layout, Owned, arranged, layouts_for, own
-from funcamp._jit.progress import Progress
+from funcamp._jit.passes.program import Flat, Target
+from funcamp._jit.session import CompileSession, keeping_generators
 from funcamp._jit.signature import (
     check_batch,
     check_like,
@@ -45,10 +40,6 @@ from funcamp._trace.trace import Graph, Outline, trace
 from funcamp._trace.tracing import HostError, running
 from funcamp._types import Tree
 from funcamp._upstream.advice import advise
-from funcamp._upstream.inductor_cpu import corrected
-from funcamp._upstream.inductor_rewrites import faithful_rewrites
-from funcamp._upstream.inductor_writeback import SnapshotWriteBacks
-from funcamp._upstream.python_stack import with_room
 
 _log = logging.getLogger("funcamp")
 #: Number of leaves whose memory a call of a captured step checks, at 0.15 µs each.
@@ -65,6 +56,8 @@ class Options(NamedTuple):
     backend: str
     compile_after: int
     max_signatures: int
+    without: frozenset[str]
+    explain: bool
 
 
 class _Program(NamedTuple):
@@ -93,7 +86,6 @@ class JitStep(Fixed):
         self._carried = CarriedState(_python_parts(step))
         self._modes = TrainingModes()
         self._graphs: cuda_graph.CudaGraphs | None = None
-        self._scratch: Scratch | None = None
         self._last: Any = None
         self._replacements = 0
         """The number of the last calls that each found a captured tensor replaced."""
@@ -189,8 +181,7 @@ class JitStep(Fixed):
                 given = [leaf.detach().clone() if owned.memory.meets(leaf) else leaf for leaf in given]
             owned = self._own(state)
         if program is None:
-            with torch.inference_mode(False):
-                program, results = self._compile(key, owned, state, batch, given)
+            program, results = self._compile(key, owned, state, batch, given)
             owned = self._owned or owned
         else:
             results = self._run(program, owned, given, arranged(given, program.layouts, owned.memory))
@@ -206,8 +197,7 @@ class JitStep(Fixed):
 
     def _run(self, program: _Program, owned: Owned, given: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         """Run a program on the state and the batch's tensors; `inputs` are those as it needs them."""
-        with self._scratch.used() if self._scratch else contextlib.nullcontext():
-            results = program.run([*owned.leaves, *inputs])
+        results = program.run([*owned.leaves, *inputs])
         if program.written is not None:
             with torch.no_grad():
                 program.written.copy_back(given, inputs)
@@ -273,28 +263,16 @@ class JitStep(Fixed):
     def _compile(
         self, key: Any, owned: Owned, state: Tree, batch: Tree, given: list[Tensor]
     ) -> tuple[_Program, list[Tensor]]:
-        options, unroll = self._options, self._options.unroll
+        options = self._options
         try:
             if len(self._programs) >= options.max_signatures:
                 raise ValueError(
                     f"jit: batch must have at most {options.max_signatures} signatures in all (max_signatures); "
                     f"{difference(batch, self._last, key)}{padding(self._last, key)}"
                 )
-            home = owned.leaves[0].device if self._graphs is not None else None
-            inputs = given if home is None else [leaf.to(home) for leaf in given]
-            if unroll is not None:
-                check_steps(batch, unroll)
-            check_compiler(options.backend, owned.leaves + inputs)
-            layouts = layouts_for(inputs)
-            inputs = arranged(inputs, layouts, owned.memory)
-            asks = options.backend == "inductor" and _on_cpu(owned)
-            with (
-                _compiling(self._task(batch, key)) as progress,
-                ahead() if asks else contextlib.nullcontext() as headers,
-            ):
-                made = with_room(
-                    lambda: self._program(key, owned, state, batch, given, inputs, layouts, progress, headers)
-                )
+            asks_compiler = options.backend == "inductor" and _on_cpu(owned)
+            with CompileSession(self._task(batch, key), headers_ahead=asks_compiler) as session:
+                made = self._program(key, owned, state, batch, given, session)
         except BaseException as error:
             if not self._programs:  # a state that no program used must not constrain later ones
                 self._owned = self._graphs = self._like = None
@@ -311,18 +289,15 @@ class JitStep(Fixed):
         return task if self._last is None else f"{task}; {difference(batch, self._last, key)}"
 
     def _program(
-        self,
-        key: Any,
-        owned: Owned,
-        state: Tree,
-        batch: Tree,
-        given: list[Tensor],
-        inputs: list[Tensor],
-        layouts: list[Layout],
-        progress: Progress,
-        headers: Request | None,
+        self, key: Any, owned: Owned, state: Tree, batch: Tree, given: list[Tensor], session: CompileSession
     ) -> tuple[_Program, list[Tensor]]:
         options, graphs = self._options, self._graphs
+        if options.unroll is not None:
+            check_steps(batch, options.unroll)
+        inputs = given if graphs is None else [leaf.to(owned.leaves[0].device) for leaf in given]
+        check_compiler(options.backend, owned.leaves + inputs)
+        layouts = layouts_for(inputs)
+        inputs = arranged(inputs, layouts, owned.memory)
         example = inputs if options.unroll is None else [leaf[0] for leaf in inputs]
         graph = self._trace(owned, batch, example)
         arguments = [*owned.leaves, *example]
@@ -332,32 +307,31 @@ class JitStep(Fixed):
         if any(map(owned.memory.meets, graph.captured)):
             owned = self._owned = own(owned.tree, self._like, Memory(), copy=True)
         self._captured.add(graph.captured)
-        # Numbers only: a program that is compiled later must not keep this state alive.
-        count, on_cpu = len(owned.leaves), _on_cpu(owned)
-        written_bytes = sum(leaf.nbytes for leaf in owned.leaves) if options.donate else 0
+        # Not `owned` itself: a program that is compiled later must not keep this state alive.
+        state_count, metrics_count = len(owned.leaves), len(graph.rest.tensors)
+        devices = frozenset(leaf.device.type for leaf in owned.leaves)
+        gpus = frozenset(leaf.device for leaf in owned.leaves if leaf.device.type == "cuda")
 
-        gpus = {leaf.device for leaf in owned.leaves if leaf.device.type == "cuda"}
+        def compiled(backend: str, session: CompileSession) -> Flat:
+            target = target_of(graph, backend, devices, exact=options.exact)
+            with keeping_generators(gpus):
+                one = self._compile_graph(graph, target, session)
+            return one if options.unroll is None else unrolled(one, state_count, metrics_count, options.unroll)
 
-        def compiled(backend: str, headers: Request | None = None) -> Flat:
-            with torch.random.fork_rng(gpus) if gpus else contextlib.nullcontext():  # Inductor times random products
-                one = self._compile_graph(graph, backend, written_bytes if on_cpu else None, headers)
-            return one if options.unroll is None else unrolled(one, count, metrics, options.unroll)
-
-        metrics = len(graph.rest.tensors)
-        late = self._programs and graphs is None and options.compile_after and options.backend != "eager"
-        progress.phase("running operation by operation" if late else "compiling")
-        if late:
-            run = self._late(key, compiled("eager"), compiled, progress.task)
+        is_late = self._programs and graphs is None and options.compile_after and options.backend != "eager"
+        session.progress.phase("running operation by operation" if is_late else "compiling")
+        if is_late:
+            run = self._late(key, compiled("eager", session), compiled, session.progress.task)
         else:
-            run = compiled(options.backend, headers)
-            progress.phase("running")
+            run = compiled(options.backend, session)
+            session.progress.phase("running")
         if graphs is not None:
             owned.watch(_WATCHED)
-            run = cuda_graph.Captured(graphs, run, owned.leaves, inputs, metrics, written)
+            run = cuda_graph.Captured(graphs, run, owned.leaves, inputs, metrics_count, written)
         program = _Program(run, graph.rest, layouts, written)
         return program, self._run(program, owned, given, inputs)
 
-    def _late(self, key: Any, traced: Flat, compiled: Callable[[str], Flat], task: str) -> Flat:
+    def _late(self, key: Any, traced: Flat, compiled: Callable[[str, CompileSession], Flat], task: str) -> Flat:
         """Return a function that runs the traced operations one by one, and compiles them after enough calls."""
         left = self._options.compile_after
 
@@ -366,9 +340,9 @@ class JitStep(Fixed):
             left -= 1
             if left >= 0:
                 return traced(values)
-            with torch.inference_mode(False), _compiling(task) as progress:
-                progress.phase("compiling")
-                now = with_room(lambda: compiled(self._options.backend))
+            with CompileSession(task) as session:
+                session.progress.phase("compiling")
+                now = compiled(self._options.backend, session)
             self._programs[key] = self._programs[key]._replace(run=now)
             return now(values)
 
@@ -422,40 +396,13 @@ class JitStep(Fixed):
             advise("jit", error)
             raise
 
-    def _compile_graph(self, graph: Graph, backend: str, written: int | None, headers: Request | None) -> Flat:
-        options, pooled = self._options, False
-        if backend == "eager":
-            return compile_graph(graph, backend, {})
-        patches = {
-            "triton.cudagraphs": False,
-            "post_grad_custom_pre_pass": SnapshotWriteBacks(cache_name(exact=options.exact)),
-        }
-        counting = sys.modules.get("funcamp._numerics.counting_pass")  # imported if the step has a tap
-        if counting and counting.can_count_jointly():
-            patches["joint_custom_pre_pass"] = counting.JointCounts()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # Start collectives as soon as their inputs are ready, and wait for them as late as possible.
-            patches |= {
-                "reorder_for_compute_comm_overlap": True,
-                "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
-            }
-        if options.exact:
-            patches |= {"emulate_precision_casts": True, "fallback_random": True}
-        if written is not None:  # on a CPU
-            # Convolutions as in eager mode. With channels last, a step of ResNet-18 takes 1.2 to 1.4 times as long,
-            # because weights and gradients, which are in the state's layout, would be reordered.
-            # Views of complex tensors are calls of torch, and the plan reuses the memory that such a view refers to.
-            patches |= {"memory_planning": not _has_complex(graph), "layout_optimization": False}
-            keep_heap()
-            pooled = not graph.is_open and wanted(graph.module, written)
-            if pooled and self._scratch is None:
-                self._scratch = Scratch()
-            # A tenth of a small step is Python time; but code called from C++ cannot use the buffer pool.
-            patches["cpp_wrapper"] = not pooled
+    def _compile_graph(self, graph: Graph, target: Target, session: CompileSession) -> Flat:
+        options = self._options
         try:
-            with corrected(exact=options.exact), faithful_rewrites(), asked() if pooled else contextlib.nullcontext():
-                return compile_graph(graph, backend, patches, headers)
+            return compile_graph(graph, target, options.without, explained=options.explain, headers=session.headers)
         except Exception as error:
+            if target.backend == "eager":  # nothing is compiled
+                raise
             advise("jit", error)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error
@@ -473,42 +420,5 @@ def _code_parts(step: Any) -> dict[str, Any]:
     return {"step": step} if parts is None else parts()
 
 
-_lock = threading.Lock()
-#: The number of new objects after which Python looks for garbage, while a step is traced or compiled.
-_SELDOM = 100_000
-
-
-@contextlib.contextmanager
-def _compiling(task: str) -> Iterator[Progress]:
-    with _lock, _few_collections(), Progress(task) as progress:  # make_fx and Inductor's options are of the process
-        yield progress
-
-
-@contextlib.contextmanager
-def _few_collections() -> Iterator[None]:
-    """Context manager: collect garbage seldom, and among new objects only.
-
-    Those of torch alone take 0.2 s every time, and Inductor makes millions that live long.
-    """
-    thresholds = gc.get_threshold()
-    # A process that collects this seldom has set up its collector itself. To ask whether it froze its objects takes
-    # 0.1 s with a million of them, because Python counts them one by one.
-    free = thresholds[0] < _SELDOM and gc.get_freeze_count() == 0
-    if free:
-        gc.freeze()
-    gc.set_threshold(max(thresholds[0], _SELDOM) if thresholds[0] else 0, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        if free:
-            gc.unfreeze()
-
-
 def _on_cpu(owned: Owned) -> bool:
     return {leaf.device.type for leaf in owned.leaves} == {"cpu"}
-
-
-def _has_complex(graph: Graph) -> bool:
-    values = (value for node in graph.module.graph.nodes for value in _tree.leaves(node.meta.get("val")))
-    return any(isinstance(value, Tensor) and value.is_complex() for value in values)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._jit.compile import Flat
+from funcamp._jit.passes.program import Flat
 from funcamp._types import Tree
 
 

@@ -15,6 +15,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcamp import _upstream
+from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.passes.registry import register
 from funcamp._numerics import counting
 from funcamp._numerics.counting import WIDTH, counts
 from funcamp._trace.tracing import running
@@ -109,3 +111,18 @@ def _count_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     for node, counted in zip(nodes, found):
         node.replace_all_uses_with(counted)
         graph.erase_node(node)
+
+
+def _run(program: Program) -> Program:
+    return program._replace(options={**program.options, "joint_custom_pre_pass": JointCounts()})
+
+
+register(
+    Pass(
+        name="joint_counts",
+        why="all tracked samples are counted by one kernel instead of some small ones each",
+        evidence="benchmarks/results/track-cpu.md",
+        where=lambda target: target.by_inductor and can_count_jointly(),
+        run=_run,
+    )
+)

@@ -194,7 +194,7 @@ class TrainStep(Fixed):
         if device is None:
             raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}{self.loss_fn.why_empty()}")
         if of_module:
-            self.loss_fn.state_was_made(shared=consume)
+            self.loss_fn.state_was_made()
         return TrainState(
             step=_count(device),
             skipped=_count(device),

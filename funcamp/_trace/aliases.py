@@ -11,7 +11,7 @@ from torch import fx
 
 from funcamp import _tree
 from funcamp._trace.schema import aliased, reads_no_value
-from funcamp._upstream.inductor_writeback import behind
+from funcamp._upstream.chains import behind
 
 _aten = torch.ops.aten
 #: A training one writes its running mean and variance, of which torch's schema says nothing.

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 from funcamp._trace.user_line import in_stack
+from funcamp._upstream.replaced import replaced
 
 #: What a module of random numbers has besides functions that draw.
 _QUIET = ("getstate", "setstate", "get_state", "set_state", "default_rng", "test")
@@ -53,7 +53,7 @@ class HostDraws:
         with contextlib.ExitStack() as stack:
             for module in self._modules:
                 drawing = {name: watched(fn) for name, fn in vars(module).items() if _draws(name, fn)}
-                stack.enter_context(mock.patch.multiple(module, **drawing))
+                stack.enter_context(replaced(module, **drawing))
             try:
                 run()
             except Exception:  # because of what the first run changed

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from funcamp import _tree
 from funcamp._trace.schema import aliased
 from funcamp._trace.user_line import in_stack
-from funcamp._upstream.inductor_writeback import chain_start
+from funcamp._upstream.chains import chain_start
 
 #: Larger than any user's seed.
 _FIRST = 1 << 63

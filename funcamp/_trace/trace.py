@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -42,7 +41,6 @@ from funcamp._trace.kept_tensors import settle
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.random_numbers import Draws
 from funcamp._trace.tracing import HostError, LetsDynamoIn, Wanted, current
-from funcamp._trace.unread_gathers import drop_unread_gathers
 from funcamp._trace.user_line import (
     FIXED,
     INSTEAD,
@@ -53,7 +51,8 @@ from funcamp._trace.user_line import (
     in_traceback,
 )
 from funcamp._types import Tree
-from funcamp._upstream.whole_operations import keep_whole, of_known_shape
+from funcamp._upstream.bugs.ctc_lengths import of_known_shape
+from funcamp._upstream.replaced import replaced
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -248,7 +247,7 @@ def _traced(
     try:
         with (
             as_compiled(is_compiling),
-            mock.patch.object(Tensor, "data", property(_DATA.__get__, _set_data)),
+            replaced(Tensor, data=property(_DATA.__get__, _set_data)),
             # On a GPU autograd would call backward in another thread, outside these modes.
             torch.autograd.set_multithreading_enabled(False),
             fake,
@@ -266,8 +265,6 @@ def _traced(
         if asked or isinstance(error, _FROM_VALUES):
             raise HostError(f"{READS}; {in_traceback(error)} does: {INSTEAD}") from None
         raise
-    keep_whole(module)
-    drop_unread_gathers(module.graph)
     _name_dtypes(module.graph)
     real = watch.real()
     _refuse_gradients(real)
@@ -292,7 +289,6 @@ def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch
     if isinstance(current.recorder, _Watch):
         current.recorder.settle_part(module)
     captured = _lift(module, {})
-    keep_whole(module)
     module.recompile()
     return module, captured
 

@@ -14,11 +14,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
 from funcamp._upstream import NO_LEAVES
+from funcamp._upstream.replaced import replaced
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def _keeping_whole(original: Callable[..., Any]) -> Callable[..., Any]:
         if name != "apply" or not (hidden_leaves or torch._C._are_functorch_transforms_active()):
             return original(self, tx, name, args, kwargs)
         known = trace_rules.is_callable_allowed
-        with mock.patch.object(trace_rules, "is_callable_allowed", lambda obj: obj is self.fn_cls or known(obj)):
+        with replaced(trace_rules, is_callable_allowed=lambda obj: obj is self.fn_cls or known(obj)):
             return original(self, tx, name, args, kwargs)
 
     call_method.original = original  # type: ignore[attr-defined]

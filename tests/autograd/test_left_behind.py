@@ -127,18 +127,3 @@ def test_a_new_step_of_a_module_that_was_left_behind_is_silent() -> None:
     taken(module)
     module[0].weight.requires_grad_(False)  # it is in its place during the new step, too
     taken(module)
-
-
-@pytest.mark.parametrize("consume", [False, True])
-def test_loading_between_init_and_the_first_step(consume: bool) -> None:
-    module, pretrained = model(), model().state_dict()
-    step = make_train_step(module_loss(module, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
-    state = step.init(consume=consume)
-    module.load_state_dict(pretrained)
-    if consume:
-        assert torch.equal(step.compute_params(state)["0.weight"], pretrained["0.weight"])
-        step(state, (X, Y))
-        return
-    with pytest.warns(UserWarning, match=r"load_state_dict was called on Sequential after init.*step.init\(\) again"):
-        step(state, (X, Y))
-    step(state, (X, Y))  # once

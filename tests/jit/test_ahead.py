@@ -11,8 +11,7 @@ from torch import Tensor
 from torch._inductor import codecache, cpu_vec_isa
 
 from funcamp import _upstream, jit
-from funcamp._jit import compile as compiler
-from funcamp._jit import jit_step
+from funcamp._jit import options, session
 from funcamp._jit.ahead import ahead
 
 
@@ -47,21 +46,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
 @pytest.mark.parametrize("kind", ["from C++", "from C++, kernels apart", "from Python"])
 def test_a_program_asks_for_the_same_headers(kind: str, asked: set[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     apart = kind.endswith("apart")
-    monkeypatch.setattr(compiler, "LONG", 0 if apart else 1500)
-    monkeypatch.setattr(jit_step, "wanted", lambda *_: kind == "from Python")
-    options = {
+    monkeypatch.setattr(options, "LONG", 0 if apart else 1500)
+    without = ("cpp_wrapper",) if kind == "from Python" else ()
+    expected = {
         "cpp_wrapper": kind != "from Python",
         "cpp_wrapper_build_separate": apart,
         "aot_inductor.compile_wrapper_opt_level": "O0" if apart else "O1",
     }
-    with torch._inductor.config.patch(options), ahead() as headers:
+    with torch._inductor.config.patch(expected), ahead() as headers:
         headers()
     before = set(asked)
     assert len(before) == (2 if apart else 1)
     assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 1
-    monkeypatch.setattr(jit_step, "ahead", lambda: contextlib.nullcontext(lambda: None))
+    monkeypatch.setattr(session, "ahead", lambda: contextlib.nullcontext(lambda: None))
     with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(Stop):
-        jit(step)({"w": torch.zeros(3)}, torch.ones(3))
+        jit(step, without=without)({"w": torch.zeros(3)}, torch.ones(3))
     assert asked == before
 
 

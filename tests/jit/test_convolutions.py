@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcamp import ScalerConfig, _upstream, jit, make_train_step, module_loss, stateless
-from funcamp._jit import convolutions
-from funcamp._jit.decompositions import decompositions
+from funcamp._jit.passes import convolutions
+from funcamp._jit.passes.table import Table
 from tests.support.helpers import assert_close, clone
 
 OP = torch.ops.aten.convolution_backward.default
@@ -65,7 +65,7 @@ def test_gradients_are_torchs(name: str, dtype: torch.dtype, images: int, monkey
         given = arguments(name, dtype, layout, images)
         exact = [value.double() if isinstance(value, Tensor) else value for value in given]
         for mask in itertools.product([True, False], repeat=3):
-            found = decompositions(False)[OP](*given, list(mask))
+            found = Table((convolutions.convolutions,))[OP](*given, list(mask))
             if found is NotImplemented:  # left to torch
                 continue
             wanted = OP(*exact, list(mask))
@@ -107,7 +107,7 @@ def test_the_slow_gradients_are_computed_otherwise(
 ) -> None:
     monkeypatch.setattr(convolutions, "_MANY", many)
     with Calls() as calls:
-        decompositions(False)[OP](*arguments(name, dtype, LAYOUTS[0]), [True] * 3)
+        Table((convolutions.convolutions,))[OP](*arguments(name, dtype, LAYOUTS[0]), [True] * 3)
     assert calls.calls == expected
 
 

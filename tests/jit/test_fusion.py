@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
 from funcamp import ScalerConfig, ScalerState, TrainState, TrainStep, init, jit, make_train_step, module_loss, stateless
-from funcamp._jit import compile as compiler
+from funcamp._jit import session
 from funcamp._step.check_and_clip import flag_and_norm, squares_and_finite
 from tests.support.generated import code_of, written
 
@@ -148,7 +148,7 @@ def test_inductor_may_recurse_deeply_while_it_compiles(monkeypatch: pytest.Monke
     before, run = sys.getrecursionlimit(), jit(lambda state, batch: (state + batch, None))
     with pytest.raises(KeyboardInterrupt):
         run(torch.zeros(2), torch.ones(2))
-    assert (depths, sys.getrecursionlimit()) == ([compiler.DEEP], before)
+    assert (depths, sys.getrecursionlimit()) == ([session._DEEP], before)
 
 
 def test_what_cannot_be_called_from_cpp_is_called_from_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -488,9 +488,9 @@ class Backends:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[str] = []
 
-        def compile_graph(graph: Any, backend: str, *_: Any) -> Any:
-            self.asked.append(backend)
-            return compiler.compile_graph(graph, "eager", {})
+        def compile_graph(graph: Any, target: Any, *_: Any, **__: Any) -> Any:
+            self.asked.append(target.backend)
+            return compiler.compile_graph(graph, target._replace(backend="eager"))
 
         monkeypatch.setattr(jit_step, "compile_graph", compile_graph)
 

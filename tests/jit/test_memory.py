@@ -442,7 +442,7 @@ def test_an_average_that_a_step_leaves_alone_shares_no_memory_with_the_next_stat
 def test_a_tensor_that_a_failed_compilation_read_may_get_other_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     table = torch.arange(4.0).view(2, 2)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
     run = jit(lambda state, batch: (state + table, batch * 1), backend="aot_eager")

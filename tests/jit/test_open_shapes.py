@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout
 
 from funcamp import ScalerConfig, _upstream, jit, loss, make_train_step, module_loss, stateless
-from funcamp._jit import buffer_pool, cuda_graph
+from funcamp._jit import cuda_graph
 from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.stand_in import StandIn
 
@@ -243,13 +243,6 @@ def test_a_second_signature_is_compiled_later() -> None:
             part = batch[0][:rows], batch[1][:rows]
             (eager, wanted), (state, metrics) = step(eager, part), run(state, part)
             assert_same((state, metrics), (eager, wanted))
-
-
-def test_no_buffer_is_kept_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_pool, "LARGE", 1)
-    run = jit(lambda state, x: (state, x[x > 0].sin().sum()), backend="aot_eager")
-    run(torch.ones(()), torch.ones(8))
-    assert run._scratch is None
 
 
 REFUSED: dict[str, Any] = {

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from funcamp import clone, jit, make_train_step, module_loss, stateless
 from funcamp._jit import compile as compiler
-from funcamp._jit import part_inputs
-from funcamp._jit.eager_layouts import one_by_one
+from funcamp._jit import passes
+from funcamp._jit.one_by_one import one_by_one
+from funcamp._jit.passes import part_inputs
 from tests.support.generated import written
 from tests.support.helpers import assert_same
 
@@ -152,14 +153,16 @@ STEPS: dict[Callable[[State, Tensor], tuple[State, Any]], int] = {
 def test_no_number_changes(step: Callable[[State, Tensor], tuple[State, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
 
-    def noted(*args: Any) -> Any:
-        changed = part_inputs.part_inputs(*args)
-        found.append(len(changed[-1]))
+    def noted(program: Any) -> Any:
+        changed = part_inputs.part_inputs(program)
+        names = [node.name for node in changed.module.graph.find_nodes(op="placeholder")]
+        found.append(sum(name.startswith("part_of_") and name.endswith("_0") for name in names))
         return changed
 
-    monkeypatch.setattr(compiler, "part_inputs", noted)
+    noting = [one._replace(run=noted) if one.name == "part_inputs" else one for one in passes.PIPELINE]
+    monkeypatch.setattr(passes, "PIPELINE", tuple(noting))
     if not STEPS[step]:  # the graph is as it was: nothing of Inductor's to test
-        monkeypatch.setattr(compiler, "_inductor", lambda module, *_, **_options: one_by_one(module))
+        monkeypatch.setattr(compiler, "_by_inductor", lambda program, *_: one_by_one(program.module))
     torch.manual_seed(0)
     begin = {name: torch.randn(PARTS * WIDTH) for name in ("flat", "other")}
     run, state, expected = jit(step, exact=True), clone(begin), clone(begin)

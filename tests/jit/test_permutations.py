@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import funcamp
 from funcamp import jit
+from funcamp._jit.passes.permutations import index_without_check
 from tests.support.helpers import assert_close, assert_same, clone
 
 
@@ -67,3 +69,13 @@ def test_a_permutation_of_more_rows_than_there_are_is_an_error() -> None:
     with pytest.raises((RuntimeError, IndexError)):
         jit(step)(state, torch.ones(4, 3))
     assert state == 0
+
+
+def test_a_row_of_a_tensor_without_dimensions() -> None:
+    def select(x: Tensor, rows: Tensor) -> Tensor:
+        return x.index_select(0, rows)
+
+    traced = make_fx(select, tracing_mode="fake")(torch.ones(()), torch.zeros(1, dtype=torch.int64))
+    index_without_check(traced.graph)
+    traced.recompile()
+    assert_same(traced(torch.full((), 3.0), torch.zeros(1, dtype=torch.int64)), torch.full((1,), 3.0))

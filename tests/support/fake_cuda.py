@@ -185,6 +185,4 @@ if __name__ == "__main__":
     fake_cuda.load()
     import pytest
 
-    from funcamp._upstream.python_stack import with_room
-
-    sys.exit(with_room(lambda: pytest.main(sys.argv[1:])))
+    sys.exit(pytest.main(sys.argv[1:]))

@@ -27,7 +27,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from funcamp import jit
 from funcamp._jit import jit_step as _jit_step
-from funcamp._jit.compile import Flat
+from funcamp._jit.compile import target_of
+from funcamp._jit.passes.program import Flat, Target
 from tests.support import triton_cpu
 from tests.support.fake_cuda import pretended
 
@@ -128,6 +129,9 @@ class Program(NamedTuple):
         return [kernel for kernel in self.kernels if all(operation in kernel.name for operation in operations)]
 
 
+_NO_SESSION: Any = types.SimpleNamespace(headers=None)
+
+
 class _Written(BaseException):
     """No Exception, which Inductor would wrap."""
 
@@ -152,7 +156,7 @@ def program_of(step: Callable[[Any, Any], Any], state: Any, batch: Any, **option
         with pretended(), graph.mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
             graph.module(*graph.examples)
         try:
-            run._compile_graph(graph, "inductor", None, None)
+            run._compile_graph(graph, target_of(graph, "inductor", frozenset({"cuda"}), exact=False), _NO_SESSION)
         except _Written as written:
             return Program(str(written), counter.get_total_flops())
     raise AssertionError("nothing was compiled")
@@ -171,8 +175,7 @@ def gpu_backend(module: fx.GraphModule, examples: list[Tensor]) -> Flat:
 
     with torch._guards.tracing(None), on_gpu():
         graph = jit_step.trace(flat, examples, {"cpu"})
-        patches = {"emulate_precision_casts": True, "fallback_random": True}
-        call = jit_step.compile_graph(graph, "inductor", patches, None)
+        call = jit_step.compile_graph(graph, target_of(graph, "inductor", frozenset({"cuda"}), exact=True))
     return lambda *values: call(list(values))
 
 
@@ -190,9 +193,10 @@ def on_gpu(written: Callable[[str], None] = lambda code: None) -> Iterator[None]
         with pretended(), _chosen_attention():
             return trace(fn, _like(args), {"cuda"}, **options)
 
-    def compiled(graph: Any, backend: str, patches: dict[str, Any], headers: Any = None) -> Any:
+    def compiled(graph: Any, target: Target, *args: Any, **_: Any) -> Any:
+        on_cuda = target._replace(devices=frozenset({"cuda"}))
         with pretended(), triton_cpu.loaded(), mock.patch.object(GraphLowering, "save_output_code", written):
-            run = compile_graph(graph, backend, patches, None)
+            run = compile_graph(graph, on_cuda, *args)
 
         def call(values: list[Tensor]) -> Any:
             with triton_cpu.executed():

@@ -218,9 +218,9 @@ class Asking(nn.Linear):
 def test_what_is_traced_as_in_eager_mode_is_the_programs_step(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[fx.Graph] = []
 
-    def noted(graph: Any, *args: Any) -> Any:
+    def noted(graph: Any, *args: Any, **options: Any) -> Any:
         graphs.append(graph.module.graph)
-        return compile_graph(graph, *args)
+        return compile_graph(graph, *args, **options)
 
     monkeypatch.setattr("funcamp._jit.jit_step.compile_graph", noted)
     loss_fn = module_loss(Asking(8, 8), nn.functional.mse_loss)

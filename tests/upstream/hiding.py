@@ -214,14 +214,6 @@ def tracked(funcamp: Any) -> Any:
     return {name: record.forward.count for name, record in metrics.records.items()}
 
 
-def large(funcamp: Any) -> Any:
-    run = funcamp.jit(lambda state, x: (state + x, torch.cat([state, state * x, state]).cumsum(0)[-3:]))
-    state, metric = run(torch.zeros(1 << 23), torch.ones(()))
-    scratch = importlib.import_module("funcamp._jit.buffer_pool")
-    assert (run._scratch is not None) == funcamp._upstream.usable(scratch._allocate, scratch._holders)
-    return state[:3], metric
-
-
 def launches(funcamp: Any) -> Any:
     doctor = importlib.import_module("funcamp._doctor")
     return doctor._launches("cpu")
@@ -254,7 +246,6 @@ COMPILED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "compiled scaler": (compiled_scaler, ("torch._dynamo", "torch.utils._python_dispatch")),
     "scan": (scan, ("torch._higher_order_ops",)),
     "tracked": (tracked, ("torch._inductor",)),
-    "large": (large, ("torch._C._dynamo", "torch._C._storage")),
 }
 #: What raises without the name; tests/test_doctor.py has it with every name.
 NEEDED = {"torch._inductor.metrics": {"launches": launches}}

@@ -84,13 +84,16 @@ DIRECT = {
     "_distributed/collectives.py",
     "_jit/ahead.py",
     "_jit/compile.py",
-    "_jit/decompositions.py",
-    "_jit/open_parts.py",
+    "_jit/passes/table.py",
     "_optim/run.py",
     "_trace/trace.py",
     "_upstream/autograd_function.py",
-    "_upstream/inductor_cpu.py",
-    "_upstream/inductor_rewrites.py",
+    "_upstream/bugs/list_of_one.py",
+    "_upstream/bugs/lost_errors.py",
+    "_upstream/bugs/lost_keywords.py",
+    "_upstream/bugs/lost_nan.py",
+    "_upstream/bugs/lost_order.py",
+    "_upstream/bugs/unrounded.py",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcamp import _upstream, jit
-from funcamp._upstream.python_stack import with_room
 
 
 def raises_where(present: bool, kind: Any = Exception, *, match: str) -> Any:
@@ -438,22 +436,3 @@ def test_dynamo_takes_no_function_with_a_jvp() -> None:
     run = torch.compile(lambda x: Same.apply(x), fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="custom jvp"):
         run(torch.ones(1, requires_grad=True))
-
-
-def test_calls_at_the_end_of_a_chunk_of_pythons_frames() -> None:
-    def page_faults(depth: int) -> int:
-        if depth:
-            return page_faults(depth - 1)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(1000):
-            nothing()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    def nothing() -> None: ...
-
-    def most() -> int:
-        return max(map(page_faults, range(300)))
-
-    if (3, 11) <= sys.version_info < (3, 13):  # some releases of 3.13 and 3.14 have it too
-        assert most() >= 1000
-    assert with_room(most) < 500

@@ -10,16 +10,15 @@ flat tensor is a result, which is copied after the program.
 
 from __future__ import annotations
 
-import copy
 import itertools
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from funcamp._jit.passes.program import Flat, Pass, Program
 from funcamp._trace.schema import aliased
-from funcamp._upstream.inductor_writeback import chain_start, is_view
+from funcamp._upstream.chains import chain_start, is_view
 
 #: The largest flat tensor, in bytes, that is worth another copy in every step.
 SMALL = 1 << 20
@@ -42,43 +41,41 @@ class FlatInput(NamedTuple):
     """Whether its new value is a result."""
 
 
-def part_inputs(
-    module: fx.GraphModule, examples: list[Tensor], mode: AbstractContextManager[Any]
-) -> tuple[fx.GraphModule, list[Tensor], list[FlatInput]]:
-    """Return a graph in which the parts of small flat inputs are inputs, after all others, and these flat tensors.
+def part_inputs(program: Program) -> Program:
+    """Return a program in which the parts of small flat inputs are inputs, after all others.
 
-    Args:
-        module: a graph; not changed. In the new one, new values of flat tensors are the last results.
-        examples: fake tensors like its inputs; the new graph has more.
-        mode: their mode.
+    The new values of such flat inputs are its last results, until the function around it has written them back.
     """
-    placeholders, last = module.graph.find_nodes(op="placeholder"), _last_writes(module.graph)
-    found = _candidates(module.graph, examples, last)
-    if not found:
-        return module, examples, []
-    graph = copy.deepcopy(module.graph)
-    twins = dict(zip(module.graph.nodes, graph.nodes))
+    graph = program.module.graph
+    placeholders, last = graph.find_nodes(op="placeholder"), _last_writes(graph)
+    candidates = _candidates(graph, program.examples, last)
+    if not candidates:
+        return program
     output = graph.output_node()
     whole: Any = output.args[0]
-    results, examples, flats = list(whole), list(examples), []
-    for place, sizes, nodes in found:
+    results, examples, flats = list(whole), list(program.examples), list[FlatInput]()
+    for place, sizes, nodes in candidates:
         flat_node, example = placeholders[place], examples[place]
         numbers: list[Any] = [node.args[1] for node in nodes]
         flat = FlatInput(place, sizes, sorted(set(numbers)), flat_node in last)
-        with mode:
+        with program.mode:
             new = [torch.empty(sizes[number], dtype=example.dtype, device=example.device) for number in flat.chosen]
         made = dict(zip(flat.chosen, _append_placeholders(graph, f"part_of_{flat_node.name}", new)))
         examples += new
         for node, number in zip(nodes, numbers):
-            twins[node].replace_all_uses_with(made[number])
-            graph.erase_node(twins[node])
+            node.replace_all_uses_with(made[number])
+            graph.erase_node(node)
         if flat.written:
-            write = twins[last[flat_node]]
+            write = last[flat_node]
             results.append(write.args[1])
             graph.erase_node(write)
         flats.append(flat)
     output.args = (results,)
-    return fx.GraphModule(module, graph), examples, flats
+
+    def with_parts(inner: Flat) -> Flat:
+        return lambda inputs: write_back(flats, inputs, list(inner([*inputs, *further_inputs(flats, inputs)])))
+
+    return program._replace(examples=examples, around=(*program.around, with_parts))
 
 
 def _candidates(
@@ -147,3 +144,12 @@ def write_back(flats: list[FlatInput], inputs: list[Tensor], results: list[Tenso
     for tensor, value in zip(written, results[first:]):
         tensor.copy_(value)
     return results[:first]
+
+
+PASS = Pass(
+    name="part_inputs",
+    why="kernels of equal blocks are equal, and compiled once, if a part of a flat tensor has an address of its own",
+    evidence="benchmarks/results/passes-cpu.md (first calls)",
+    where=lambda target: target.by_inductor and not target.is_open,
+    run=part_inputs,
+)

@@ -15,13 +15,14 @@ results of functions that change arguments, and of `torch._foreach_` operations.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from funcamp import _upstream
+from funcamp._jit.passes.program import Pass, Program
+from funcamp._upstream.chains import behind, chain_start, is_view
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -99,38 +100,6 @@ class SnapshotWriteBacks(CustomGraphPass):
         return self._name
 
 
-def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> Any:
-    """Return the start of a chain of operations on one tensor, any of which may be a view or be removed."""
-    while (
-        isinstance(node, torch.fx.Node)
-        and node.op == "call_function"
-        and len(node.all_input_nodes) == 1
-        and follow(node)
-    ):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def is_view(node: torch.fx.Node) -> bool:
-    """Return whether an operation's result may share memory with its argument."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or any(result.alias_info for result in schema.returns)
-
-
-def behind(
-    values: Any, before: Callable[[torch.fx.Node], list[torch.fx.Node]] = lambda node: node.all_input_nodes
-) -> set[torch.fx.Node]:
-    """Return the nodes among values, and those from which they are computed; `before` returns one step of these."""
-    rest: list[torch.fx.Node] = []
-    torch.fx.map_arg(values, rest.append)
-    found = set(rest)
-    while rest:
-        new = [node for node in before(rest.pop()) if node not in found]
-        found.update(new)
-        rest += new
-    return found
-
-
 def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:
     """Make all readers of a complex input read a copy (`_upstream.COMPLEX_PARTS`)."""
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
@@ -195,3 +164,18 @@ def _recomputed(graph: torch.fx.Graph, source: torch.fx.Node) -> torch.fx.Node:
         node = graph.call_function(_aten.bitwise_or.Tensor, (source, source))
     node.meta = dict(source.meta)
     return node
+
+
+def _run(program: Program) -> Program:
+    snapshots = SnapshotWriteBacks(program.cache_name)
+    return program._replace(options={**program.options, "post_grad_custom_pre_pass": snapshots})
+
+
+PASS = Pass(
+    name="write_backs",
+    why="Inductor writes new leaves back in their order, and removes copies that keep inputs and results apart",
+    evidence="https://github.com/pytorch/pytorch/issues/198131; https://github.com/pytorch/pytorch/pull/198096",
+    where=lambda target: target.by_inductor,
+    run=_run,
+    defect=True,
+)

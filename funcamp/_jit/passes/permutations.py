@@ -11,19 +11,24 @@ from typing import Any
 import torch
 from torch import fx
 
+from funcamp._jit.passes.program import Pass, Program
+from funcamp._upstream import SECOND_PERMUTATION, UNSLICED_PERMUTATION
+
 _aten: Any = torch.ops.aten
 
 
-def index_without_check(module: fx.GraphModule) -> None:
-    """Let a traced graph do what the patterns do: index without the check; the graph is not recompiled."""
-    for node in module.graph.nodes:
+def index_without_check(graph: fx.Graph) -> None:
+    """Let a traced graph do what the patterns do: index without the check."""
+    for node in graph.nodes:
         if node.target is _aten.index.Tensor:
             x, indices = node.args
         elif node.target is _aten.index_select.default and node.args[1] == 0:
             x, indices = node.args[0], node.args[2:]
         else:
             continue
-        if len(indices) == 1 and _largest(indices[0]) < x.meta["val"].shape[0]:
+        shape = x.meta["val"].shape
+        # index_select takes rows of a tensor of shape () too, as if its shape were (1,).
+        if len(indices) == 1 and len(shape) > 0 and _largest(indices[0]) < shape[0]:
             node.target, node.args = _aten._unsafe_index.Tensor, (x, list(indices))
 
 
@@ -33,3 +38,18 @@ def _largest(node: Any) -> float:
         node = node.args[0]
     known = isinstance(node, fx.Node) and node.target is _aten.randperm.default and isinstance(node.args[0], int)
     return node.args[0] - 1 if known else float("inf")
+
+
+def _run(program: Program) -> Program:
+    index_without_check(program.module.graph)
+    return program
+
+
+PASS = Pass(
+    name="permutations",
+    why="Inductor raises for x[torch.randperm(n)], or draws a second permutation for order[order]",
+    evidence="https://github.com/pytorch/pytorch/issues/183988",
+    where=lambda target: target.by_inductor and (UNSLICED_PERMUTATION.present or SECOND_PERMUTATION.present),
+    run=_run,
+    defect=True,
+)

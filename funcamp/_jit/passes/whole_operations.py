@@ -15,10 +15,6 @@ for an infinite input, and 0 for NaN, which hides an overflow. Torch 2.11 to 2.1
 
 The gradient of a soft margin loss: torch.compile's own form, sigmoid(z) - 1, has no digits left for a
 large margin (14 % off at 15). Torch 2.11 to 2.15.
-
-CTC loss with lengths in tensors, on a CPU: torch has no rule for the shape of what it keeps for its
-backward pass; it follows from the longest target. The program keeps it for the longest target that
-there is room for, so that it is right for the lengths of every batch. Torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -26,12 +22,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
+from funcamp._jit.passes.program import Pass, Program
 from funcamp._upstream import INEXACT_MARGIN, LSTM_WORKSPACE, NAN_MARGIN, NAN_SHRUNK, PADDED_TARGETS
+from funcamp._upstream.renamed import renamed
 
 _aten = torch.ops.aten
-_library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
 _instead: dict[Any, Any] = {}
 
 
@@ -58,15 +55,6 @@ def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
     return *others, bias.clone(), grad_hx, grad_cx  # both biases' gradient is one tensor
 
 
-def renamed(name: str, original: Any, run: Any) -> Any:
-    """Define an operation of the same arguments under another name, by which no compiler takes it apart; return it."""
-    signature = str(original._schema).partition("(")[2]
-    _library.define(f"{name}({signature}")
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"funcamp::{name}", original, lib=_library)
-    return getattr(torch.ops.funcamp, name).default
-
-
 def _define(name: str, original: Any, run: Any) -> None:
     _instead[original] = renamed(name, original, run)
 
@@ -86,44 +74,18 @@ if NAN_SHRUNK.present:
     _define("softshrink", _aten.softshrink.default, _aten.softshrink.default)
 
 
-def _room(log_probs: Tensor, targets: Tensor) -> tuple[int, int, int]:
-    """Return the shape of a CTC loss's alphas for the longest target: for targets in rows, or one after the other."""
-    steps, batch, _ = log_probs.shape
-    return batch, steps, 2 * targets.shape[-1] + 1
+def _run(program: Program) -> Program:
+    for graph in program.graphs():
+        for node in graph.nodes:
+            node.target = _instead.get(node.target, node.target)
+    return program
 
 
-def _ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    loss, alphas = _aten._ctc_loss.Tensor(log_probs, targets, *args)
-    unused = _room(log_probs, targets)[2] - alphas.shape[2]
-    return loss, torch.nn.functional.pad(alphas, (0, unused))
-
-
-def _ctc_loss_shapes(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return log_probs.new_empty(log_probs.shape[1]), log_probs.new_empty(_room(log_probs, targets))
-
-
-def _ctc_loss_backward_shape(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
-    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
-
-
-_ctc: dict[Any, Any] = {}
-for _name, _original, _run, _shapes in (
-    ("ctc_loss", _aten._ctc_loss.Tensor, _ctc_loss, _ctc_loss_shapes),
-    ("ctc_loss_backward", _aten._ctc_loss_backward.Tensor, _aten._ctc_loss_backward.Tensor, _ctc_loss_backward_shape),
-):
-    _library.define(f"{_name}({str(_original._schema).partition('(')[2]}")
-    _library.impl(_name, _run, "CPU")
-    torch.library.register_fake(f"funcamp::{_name}", _shapes, lib=_library)
-    _ctc[_original] = getattr(torch.ops.funcamp, _name).default
-
-
-def of_known_shape(operation: Any, args: Any) -> Any:
-    """Return the operation that a trace records instead of one whose shape follows from values; mostly itself."""
-    instead = _ctc.get(operation)
-    return operation if instead is None or args[0].device.type != "cpu" else instead
-
-
-def keep_whole(module: fx.GraphModule) -> None:
-    """Let such operations of a traced graph run as in the eager loop; the graph is not recompiled."""
-    for node in module.graph.nodes:
-        node.target = _instead.get(node.target, node.target)
+PASS = Pass(
+    name="whole_operations",
+    why="torch.compile computes these wrongly or not at all: LSTM layers on a CPU, margin losses, softshrink of NaN",
+    evidence="https://github.com/pytorch/pytorch/issues/158007; tests/upstream/test_upstream.py",
+    where=lambda _: bool(_instead),
+    run=_run,
+    defect=True,
+)

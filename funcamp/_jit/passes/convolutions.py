@@ -16,13 +16,14 @@ Measured with torch 2.13 on an AMD EPYC with AVX-512, one core:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcamp import _upstream
+from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.passes.table import Decompositions
 
 _aten = torch.ops.aten
 _FORWARD, _BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
@@ -37,8 +38,8 @@ _copied: Any = _upstream.find("torch._inductor.inductor_prims.force_stride_order
 _has_half: Any = _upstream.find("torch.ops.mkldnn._is_mkldnn_fp16_supported", lambda: False)
 
 
-def convolutions(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return the decompositions of convolutions, given Inductor's table."""
+def convolutions(table: Decompositions) -> Decompositions:
+    """Return the decompositions of convolutions, given the table before."""
     before = table[_BACKWARD]
 
     def backward(*args: Any) -> Any:
@@ -104,3 +105,16 @@ def _channels_last(x: Tensor) -> Tensor:
     """Return a tensor with its channels as the last dimension, side by side in memory, in float32."""
     last = x.movedim(1, -1).contiguous()
     return (_copied(last, last.stride()) if _upstream.usable(_copied) else last).float()
+
+
+def _run(program: Program) -> Program:
+    return program._replace(extensions=(*program.extensions, convolutions))
+
+
+PASS = Pass(
+    name="convolutions",
+    why="a CPU computes gradients of depthwise convolutions, and float16 convolutions, faster by other formulas",
+    evidence="benchmarks/results/passes-cpu.md",
+    where=lambda target: target.by_inductor and "cpu" in target.devices,
+    run=_run,
+)

@@ -7,33 +7,25 @@ contiguous on a CPU, and transposed in a trace (pytorch#192668, open).
 
 from __future__ import annotations
 
-import copy
 import operator
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from funcamp._jit.decompositions import Decompositions
-from funcamp._trace.open_shapes import has_open_layout, is_open_node
+from funcamp._jit.passes.program import Pass, Program
+from funcamp._trace.open_shapes import is_open_node
 
 #: An index among several results, and the dimensions from the outermost in memory to the innermost.
 _Order = tuple[int | None, list[int]]
 
 
-def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any], table: Decompositions) -> None:
-    """Give such results the layout of the trace, except those of open operations.
-
-    Args:
-        module: its graph is changed in place; not recompiled.
-        mode: the mode of its fake tensors.
-        table: the decompositions that it will be compiled with.
-    """
+def keep_layouts(program: Program) -> Program:
+    """Give the results of decomposed operations the layout of the trace, except those of open operations."""
+    graph, table = program.module.graph, program.table
     known: dict[str, list[_Order]] = {}
-    with mode, torch.no_grad():
-        for node in list(module.graph.nodes):
+    with program.mode, torch.no_grad():
+        for node in list(graph.nodes):
             if node.target not in table or any(result.alias_info for result in node.target._schema.returns):
                 continue
             if is_open_node(node):
@@ -43,59 +35,19 @@ def keep_layouts(module: fx.GraphModule, mode: AbstractContextManager[Any], tabl
                 known[key] = _orders(node, table[node.target])
             for index, order in known[key]:
                 for result in [node] if index is None else [user for user in node.users if _picks(user, index)]:
-                    _lay_out(result, order)
-
-
-def one_by_one(module: fx.GraphModule) -> Callable[..., Any]:
-    """Return a function that runs the operations one by one; those of other layouts are found in its first call."""
-    run: Callable[..., Any] | None = None
-
-    def call(*values: Tensor) -> Any:
-        nonlocal run
-        if run is not None:
-            return run(*values)
-        first = _Checked(module)
-        out = first.run(*values)
-        run = module
-        if first.odd:
-            run = fx.GraphModule(module, copy.deepcopy(module.graph))  # Inductor may compile this one later
-            for node in [node for node in run.graph.nodes if node.name in first.odd]:
-                _lay_out(node, _order(node.meta["val"]))
-            run.recompile()
-        return out
-
-    return call
+                    lay_out(result, order)
+    return program
 
 
 def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
     """Return a tensor in the layout of another of its shape; itself if it has it, or that one is not dense."""
     if _steps(value) == _steps(like):
         return value
-    found = _in_order(value, _order(like))
+    found = _in_order(value, order_of(like))
     return found if _steps(found) == _steps(like) else value
 
 
-class _Checked(fx.Interpreter):
-    """Gives every result its layout in the trace, and notes the names of those that had another."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.extra_traceback = False  # an error's message stays torch's own
-        self.odd: set[str] = set()
-
-    def run_node(self, n: fx.Node) -> Any:
-        out, wanted = super().run_node(n), n.meta.get("val")
-        if not isinstance(out, Tensor) or not isinstance(wanted, Tensor):
-            return out
-        if has_open_layout(wanted) or out.shape != wanted.shape:
-            return out  # torch 2.11 has another shape for the gradient of the bias that an LSTM layer lacks
-        laid_out = laid_out_as(out, wanted)
-        if laid_out is not out:
-            self.odd.add(n.name)
-        return laid_out
-
-
-def _order(value: Tensor) -> list[int]:
+def order_of(value: Tensor) -> list[int]:
     """Return the dimensions from the outermost in memory to the innermost."""
     return sorted(range(value.dim()), key=value.stride, reverse=True)
 
@@ -130,7 +82,7 @@ def _orders(node: fx.Node, decomposition: Any) -> list[_Order]:
         return []
     pairs = list(enumerate(zip(wanted, found))) if several else [(None, (wanted, found))]
     return [
-        (index, _order(value))
+        (index, order_of(value))
         for index, (value, other) in pairs
         if isinstance(value, Tensor) and isinstance(other, Tensor) and _steps(value) != _steps(other)
     ]
@@ -144,7 +96,8 @@ def _picks(user: fx.Node, index: int) -> bool:
     return user.target is operator.getitem and user.args[1:] == (index,)
 
 
-def _lay_out(result: fx.Node, order: list[int]) -> None:
+def lay_out(result: fx.Node, order: list[int]) -> None:
+    """Let all that reads a result read it in another order in memory."""
     graph, aten = result.graph, torch.ops.aten
     with graph.inserting_after(result):
         permuted = graph.call_function(aten.permute.default, (result, order))
@@ -156,3 +109,13 @@ def _lay_out(result: fx.Node, order: list[int]) -> None:
         value = result.meta["val"]
         node.meta = {**result.meta, "val": value if shape is None else value.permute(shape)}
     result.replace_all_uses_with(laid_out, delete_user_cb=lambda user: user is not permuted)
+
+
+PASS = Pass(
+    name="layouts",
+    why="Inductor gives some results another layout than the trace, for which a traced view may be impossible",
+    evidence="https://github.com/pytorch/pytorch/issues/192668; tests/jit/test_eager_layouts.py",
+    where=lambda target: target.by_inductor,
+    run=keep_layouts,
+    defect=True,
+)

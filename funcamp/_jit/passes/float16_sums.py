@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp._upstream.whole_operations import renamed
+from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.passes.table import Decompositions
+from funcamp._upstream.renamed import renamed
 
 _aten = torch.ops.aten
 
@@ -35,13 +37,14 @@ _TAKEN_APART = (
 _RENAMED = {operation: renamed(f"{operation._opname}_in_float16", operation, operation) for operation in _TAKEN_APART}
 
 
-def float16_sums(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return the decompositions of these operations, given a compiler's table: in float16 none."""
+def float16_sums(table: Decompositions) -> Decompositions:
+    """Return the decompositions of these operations, given the table before: in float16 none."""
+    before = dict(table)
 
     def decomposed(operation: Any) -> Callable[..., Any]:
         def decompose(*args: Any, **kwargs: Any) -> Any:
             if not _sums_in_float16(args):
-                return table[operation](*args, **kwargs) if operation in table else NotImplemented
+                return before[operation](*args, **kwargs) if operation in before else NotImplemented
             return _RENAMED[operation](*args, **kwargs) if operation in _RENAMED else NotImplemented
 
         return decompose
@@ -52,3 +55,17 @@ def float16_sums(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[...
 def _sums_in_float16(args: tuple[Any, ...]) -> bool:
     tensor = next(value for value in args if isinstance(value, Tensor))
     return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
+
+
+def _run(program: Program) -> Program:
+    return program._replace(extensions=(*program.extensions, float16_sums))
+
+
+PASS = Pass(
+    name="float16_sums",
+    why="with exact=True a program must overflow where torch's own float16 sums do, number by number",
+    evidence="tests/jit/test_float16_sums.py",
+    where=lambda target: target.by_inductor and target.exact and "cpu" in target.devices,
+    run=_run,
+    defect=True,
+)

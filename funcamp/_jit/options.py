@@ -1,0 +1,101 @@
+"""Inductor's options, as data: each with its reason and its condition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._jit.passes.program import Program, Target
+
+#: Number of operations above which the C++ that calls the kernels gets a separate file. The compile time of one file
+#: grows faster than linearly (128 s instead of 85 at 48 blocks, 3,300 operations); with two, small steps are slower
+#: (0.75 ms instead of 0.52). The calling code is then not optimized: it compiles in 5 s instead of 43, and 3,000 calls
+#: take the same time.
+LONG = 1500
+
+
+class Option(NamedTuple):
+    """One of Inductor's options."""
+
+    names: tuple[str, ...]
+    """Its name; or the names of options that belong together."""
+    values: tuple[Any, ...]
+    why: str
+    where: Callable[[Target], bool]
+    of_program: Callable[[Program], bool] = lambda _: True
+    """Whether a program on such a target needs it; looked at after `where`."""
+
+
+def _has_complex(program: Program) -> bool:
+    for node in program.module.graph.nodes:
+        for value in _tree.leaves(node.meta.get("val")):
+            if isinstance(value, Tensor) and value.is_complex():
+                return True
+    return False
+
+
+def _is_long(program: Program) -> bool:
+    operations = [node for node in program.module.graph.nodes if node.op == "call_function"]
+    return len(operations) > LONG
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        names=("triton.cudagraphs",),
+        values=(False,),
+        why="jit captures the whole step itself",
+        where=lambda _: True,
+    ),
+    Option(
+        names=("reorder_for_compute_comm_overlap", "reorder_for_compute_comm_overlap_passes"),
+        values=(True, ["raise_comms", "sink_waits"]),
+        why="collectives start as soon as their inputs are ready, and are waited for as late as possible",
+        where=lambda target: target.is_distributed,
+    ),
+    Option(
+        names=("emulate_precision_casts", "fallback_random"),
+        values=(True, True),
+        why="exact=True: fused operations round in between, and draw eager mode's random numbers",
+        where=lambda target: target.exact,
+    ),
+    Option(
+        names=("layout_optimization",),
+        values=(False,),
+        # With channels last, a step of ResNet-18 takes 1.2 to 1.4 times as long, because weights and gradients, which
+        # are in the state's layout, would be reordered.
+        why="convolutions on a CPU have the layouts of eager mode",
+        where=lambda target: target.on_cpu,
+    ),
+    Option(
+        names=("cpp_wrapper",),
+        values=(True,),
+        why="C++ calls the kernels: a tenth of a small step is Python's time",
+        where=lambda target: target.on_cpu,
+    ),
+    Option(
+        names=("memory_planning",),
+        values=(True,),
+        why="a step allocates one block of memory; not with complex tensors, whose views are calls of torch",
+        where=lambda target: target.on_cpu,
+        of_program=lambda program: not _has_complex(program),
+    ),
+    Option(
+        names=("cpp_wrapper_build_separate", "aot_inductor.compile_wrapper_opt_level"),
+        values=(True, "O0"),
+        why="the C++ that calls the kernels of a long program is a file of its own, and not optimized",
+        where=lambda target: target.on_cpu,
+        of_program=_is_long,
+    ),
+)
+
+
+def options_for(program: Program, without: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Return Inductor's options for a program, except those left out by name."""
+    found: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.where(program.target) and option.names[0] not in without and option.of_program(program):
+            found |= dict(zip(option.names, option.values))
+    return found

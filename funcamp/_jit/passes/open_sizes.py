@@ -1,0 +1,106 @@
+"""Check what a trace assumed of sizes that follow from values, such as that of `logits[mask]`: open sizes.
+
+A trace is made for sizes that are equal to each other where tensors meet, and not 1. If a call selects a single row,
+eager code would repeat it, and sum its gradients; the program would not. So every open result must have the shape of
+the trace, in which each unknown size has one value a call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp._jit.passes.program import Pass, Program
+from funcamp._trace.open_shapes import is_open
+
+#: The sizes that a call has found so far, by symbol or by the text of a shape.
+_Sizes = dict[Any, Any]
+
+
+def check_open_sizes(program: Program) -> Program:
+    """Return a program that checks its open results, one by one."""
+    graph = program.module.graph
+    nodes = [node for node in graph.nodes if is_open(node.meta.get("val"))]
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        sizes = graph.call_function(dict)
+    for node in nodes:
+        check = _check_of(node.meta["val"])
+        if check is None:
+            continue
+        with graph.inserting_after(node):
+            checked = graph.call_function(check, (sizes, node))
+        checked.meta = dict(node.meta)
+        node.replace_all_uses_with(checked, delete_user_cb=lambda user, checked=checked: user is not checked)
+    return program
+
+
+def _check_of(expected: object) -> Callable[[_Sizes, Any], Any] | None:
+    """Return a function that compares an open result with the trace, and returns it."""
+    if isinstance(expected, torch.SymInt):
+        number = _expression(expected)
+
+        def check_number(sizes: _Sizes, value: int) -> int:
+            _compare(sizes, [number], [value])
+            return value
+
+        return check_number if number.is_Symbol else None
+    if not isinstance(expected, Tensor):
+        return None
+    shape = [_expression(size) for size in expected.shape]
+    name = str(shape)
+
+    def check_shape(sizes: _Sizes, value: Tensor) -> Tensor:
+        found = value.shape
+        if found != sizes.get(name):
+            _compare(sizes, shape, found)
+            sizes[name] = found
+        return value
+
+    return check_shape
+
+
+def _expression(size: Any) -> Any:
+    """Return the formula of a size that follows from values; any other size as it is."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _compare(sizes: _Sizes, shape: Sequence[Any], found: Sequence[int]) -> None:
+    """Compare a shape with the trace's, and note sizes that are new.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    for size, there in zip(shape, found):
+        if isinstance(size, int):
+            wanted = size
+        elif size.is_Symbol:
+            wanted = sizes.setdefault(size, there)
+        else:
+            known = tuple((symbol, sizes[symbol]) for symbol in size.free_symbols if symbol in sizes)
+            value = _value(size, known)
+            wanted = there if value is None else value
+        if wanted != there:
+            raise RuntimeError(
+                f"jit: a tensor of shape {tuple(found)} must have size {wanted} instead of {there}, because step was "
+                "traced for equal sizes where tensors meet: a single selected row is not repeated, as in eager mode"
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _value(size: Any, known: tuple[tuple[Any, int], ...]) -> int | None:
+    """Return the value of a formula; None if it has further symbols."""
+    value = size.subs(dict(known))
+    return int(value) if value.is_Integer else None
+
+
+PASS = Pass(
+    name="open_sizes",
+    why="a trace assumes that sizes which follow from values are equal where tensors meet, and not 1",
+    evidence="tests/jit/test_open_shapes.py",
+    where=lambda target: target.is_open and target.backend == "eager",
+    run=check_open_sizes,
+)

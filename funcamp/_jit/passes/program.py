@@ -1,0 +1,84 @@
+"""`Program`: what is compiled; `Pass`: the only form in which it is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor, fx
+
+from funcamp._jit.passes.table import Extension, Table
+
+#: A function from the tensors of a program to its results.
+Flat: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
+
+
+class Target(NamedTuple):
+    """What a program is compiled for."""
+
+    backend: str
+    devices: frozenset[str]
+    """The types of device of the state."""
+    exact: bool = False
+    """Whether roundings and random numbers are those of eager mode."""
+    is_open: bool = False
+    """Whether shapes or strides in it follow from values."""
+    is_distributed: bool = False
+    """Whether this process is one of several ranks."""
+
+    @property
+    def by_inductor(self) -> bool:
+        """Return whether torch's own compiler compiles it."""
+        return self.backend == "inductor"
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return whether it runs on a CPU only."""
+        return self.devices == {"cpu"}
+
+
+class Program(NamedTuple):
+    """A traced graph on its way to the compiler. A pass may change the graph in place; all else is immutable."""
+
+    module: fx.GraphModule
+    """From the tensors of the state, of the batch, and those captured, to the results; not recompiled."""
+    examples: list[Tensor]
+    """Tensors without values like its inputs."""
+    mode: AbstractContextManager[Any]
+    """The mode of the examples, in which operations compute shapes only."""
+    target: Target
+    cache_name: bytes
+    """What it depends on besides the graph and Inductor's options."""
+    options: dict[str, Any]
+    """Those of Inductor's options that passes ask for, by name."""
+    extensions: tuple[Extension, ...] = ()
+    """What adds entries to the compiler's table of decompositions."""
+    around: tuple[Callable[[Flat], Flat], ...] = ()
+    """What is put around the compiled program, the first one innermost."""
+
+    @property
+    def table(self) -> Table:
+        """Return what Inductor takes instead of some operations."""
+        return Table(self.extensions, draws_as_eager=self.target.exact)
+
+    def graphs(self) -> Iterator[fx.Graph]:
+        """Yield the graph, and those inside it, such as the body of a scan."""
+        for module in self.module.modules():
+            if isinstance(module, fx.GraphModule):
+                yield module.graph
+
+
+class Pass(NamedTuple):
+    """A change of a program: leaving it out changes no number, unless its reason is a defect of torch."""
+
+    name: str
+    why: str
+    """One line; printed by `jit(..., explain=True)` and by `doctor`."""
+    evidence: str
+    """The test or the issue of torch that shows the need, or the result file that shows the gain of this pass alone."""
+    where: Callable[[Target], bool]
+    """Whether a program for this target needs it."""
+    run: Callable[[Program], Program]
+    defect: bool = False
+    """Whether its reason is a defect of torch, so that numbers may be wrong without it."""

@@ -1,0 +1,18 @@
+"""Passes of layers: a layer registers its own when it is imported, so that `jit` imports no layer."""
+
+from __future__ import annotations
+
+from funcamp._jit.passes.program import Pass
+
+_registered: list[Pass] = []
+
+
+def register(one: Pass) -> None:
+    """Let all programs that are compiled from now on have a further pass, before Inductor's own."""
+    if one.name not in [other.name for other in _registered]:
+        _registered.append(one)
+
+
+def registered() -> tuple[Pass, ...]:
+    """Return the passes of layers."""
+    return tuple(_registered)

@@ -1,0 +1,92 @@
+"""`CompileSession`: all that is changed in this process while a step is traced and compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+from collections.abc import Collection, Iterator
+
+import torch
+
+from funcamp._jit.ahead import Request, ahead
+from funcamp._jit.progress import Progress
+
+#: make_fx and Inductor's options are of the process, so one thread at a time compiles.
+_lock = threading.Lock()
+#: The number of new objects after which Python looks for garbage meanwhile.
+_SELDOM = 100_000
+#: Recursion limit for Inductor: planning memory recurses deeper with every buffer that is alive at the same time (at 48
+#: blocks of a GPT beyond Python's default of 1,000).
+_DEEP = 20_000
+
+
+class CompileSession(contextlib.ExitStack):
+    """Context manager around tracing and compiling one program; exit puts everything back.
+
+    It takes turns with other threads, collects garbage seldom, leaves inference mode and reports progress. On a CPU a
+    thread asks Inductor's questions to the C++ compiler ahead of time.
+
+    Args:
+        task: what is compiled, for the report.
+        headers_ahead: whether to ask the C++ compiler ahead of time.
+    """
+
+    def __init__(self, task: str, *, headers_ahead: bool = False) -> None:
+        super().__init__()
+        self.progress = Progress(task)
+        self.headers: Request | None = None
+        """Requests the headers of a program that is compiled with Inductor's current options."""
+        self._headers_ahead = headers_ahead
+
+    def __enter__(self) -> CompileSession:
+        """Change the process."""
+        with contextlib.ExitStack() as stack:  # what was entered is left if the rest fails
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(_lock)
+            stack.enter_context(_few_collections())
+            stack.enter_context(self.progress)
+            if self._headers_ahead:
+                self.headers = stack.enter_context(ahead())
+            self.push(stack.pop_all())
+        return self
+
+
+@contextlib.contextmanager
+def _few_collections() -> Iterator[None]:
+    """Context manager: collect garbage seldom, and among new objects only.
+
+    Those of torch alone take 0.2 s every time, and Inductor makes millions that live long.
+    """
+    thresholds = gc.get_threshold()
+    # A process that collects this seldom has set up its collector itself. To ask whether it froze its objects takes
+    # 0.1 s with a million of them, because Python counts them one by one.
+    free = thresholds[0] < _SELDOM and gc.get_freeze_count() == 0
+    if free:
+        gc.freeze()
+    gc.set_threshold(max(thresholds[0], _SELDOM) if thresholds[0] else 0, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        if free:
+            gc.unfreeze()
+
+
+@contextlib.contextmanager
+def deep_recursion() -> Iterator[None]:
+    """Context manager: Inductor may recurse deep. Not while a step is traced: its own recursion must still end."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, _DEEP))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+@contextlib.contextmanager
+def keeping_generators(gpus: Collection[torch.device]) -> Iterator[None]:
+    """Context manager: the default generators are as before, though Inductor times random products on GPUs."""
+    with torch.random.fork_rng(gpus) if gpus else contextlib.nullcontext():
+        yield

@@ -1,0 +1,28 @@
+"""Defects of torch that are worked around by changing torch while a program is compiled: a file each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+
+from funcamp._upstream.bugs import list_of_one, lost_errors, lost_keywords, lost_nan, lost_order, unrounded
+from funcamp._upstream.bugs.bug import Bug
+
+BUGS: tuple[Bug, ...] = (
+    lost_order.BUG,
+    unrounded.BUG,
+    lost_errors.BUG,
+    list_of_one.BUG,
+    lost_keywords.BUG,
+    lost_nan.BUG,
+)
+
+
+@contextlib.contextmanager
+def corrected(*, exact: bool, without: Collection[str] = ()) -> Iterator[None]:
+    """Context manager: torch without those of these defects that this version has."""
+    with contextlib.ExitStack() as stack:
+        for bug in BUGS:
+            if bug.defect.present and (exact or not bug.only_exact) and bug.name not in without:
+                stack.enter_context(bug.changed())
+        yield

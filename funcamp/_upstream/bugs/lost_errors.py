@@ -1,0 +1,48 @@
+"""C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce` (torch 2.11 to 2.13).
+
+A write to places that are not there would leave the tensor as it was, without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from funcamp import _upstream
+from funcamp._upstream.bugs.bug import Bug
+from funcamp._upstream.replaced import replaced
+
+
+def _checked(generate: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that generates the same calls, each in torch's check of its error code."""
+
+    def generate_checked(self: Any, *args: Any) -> None:
+        write_line = self.writeline
+
+        def write_checked_line(text: Any) -> None:
+            is_call = isinstance(text, str) and text.startswith("aoti_torch_")
+            write_line(f"AOTI_TORCH_ERROR_CODE_CHECK({text.rstrip(';')});" if is_call else text)
+
+        with replaced(self, writeline=write_checked_line):
+            generate(self, *args)
+
+    return generate_checked
+
+
+@contextlib.contextmanager
+def _changed() -> Iterator[None]:
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    names = "_generate_index_put_fallback", "_generate_scatter_fallback"
+    with replaced(CppWrapperCpu, **{name: _checked(getattr(CppWrapperCpu, name)) for name in names}):
+        yield
+
+
+BUG = Bug(
+    "lost_errors",
+    "C++ that Inductor generates ignores errors of index_put and scatter_reduce",
+    "https://github.com/pytorch/pytorch/pull/190909",
+    _upstream.LOST_ERRORS,
+    _changed,
+)

@@ -1,0 +1,35 @@
+"""Operations of torch under a name of this library, by which no compiler takes them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+#: All of this library's operations; it must live as long as they are called.
+_library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def renamed(
+    name: str,
+    original: Any,
+    run: Callable[..., Any],
+    *,
+    shapes: Callable[..., Any] | None = None,
+    key: str = "CompositeExplicitAutograd",
+) -> Any:
+    """Define an operation with the arguments of another one under another name, and return it.
+
+    Args:
+        name: the name after "funcamp::".
+        original: the operation whose signature it has.
+        run: what it computes.
+        shapes: returns tensors without values like its results; the original operation if not given.
+        key: the dispatch key that `run` is for.
+    """
+    _, _, signature = str(original._schema).partition("(")
+    _library.define(f"{name}({signature}")
+    _library.impl(name, run, key)
+    torch.library.register_fake(f"funcamp::{name}", original if shapes is None else shapes, lib=_library)
+    return getattr(torch.ops.funcamp, name).default

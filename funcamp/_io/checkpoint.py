@@ -81,9 +81,9 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu") -> dict[str, Any]:
-    """Read a checkpoint written by `save` or torch.save, by torch.load(weights_only=True): no code of the file runs.
+    """Read a checkpoint written by `save` or torch.save, without running code from it.
 
-    A truncated file raises. A flipped bit in a tensor's data is not detected, because torch and safetensors have no
+    It is torch.load(weights_only=True), or safetensors. A truncated file raises. A flipped bit in a tensor's data is not detected, because torch and safetensors have no
     checksum for it. The tensors do not depend on the file afterwards. Syncs: reads every tensor.
 
     Args:

@@ -66,13 +66,13 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
         else:
             _write_torch(saved, temporary)
         _check_readable(safetensors, temporary)
+        # Without fsync, a power failure after the rename could leave an empty file under the final name.
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
         if os.path.exists(target):
             mode = os.stat(target).st_mode
         # safetensors makes files that only their owner can read.
         os.chmod(temporary, stat.S_IMODE(mode))
-        # Without fsync, a power failure after the rename could leave an empty file under the final name.
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:  # KeyboardInterrupt too
         with contextlib.suppress(FileNotFoundError):
@@ -83,8 +83,9 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu") -> dict[str, Any]:
     """Read a checkpoint written by `save` or torch.save, without running code from it.
 
-    It is torch.load(weights_only=True), or safetensors. A truncated file raises. A flipped bit in a tensor's data is not detected, because torch and safetensors have no
-    checksum for it. The tensors do not depend on the file afterwards. Syncs: reads every tensor.
+    It is torch.load(weights_only=True), or safetensors. A truncated file raises. A flipped bit in a tensor's data is
+    not detected, because torch and safetensors have no checksum for it. The tensors do not depend on the file
+    afterwards. Syncs: reads every tensor.
 
     Args:
         path: the file; its extension decides the format, as in `save`.

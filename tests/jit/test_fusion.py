@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
 from funcamp import ScalerConfig, ScalerState, TrainState, TrainStep, init, jit, make_train_step, module_loss, stateless
-from funcamp._jit import session
+from funcamp._jit import options, session
 from funcamp._step.check_and_clip import flag_and_norm, squares_and_finite
 from tests.support.generated import code_of, written
 
@@ -172,7 +172,7 @@ def test_a_long_programs_kernels_have_a_file_of_their_own(monkeypatch: pytest.Mo
     step = step_of(2)
     expected, _ = step(step.init(), BATCH)
     for long, apart in ((0, True), (10**6, False)):
-        monkeypatch.setattr(compiler, "LONG", long)
+        monkeypatch.setattr(options, "LONG", long)
         run = jit(step, donate=False)
         assert ("kernel_src = (" in code_of(run, step.init(), BATCH)) == apart
         state, _ = run(step.init(), BATCH)

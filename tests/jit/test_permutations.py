@@ -78,4 +78,4 @@ def test_a_row_of_a_tensor_without_dimensions() -> None:
     traced = make_fx(select, tracing_mode="fake")(torch.ones(()), torch.zeros(1, dtype=torch.int64))
     index_without_check(traced.graph)
     traced.recompile()
-    assert_same(traced(torch.full((), 3.0), torch.zeros(1, dtype=torch.int64)), torch.full((1,), 3.0))
+    assert_same(traced(torch.full((), 3.0), torch.zeros(1, dtype=torch.int64)), torch.full((), 3.0))

@@ -121,7 +121,7 @@ register(
     Pass(
         name="joint_counts",
         why="all tracked samples are counted by one kernel instead of some small ones each",
-        evidence="benchmarks/results/track-cpu.md",
+        evidence="benchmarks/track.py",
         where=lambda target: target.by_inductor and can_count_jointly(),
         run=_run,
     )

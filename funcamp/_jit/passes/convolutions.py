@@ -114,7 +114,7 @@ def _run(program: Program) -> Program:
 PASS = Pass(
     name="convolutions",
     why="a CPU computes gradients of depthwise convolutions, and float16 convolutions, faster by other formulas",
-    evidence="benchmarks/results/passes-cpu.md",
+    evidence="benchmarks/passes.py",
     where=lambda target: target.by_inductor and "cpu" in target.devices,
     run=_run,
 )

@@ -149,7 +149,7 @@ def write_back(flats: list[FlatInput], inputs: list[Tensor], results: list[Tenso
 PASS = Pass(
     name="part_inputs",
     why="kernels of equal blocks are equal, and compiled once, if a part of a flat tensor has an address of its own",
-    evidence="benchmarks/results/passes-cpu.md (first calls)",
+    evidence="benchmarks/passes.py",
     where=lambda target: target.by_inductor and not target.is_open,
     run=part_inputs,
 )

@@ -1,0 +1,157 @@
+"""The list of what is done to a program: complete, explained, and each part can be left out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from funcamp import jit
+from funcamp._jit import explain, passes
+from funcamp._jit.options import OPTIONS
+from funcamp._jit.passes import part_inputs, pipeline
+from funcamp._jit.passes.program import Target
+from funcamp._trace.trace import trace
+from funcamp._upstream.bugs import BUGS
+from tests.support.helpers import assert_close, clone
+from tests.support.launch import ROOT
+
+PARTS, WIDTH, CHANNELS = part_inputs.MANY, 4, 32
+CPU = Target("inductor", frozenset({"cpu"}))
+
+
+def state() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "flat": torch.randn(PARTS * WIDTH),
+        "kernel": torch.randn(CHANNELS, 1, 5, 5) / 5,
+        "counts": torch.zeros(2, dtype=torch.int64),
+    }
+
+
+def loss_of(flat: Tensor, kernel: Tensor, x: Tensor) -> Tensor:
+    """Small parts of one tensor, and a depthwise convolution."""
+    out = F.conv2d(x, kernel, padding=2, groups=CHANNELS)
+    for part in flat.split(WIDTH):
+        out = torch.tanh(out + part.sum() * 0.1)
+    return out.square().mean()
+
+
+def step(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Any]:
+    trained = {name: state[name].detach().requires_grad_() for name in ("flat", "kernel")}
+    loss = loss_of(trained["flat"], trained["kernel"], x)
+    gradients = torch.autograd.grad(loss, list(trained.values()))
+    new = {name: value.detach() - 0.1 * grad for (name, value), grad in zip(trained.items(), gradients)}
+    # The second count is the first one's old value: a write back in another order than that of the leaves.
+    return {**new, "counts": torch.stack([state["counts"][0] + 1, state["counts"][0]])}, loss.detach()
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", sorted(explain.names() - {"joint_counts"}))
+def test_a_program_without_one_of_them_computes_the_same(name: str) -> None:
+    """This step meets no defect of torch; where the reason is one, the other tests fail without it."""
+    run, compiled, eager = jit(step, without=[name]), state(), state()
+    for seed in range(3):
+        x = torch.randn(2, CHANNELS, 6, 6, generator=torch.Generator().manual_seed(seed))
+        compiled, loss = run(compiled, x)
+        eager, expected = step(clone(eager), x)
+        assert_close(loss, expected, 1e-5)
+    assert_close(compiled, eager, 1e-5)
+
+
+def test_each_says_why_and_what_shows_it() -> None:
+    explained: list[Any] = [*pipeline(), *BUGS]
+    for one in explained:
+        assert 20 < len(one.why) < 120
+        assert one.evidence
+        for file in re.findall(r"(?:tests|benchmarks)/[\w/.-]+", one.evidence):
+            assert (ROOT / file).exists(), f"{one.name}: {file}"
+    for option in OPTIONS:
+        assert 20 < len(option.why) < 120
+        assert len(option.names) == len(option.values)
+
+
+def test_no_name_is_used_twice() -> None:
+    every = [one.name for one in pipeline()] + [option.names[0] for option in OPTIONS] + [bug.name for bug in BUGS]
+    assert len(every) == len(set(every)) == len(explain.names())
+
+
+def test_a_pass_is_a_file_of_its_name() -> None:
+    folder = ROOT / "funcamp" / "_jit" / "passes"
+    files = {file.stem for file in folder.glob("*.py") if "PASS = Pass(" in file.read_text()}
+    assert files == {one.name for one in passes.PIPELINE}
+
+
+def test_a_workaround_is_a_file_of_its_name() -> None:
+    folder = ROOT / "funcamp" / "_upstream" / "bugs"
+    files = {file.stem for file in folder.glob("*.py") if "BUG = Bug(" in file.read_text()}
+    assert files == {bug.name for bug in BUGS}
+
+
+def test_what_is_left_out_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def noted(one: Any) -> Any:
+        def run(program: Any) -> Any:
+            ran.append(one.name)
+            return program
+
+        return one._replace(run=run, where=lambda _: True)
+
+    monkeypatch.setattr(passes, "PIPELINE", tuple(noted(one) for one in passes.PIPELINE))
+    monkeypatch.setenv("FUNCAMP_WITHOUT", "layouts, write_backs")
+    jit(lambda state, batch: (state + batch, None), backend="eager", without={"part_inputs"})(
+        torch.ones(2), torch.ones(2)
+    )
+    wanted = [one.name for one in passes.PIPELINE if one.name not in ("layouts", "write_backs", "part_inputs")]
+    assert ran == wanted
+
+
+def test_explain_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    run = jit(lambda state, batch: (state + batch, None), backend="eager", explain=True, without=["whole_operations"])
+    run(torch.ones(2), torch.ones(2))
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[0] == "funcamp.jit: a program for eager on cpu:"
+    assert re.fullmatch(r" +pass +whole_operations +.*\(left out\)", printed[1])
+
+
+def test_the_list_for_a_cpu() -> None:
+    lines = list(explain.lines(CPU))
+    kinds = [line.split()[0] for line in lines]
+    assert kinds == sorted(kinds, key=["pass", "option", "torch"].index)
+    assert {"part_inputs", "write_backs", "memory_planning"} <= {line.split()[1] for line in lines}
+    exact = {line.split()[1] for line in explain.lines(CPU._replace(exact=True))}
+    assert {"float16_sums", "emulate_precision_casts"} <= exact - {line.split()[1] for line in lines}
+
+
+@pytest.mark.parametrize("without", ["layouts", 3])
+def test_without_is_a_collection_of_names(without: Any) -> None:
+    with pytest.raises(TypeError, match="jit: without must be a collection of names"):
+        jit(step, without=without)
+
+
+def test_an_unknown_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"jit: without must have names of .*part_inputs.*; got 'layout'"):
+        jit(step, without=["layout"])
+    monkeypatch.setenv("FUNCAMP_WITHOUT", "other")
+    with pytest.raises(ValueError, match=r"got 'other' \(FUNCAMP_WITHOUT counts too\)"):
+        jit(step)
+
+
+def test_the_traced_graph_stays_as_it_was() -> None:
+    from funcamp._jit.compile import compile_graph
+
+    names, leaves = list(state()), list(state().values())
+
+    def flat(values: list[Tensor]) -> tuple[list[Tensor], Any]:
+        new, loss = step(dict(zip(names, values)), torch.ones(2, CHANNELS, 6, 6))
+        return list(new.values()), loss
+
+    graph = trace(flat, leaves, {"cpu"})
+    before = str(graph.module.graph)
+    compile_graph(graph, CPU._replace(backend="eager"))
+    assert str(graph.module.graph) == before

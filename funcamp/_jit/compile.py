@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from funcamp import _upstream
 from funcamp._jit.cache_name import cache_name
 from funcamp._jit.explain import explain
 from funcamp._jit.one_by_one import one_by_one
@@ -29,15 +30,24 @@ _log = logging.getLogger("funcamp")
 def target_of(graph: Graph, backend: str, devices: frozenset[str], *, exact: bool) -> Target:
     """Return what a graph is compiled for.
 
-    Inductor computes some operations wrongly whose shape follows from values (`_upstream.WRONG_ROWS`), so it gets no
-    program with such shapes: its operations run one by one.
+    Before torch 2.15 Inductor computes some operations wrongly whose shape follows from values, so it gets no program
+    with such shapes: its operations run one by one.
     """
-    if graph.is_open and backend == "inductor":
-        _log.warning("jit: a shape follows from values, so that the operations run one by one, as in eager mode")
+    if graph.is_open and backend == "inductor" and not _upstream.RIGHT_OPEN_SHAPES:
+        one_by_one_instead(f"torch {torch.__version__} cannot be trusted with it (2.15 can)")
         backend = "eager"
     ranks = torch.distributed
     is_distributed = ranks.is_available() and ranks.is_initialized()
     return Target(backend, devices, exact, graph.is_open, is_distributed)
+
+
+def one_by_one_instead(why: str) -> None:
+    """Log that a program with open shapes is not compiled."""
+    _log.warning(
+        "jit: a shape follows from values, such as that of x[mask], and %s, so that the operations of this step run one "
+        "by one, as in eager mode: a fixed shape (torch.where, a mask in the loss) is faster",
+        why,
+    )
 
 
 def compile_graph(

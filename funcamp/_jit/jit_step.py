@@ -14,7 +14,7 @@ from funcamp import _tree, _upstream
 from funcamp._check import Fixed, one_batch
 from funcamp._jit import cuda_graph
 from funcamp._jit.captured_tensors import CapturedTensors
-from funcamp._jit.compile import check_compiler, compile_graph, target_of
+from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_instead, target_of
 from funcamp._jit.donation import Layout, Owned, arranged, layouts_for, own
 from funcamp._jit.passes.program import Flat, Target
 from funcamp._jit.session import CompileSession, keeping_generators
@@ -403,6 +403,9 @@ class JitStep(Fixed):
         except Exception as error:
             if target.backend == "eager":  # nothing is compiled
                 raise
+            if target.by_inductor and target.is_open:
+                one_by_one_instead(f"Inductor raises {type(error).__name__}")
+                return self._compile_graph(graph, target._replace(backend="eager"), session)
             advise("jit", error)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error

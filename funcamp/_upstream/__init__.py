@@ -69,8 +69,10 @@ COMPLEX_PARTS = Defect((2, 11), None)
 #: Inductor computes an input with some elements replaced in the input's memory, though another value is written there:
 #: `inductor_writeback._change_copies`. https://github.com/pytorch/pytorch/pull/198096
 OVERWRITTEN_RESULT = Defect((2, 11), None)
-#: Inductor reads other rows of some tensors whose shape follows from values: `_jit.open_parts`.
+#: Inductor reads other rows of some tensors whose shape follows from values: `_jit.compile.target_of`.
 WRONG_ROWS = Defect((2, 12), (2, 15))
+#: Whether Inductor gets programs with such shapes. Torch 2.11, which does not have that defect, has not been tried.
+RIGHT_OPEN_SHAPES = VERSION >= (2, 15)
 #: Under torch.func.grad Dynamo differentiates an autograd.Function's forward instead of its backward:
 #: `autograd_function`.
 LOST_BACKWARD = Defect((2, 11), (2, 15))

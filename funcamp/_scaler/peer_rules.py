@@ -2,7 +2,7 @@
 
 Each is bit for bit its library's rule if the library's scale is a float32. DeepSpeed, apex.amp and fairseq store a
 Python float; here every result is rounded to float32. If the factors are powers of two, that changes nothing until the
-scale leaves float32's range. tests/scaler/peer_rules.py has every rule in plain Python, with its source.
+scale leaves float32's range. tests/rules/peer_rules.py has every rule in plain Python, with its source.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from funcamp import ScalerConfig, ScalerState, exhausted, init, presets, update
 from funcamp._scaler.rule_table import RULES
 from funcamp._scaler.state import RuleState
 from tests.conftest import Transform
-from tests.scaler import peer_rules
+from tests.rules import peer_rules
 from tests.support.helpers import assert_same
 
 # The oracle, the preset, arguments for both, arguments for the oracle alone.

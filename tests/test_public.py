@@ -27,7 +27,6 @@ ROOMS = [
     "_memory",
     "_trace",
     "_scaler",
-    "presets",
     "_float8",
     "float8",
     "_io",
@@ -41,6 +40,9 @@ ROOMS = [
     "_verify",
     "_report",
     "_doctor",
+    # layers: none of the above imports them
+    "rules",
+    "presets",
     "distributed",
     "numerics",
     "__main__",

@@ -5,6 +5,7 @@ from typing import Any
 
 from funcamp import float8 as float8
 from funcamp import presets as presets
+from funcamp import rules as rules
 from funcamp._amp.grad_scaler import GradScaler
 from funcamp._autograd.custom_function import custom_function
 from funcamp._autograd.loss import loss

@@ -39,6 +39,9 @@ from funcamp import (
 from funcamp._distributed.collectives import Ranks
 from funcamp._optim.stateless import OptState
 from funcamp._storage.shards import cut
+from funcamp.rules.fairseq import Fairseq
+from funcamp.rules.jmp import Jmp
+from funcamp.rules.megatron import Megatron
 from tests.support.helpers import assert_same, clone
 
 STATE = init()
@@ -103,7 +106,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "growth_factor beyond float32": (lambda: presets.megatron(growth_factor=1e39), ValueError, "finite in float32; got 1e\\+39"),
     "growth_factor inf": (lambda: ScalerConfig(growth_factor=math.inf), ValueError, "growth_factor must be .*finite.*got inf"),
     "backoff_factor above one": (lambda: ScalerConfig(backoff_factor=1.1), ValueError, "backoff_factor must be .*got 1.1"),
-    "backoff_factor of a division": (lambda: ScalerConfig(rule="jmp", backoff_factor=0.3), ValueError, "must be 1 / growth_factor for the rule 'jmp'.*got 0.3"),
+    "backoff_factor of a division": (lambda: ScalerConfig(rule=Jmp(), backoff_factor=0.3), ValueError, "must be 1 / growth_factor for the rule Jmp,.*got 0.3"),
     "jmp factor": (lambda: presets.jmp(factor=0), ValueError, "factor must be above 1; got 0"),
     "fairseq scale_factor": (lambda: presets.fairseq(scale_factor="2"), TypeError, "scale_factor must be a Python number; got '2'"),  # type: ignore[arg-type]
     "apex nan": (lambda: presets.apex(init_scale=math.nan), ValueError, "init_scale must be positive and finite"),
@@ -115,10 +118,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "min above max": (lambda: ScalerConfig(min_scale=8.0, max_scale=4.0), ValueError, "min_scale must not be above max_scale"),
     "init below min": (lambda: ScalerConfig(2.0, min_scale=4.0), ValueError, "init_scale must be within .*got 2.0"),
     "init above max": (lambda: ScalerConfig(8.0, max_scale=4.0), ValueError, "init_scale must be within .*got 8.0"),
-    "hysteresis": (lambda: ScalerConfig(hysteresis=0), ValueError, "hysteresis must be 1 to 2147483647; got 0"),
-    "tolerance": (lambda: ScalerConfig(tolerance=1.5), ValueError, r"tolerance must be from 0 to 1; got 1\.5"),
-    "stop_scale": (lambda: ScalerConfig(rule="fairseq"), ValueError, "stop_scale must be given for the rule 'fairseq'; got None"),
-    "rule": (lambda: ScalerConfig(rule="fast"), ValueError, "rule must be one of dynamic, static, .*; got 'fast'"),
+    "hysteresis": (lambda: Megatron(hysteresis=0), ValueError, "Megatron: hysteresis must be 1 to 2147483647; got 0"),
+    "tolerance": (lambda: Fairseq(tolerance=1.5), ValueError, r"Fairseq: tolerance must be from 0 to 1; got 1\.5"),
+    "stop_scale": (lambda: Fairseq(stop_scale=0.0), ValueError, r"Fairseq: stop_scale must be positive and finite.*got 0\.0"),
+    "rule": (lambda: ScalerConfig(rule="fast"), TypeError, "rule must be a Rule; got 'fast': funcamp.presets has"),  # type: ignore[arg-type]
+    "rule class": (lambda: ScalerConfig(rule=Jmp), TypeError, r"rule must be a Rule; got .*Jmp.*: write Jmp\(\)"),  # type: ignore[arg-type]
     "static zero": (lambda: presets.static(0), ValueError, "init_scale must be positive"),
     # the state
     "init config": (lambda: init({"init_scale": 2}), TypeError, "init: config must be a ScalerConfig .*got a dict with 'init_scale'"),  # type: ignore[arg-type]

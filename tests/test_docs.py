@@ -19,8 +19,7 @@ DOCS = Path(hooks.__file__).parent
 PAGES = sorted(DOCS.rglob("*.md"))
 #: These compile what they show.
 COMPILED = {"index.md"}
-OWN = [value for value in vars(presets).values() if getattr(value, "__module__", "") == presets.__name__]
-SHOWN = [*PUBLIC, *(f"presets.{preset.__name__}" for preset in OWN if preset.__name__[0] != "_")]
+SHOWN = [*PUBLIC, *(f"presets.{name}" for name in presets.__all__)]
 #: Words to avoid, and what to write instead.
 AVOID = {
     r"verdict": "the flag",

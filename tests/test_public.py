@@ -27,7 +27,6 @@ ROOMS = [
     "_memory",
     "_trace",
     "_scaler",
-    "presets",
     "_float8",
     "float8",
     "_io",
@@ -41,6 +40,9 @@ ROOMS = [
     "_verify",
     "_report",
     "_doctor",
+    # layers: none of the above imports them
+    "rules",
+    "presets",
     "distributed",
     "numerics",
     "__main__",
@@ -70,6 +72,9 @@ def imported(file: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "funcamp":
             room = node.module.split(".")[1:2]
             found |= set(room) if room else {alias.name for alias in node.names}
+        if isinstance(node, ast.Import):  # import funcamp.rules.jmp
+            paths = [alias.name.split(".") for alias in node.names]
+            found |= {path[1] for path in paths if path[0] == "funcamp" and len(path) > 1}
     return found
 
 

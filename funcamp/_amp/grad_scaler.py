@@ -19,9 +19,10 @@ from funcamp._amp.unscale import by_device, unscale
 from funcamp._check import boolean, real
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.precision import reciprocal
+from funcamp._scaler.rules import TORCH_RULE
 from funcamp._scaler.state import RuleState, ScalerState, tensors_of, with_counters
 from funcamp._scaler.state_dict import saved_count, saved_counters, saved_scale
-from funcamp._scaler.update import first_counters, update
+from funcamp._scaler.update import update
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 _NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
@@ -134,7 +135,7 @@ class GradScaler(torch.amp.GradScaler):
             self._config = ScalerConfig(init_scale) if config is None else config
             self._configure()
             self._counters: dict[str, Tensor] = {}
-            self._init_counters = first_counters(self._config)
+            self._init_counters = self._config.rule.first_counters()
             self._found_inf: Tensor | None = None
             self._per_optimizer_states = defaultdict(_per_optimizer)
 
@@ -257,7 +258,7 @@ class GradScaler(torch.amp.GradScaler):
             with torch.no_grad():
                 config = self._config
                 bounded = config.min_scale is not None or config.max_scale is not None
-                plain = config.rule == "dynamic" and not bounded and not torch.compiler.is_dynamo_compiling()
+                plain = not torch.compiler.is_dynamo_compiling() and not bounded and config.rule == TORCH_RULE
                 if plain and _upstream.update_scale:
                     # the same rule in one kernel
                     _upstream.update_scale(

@@ -10,11 +10,12 @@ import torch
 
 from funcamp import _tree
 from funcamp._check import integer, real
-from funcamp._scaler.rule_table import RULES
+from funcamp._scaler.rule import Rule
+from funcamp._scaler.rules import TORCH_RULE
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT32_LEAST = 2.0**-149
-_POSITIVE = f"positive and finite in float32, from 2**-149 to {_FLOAT32_MAX}"
+POSITIVE_FLOAT32 = f"positive and finite in float32, from 2**-149 to {_FLOAT32_MAX}"
 _INT32_MAX = torch.iinfo(torch.int32).max
 _CALL = "ScalerConfig"
 
@@ -39,19 +40,17 @@ class ScalerConfig:
         growth_interval: clean steps in a row after which the scale grows; an integer from 1 to 2**31 - 1.
         min_scale: lower bound of the scale; None for no bound, in which case repeated backoff reaches 0, as in torch.
         max_scale: upper bound of the scale; None for no bound but float32's.
-        rule: "dynamic" is the rule of `update`. For another rule use its preset, whose docstring describes it.
-        hysteresis: number of overflows before a backoff, in the rules that count them; an integer from 1 to
-            2**31 - 1.
-        tolerance: share of the steps since the last change that must overflow for a backoff (fairseq); from 0 to 1.
-        stop_scale: a backoff to this value or below is undone, and the scale is `exhausted` (fairseq); None otherwise.
+        rule: how the scale changes, a `funcamp.rules.Rule` with its own parameters; by default the rule that `update`
+            describes. The presets have the rules of other libraries.
 
     Raises:
         TypeError: a value is not of the type given above.
-        ValueError: a value is out of the range given above, or init_scale is outside [min_scale, max_scale].
+        ValueError: a value is out of the range given above, init_scale is outside [min_scale, max_scale], or the rule
+            does not fit the other values.
 
     Example:
         >>> ScalerConfig(init_scale=2.0**10, min_scale=1.0)  # doctest: +ELLIPSIS
-        ScalerConfig(init_scale=1024.0, ..., min_scale=1.0, ..., rule='dynamic', ...)
+        ScalerConfig(init_scale=1024.0, ..., min_scale=1.0, ..., rule=Dynamic())
 
     References:
         Names and defaults: torch/amp/grad_scaler.py, PyTorch 2.13.
@@ -63,31 +62,18 @@ class ScalerConfig:
     growth_interval: int = 2000
     min_scale: float | None = None
     max_scale: float | None = None
-    rule: str = "dynamic"
-    hysteresis: int = 1
-    tolerance: float = 0.0
-    stop_scale: float | None = None
+    rule: Rule = TORCH_RULE
 
     def __post_init__(self) -> None:
         growth = _between("growth_factor", self.growth_factor, 1.0, _FLOAT32_MAX, "1 or more and finite in float32")
         backoff = _between("backoff_factor", self.backoff_factor, math.ulp(0.0), 1.0, "above 0 and at most 1")
-        tolerance = _between("tolerance", self.tolerance, 0.0, 1.0, "from 0 to 1")
-        checked: dict[str, Any] = {"growth_factor": growth, "backoff_factor": backoff, "tolerance": tolerance}
-        for name in ("growth_interval", "hysteresis"):
-            checked[name] = integer(_CALL, name, getattr(self, name), 1, _INT32_MAX)
-        for name in ("init_scale", "min_scale", "max_scale", "stop_scale"):
+        checked: dict[str, Any] = {"growth_factor": growth, "backoff_factor": backoff}
+        checked["growth_interval"] = integer(_CALL, "growth_interval", self.growth_interval, 1, _INT32_MAX)
+        for name in ("init_scale", "min_scale", "max_scale"):
             value = getattr(self, name)
             if value is not None or name == "init_scale":
-                checked[name] = _between(name, value, _FLOAT32_LEAST, _FLOAT32_MAX, _POSITIVE)
-        if self.rule not in RULES:
-            raise ValueError(f"ScalerConfig: rule must be one of {', '.join(RULES)}; got {self.rule!r}")
-        if RULES[self.rule].divides and backoff != 1.0 / growth:
-            raise ValueError(
-                f"ScalerConfig: backoff_factor must be 1 / growth_factor for the rule {self.rule!r}, which divides by "
-                f"it; got {self.backoff_factor} with growth_factor {self.growth_factor}"
-            )
-        if self.stop_scale is None and self.rule == "fairseq":
-            raise ValueError("ScalerConfig: stop_scale must be given for the rule 'fairseq'; got None")
+                checked[name] = _between(name, value, _FLOAT32_LEAST, _FLOAT32_MAX, POSITIVE_FLOAT32)
+        _check_rule(self.rule)
         low, high = checked.get("min_scale"), checked.get("max_scale")
         if low is not None and high is not None and low > high:
             raise ValueError(f"ScalerConfig: min_scale must not be above max_scale; got {low} and {high}")
@@ -98,6 +84,19 @@ class ScalerConfig:
             )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        self.rule.check(self)
+
+
+def _check_rule(rule: object) -> None:
+    """Raise TypeError if a configuration's rule is not a `Rule`: for example a name, or a class without its call."""
+    if isinstance(rule, Rule):
+        return
+    fix = ""
+    if isinstance(rule, str):
+        fix = ": funcamp.presets has a function for each rule"
+    if isinstance(rule, type) and issubclass(rule, Rule):
+        fix = f": write {rule.__name__}()"
+    raise TypeError(f"{_CALL}: rule must be a Rule; got {_tree.brief(rule)}{fix}")
 
 
 def check_config(call: str, config: object) -> ScalerConfig:

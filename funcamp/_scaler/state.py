@@ -34,7 +34,7 @@ class RuleState(NamedTuple):
     found_inf: Tensor
     """As in `ScalerState`."""
     counters: dict[str, Tensor]
-    """int32, shape () each, by name; `_scaler.rule_table` lists them per rule."""
+    """int32, shape () each, by name: those of `Rule.first_counters`."""
 
 
 _DTYPES = {"scale": torch.float32, "growth_tracker": torch.int32, "found_inf": torch.float32}
@@ -52,7 +52,7 @@ def check_state(call: str, state: object) -> ScalerState:
         fix = ": unpack it, grads, state = unscale_and_check(state, grads)" if packed else ""
         raise TypeError(f"{call}: state must be a ScalerState, as init makes it; got {_tree.brief(state)}{fix}")
     known = cast(ScalerState, state)
-    for name, value in {**dict(zip(known._fields[:3], known)), **getattr(known, "counters", {})}.items():
+    for name, value in {**dict(zip(known._fields[:3], known)), **counters_of(known)}.items():
         dtype = _DTYPES.get(name, torch.int32)
         if not isinstance(value, Tensor) or value.dtype != dtype:
             raise TypeError(f"{call}: state.{name} must be a {dtype} tensor; got {_tree.describe(value)}")
@@ -70,6 +70,12 @@ def replace(state: ScalerState, **changes: Any) -> ScalerState:
     `NamedTuple._replace` under torch.compile returns an empty tuple on torch 2.11: `EMPTY_REPLACE` in `_upstream`.
     """
     return type(state)(*[changes.get(name, value) for name, value in zip(state._fields, state)])
+
+
+def counters_of(state: ScalerState) -> dict[str, Tensor]:
+    """Return the counters of the state's rule besides growth_tracker; empty for torch's rule."""
+    counters: dict[str, Tensor] = getattr(state, "counters", {})
+    return counters
 
 
 def with_counters(state: ScalerState, counters: dict[str, Tensor]) -> ScalerState:

@@ -11,8 +11,8 @@ import torch
 from funcamp import _tree
 from funcamp._check import integer, real
 from funcamp._scaler.config import ScalerConfig, check_config
-from funcamp._scaler.state import ScalerState, tensors_of, with_counters
-from funcamp._scaler.update import checked, first_counters, init
+from funcamp._scaler.state import ScalerState, counters_of, tensors_of, with_counters
+from funcamp._scaler.update import checked, init
 
 _CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
 
@@ -44,8 +44,7 @@ def to_state_dict(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> 
     saved: dict[str, Any] = {"scale": state.scale.item()}
     saved |= {name: getattr(config, name) for name in _CONSTANTS}
     saved["_growth_tracker"] = state.growth_tracker.item()
-    counters: dict[str, torch.Tensor] = getattr(state, "counters", {})
-    return saved | {name: counter.item() for name, counter in counters.items()}
+    return saved | {name: counter.item() for name, counter in counters_of(state).items()}
 
 
 def from_state_dict(
@@ -106,4 +105,5 @@ def saved_count(call: str, name: str, value: object) -> int:
 
 def saved_counters(call: str, saved: dict[str, Any], config: ScalerConfig) -> dict[str, int]:
     """Return the saved counters of a configuration's rule; a missing one starts anew."""
-    return {name: saved_count(call, name, saved.get(name, first)) for name, first in first_counters(config).items()}
+    first_counters = config.rule.first_counters()
+    return {name: saved_count(call, name, saved.get(name, first)) for name, first in first_counters.items()}

@@ -8,9 +8,8 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._check import real
 from funcamp._scaler.config import ScalerConfig, check_config
-from funcamp._scaler.rule_table import RULES
-from funcamp._scaler.rules import Outcome
-from funcamp._scaler.state import ScalerState, check_state, replace, tensors_of, with_counters
+from funcamp._scaler.rule import Outcome
+from funcamp._scaler.state import ScalerState, check_state, counters_of, replace, tensors_of, with_counters
 from funcamp._types import Tree
 
 
@@ -42,7 +41,7 @@ def init(config: ScalerConfig = ScalerConfig(), *, device: torch.device | str | 
         growth_tracker=torch.zeros((), dtype=torch.int32, device=device),
         found_inf=torch.zeros((), dtype=torch.float32, device=device),
     )
-    return with_counters(state, tensors_of(first_counters(config), device))
+    return with_counters(state, tensors_of(config.rule.first_counters(), device))
 
 
 def update(
@@ -87,11 +86,18 @@ def update(
         torch/amp/grad_scaler.py, PyTorch 2.13.
     """
     state, config = checked("update", state, config)
-    if new_scale is None:
-        state = RULES[config.rule].outcome(state, config).state
-    else:
-        state = replace(state, scale=_new_scale(state, new_scale))
-    return replace(_bounded(state, config), found_inf=torch.zeros_like(state.found_inf))
+    found_inf = torch.zeros_like(state.found_inf)
+    if new_scale is not None:
+        scale = _bounded(_new_scale(state, new_scale), config)
+        return replace(state, scale=scale, found_inf=found_inf)
+    outcome = _outcome("update", state, config)
+    return replace(
+        state,
+        scale=_bounded(outcome.scale, config),
+        growth_tracker=outcome.growth_tracker,
+        found_inf=found_inf,
+        counters=outcome.counters,  # ignored by a state without
+    )
 
 
 def merge(*states: ScalerState) -> ScalerState:
@@ -188,8 +194,10 @@ def exhausted(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
     References:
         DeepSpeed and fairseq raise here: deepspeed/runtime/fp16/loss_scaler.py, fairseq/optim/dynamic_loss_scaler.py.
     """
-    state, after, scale = _ahead("exhausted", state, config)
-    return after.backs_off & (~(scale < state.scale) | (scale == 0))
+    state, config = checked("exhausted", state, config)
+    outcome = _outcome("exhausted", state, config)
+    next_scale = _bounded(outcome.scale, config)
+    return outcome.backs_off & (~(next_scale < state.scale) | (next_scale == 0))
 
 
 def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tensor:
@@ -216,15 +224,10 @@ def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
     References:
         `_amp_update_scale_` keeps a scale that would be infinite: native/cuda/AmpKernels.cu, PyTorch 2.13.
     """
-    state, after, scale = _ahead("saturated", state, config)
-    return after.grows & (~(scale > state.scale) | torch.isinf(scale))
-
-
-def _ahead(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, Outcome, Tensor]:
-    """Return the state, the rule's outcome, and the scale after the bounds."""
-    state, config = checked(call, state, config)
-    after = RULES[config.rule].outcome(state, config)
-    return state, after, _bounded(after.state, config).scale
+    state, config = checked("saturated", state, config)
+    outcome = _outcome("saturated", state, config)
+    next_scale = _bounded(outcome.scale, config)
+    return outcome.grows & (~(next_scale > state.scale) | torch.isinf(next_scale))
 
 
 def checked(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, ScalerConfig]:
@@ -235,26 +238,37 @@ def checked(call: str, state: ScalerState, config: ScalerConfig) -> tuple[Scaler
         ValueError: a field of the state has a shape other than ().
     """
     state, config = check_state(call, state), check_config(call, config)
-    wanted, counted = sorted(first_counters(config)), sorted(getattr(state, "counters", ()))
-    if wanted != counted:
+    rules_counters = sorted(config.rule.first_counters())
+    states_counters = sorted(counters_of(state))
+    if rules_counters != states_counters:
         raise TypeError(
-            f"{call}: state must count {', '.join(wanted) or 'clean steps only'}, as init makes it for the rule "
-            f"{config.rule!r}; got one that counts {', '.join(counted) or 'clean steps only'} (config must be the one "
-            "that the state was made with)"
+            f"{call}: state must count {', '.join(rules_counters) or 'clean steps only'}, as init makes it for the "
+            f"rule {config.rule.name}; got one that counts {', '.join(states_counters) or 'clean steps only'} (config "
+            "must be the one that the state was made with)"
         )
     return state, config
 
 
-def first_counters(config: ScalerConfig) -> dict[str, int]:
-    """Return the initial values of the rule's counters besides growth_tracker."""
-    return RULES[config.rule].counters(config)
+def _outcome(call: str, state: ScalerState, config: ScalerConfig) -> Outcome:
+    """Return the outcome of the configuration's rule for one step.
+
+    Raises:
+        ValueError: the rule does not return the counters that it starts with.
+    """
+    outcome = config.rule.outcome(state, config)
+    if outcome.counters.keys() != counters_of(state).keys():
+        raise ValueError(
+            f"{call}: the outcome of the rule {config.rule.name} must have the counters of its first_counters, "
+            f"{', '.join(counters_of(state)) or 'none'}; got {', '.join(outcome.counters) or 'none'}"
+        )
+    return outcome
 
 
-def _bounded(state: ScalerState, config: ScalerConfig) -> ScalerState:
-    """Return the state with its scale clamped to [min_scale, max_scale]."""
+def _bounded(scale: Tensor, config: ScalerConfig) -> Tensor:
+    """Return the scale clamped to [min_scale, max_scale]."""
     if config.min_scale is None and config.max_scale is None:
-        return state
-    return replace(state, scale=state.scale.clamp(config.min_scale, config.max_scale))
+        return scale
+    return scale.clamp(config.min_scale, config.max_scale)
 
 
 def _choose(tree: Tree, index: int, found: Tensor, new: object, old: object) -> object:

@@ -13,6 +13,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._autograd.module_loss import ModuleLoss, arguments_of, loss_in
 from funcamp._scaler.config import ScalerConfig
+from funcamp._scaler.rules import TORCH_RULE
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
 from funcamp._step.torch_checkpoint import Part, hyperparameters_of, parts_of
@@ -252,4 +253,4 @@ def is_torchs_rule(config: ScalerConfig) -> bool:
     """Return whether torch's scaler moves the scale by the same rule."""
     has_bounds = config.min_scale is not None or config.max_scale is not None
     can_torch = config.growth_factor > 1 and config.backoff_factor < 1
-    return config.rule == "dynamic" and not has_bounds and can_torch
+    return config.rule == TORCH_RULE and not has_bounds and can_torch

@@ -27,9 +27,9 @@ from torch.distributed import checkpoint as checkpoint_module
 
 import funcamp
 from funcamp import ScalerConfig, distributed, load, make_train_step, save, stateless
-from funcamp._scaler.rule_table import RULES
 from tests.support.helpers import assert_same, clone, together
 from tests.support.models import Task, cnn, mlp, tied
+from tests.support.rules import RULES
 
 dcp: Any = checkpoint_module  # its functions are untyped re-exports
 FORMATS = ["checkpoint.pt", "checkpoint.safetensors"]
@@ -441,7 +441,7 @@ def test_numbers_that_no_run_has_are_refused(entry: str, value: float, message: 
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_states_of_every_rule_are_taken_back(rule: str) -> None:
     """After overflows and growth: some counters of other libraries are negative then."""
-    config = ScalerConfig(8.0, growth_interval=2, rule=rule, stop_scale=0.5 if rule == "fairseq" else None)
+    config = ScalerConfig(8.0, growth_interval=2, rule=RULES[rule])
     step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD, lr=0.1), config)
     state = step.init({"w": torch.ones(2)})
     for value in (1.0, 1.0, 1.0, math.inf, math.inf, math.inf, 1.0):

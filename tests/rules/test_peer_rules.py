@@ -15,11 +15,11 @@ from torch.utils import _pytree
 
 import funcamp
 from funcamp import ScalerConfig, ScalerState, exhausted, init, presets, update
-from funcamp._scaler.rule_table import RULES
 from funcamp._scaler.state import RuleState
 from tests.conftest import Transform
-from tests.scaler import peer_rules
+from tests.rules import peer_rules
 from tests.support.helpers import assert_same
+from tests.support.rules import RULES
 
 # The oracle, the preset, arguments for both, arguments for the oracle alone.
 Case = tuple[type[Any], Callable[..., ScalerConfig], dict[str, Any], dict[str, Any]]
@@ -277,11 +277,11 @@ def test_fsdp_preset_follows_torchs_sharded_scaler() -> None:
 
 
 def test_every_rule_has_a_state() -> None:
-    for name in RULES:
-        config = ScalerConfig(rule=name, stop_scale=1.0 if name == "fairseq" else None)
+    for rule in RULES.values():
+        config = ScalerConfig(rule=rule)
         state = init(config)
         assert type(update(state, config)) is type(state)
-        assert set(getattr(state, "counters", ())) == set(RULES[name].counters(config))
+        assert set(getattr(state, "counters", ())) == set(rule.first_counters())
 
 
 @pytest.mark.parametrize(
@@ -351,9 +351,9 @@ def test_a_tracker_beyond_a_shortened_interval_grows_as_the_library_does(
 
 
 def test_a_state_of_another_rule_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"update: state must count clean steps only, .* 'dynamic'; got .* hysteresis"):
+    with pytest.raises(TypeError, match=r"update: state must count clean steps only, .* Dynamic; got .* hysteresis"):
         update(init(presets.megatron()))
-    with pytest.raises(TypeError, match=r"update: state must count hysteresis_tracker, .* 'megatron'; got .* clean"):
+    with pytest.raises(TypeError, match=r"update: state must count hysteresis_tracker, .* Megatron; got .* clean"):
         update(init(), presets.megatron())
     with pytest.raises(TypeError, match="exhausted: state must count overflows, since_rescale"):
         exhausted(init(), presets.fairseq())

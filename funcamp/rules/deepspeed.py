@@ -1,0 +1,136 @@
+"""The rules of DeepSpeed: two versions of its `DynamicLossScaler`, and that of its `FP16_Optimizer`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from funcamp._scaler.config import ScalerConfig
+from funcamp._scaler.rule import Outcome, Rule
+from funcamp._scaler.state import ScalerState
+from funcamp.rules.arithmetic import HysteresisRule, growth_due_again, inverse, is_overflow, move, moved_scales
+
+
+@dataclass(frozen=True)
+class DeepSpeed(HysteresisRule):
+    """The first growth is a step late. Overflows beyond the hysteresis lower the scale until the count is reset.
+
+    Args:
+        hysteresis: number of overflows before a backoff; an integer from 1 to 2**31 - 1.
+        consecutive: whether any clean step resets the count of overflows, and not only growth.
+    """
+
+    divides = True
+
+    consecutive: bool = False
+
+    def outcome(self, state: ScalerState, config: ScalerConfig) -> Outcome:
+        """Apply the rule of `DynamicLossScaler`."""
+        grows = growth_due_again(state, config.growth_interval, first_is_late=True)
+        return self._count_and_move(state, config, grows, tracker_after_growth=1)
+
+    def _count_and_move(
+        self, state: ScalerState, config: ScalerConfig, grows: Tensor, *, tracker_after_growth: int
+    ) -> Outcome:
+        """Return the outcome of a step that grows or not. A count that is used up stays at 1."""
+        overflow = is_overflow(state)
+        left = self.overflows_left(state)
+        resets = ~overflow if self.consecutive else grows
+        return move(
+            state,
+            moved_scales(state, config, factors=torch.float64),
+            grows=grows,
+            backs_off=overflow & (left <= 0),
+            tracker_after_growth=tracker_after_growth,
+            counters={"hysteresis_tracker": torch.where(resets, self.hysteresis, left.clamp(min=1))},
+        )
+
+
+class DeepSpeedOld(DeepSpeed):
+    """The rule before 0.17.1: the first growth is on time."""
+
+    def outcome(self, state: ScalerState, config: ScalerConfig) -> Outcome:
+        """Apply the rule of `DynamicLossScaler`, DeepSpeed 0.17.0."""
+        grows = growth_due_again(state, config.growth_interval)
+        return self._count_and_move(state, config, grows, tracker_after_growth=0)
+
+
+class DeepSpeedFP16(Rule):
+    """No hysteresis. The first growth takes growth_interval + 1 clean steps, every later one growth_interval."""
+
+    divides = True
+
+    def outcome(self, state: ScalerState, config: ScalerConfig) -> Outcome:
+        """Apply the rule of `FP16_Optimizer`."""
+        scales = moved_scales(state, config, factors=torch.float64)
+        grows = growth_due_again(state, config.growth_interval, first_is_late=True)
+        return move(state, scales, grows=grows, tracker_after_growth=1)
+
+
+def deepspeed(
+    init_scale: float = 2.0**16,
+    scale_window: int = 1000,
+    min_scale: float = 1.0,
+    delayed_shift: int = 2,
+    consecutive_hysteresis: bool = False,
+) -> ScalerConfig:
+    """Return the rule of DeepSpeed's `DynamicLossScaler`, 0.17.1 or later.
+
+    The defaults are those of its fp16 section. The delayed_shift-th overflow and every later one lower the scale, until
+    the count is reset: by growth, or with consecutive_hysteresis by any clean step. The first growth takes scale_window
+    + 1 clean steps. If the scale is at its minimum, DeepSpeed raises; here `exhausted` is set. The scale is float32;
+    DeepSpeed's is a Python float.
+
+    Example:
+        >>> presets.deepspeed(consecutive_hysteresis=True).rule
+        DeepSpeed(hysteresis=2, consecutive=True)
+
+    References:
+        deepspeed/runtime/fp16/loss_scaler.py, DeepSpeed 0.19.8.
+    """
+    rule = DeepSpeed(delayed_shift, consecutive_hysteresis)
+    return ScalerConfig(init_scale, 2.0, 0.5, scale_window, min_scale, rule=rule)
+
+
+def deepspeed_old(
+    init_scale: float = 2.0**32,
+    scale_factor: float = 2.0,
+    scale_window: int = 1000,
+    min_scale: float = 1.0,
+    delayed_shift: int = 1,
+    consecutive_hysteresis: bool = False,
+) -> ScalerConfig:
+    """Return the rule of DeepSpeed 0.9.0 to 0.17.0: any factor, first growth after scale_window steps.
+
+    Example:
+        >>> presets.deepspeed_old(scale_window=100).growth_interval
+        100
+
+    References:
+        deepspeed/runtime/fp16/loss_scaler.py, DeepSpeed 0.17.0.
+    """
+    rule = DeepSpeedOld(delayed_shift, consecutive_hysteresis)
+    backoff_factor = inverse("scale_factor", scale_factor)
+    return ScalerConfig(init_scale, scale_factor, backoff_factor, scale_window, min_scale, rule=rule)
+
+
+def deepspeed_fp16(
+    init_scale: float = 2.0**32,
+    scale_window: int = 1000,
+    min_scale: float = 1.0,
+) -> ScalerConfig:
+    """Return the rule of DeepSpeed's `FP16_Optimizer`.
+
+    No hysteresis; the first growth takes scale_window + 1 clean steps. `FP16_UnfusedOptimizer` uses it with 2**16, 1000
+    and 0.25. The scale is float32; DeepSpeed's is a Python float.
+
+    Example:
+        >>> presets.deepspeed_fp16().rule
+        DeepSpeedFP16()
+
+    References:
+        deepspeed/runtime/fp16/fused_optimizer.py, DeepSpeed 0.9.0 to 0.19.8.
+    """
+    return ScalerConfig(init_scale, 2.0, 0.5, scale_window, min_scale, rule=DeepSpeedFP16())

@@ -1,0 +1,39 @@
+"""The rule of FSDP on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from funcamp._scaler.config import ScalerConfig
+from funcamp._scaler.rule import Outcome, Rule
+from funcamp._scaler.state import ScalerState
+from funcamp.rules.arithmetic import growth_due, move, moved_scales
+
+
+class FsdpCpu(Rule):
+    """Torch's rule with factors rounded to float32 and growth up to infinity."""
+
+    def outcome(self, state: ScalerState, config: ScalerConfig) -> Outcome:
+        """Apply the rule of `ShardedGradScaler` on a CPU."""
+        scales = moved_scales(state, config, factors=torch.float32)
+        return move(state, scales, grows=growth_due(state, config.growth_interval))
+
+
+def fsdp_cpu(
+    init_scale: float = 2.0**16,
+    backoff_factor: float = 0.5,
+    growth_factor: float = 2.0,
+    growth_interval: int = 2000,
+) -> ScalerConfig:
+    """Return the rule of FSDP's `ShardedGradScaler` on a CPU; on a GPU that class uses torch's rule.
+
+    Factors are rounded to float32. Growth may reach infinity.
+
+    Example:
+        >>> presets.fsdp_cpu().rule
+        FsdpCpu()
+
+    References:
+        torch/distributed/fsdp/sharded_grad_scaler.py, PyTorch 2.13.
+    """
+    return ScalerConfig(init_scale, growth_factor, backoff_factor, growth_interval, rule=FsdpCpu())

@@ -1,0 +1,35 @@
+"""The rule of Keras 3."""
+
+from __future__ import annotations
+
+import torch
+
+from funcamp._scaler.config import ScalerConfig
+from funcamp._scaler.rule import Outcome, Rule
+from funcamp._scaler.state import ScalerState
+from funcamp.rules.arithmetic import growth_due, move, moved_scales
+
+
+class Keras(Rule):
+    """Torch's rule with factors rounded to float32 and growth up to infinity."""
+
+    def outcome(self, state: ScalerState, config: ScalerConfig) -> Outcome:
+        """Apply the rule of `LossScaleOptimizer`."""
+        scales = moved_scales(state, config, factors=torch.float32)
+        return move(state, scales, grows=growth_due(state, config.growth_interval))
+
+
+def keras(
+    initial_scale: float = 2.0**15,
+    dynamic_growth_steps: int = 2000,
+) -> ScalerConfig:
+    """Return the rule of Keras 3's `LossScaleOptimizer`: no bounds, so growth may reach infinity.
+
+    Example:
+        >>> presets.keras().init_scale
+        32768.0
+
+    References:
+        keras/src/optimizers/loss_scale_optimizer.py, Keras 3.15.1.
+    """
+    return ScalerConfig(initial_scale, 2.0, 0.5, dynamic_growth_steps, rule=Keras())

@@ -44,8 +44,8 @@ def target_of(graph: Graph, backend: str, devices: frozenset[str], *, exact: boo
 def one_by_one_instead(why: str) -> None:
     """Log that a program with open shapes is not compiled."""
     _log.warning(
-        "jit: a shape follows from values, such as that of x[mask], and %s, so that the operations of this step run one "
-        "by one, as in eager mode: a fixed shape (torch.where, a mask in the loss) is faster",
+        "jit: a shape follows from values, such as that of x[mask], and %s, so that the operations of this step run "
+        "one by one, as in eager mode: a fixed shape (torch.where, a mask in the loss) is faster",
         why,
     )
 

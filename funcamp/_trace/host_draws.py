@@ -8,7 +8,7 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -17,62 +17,67 @@ from funcamp._upstream.replaced import replaced
 
 #: What a module of random numbers has besides functions that draw.
 _QUIET = ("getstate", "setstate", "get_state", "set_state", "default_rng", "test")
+_SPOKEN = {"random": "Python's random"}
 
 
 class HostDraws:
-    """The states of the global generators of Python and numpy when this was made."""
+    """Watches the global generators of Python and numpy.
+
+    Whether numbers were drawn follows from the generators' states. Who drew them is noted by the modules' functions,
+    which are replaced meanwhile; a function that was imported by name is not seen.
+    """
 
     def __init__(self) -> None:
         self._modules = [module for name in ("random", "numpy.random") if (module := sys.modules.get(name))]
-        self._before = self._states()
+        self._thread = threading.get_ident()
+        self._line = ""
+        self._others_drew = False
 
-    def since(self) -> str:
-        """Return the names of the generators that are in another state now, because of any thread; "" for none."""
-        changed = zip(self._modules, self._before, self._states())
-        names = {"random": "Python's random"}
-        return " and ".join(names.get(module.__name__, module.__name__) for module, was, now in changed if was != now)
-
-    def line(self, run: Callable[[], object]) -> str:
-        """Run once more from the same states and return the line of user code that draws; "" if it was another thread.
-
-        If this run draws, or leaves the same states as the first, the generators are set back to before the first.
-        """
-        after, lines, failed = self._states(), [], False
-        thread = threading.get_ident()
-
-        def watched(fn: Any) -> Any:
-            @functools.wraps(fn)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() == thread:
-                    lines.append(in_stack(beside=(random.__file__,)))
-                return fn(*args, **kwargs)
-
-            return call
-
-        self._set(self._before)
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Context manager: functions that draw are noted."""
         with contextlib.ExitStack() as stack:
             for module in self._modules:
-                drawing = {name: watched(fn) for name, fn in vars(module).items() if _draws(name, fn)}
+                drawing = {name: self._noting(fn) for name, fn in vars(module).items() if _draws(name, fn)}
                 stack.enter_context(replaced(module, **drawing))
-            try:
-                run()
-            except Exception:  # because of what the first run changed
-                failed = True
-        if not lines and not failed and self._states() != after:
-            self._set(after)
-            return ""
-        self._set(self._before)
-        return lines[0] if lines else "a line that is not known"
+            self._before = self._states()
+            yield
+
+    def found(self) -> tuple[str, str] | None:
+        """Return the names of the generators that the watched code drew from, and its line; None if there are none.
+
+        The generators are then set back. If another thread drew and this one did not, that is not the watched code.
+        """
+        changed = [
+            module for module, was, now in zip(self._modules, self._before, self._states(), strict=True) if was != now
+        ]
+        if not changed or (self._others_drew and not self._line):
+            return None
+        if not self._others_drew:
+            self._set_back()
+        names = " and ".join(_SPOKEN.get(module.__name__, module.__name__) for module in changed)
+        return names, self._line or "a line that is not known, or another thread,"
+
+    def _noting(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(draw)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                self._others_drew = True
+            elif not self._line:
+                self._line = in_stack(beside=(random.__file__,))
+            return draw(*args, **kwargs)
+
+        return noted
 
     def _states(self) -> list[bytes]:
-        return [pickle.dumps(_state(module)[0]()) for module in self._modules]
+        return [pickle.dumps(_state_functions(module)[0]()) for module in self._modules]
 
-    def _set(self, states: list[bytes]) -> None:
-        for module, state in zip(self._modules, states):
-            _state(module)[1](pickle.loads(state))
+    def _set_back(self) -> None:
+        for module, state in zip(self._modules, self._before, strict=True):
+            _state_functions(module)[1](pickle.loads(state))
 
 
-def _state(module: ModuleType) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _state_functions(module: ModuleType) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     """Return how to get and set the state of a module's generator."""
     if module is random:
         return random.getstate, random.setstate

@@ -172,8 +172,10 @@ def trace(
     carried = CarriedState({}) if carried is None else carried
     draws = HostDraws()
     run = functools.partial(_traced, fn, args, home, fixed_shapes, carried.record, state_count)
-    graph = carried.traced(lambda: _eager_if_it_must(run))
-    if (names := draws.since()) and (line := draws.line(run)):
+    with draws.watched():
+        graph = carried.traced(lambda: _eager_if_it_must(run))
+    if (found := draws.found()) is not None:
+        names, line = found
         raise HostError(
             f"not draw from {names}, as the program would repeat the numbers at every step; {line} does: draw from "
             "torch's generator, or pass the numbers in the batch"

@@ -209,7 +209,7 @@ def test_a_compilation_that_was_interrupted_begins_anew(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(compiler, "_inductor", interrupted)
+        patched.setattr(compiler, "_by_inductor", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(state, other)
     torch.testing.assert_close(run(state, other), plain(state, other))

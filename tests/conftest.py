@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from funcamp import _upstream
+from tests.support import defects
 from tests.support.helpers import assert_same, clone, one_thread
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -55,7 +55,7 @@ def _fresh() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-        if _upstream.SOURCE_ON_NONE.present:
+        if defects.SOURCE_ON_NONE.present:
             constant: Any = torch._dynamo.variables.constant
             constant.CONSTANT_VARIABLE_NONE.source = None
 

@@ -67,7 +67,7 @@ def check_state(call: str, state: object) -> ScalerState:
 def replace(state: ScalerState, **changes: Any) -> ScalerState:
     """Return a state of the same type with some fields changed.
 
-    `NamedTuple._replace` under torch.compile returns an empty tuple on torch 2.11: `EMPTY_REPLACE` in `_upstream`.
+    `NamedTuple._replace` under torch.compile returns an empty tuple on torch 2.11, so all fields are named.
     """
     return type(state)(*[changes.get(name, value) for name, value in zip(state._fields, state)])
 

@@ -38,9 +38,6 @@ class Defect(NamedTuple):
         return self.first <= VERSION and (self.fixed is None or self.fixed > VERSION)
 
 
-#: `NamedTuple._replace` under torch.compile returns an empty tuple: `_scaler.state.replace`.
-#: https://github.com/pytorch/pytorch/issues/158772
-EMPTY_REPLACE = Defect((2, 11), (2, 12))
 #: Dynamo does not trace `requires_grad_` of a tensor that it created: `_autograd.scaled_grad.put_leaves_in_graphs`.
 NO_LEAVES = Defect((2, 11), (2, 12))
 #: Inductor loses the order of a write after a read when it fuses loops of different ranges: `inductor_cpu.keep_order`,
@@ -50,8 +47,6 @@ LOST_ORDER = Defect((2, 11), (2, 12))
 #: Inductor reads a rounded value back unrounded, even with emulate_precision_casts: `inductor_cpu.forget`.
 #: https://github.com/pytorch/pytorch/issues/185337
 UNROUNDED = Defect((2, 11), (2, 13))
-#: Inductor loses the offset of a view inside `as_strided`: `_tree.settled` accepts no view.
-LOST_OFFSET = Defect((2, 11), (2, 13))
 #: C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce`: `inductor_cpu.checked`.
 #: https://github.com/pytorch/pytorch/pull/190909
 LOST_ERRORS = Defect((2, 11), (2, 14))
@@ -59,8 +54,6 @@ LOST_ERRORS = Defect((2, 11), (2, 14))
 LIST_OF_ONE = Defect((2, 11), (2, 14))
 #: vmap has no rule for `view(dtype)`: `_numerics.counting._Bits`.
 NO_RULE_FOR_BITS = Defect((2, 11), (2, 13))
-#: Inductor draws for dropout and torch.rand in another order: no workaround; documented in `jit(exact=True)`.
-SWAPPED_DRAWS = Defect((2, 11), (2, 12))
 #: Inductor writes inputs back in their order, even if one is the new value of another: `inductor_writeback`.
 #: https://github.com/pytorch/pytorch/issues/198131
 WRITE_BACK_ORDER = Defect((2, 11), (2, 15))
@@ -72,7 +65,7 @@ OVERWRITTEN_RESULT = Defect((2, 11), None)
 #: Inductor reads other rows of some tensors whose shape follows from values: `_jit.compile.target_of`.
 WRONG_ROWS = Defect((2, 12), (2, 15))
 #: Whether Inductor gets programs with such shapes. Torch 2.11, which does not have that defect, has not been tried.
-RIGHT_OPEN_SHAPES = VERSION >= (2, 15)
+RIGHT_OPEN_SHAPES = WRONG_ROWS.fixed is not None and WRONG_ROWS.fixed <= VERSION
 #: Under torch.func.grad Dynamo differentiates an autograd.Function's forward instead of its backward:
 #: `autograd_function`.
 LOST_BACKWARD = Defect((2, 11), (2, 15))
@@ -111,8 +104,6 @@ LOST_KEYWORDS = Defect((2, 11), (2, 15))
 LOST_NAN = Defect((2, 11), (2, 14))
 #: A CPU has no float8 products with a scale per row: `_float8.product.check_device`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
-#: Dynamo's None keeps the source of the first `.grad` that is None: GradScaler's docstring says to return a value.
-SOURCE_ON_NONE = Defect((2, 13), (2, 15))
 #: DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it ends
 #: (Python 3.13 and older): `_storage.shards.slice_of`. https://github.com/pytorch/pytorch/pull/179291
 KEPT_GROUP = Defect((2, 11), None)

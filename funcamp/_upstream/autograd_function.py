@@ -17,14 +17,16 @@ from typing import Any
 
 import torch
 
-from funcamp._upstream import NO_LEAVES
+from funcamp._upstream import LOST_BACKWARD, LOST_NESTED_BACKWARD, NO_LEAVES, REFUSED_UNDER_VMAP
 from funcamp._upstream.replaced import replaced
+
+_IS_NEEDED = any(one.present for one in (LOST_BACKWARD, LOST_NESTED_BACKWARD, NO_LEAVES, REFUSED_UNDER_VMAP))
 
 
 @contextlib.contextmanager
 def whole_functions() -> Iterator[None]:
     """Context manager: Dynamo puts every autograd.Function under torch.func into its graph as one call."""
-    if "torch._dynamo" not in sys.modules:  # not imported, because that takes seconds
+    if not _IS_NEEDED or "torch._dynamo" not in sys.modules:  # not imported, because that takes seconds
         yield
         return
     undo = _change()
@@ -36,6 +38,8 @@ def whole_functions() -> Iterator[None]:
 
 def keep_functions_whole() -> None:
     """Do the same until the end of the compilation that traces this call; call it only inside one."""
+    if not _IS_NEEDED:
+        return
     from torch._dynamo.comptime import comptime
 
     comptime(_until_the_end)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcamp import _upstream, jit
+from tests.support.defects import EMPTY_REPLACE, LOST_OFFSET, SOURCE_ON_NONE, SWAPPED_DRAWS
 
 
 def raises_where(present: bool, kind: Any = Exception, *, match: str) -> Any:
@@ -30,7 +33,7 @@ class Pair(NamedTuple):
 
 def test_replace_of_a_namedtuple_under_dynamo() -> None:
     swap = torch.compile(lambda pair: pair._replace(left=pair.left + 1), fullgraph=True, backend="eager")
-    assert len(swap(Pair(torch.zeros(()), torch.ones(())))) == (0 if _upstream.EMPTY_REPLACE.present else 2)
+    assert len(swap(Pair(torch.zeros(()), torch.ones(())))) == (0 if EMPTY_REPLACE.present else 2)
 
 
 def test_dynamo_does_not_guard_on_a_captured_nonstrict_function() -> None:
@@ -133,7 +136,7 @@ def test_generated_cpp_forgets_an_error() -> None:
 @pytest.mark.inductor
 def test_inductor_forgets_the_place_of_a_view_in_a_strided_one() -> None:
     pick = torch.compile(lambda x: x[2:3].view(()).as_strided((), ()) * 2, fullgraph=True)
-    assert pick(torch.arange(4.0)).item() == (0.0 if _upstream.LOST_OFFSET.present else 4.0)
+    assert pick(torch.arange(4.0)).item() == (0.0 if LOST_OFFSET.present else 4.0)
 
 
 @pytest.mark.inductor
@@ -179,7 +182,7 @@ def test_dynamo_keeps_a_source_on_its_none() -> None:
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         first(torch.ones(1, 2))
         first(torch.ones(1, 2))
-        with raises_where(_upstream.SOURCE_ON_NONE.present, AssertionError, match="cell_and_free"):
+        with raises_where(SOURCE_ON_NONE.present, AssertionError, match="cell_and_free"):
             second(torch.ones(1, 2))
 
 
@@ -269,7 +272,7 @@ def test_inductor_swaps_the_turns_of_dropout_and_rand() -> None:
     with torch._inductor.config.patch(fallback_random=True):
         torch.manual_seed(1)
         found = torch.compile(torch.func.grad(loss), fullgraph=True)(torch.ones(64))
-    assert torch.equal(found, expected) == (not _upstream.SWAPPED_DRAWS.present)
+    assert torch.equal(found, expected) == (not SWAPPED_DRAWS.present)
 
 
 def test_views_of_another_dtype_have_no_batching_rule() -> None:
@@ -436,3 +439,14 @@ def test_dynamo_takes_no_function_with_a_jvp() -> None:
     run = torch.compile(lambda x: Same.apply(x), fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="custom jvp"):
         run(torch.ones(1, requires_grad=True))
+
+
+def test_every_workaround_ends_with_the_versions_that_need_it() -> None:
+    defects = {name for name, value in vars(_upstream).items() if isinstance(value, _upstream.Defect)}
+    read: set[str] = set()
+    for file in Path(_upstream.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            if name and isinstance(getattr(node, "ctx", None), ast.Load):
+                read.add(name)
+    assert defects - read == set()

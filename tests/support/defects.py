@@ -1,0 +1,15 @@
+"""Defects of torch that the library does not work around: it avoids or documents them."""
+
+from __future__ import annotations
+
+from funcamp._upstream import Defect
+
+#: Inductor loses the offset of a view inside `as_strided`: `_tree.settled` accepts no view.
+LOST_OFFSET = Defect((2, 11), (2, 13))
+#: Inductor draws for dropout and torch.rand in another order: no workaround; documented in `jit(exact=True)`.
+SWAPPED_DRAWS = Defect((2, 11), (2, 12))
+#: Dynamo's None keeps the source of the first `.grad` that is None: GradScaler's docstring says to return a value.
+SOURCE_ON_NONE = Defect((2, 13), (2, 15))
+#: `NamedTuple._replace` under torch.compile returns an empty tuple: `_scaler.state.replace` names all fields.
+#: https://github.com/pytorch/pytorch/issues/158772
+EMPTY_REPLACE = Defect((2, 11), (2, 12))

@@ -62,10 +62,12 @@ class SnapshotWriteBacks(CustomGraphPass):
         writes = [n for n in graph.nodes if n.target is _COPY and isinstance(n.args[0], torch.fx.Node)]
         writes = [n for n in writes if n.args[0].op == "placeholder"]
         written = {n.args[0] for n in writes}
-        for target in written:
-            if target.meta["val"].is_complex():
-                _read_early(graph, target)
-        _change_copies(graph, written)
+        if _upstream.COMPLEX_PARTS.present:
+            for target in written:
+                if target.meta["val"].is_complex():
+                    _read_early(graph, target)
+        if _upstream.OVERWRITTEN_RESULT.present:
+            _change_copies(graph, written)
         output = graph.output_node()
 
         def early(source: Any) -> torch.fx.Node:

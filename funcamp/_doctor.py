@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import funcamp
 from funcamp import _upstream
+from funcamp._jit import explain
 from funcamp._jit.compile import cpp_compiler
+from funcamp._jit.passes.program import Target
 from funcamp._types import name_of
 
 _STEPS = 300
@@ -40,6 +42,7 @@ def examine(device: str, seconds: float) -> list[Finding]:
         ("machine", lambda: _machine(device)),
         ("torch's private names", _private_names),
         ("compiler", lambda: _compiler(device)),
+        ("passes of jit", lambda: _passes(device)),
         ("verify", lambda: _verified(device)),
         ("donation", lambda: _donation(device)),
         ("capture and replay", lambda: _capture(device)),
@@ -84,6 +87,14 @@ def _compiler(device: str) -> str:
 
         return f"triton {triton.__version__}"
     return cpp_compiler("torch.compile needs a C++ compiler on a CPU")
+
+
+def _passes(device: str) -> str:
+    """Return what a program on this machine goes through; `jit(step, explain=True)` has the reasons."""
+    changes = list(explain.changes(Target("inductor", frozenset({device}))))
+    kinds = {"passes": "pass", "options": "option", "corrections of torch": "torch"}
+    named = {plural: [one.name for one in changes if one.kind == kind] for plural, kind in kinds.items()}
+    return "; ".join(f"{len(names)} {plural}: {', '.join(names)}" for plural, names in named.items())
 
 
 def _task(device: str, width: int = 32) -> tuple[nn.Module, Callable[[int], tuple[Tensor, Tensor]]]:

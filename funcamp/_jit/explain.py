@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from funcamp._jit.options import OPTIONS
 from funcamp._jit.passes import pipeline
@@ -22,19 +23,35 @@ def names() -> frozenset[str]:
     )
 
 
+class Change(NamedTuple):
+    """Something that is done to a program."""
+
+    kind: str
+    """pass, option (of Inductor), or torch (a correction of torch)."""
+    name: str
+    why: str
+
+
+def changes(target: Target) -> Iterator[Change]:
+    """Yield what is done to a program for this target, in order."""
+    for one in pipeline():
+        if one.where(target):
+            yield Change("pass", one.name, one.why)
+    if not target.by_inductor:
+        return
+    for option in OPTIONS:
+        if option.where(target):
+            yield Change("option", option.names[0], option.why)
+    for bug in BUGS:
+        if bug.defect.present and (target.exact or not bug.only_exact):
+            yield Change("torch", bug.name, bug.why)
+
+
 def lines(target: Target, without: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield a line for each change that a program for this target gets, in order."""
-    kinds = [
-        *(("pass", one.name, one.why) for one in pipeline() if one.where(target)),
-    ]
-    if target.by_inductor:
-        kinds += [("option", option.names[0], option.why) for option in OPTIONS if option.where(target)]
-        kinds += [
-            ("torch", bug.name, bug.why) for bug in BUGS if bug.defect.present and (target.exact or not bug.only_exact)
-        ]
-    for kind, name, why in kinds:
-        left_out = " (left out)" if name in without else ""
-        yield f"{kind:<6}  {name:<34}  {why}{left_out}"
+    """Yield a line for each change that a program for this target gets."""
+    for change in changes(target):
+        left_out = " (left out)" if change.name in without else ""
+        yield f"{change.kind:<6}  {change.name:<34}  {change.why}{left_out}"
 
 
 def explain(target: Target, without: frozenset[str]) -> None:

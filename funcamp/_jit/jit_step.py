@@ -430,7 +430,7 @@ class JitStep(Fixed):
             "triton.cudagraphs": False,
             "post_grad_custom_pre_pass": SnapshotWriteBacks(cache_name(exact=options.exact)),
         }
-        counting = sys.modules.get("funcamp._numerics.counting_pass")  # imported if the step has a tap
+        counting = sys.modules.get("funcamp.numerics.counting_pass")  # imported if the step has a tap
         if counting and counting.can_count_jointly():
             patches["joint_custom_pre_pass"] = counting.JointCounts()
         if torch.distributed.is_available() and torch.distributed.is_initialized():

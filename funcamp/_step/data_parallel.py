@@ -24,7 +24,7 @@ from funcamp._distributed.collectives import (
     largest,
     ranks_of,
 )
-from funcamp._distributed.dtensor import as_dtensor_like, local, settled_sum
+from funcamp._dtensor import as_dtensor_like, local, settled_sum
 from funcamp._step.shares import Share, weighed
 from funcamp._storage.flat import FlatParams
 from funcamp._storage.shards import Shards, cut, summed_slices

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._numerics.record import Record
 from funcamp._optim.stateless import OptState
 from funcamp._scaler.state import ScalerState
 from funcamp._storage.compute_copies import Copies, clone, refresh
 from funcamp._storage.flat import FlatParams
 from funcamp._storage.shards import Shards, cut, joined_slice, outline, slice_of, whole
 from funcamp._types import Tree
+from funcamp.numerics.record import Record
 
 
 class TrainState(NamedTuple):

@@ -14,8 +14,6 @@ from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.scaled_grad import around_backward, choose, differentiate, loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
-from funcamp._float8.linears import Float8Linears
-from funcamp._numerics.record import Record, Records, probe
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.ema import ema_update
 from funcamp._scaler.config import ScalerConfig
@@ -25,7 +23,6 @@ from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
 from funcamp._step.accumulate import accumulate as accumulate_window
 from funcamp._step.accumulate import micro_batches
 from funcamp._step.check_and_clip import flag_and_norm, squares_and_finite, unscale_and_clip
-from funcamp._step.float8_layers import Float8Layers, begin
 from funcamp._step.options import Options, described
 from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, check_train_state, export, restore
@@ -48,6 +45,9 @@ from funcamp._storage.compute_copies import (
 from funcamp._storage.flat import FlatParams, matrix_or_vector
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
+from funcamp.float8.layers import Float8Layers, begin
+from funcamp.float8.linears import Float8Linears
+from funcamp.numerics.record import Record, Records, probe
 
 
 def _count(device: torch.device) -> Tensor:

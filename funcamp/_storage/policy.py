@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from funcamp._check import boolean
-from funcamp._float8.config import Float8Config
-from funcamp._float8.product import MULTIPLE, fits
 from funcamp._types import name_of
+from funcamp.float8.config import Float8Config
+from funcamp.float8.product import MULTIPLE, fits
 
 _DTYPES = {
     "float16": torch.float16,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._distributed.collectives import Ranks, all_gather_each, process_group, reduce_scatter_each
-from funcamp._distributed.dtensor import is_distributed, local
+from funcamp._dtensor import is_distributed, local
 from funcamp._storage.flat import FlatParams
 from funcamp._storage.layout import Groups, Layout
 

@@ -57,7 +57,7 @@ LOST_OFFSET = Defect((2, 11), (2, 13))
 LOST_ERRORS = Defect((2, 11), (2, 14))
 #: C++ that Inductor generates takes a list of one tensor for the tensor, and the process dies: `inductor_cpu`.
 LIST_OF_ONE = Defect((2, 11), (2, 14))
-#: vmap has no rule for `view(dtype)`: `_numerics.counting._Bits`.
+#: vmap has no rule for `view(dtype)`: `numerics.counting._Bits`.
 NO_RULE_FOR_BITS = Defect((2, 11), (2, 13))
 #: Inductor draws for dropout and torch.rand in another order: no workaround; documented in `jit(exact=True)`.
 SWAPPED_DRAWS = Defect((2, 11), (2, 12))
@@ -107,7 +107,7 @@ ZERO_TENSORS = Defect((2, 11), (2, 14))
 LOST_KEYWORDS = Defect((2, 11), (2, 15))
 #: Inductor makes zeros of a product with the integer 0, also of infinite and NaN factors: `inductor_rewrites`.
 LOST_NAN = Defect((2, 11), (2, 14))
-#: A CPU has no float8 products with a scale per row: `_float8.product.check_device`.
+#: A CPU has no float8 products with a scale per row: `float8.product.check_device`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: Dynamo's None keeps the source of the first `.grad` that is None: GradScaler's docstring says to return a value.
 SOURCE_ON_NONE = Defect((2, 13), (2, 15))

@@ -21,11 +21,11 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from funcamp import _tree, _upstream
-from funcamp._float8.config import BACKWARD, FORWARD, Float8Config, check_config
-from funcamp._float8.quantize import amax_of, check_wide, quantize
-from funcamp._float8.state import check_tensor
 from funcamp._scaler.precision import reciprocal
 from funcamp._upstream.autograd_function import keep_functions_whole
+from funcamp.float8.config import BACKWARD, FORWARD, Float8Config, check_config
+from funcamp.float8.quantized import amax_of, check_wide, quantize
+from funcamp.float8.state import check_tensor
 
 #: The sizes that float8 products accept are multiples of this.
 MULTIPLE = 16

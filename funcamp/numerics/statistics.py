@@ -1,7 +1,7 @@
 """Statistics of a tensor that add up over micro-batches, samples of vmap, ranks, uses of a layer.
 
 The effect of rounding to a narrower format, at any loss scale, follows from the counts of exponents
-(`_numerics.formats`). Powers of two are counted separately, because half the smallest subnormal, the tie that rounds to
+(`formats`). Powers of two are counted separately, because half the smallest subnormal, the tie that rounds to
 zero, is one.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._numerics.counting import BINS, HEAD, HIGHEST, LOWEST, WIDTH, check_values, count
-from funcamp._numerics.formats import format_of
+from funcamp.numerics.counting import BINS, HEAD, HIGHEST, LOWEST, WIDTH, check_values, count
+from funcamp.numerics.formats import format_of
 
 
 class Stats:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from funcamp import _tree, _upstream
-from funcamp._numerics.counting import check_sample, check_values, count, taken
-from funcamp._numerics.counting_pass import count_jointly
-from funcamp._numerics.record import Record
 from funcamp._upstream.autograd_function import keep_functions_whole
+from funcamp.numerics.counting import check_sample, check_values, count, taken
+from funcamp.numerics.counting_pass import count_jointly
+from funcamp.numerics.record import Record
 
 
 def count_both(saved: Tensor, grad: Tensor, sample: int) -> Tensor:

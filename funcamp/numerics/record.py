@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._numerics.counting import WIDTH
-from funcamp._numerics.stats import Stats, check_positive
+from funcamp.numerics.counting import WIDTH
+from funcamp.numerics.statistics import Stats, check_positive
 
 
 class Record:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcamp._numerics.record import Record
-from funcamp._report.passes import Operation, Pass, narrow
 from funcamp._types import name_of
+from funcamp.numerics.record import Record
+from funcamp.numerics.report.passes import Operation, Pass, narrow
 
 _NUMBERS = ("shape", "std", "amax", "zero", "underflow", "subnormal", "overflow")
 COLUMNS = ("", "module", "operation", "dtype", *_NUMBERS, "")

@@ -5,10 +5,10 @@ the present tensor, or by the amaxes of earlier steps, which `init` and `update`
 `transformer_engine`, `megatron` and `flax` return the configurations of these libraries.
 """
 
-from funcamp._float8.config import Float8Config, flax, megatron, torchao, transformer_engine
-from funcamp._float8.product import scaled_mm
-from funcamp._float8.quantize import Quantized, quantize
-from funcamp._float8.state import Float8State, init, update
+from funcamp.float8.config import Float8Config, flax, megatron, torchao, transformer_engine
+from funcamp.float8.product import scaled_mm
+from funcamp.float8.quantized import Quantized, quantize
+from funcamp.float8.state import Float8State, init, update
 
 __all__ = [
     "Float8Config",

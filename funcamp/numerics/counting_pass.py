@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcamp import _upstream
-from funcamp._numerics import counting
-from funcamp._numerics.counting import WIDTH, counts
 from funcamp._trace.tracing import running
+from funcamp.numerics import counting
+from funcamp.numerics.counting import WIDTH, counts
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomGraphPass

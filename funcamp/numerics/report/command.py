@@ -15,10 +15,10 @@ from unittest import mock
 
 import torch
 
-from funcamp._numerics.formats import DTYPES
-from funcamp._report.recorder import Recorder
-from funcamp._report.report import NumericsReport, numerics_report
 from funcamp._types import name_of
+from funcamp.numerics.formats import DTYPES
+from funcamp.numerics.report.recorder import Recorder
+from funcamp.numerics.report.report import NumericsReport, numerics_report
 
 _FORMATS = {name_of(dtype): dtype for dtype in DTYPES}
 
@@ -95,7 +95,7 @@ def _record(
 
 def from_the_script(trace: TracebackType | None, error: BaseException) -> TracebackType | None:
     """Return a traceback from the script's first frame on; all of it if no frame is the script's."""
-    own, left = str(Path(__file__).parents[1] / "_")[:-1], trace
+    own, left = str(Path(__file__).parents[2] / "_")[:-1], trace
     while left is not None:
         file = left.tb_frame.f_code.co_filename
         if not (file.startswith(own) or left.tb_frame.f_globals.get("__name__") == "runpy"):

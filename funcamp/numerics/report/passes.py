@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcamp._numerics.stats import Stats
+from funcamp.numerics.statistics import Stats
 
 #: Distance of the first repetition below a pass that overflowed; it doubles for each further one.
 _STRIDE = 8

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import boolean
-from funcamp._float8.config import FORWARD, LARGEST
 from funcamp._scaler.precision import reciprocal, widen
+from funcamp.float8.config import FORWARD, LARGEST
 
 #: The smallest amax that torchao distinguishes from 0.
 _LEAST = 1e-12

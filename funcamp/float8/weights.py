@@ -6,9 +6,6 @@ import torch
 from torch import Tensor
 
 from funcamp._distributed.collectives import all_gather_each, largest
-from funcamp._float8.config import FORWARD, Float8Config
-from funcamp._float8.product import Operands, Scales, of_values, operands
-from funcamp._float8.quantize import amax_of, current_scale, quantize
 from funcamp._scaler.precision import reciprocal
 from funcamp._step.state import TrainState
 from funcamp._storage.compute_copies import float8_groups, float8_leaves, for_loss, products
@@ -16,6 +13,9 @@ from funcamp._storage.shards import Shards, pieces_of
 from funcamp._trace.tracing import running
 from funcamp._tree import settled
 from funcamp._types import Tree
+from funcamp.float8.config import FORWARD, Float8Config
+from funcamp.float8.product import Operands, Scales, of_values, operands
+from funcamp.float8.quantized import amax_of, current_scale, quantize
 
 
 def weights_in_float8(state: TrainState, stored: Tree, config: Float8Config, delayed: Scales | None) -> list[Operands]:

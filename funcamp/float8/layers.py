@@ -13,17 +13,17 @@ from torch import Tensor
 
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
-from funcamp._float8.linears import Float8Linears, StandIns
-from funcamp._float8.product import Scales
-from funcamp._float8.state import check_state, init, update, with_loss_scale, without_loss_scale
 from funcamp._scaler.precision import reciprocal
 from funcamp._scaler.state import ScalerState
-from funcamp._step.float8_weights import weights_in_float8
 from funcamp._step.state import TrainState
 from funcamp._storage.compute_copies import Plan, float8_leaves, products
 from funcamp._storage.policy import Policy
 from funcamp._tree import settled
 from funcamp._types import Tree
+from funcamp.float8.linears import Float8Linears, StandIns
+from funcamp.float8.product import Scales
+from funcamp.float8.state import check_state, init, update, with_loss_scale, without_loss_scale
+from funcamp.float8.weights import weights_in_float8
 
 
 class Float8Layers:

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import _tree
-from funcamp._numerics.counting import WIDTH
-from funcamp._numerics.formats import format_of
-from funcamp._numerics.record import Record, text
-from funcamp._numerics.stats import Stats
-from funcamp._report import plot, render
-from funcamp._report.float8_fit import Float8Layer, fit
-from funcamp._report.passes import Operation, Pass
-from funcamp._report.recorder import Recorder, leaves_behind
-from funcamp._report.render import power
 from funcamp._types import name_of
+from funcamp.numerics.counting import WIDTH
+from funcamp.numerics.formats import format_of
+from funcamp.numerics.record import Record, text
+from funcamp.numerics.report import plot, render
+from funcamp.numerics.report.float8_fit import Float8Layer, fit
+from funcamp.numerics.report.passes import Operation, Pass
+from funcamp.numerics.report.recorder import Recorder, leaves_behind
+from funcamp.numerics.report.render import power
+from funcamp.numerics.statistics import Stats
 
 _NONE = Stats(torch.zeros(WIDTH, dtype=torch.float64))
 

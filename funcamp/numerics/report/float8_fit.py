@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from funcamp._float8.config import BACKWARD, FORWARD
-from funcamp._float8.product import MULTIPLE, fits
-from funcamp._numerics.formats import format_of
-from funcamp._numerics.stats import Stats
+from funcamp.float8.config import BACKWARD, FORWARD
+from funcamp.float8.product import MULTIPLE, fits
+from funcamp.numerics.formats import format_of
+from funcamp.numerics.statistics import Stats
 
 
 class Multiplied(NamedTuple):

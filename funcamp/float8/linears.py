@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from funcamp._float8.config import Float8Config
-from funcamp._float8.product import Operands, Scales, product
+from funcamp.float8.config import Float8Config
+from funcamp.float8.product import Operands, Scales, product
 
 _LAYER = "_funcamp_layer"
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcamp._numerics.counting import LOWEST
-from funcamp._numerics.formats import format_of
-from funcamp._numerics.record import Record
-from funcamp._numerics.stats import Stats
-from funcamp._report.passes import Operation
 from funcamp._types import name_of
+from funcamp.numerics.counting import LOWEST
+from funcamp.numerics.formats import format_of
+from funcamp.numerics.record import Record
+from funcamp.numerics.report.passes import Operation
+from funcamp.numerics.statistics import Stats
 
 #: Exponents shown at least, and the maximum number of rows in a picture.
 _SHOWN, _ROWS = (-30, 18), 160

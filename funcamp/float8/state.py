@@ -14,8 +14,8 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import integer
-from funcamp._float8.config import BACKWARD, FORWARD, LARGEST, Float8Config, check_config
 from funcamp._scaler.precision import reciprocal, widen
+from funcamp.float8.config import BACKWARD, FORWARD, LARGEST, Float8Config, check_config
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 

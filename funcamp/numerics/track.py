@@ -14,10 +14,10 @@ from torch.func import functional_call
 
 from funcamp import _tree
 from funcamp._autograd.module_loss import Holder, ModuleLoss
-from funcamp._numerics.counting import WIDTH, check_sample, has_values
-from funcamp._numerics.record import Record, probe
-from funcamp._numerics.stats import Stats
-from funcamp._numerics.tap import tap
+from funcamp.numerics.counting import WIDTH, check_sample, has_values
+from funcamp.numerics.record import Record, probe
+from funcamp.numerics.statistics import Stats
+from funcamp.numerics.taps import tap
 
 _PASSES = ("_funcamp_forward", "_funcamp_backward")
 

@@ -22,16 +22,16 @@ from torch.autograd import Function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from funcamp import _tree, _upstream
-from funcamp._float8.linears import layer_of
 from funcamp._jit.jit_step import JitStep
-from funcamp._numerics import tap
-from funcamp._numerics.counting import count, has_values
-from funcamp._numerics.record import Record, probe
-from funcamp._numerics.stats import Stats
-from funcamp._report.float8_fit import Multiplied
-from funcamp._report.passes import Operation, Pass, Trial, combined, largest, narrow
 from funcamp._scaler import scale as scaling
 from funcamp._step.step import TrainStep
+from funcamp.float8.linears import layer_of
+from funcamp.numerics import taps
+from funcamp.numerics.counting import count, has_values
+from funcamp.numerics.record import Record, probe
+from funcamp.numerics.report.float8_fit import Multiplied
+from funcamp.numerics.report.passes import Operation, Pass, Trial, combined, largest, narrow
+from funcamp.numerics.statistics import Stats
 
 #: Operations that create tensors, possibly with another's shape, or return their input's values: not results of the
 #: computation, as little as those of views and of `resize_`.
@@ -101,7 +101,7 @@ class Recorder(_Mode):
             (JitStep, "__call__", self._cutting(_eagerly)),
             (TrainStep, "__call__", self._cutting(TrainStep.__call__)),
             (torch.autograd, "_engine_run_backward", self._around_backward(_engine)),
-            *((tap, name, self._muting(getattr(tap, name))) for name in ("count", "count_both", "taken")),
+            *((taps, name, self._muting(getattr(taps, name))) for name in ("count", "count_both", "taken")),
             *((owner, name, self._noting(getattr(owner, name), place)) for owner, name, place in _scales()),
         ]
         hooks = (

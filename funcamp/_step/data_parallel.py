@@ -6,6 +6,7 @@ grads   = sum over ranks of d(scale * share_r * loss_r) / d(params)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._autograd.tape import Tape
 from funcamp._check import boolean, integer
 from funcamp._distributed.collectives import (
     Ranks,
@@ -25,6 +27,7 @@ from funcamp._distributed.collectives import (
     ranks_of,
 )
 from funcamp._dtensor import as_dtensor_like, local, settled_sum
+from funcamp._step.accumulate import Result
 from funcamp._step.shares import Share, weighed
 from funcamp._storage.flat import FlatParams
 from funcamp._storage.shards import Shards, cut, summed_slices
@@ -77,31 +80,47 @@ class Parallel:
         """Return this rank's slices of flat parameters, or all of them."""
         return cut(params, self.ranks) if self.shard else params
 
-    def joined(self, share: Share, squares: Tensor, finite: Tensor, amax: Tree) -> tuple[Tensor, Tensor, Tree]:
-        """Return the sum of squares and the finite flag over the slices of all ranks, and the largest amaxes.
+    def joined(
+        self, squares: Tensor, finite: Tensor, tapes: Sequence[Tape], records: Sequence[Tree], share: Share
+    ) -> tuple[Tensor, Tensor, Sequence[Tree]]:
+        """Return the sum of squares and the finite flag over the slices of all ranks, and the records merged.
 
-        At most one collective. The amaxes are of the ranks that have a share, infinite for NaN.
+        At most one collective, if there is one record to merge. A maximum is over the ranks that have a share, infinite
+        for NaN.
         """
         if self.ranks.size == 1:
-            return squares, finite, amax
-        delayed = isinstance(amax, Tensor)
-        if delayed and isinstance(share, Tensor):
-            amax = torch.where(share == 0, 0.0, amax)
-        if not self.shard:
-            return squares, finite, largest(amax, self.ranks) if delayed else amax
-        wide = squares.dtype
-        sent = [torch.stack([squares, finite.to(wide)]), *([comparable(amax).reshape(-1).to(wide)] if delayed else [])]
-        (rows,) = all_gather_each([torch.cat(sent)], self.ranks)
-        both, amaxes = rows.view(self.ranks.size, -1).tensor_split([2], dim=1)
-        found = amaxes.amax(0).to(amax.dtype).view(amax.shape) if delayed else amax
-        return both[:, 0].sum(), (both[:, 1] != 0).all(), found
+            return squares, finite, records
+        merges = [tape.over_ranks is not None for tape in tapes]
+        leaves, spec = _tree.flatten([record for record, merge in zip(records, merges) if merge])
+        if isinstance(share, Tensor):
+            leaves = [torch.where(share == 0, 0.0, leaf) for leaf in leaves]
+        if self.shard:
+            squares, finite, leaves = self._joined_slices(squares, finite, leaves)
+        else:
+            leaves = [largest(leaf, self.ranks) for leaf in leaves]
+        merged = iter(_tree.unflatten(leaves, spec))
+        return squares, finite, [next(merged) if merge else record for record, merge in zip(records, merges)]
 
-    def exchanged(
-        self, share: Share, grads: Tree, loss: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]
-    ) -> tuple[Tree, Tensor, dict[str, Tensor]]:
+    def _joined_slices(
+        self, squares: Tensor, finite: Tensor, records: list[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return the sum of squares, the finite flag and the largest records of all ranks, by one all-gather."""
+        wide = squares.dtype
+        flat_records = [comparable(record).reshape(-1).to(wide) for record in records]
+        (rows,) = all_gather_each([torch.cat([torch.stack([squares, finite.to(wide)]), *flat_records])], self.ranks)
+        both, *columns = torch.split(
+            rows.view(self.ranks.size, -1), [2, *[record.numel() for record in records]], dim=1
+        )
+        largest_records = [
+            column.amax(0).to(record.dtype).view(record.shape) for column, record in zip(columns, records)
+        ]
+        return both[:, 0].sum(), (both[:, 1] != 0).all(), largest_records
+
+    def summed(self, result: Result, share: Share, before: dict[str, Tensor]) -> Result:
         """Return the summed gradients, and the means of loss and floating-point buffers weighted by share."""
+        grads, loss, after = result.gradients, result.loss, result.buffers
         if self.ranks.size == 1:
-            return self._summed(grads, [])[0], loss, after
+            return result._replace(gradients=self._summed(grads, [])[0])
         names = [name for name, value in after.items() if self.mean_buffers and value.is_floating_point()]
         values = [loss, *[after[name] for name in names]]
         wide = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
@@ -117,7 +136,7 @@ class Parallel:
         for place, name in enumerate(names):
             old = before[name]
             new[name] = torch.where(sums[-1][place] == 0, old, sums[place].view(old.shape)).to(old.dtype)
-        return grads, mean.reshape(()).to(loss.dtype), {**after, **new}
+        return result._replace(gradients=grads, loss=mean.reshape(()).to(loss.dtype), buffers={**after, **new})
 
     def _summed(self, grads: Tree, more: list[Tensor]) -> tuple[Tree, list[Tensor]]:
         """Sum gradients and further tensors over ranks."""

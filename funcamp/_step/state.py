@@ -16,7 +16,6 @@ from funcamp._storage.compute_copies import Copies, clone, refresh
 from funcamp._storage.flat import FlatParams
 from funcamp._storage.shards import Shards, cut, joined_slice, outline, slice_of, whole
 from funcamp._types import Tree
-from funcamp.numerics.record import Record
 
 
 class TrainState(NamedTuple):
@@ -70,9 +69,9 @@ class Metrics(NamedTuple):
     """int64: steps skipped since the last applied one, including this one."""
     observed: dict[str, Any]
     """The results of the `observe` functions, by name."""
-    records: Mapping[str, Record]
-    """The counts of taps, as `numerics.Records`: a `Record` by name, whose backward counts are of scaled gradients
-    (`Record.unscale(metrics.scale)`); `{}` without probes."""
+    records: Mapping[str, Any]
+    """The counts of taps, as `numerics.Records`: a `numerics.Record` by name, whose backward counts are of scaled
+    gradients (`Record.unscale(metrics.scale)`); `{}` without probes."""
     aux: Any
     """The auxiliary outputs of the loss, stacked over micro-batches; `()` without has_aux."""
 

@@ -13,6 +13,7 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.scaled_grad import around_backward, choose, differentiate, loss_and_aux
+from funcamp._autograd.tape import Tape, zeros_of
 from funcamp._check import Fixed, boolean, one_batch
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.ema import ema_update
@@ -20,10 +21,10 @@ from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.scale import unscale
 from funcamp._scaler.state import ScalerState
 from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
-from funcamp._step.accumulate import accumulate as accumulate_window
-from funcamp._step.accumulate import micro_batches
+from funcamp._step.accumulate import Result, accumulate, micro_batches
 from funcamp._step.check_and_clip import flag_and_norm, squares_and_finite, unscale_and_clip
 from funcamp._step.options import Options, described
+from funcamp._step.products import Multiplying, products_of
 from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, check_train_state, export, restore
 from funcamp._step.torch_checkpoint import from_torch, to_torch
@@ -45,9 +46,6 @@ from funcamp._storage.compute_copies import (
 from funcamp._storage.flat import FlatParams, matrix_or_vector
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
-from funcamp.float8.layers import Float8Layers, begin
-from funcamp.float8.linears import Float8Linears
-from funcamp.numerics.record import Record, Records, probe
 
 
 def _count(device: torch.device) -> Tensor:
@@ -83,7 +81,7 @@ class TrainStep(Fixed):
         self.loss_fn, self.optimizer, self.config, self._options = loss_fn, optimizer, config, options
         self._rule = rule_of(options.policy, loss_fn)
         self._planned: Plan | None = None
-        self._float8 = Float8Layers(options.policy, loss_fn)
+        self._products = products_of(options.policy, loss_fn)
 
     def python_parts(self) -> dict[str, Any]:
         """Return the objects whose Python the step runs, by name: `jit` looks there for state besides its own."""
@@ -94,7 +92,7 @@ class TrainStep(Fixed):
         return self.loss_fn.code_parts()
 
     def __repr__(self) -> str:
-        policy = f"{self._options.policy}{self._float8.described()}"
+        policy = f"{self._options.policy}{self._products.described()}"
         return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={policy})"
 
     @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
@@ -205,7 +203,7 @@ class TrainStep(Fixed):
             buffers=buffers,
             copies=refresh(stored, plan),  # last, when the optimizer's temporaries are free
             ema=() if options.ema_decay is None else clone(stored),
-            float8=self._float8.init(plan, device),
+            float8=self._products.init(plan, device),
         )
 
     def _groups(
@@ -281,11 +279,11 @@ class TrainStep(Fixed):
             params, copies = for_step(state.params, self._copies("loss", state))
             inputs, build = for_loss(params, copies)
             held = state._replace(params=params, copies=copies)
-            linears = self._float8.around(held, state.params)
-            begin(linears, copies.plan, inputs, self._float8.amax(held))
-            with linears or contextlib.nullcontext():
-                given = self._probes(state), state.buffers, state.scaler, _tree.plain(batch)
-                returned = self._call(build(inputs), *given)
+            multiplying = self._products.prepare(held, state.params)
+            multiplying.begin(inputs, multiplying.tape.zeros)
+            taps = self.loss_fn.tape(state.scaler.scale.device).zeros
+            with multiplying:
+                returned = self._call(build(inputs), taps, state.buffers, state.scaler, _tree.plain(batch))
         return loss_and_aux("loss", returned, self.loss_fn.has_buffers or self.loss_fn.has_aux)[0]
 
     def check_call(self, call: str, state: Any, batch: Any, *more: Any) -> None:
@@ -344,7 +342,7 @@ class TrainStep(Fixed):
             {'': tensor([1., 1., 1.])}
         """
         self._check_state("float8_scales", state)
-        return self._float8.by_path(state)
+        return self._products.scales(state)
 
     def state_dict(self, state: TrainState) -> dict[str, Tensor]:
         """Return every tensor of a state by a dotted name, for torch.save.
@@ -521,39 +519,46 @@ class TrainStep(Fixed):
             )
         if options.accumulate > 1:
             self.loss_fn.check_accumulation()
-        probes, device = self._probes(state), state.scaler.scale.device
+        # Precision: the parameters in full size, and the copies in the policy's dtype.
+        copies = self._copies("step", state)
+        full_params, full_copies = for_step(state.params, copies)
+        full = state._replace(params=full_params, copies=full_copies)
+        multiplying = self._products.prepare(full, state.params)
+        tapes = (self.loss_fn.tape(state.scaler.scale.device), multiplying.tape)
+
+        # Scaled gradients, of each micro-batch by its share of the loss.
         pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
-        shares = shares_of(options.weight, pieces, parallel.ranks, device)
-        own = self._copies("step", state)
-        params, copies = for_step(state.params, own)
-        held = state._replace(params=params, copies=copies)
-        linears = self._float8.around(held, state.params)
+        shares = shares_of(options.weight, pieces, parallel.ranks, state.scaler.scale.device)
 
-        def one(carried: Tree, piece: Any, share: Tensor | None) -> Any:
-            return self._gradients(held, linears, probes, carried, piece, lambda loss: shares.weigh(loss, share))
+        def differentiate(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
+            return self._differentiate(full, multiplying, tapes, buffers, piece, lambda loss: shares.weigh(loss, share))
 
-        carried = (state.buffers, self._float8.amax(held))
         if options.accumulate == 1:
-            (grads, records), loss, (buffers, amax), aux = one(carried, batch, None)
+            result = differentiate(state.buffers, batch, None)
         else:
-            (grads, records), loss, (buffers, amax), aux = accumulate_window(
-                one, (full_size(state.params), probes), carried, batch, pieces, shares, scan=options.scan
-            )
-        grads, loss, buffers = parallel.exchanged(shares.own, grads, loss, state.buffers, buffers)
-        squares, finite, amax = parallel.joined(shares.own, *squares_and_finite(state.scaler, grads), amax)
+            like = full_size(state.params)
+            result = accumulate(differentiate, like, state.buffers, tapes, batch, pieces, shares, scan=options.scan)
+
+        # Ranks, the flag and the norm: one reading of the gradients.
+        result = parallel.summed(result, shares.own, state.buffers)
+        squares, finite = squares_and_finite(state.scaler, result.gradients)
+        squares, finite, records = parallel.joined(squares, finite, tapes, result.records, shares.own)
         scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
-        observed = self._observed(state.scaler, grads)
-        grads = unscale_and_clip(state.scaler, grads, norm, options.max_norm, options.max_value)
+        observed = self._observed(state.scaler, result.gradients)
+
+        # The update, which a skipped step takes back.
+        grads = unscale_and_clip(state.scaler, result.gradients, norm, options.max_norm, options.max_value)
         new = self.optimizer.update(state.params, grads, state.opt_state)
         params, opt_state = skip_step(scaler, new=new, old=(state.params, state.opt_state))
         if options.ema_decay is not None:
             ema = skip_step(scaler, new=ema_update(state.ema, params, options.ema_decay), old=state.ema)
         else:  # a later donated step writes the new state's memory
             ema = state.ema if compiling() else clone(state.ema)
+        float8 = skip_step(scaler, new=self._products.after(state, records[1]), old=state.float8)
         if self.loss_fn.keep_buffers:
-            buffers = clone(buffers)  # a buffer may be a tensor of the batch
+            buffers = clone(result.buffers)  # a buffer may be a tensor of the batch
         else:
-            buffers = skip_step(scaler, new=buffers, old=state.buffers)
+            buffers = skip_step(scaler, new=result.buffers, old=state.buffers)
         found = scaler.found_inf.long()
         step, skipped = state.step + 1, state.skipped + found
         after = TrainState(
@@ -564,12 +569,12 @@ class TrainStep(Fixed):
             opt_state=opt_state,
             scaler=update(scaler, self.config),
             buffers=buffers,
-            copies=refresh(params, own.plan),
+            copies=refresh(params, copies.plan),
             ema=ema,
-            float8=self._float8.after(state, amax, scaler),
+            float8=float8,
         )
         metrics = Metrics(
-            loss=loss,
+            loss=result.loss,
             grad_norm=norm.float(),
             scale=state.scaler.scale.clone(),
             lr=self._learning_rate(state),
@@ -580,8 +585,8 @@ class TrainStep(Fixed):
             skipped=skipped.clone(),
             consecutive_skips=after.consecutive_skips.clone(),
             observed=observed,
-            records=Records.of(records) if records else {},
-            aux=aux,
+            records=self.loss_fn.collected(records[0]),
+            aux=result.aux,
         )
         return after, metrics
 
@@ -613,25 +618,20 @@ class TrainStep(Fixed):
         rate = getattr(self.optimizer, "learning_rate", None)
         return () if rate is None else rate(state.opt_state)
 
-    def _probes(self, state: TrainState) -> dict[str, Record]:
-        return {name: probe(state.scaler.scale.device) for name in self.loss_fn.probes}
-
-    def _call(
-        self, tree: Tree, probes: dict[str, Record], buffers: dict[str, Tensor], scaler: ScalerState, batch: Any
-    ) -> Any:
+    def _call(self, params: Tree, taps: Tree, buffers: dict[str, Tensor], scaler: ScalerState, batch: Any) -> Any:
         policy = self._options.policy
         region: Any = contextlib.nullcontext()
         if policy.autocast and policy.compute_dtype != torch.float32:
-            device = next(leaf.device.type for leaf in _tree.leaves(tree) if leaf is not None)
+            device = next(leaf.device.type for leaf in _tree.leaves(params) if leaf is not None)
             if device != "meta":  # autocast does not know the meta device
                 region = torch.autocast(device, policy.compute_dtype)
         with region:
             given = (
-                (probes, self.loss_fn.probes),
+                (taps, self.loss_fn.probes),
                 (self.loss_fn.fresh(buffers), self.loss_fn.has_buffers),
                 (scaler, self.loss_fn.has_scaler),
             )
-            arguments = (tree, *(value for value, wanted in given if wanted), batch)
+            arguments = (params, *(value for value, wanted in given if wanted), batch)
             if torch.compiler.is_dynamo_compiling():
                 return self.loss_fn(*arguments)
             try:
@@ -640,47 +640,53 @@ class TrainStep(Fixed):
                 _refuse_no_tensors(batch, error)
                 raise
 
-    def _gradients(
+    def _differentiate(
         self,
         state: TrainState,
-        linears: Float8Linears | None,
-        probes: dict[str, Record],
-        carried: Tree,
+        multiplying: Multiplying,
+        tapes: tuple[Tape, Tape],
+        buffers: dict[str, Tensor],
         batch: Any,
         weigh: Callable[[Tensor], Tensor],
-    ) -> tuple[Tree, Tensor, Tree, Any]:
-        """Return scaled gradients (as the stored parameters) and probes, the loss, what is carried on, and aux.
+    ) -> Result:
+        """Differentiate weigh(loss) of one micro-batch with respect to the parameters and the tapes.
 
-        carried: the buffers, and the largest amaxes of the layers in float8.
+        state: with full parameters and this step's copies.
+        tapes: of the loss's taps, and of the products.
         """
-        buffers, amax = carried
         inputs, build_params = for_loss(state.params, state.copies)
-        rows, spec = _tree.flatten((probes, self._float8.amax(state)))
-        beside = self.loss_fn.has_buffers or self.loss_fn.has_aux
+        zeros, spec = _tree.flatten(zeros_of(tapes))
+        count = len(inputs)
+        returns_more = self.loss_fn.has_buffers or self.loss_fn.has_aux
 
         def build(values: list[Tensor]) -> Tree:
-            params, (records, _) = build_params(values[: len(inputs)]), _tree.unflatten(values[len(inputs) :], spec)
-            return (params, records) if probes else params
+            params, (taps, _) = build_params(values[:count]), _tree.unflatten(values[count:], spec)
+            return (params, taps) if self.loss_fn.probes else params
 
         def loss_of(values: list[Tensor]) -> Any:
-            params, (records, zeros) = build_params(values[: len(inputs)]), _tree.unflatten(values[len(inputs) :], spec)
-            begin(linears, state.copies.plan, values, zeros)
-            return self._call(params, records, buffers, state.scaler, batch)
+            params, (taps, amaxes) = build_params(values[:count]), _tree.unflatten(values[count:], spec)
+            multiplying.begin(values, amaxes)
+            return self._call(params, taps, buffers, state.scaler, batch)
 
         holding = around_backward(self.loss_fn, build)
         engine = choose(self.loss_fn.engine, state)
         low = (self._options.policy.compute_dtype,)
-        with linears or contextlib.nullcontext():
+        with multiplying:
             grads, loss, aux = differentiate(
-                "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding, low=low
+                "step",
+                state.scaler,
+                loss_of,
+                inputs + zeros,
+                returns_more,
+                engine,
+                weigh=weigh,
+                holding=holding,
+                low=low,
             )
-        records, found = _tree.unflatten(grads[len(inputs) :], spec)
-        after = buffers
         if self.loss_fn.has_buffers:
-            after, aux = self._buffers_and_aux(buffers, aux)
-        grads = gather(state.params, state.copies, grads[: len(inputs)])
-        amax = torch.maximum(amax, found) if self._float8.delayed else amax
-        return (grads, records), loss, (after, amax), clone(aux)
+            buffers, aux = self._buffers_and_aux(buffers, aux)
+        gradients = gather(state.params, state.copies, grads[:count])
+        return Result(gradients, loss, buffers, _tree.unflatten(grads[count:], spec), clone(aux))
 
     def _buffers_and_aux(self, before: dict[str, Tensor], beside: Any) -> tuple[dict[str, Tensor], Any]:
         """Return the new buffers and aux of what a loss returned besides itself.

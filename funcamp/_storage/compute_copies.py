@@ -193,14 +193,14 @@ def _cast_names(policy: Policy, loss_fn: Any) -> frozenset[str] | None:
     return names - frozenset(loss_fn.hooked_names)
 
 
-def products(plan: Plan) -> list[int]:
+def float8_inputs(plan: Plan) -> list[int]:
     """Return the places, among `for_loss`'s inputs, of the weights that multiply in float8."""
     places = _distinct(plan)
     return [places[leaf, False] for leaf in float8_leaves(plan)]
 
 
 def float8_leaves(plan: Plan) -> list[int]:
-    """Return the numbers of the stored tensors that multiply in float8, in the order of `products`."""
+    """Return the numbers of the stored tensors that multiply in float8, in the order of `float8_inputs`."""
     return list(dict.fromkeys(use.leaf for use in plan.uses if use.float8 and use.leaf is not None))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -18,7 +19,15 @@ Amax = Literal["max", "most_recent"]
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in (FORWARD, BACKWARD)}
 
+#: The sizes that float8 products accept are multiples of this.
+MULTIPLE = 16
+
 _CALL = "Float8Config"
+
+
+def fits(shape: Sequence[int]) -> bool:
+    """Return whether the hardware takes a matrix of this shape."""
+    return all(size and size % MULTIPLE == 0 for size in shape)
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,10 @@ class Float8Config:
     def by_row(self) -> bool:
         """Whether every row has a scale."""
         return self.granularity == "row"
+
+    def why_not(self, shape: Sequence[int]) -> str:
+        """Return why a weight of this shape does not multiply in float8; "" if it does."""
+        return "" if fits(shape) else f"its sizes {tuple(shape)} are not multiples of {MULTIPLE}"
 
 
 _PLAIN: dict[str, Any] = {field.name: field.default for field in fields(Float8Config)}

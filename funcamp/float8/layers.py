@@ -13,13 +13,14 @@ from torch import Tensor
 
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
+from funcamp._autograd.tape import Tape
 from funcamp._scaler.precision import reciprocal
-from funcamp._scaler.state import ScalerState
 from funcamp._step.state import TrainState
-from funcamp._storage.compute_copies import Plan, float8_leaves, products
+from funcamp._storage.compute_copies import Plan, float8_inputs, float8_leaves
 from funcamp._storage.policy import Policy
 from funcamp._tree import settled
 from funcamp._types import Tree
+from funcamp.float8.config import check_config
 from funcamp.float8.linears import Float8Linears, StandIns
 from funcamp.float8.product import Scales
 from funcamp.float8.state import check_state, init, update, with_loss_scale, without_loss_scale
@@ -27,65 +28,61 @@ from funcamp.float8.weights import weights_in_float8
 
 
 class Float8Layers:
-    """The layers of a step that multiply in float8, if its policy has any."""
+    """The layers of a step that multiply in float8: the `Products` of a policy with float8."""
 
     def __init__(self, policy: Policy, loss_fn: Loss) -> None:
-        self._policy, self._loss_fn = policy, loss_fn
-        self.config = policy.float8
-        self.delayed = self.config is not None and self.config.scaling == "delayed"
-        if self.config is None:
-            return
+        self.config = check_config("make_train_step", policy.float8)
         if not isinstance(loss_fn, ModuleLoss):
             raise ValueError(
                 "make_train_step: policy must have float8 only for a loss of module_loss, whose linear layers it "
                 f"finds; got {policy} with {loss_fn!r}: call float8.scaled_mm in a function of your own"
             )
-        self._model = loss_fn.model
-        parts = [loss_fn.model.get_submodule(name.rpartition(".")[0]) for name in sorted(loss_fn.linear_names)]
-        self._stand_ins = StandIns(loss_fn.holder, parts)
+        self._policy, self._loss_fn = policy, loss_fn
+        self._delayed = self.config.scaling == "delayed"
+        layers = [loss_fn.model.get_submodule(name.rpartition(".")[0]) for name in sorted(loss_fn.linear_names)]
+        self._stand_ins = StandIns(loss_fn.holder, layers)
 
-    def init(self, plan: Plan, device: torch.device) -> Any:
+    def init(self, plan: Plan, device: torch.device) -> Tree:
         """Return the state of delayed scaling, or ().
 
         Raises:
-            ValueError: the policy has float8, and no layer takes it.
+            ValueError: no layer multiplies in float8.
         """
-        if self.config is None:
-            return ()
-        if not products(plan):
+        count = len(float8_leaves(plan))
+        if not count:
             raise ValueError(
                 f"init: policy must have float8 only with a layer to multiply in it; got {self._policy} and none: a "
                 f"Linear layer with sizes that are multiples of 16{self.described()}"
             )
-        return init(self.config, len(products(plan)), device=device) if self.delayed else ()
+        return init(self.config, count, device=device) if self._delayed else ()
 
     def described(self) -> str:
         """Return how many linear layers multiply in float8, and why not the others, as the end of a repr."""
-        names, linear = self._loss_fn.names or {}, self._loss_fn.linear_names
-        if self.config is None:
-            return ""
-        held = dict(self._model.named_parameters(remove_duplicate=False))  # params() raises if the module has changed
-        why = {name: "it is frozen" for name in sorted(linear) if name not in names}
-        why |= {
-            name: self._policy.no_float8(name, held[name], linear) for name in names if name in linear & held.keys()
-        }
-        others = "".join(f", not {name}: {reason}" for name, reason in why.items() if reason)
-        return f"; float8 in {list(why.values()).count('')} of {len(why)} linear layers{others}"
+        names, linear_names = self._loss_fn.names, self._loss_fn.linear_names
+        # Not params(), which raises if the module has changed.
+        held = dict(self._loss_fn.model.named_parameters(remove_duplicate=False))
+        reasons = {name: "it is frozen" for name in sorted(linear_names) if name not in names}
+        for name in names:
+            if name in linear_names and name in held:
+                reasons[name] = self._policy.no_float8(name, held[name], linear_names)
+        others = "".join(f", not {name}: {reason}" for name, reason in reasons.items() if reason)
+        return f"; float8 in {list(reasons.values()).count('')} of {len(reasons)} linear layers{others}"
 
-    def around(self, state: TrainState, stored: Tree) -> Float8Linears | None:
-        """Return the context of the forward and the backward pass, if there is one.
+    def prepare(self, state: TrainState, stored: Tree) -> Float8Linears:
+        """Return the context of a step, with the operands of all weights.
 
         state: with full parameters and this step's copies.
         stored: the parameters as they are stored, perhaps sharded.
         """
-        if self.config is None:
-            return None
-        delayed = None
-        if self.delayed:  # all layers' at once: a kernel for each number would take longer than the products
-            scale = settled(with_loss_scale(self._scale(state), state.scaler.scale))
+        delayed, tape = None, Tape(())
+        if self._delayed:  # all layers' at once: a kernel for each number would take longer than the products
+            known = self._scale(state)
+            tape = Tape(torch.zeros_like(known), over_micro_batches="max", over_ranks="max")
+            scale = settled(with_loss_scale(known, state.scaler.scale))
             delayed = Scales(scale, settled(reciprocal(scale)))
-        made = weights_in_float8(state, stored, self.config, delayed)
-        return Float8Linears(self._stand_ins, self.config, delayed, made)
+        weights = weights_in_float8(state, stored, self.config, delayed)
+        places = float8_inputs(state.copies.plan)
+        return Float8Linears(self._stand_ins, self.config, delayed, weights, places, tape)
 
     def _scale(self, state: TrainState) -> Tensor:
         """Return the scales of delayed scaling.
@@ -94,9 +91,8 @@ class Float8Layers:
             TypeError: the state has none.
             ValueError: it is of another configuration, or of other layers.
         """
-        assert self.config is not None
         scale = check_state("step", state.float8, self.config).scale
-        count = len(products(state.copies.plan))
+        count = len(float8_leaves(state.copies.plan))
         if scale.shape[0] != count:
             raise ValueError(
                 f"step: state.float8 must have a row for each of the {count} layers in float8; got {scale.shape[0]}: "
@@ -104,28 +100,17 @@ class Float8Layers:
             )
         return scale
 
-    def by_path(self, state: TrainState) -> dict[str, Tensor]:
+    def scales(self, state: TrainState) -> dict[str, Tensor]:
         """Return the scales of delayed scaling by the path of the layer; empty without it."""
-        if not self.delayed:
+        if not self._delayed:
             return {}
-        plan, scale = state.copies.plan, self._scale(state)
-        rows: dict[Any, Tensor] = dict(zip(float8_leaves(plan), scale))
+        plan = state.copies.plan
+        rows: dict[Any, Tensor] = dict(zip(float8_leaves(plan), self._scale(state)))
         named = zip(plan.names or (), plan.uses)
         return {name.rpartition(".")[0]: rows[use.leaf].clone() for name, use in named if use.float8}
 
-    def amax(self, state: TrainState) -> Tree:
-        """Return zeros to differentiate with respect to; () without delayed scaling."""
-        return torch.zeros_like(self._scale(state)) if self.delayed else ()
-
-    def after(self, state: TrainState, amax: Tree, scaler: ScalerState) -> Any:
+    def after(self, state: TrainState, record: Tree) -> Tree:
         """Return the next state of delayed scaling from the amaxes of all micro-batches and ranks."""
-        if self.config is None or not self.delayed:
+        if not self._delayed:
             return state.float8
-        unscaled = without_loss_scale(amax, state.scaler.scale)
-        return update(state.float8, unscaled, self.config, found_inf=scaler.found_inf)
-
-
-def begin(linears: Float8Linears | None, plan: Plan, values: list[Tensor], amax: Tree) -> None:
-    """Give the context the weights among the inputs of the loss."""
-    if linears is not None:
-        linears.begin([values[place] for place in products(plan)], amax if isinstance(amax, Tensor) else None)
+        return update(state.float8, without_loss_scale(record, state.scaler.scale), self.config)

@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from funcamp._autograd.tape import Tape
+from funcamp._types import Tree
 from funcamp.float8.config import Float8Config
 from funcamp.float8.product import Operands, Scales, product
 
@@ -66,20 +68,35 @@ class Float8Linears:
 
     Around the forward and the backward pass, because activation checkpoints call layers again in the latter. The
     operands of the weights are made before, once for both passes of all micro-batches.
+
+    Args:
+        stand_ins: those of the module.
+        config: the configuration.
+        delayed: the scales of delayed scaling, of all weights.
+        made: the operands of all weights.
+        places: the places of the weights among the inputs of a forward pass.
+        tape: amaxes to differentiate with respect to; without records for current scaling.
     """
 
     def __init__(
-        self, stand_ins: StandIns, config: Float8Config, delayed: Scales | None, made: Sequence[Operands]
+        self,
+        stand_ins: StandIns,
+        config: Float8Config,
+        delayed: Scales | None,
+        made: Sequence[Operands],
+        places: Sequence[int],
+        tape: Tape,
     ) -> None:
         self._stand_ins, self._config, self._delayed, self._operands = stand_ins, config, delayed, made
+        self._places, self.tape = places, tape
         self._weights: Sequence[Tensor] = ()
         self._amaxes: list[Tensor] = []
         self._before: list[nn.Module | None] = []
 
-    def begin(self, weights: Sequence[Tensor], amax: Tensor | None) -> None:
-        """Take these as the weights, and with delayed scaling the amax to differentiate with respect to."""
-        self._weights = weights
-        self._amaxes = [] if amax is None else list(amax.unbind())
+    def begin(self, inputs: Sequence[Tensor], zeros: Tree) -> None:
+        """Take the weights among the inputs of a forward pass, and the amaxes to differentiate with respect to."""
+        self._weights = [inputs[place] for place in self._places]
+        self._amaxes = list(zeros.unbind()) if isinstance(zeros, Tensor) else []
 
     def __enter__(self) -> None:
         self._before = [modules[name] for modules, name, _ in self._stand_ins.places]

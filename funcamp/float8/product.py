@@ -23,12 +23,9 @@ from torch.nn import functional as F
 from funcamp import _tree, _upstream
 from funcamp._scaler.precision import reciprocal
 from funcamp._upstream.autograd_function import keep_functions_whole
-from funcamp.float8.config import BACKWARD, FORWARD, Float8Config, check_config
+from funcamp.float8.config import BACKWARD, FORWARD, MULTIPLE, Float8Config, check_config, fits
 from funcamp.float8.quantized import amax_of, check_wide, quantize
 from funcamp.float8.state import check_tensor
-
-#: The sizes that float8 products accept are multiples of this.
-MULTIPLE = 16
 
 _scaled_mm: Any = _upstream.find("torch._scaled_mm")
 
@@ -292,11 +289,6 @@ def product(
     y, *merged = (out,) if amax is None else out
     y = y[:rows].reshape(*x.shape[:-1], weight.shape[0])
     return (y, *merged) if merged else y
-
-
-def fits(shape: Sequence[int]) -> bool:
-    """Return whether the hardware takes a matrix of this shape."""
-    return all(size and size % MULTIPLE == 0 for size in shape)
 
 
 def check_device(device: torch.device, config: Float8Config) -> None:

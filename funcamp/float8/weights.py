@@ -8,7 +8,7 @@ from torch import Tensor
 from funcamp._distributed.collectives import all_gather_each, largest
 from funcamp._scaler.precision import reciprocal
 from funcamp._step.state import TrainState
-from funcamp._storage.compute_copies import float8_groups, float8_leaves, for_loss, products
+from funcamp._storage.compute_copies import float8_groups, float8_inputs, float8_leaves, for_loss
 from funcamp._storage.shards import Shards, pieces_of
 from funcamp._trace.tracing import running
 from funcamp._tree import settled
@@ -36,7 +36,7 @@ def weights_in_float8(state: TrainState, stored: Tree, config: Float8Config, del
         gathered = _gathered(stored, float8_groups(plan, stored.layout), config, dict(zip(leaves, given)))
     return [
         gathered.get(leaf) or operands(inputs[place].detach(), config, scales)
-        for leaf, place, scales in zip(leaves, products(plan), given)
+        for leaf, place, scales in zip(leaves, float8_inputs(plan), given)
     ]
 
 

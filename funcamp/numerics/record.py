@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._autograd.tape import Tape
 from funcamp.numerics.counting import WIDTH
 from funcamp.numerics.statistics import Stats, check_positive
 
@@ -82,6 +83,21 @@ def probe(device: torch.device | str | None = None) -> Record:
         tensor(0., dtype=torch.float64)
     """
     return Record(*(Stats(torch.zeros(WIDTH, dtype=torch.float64, device=device)) for _ in range(2)))
+
+
+class Taps:
+    """The taps of a loss by name, for a step: a tape of empty records, whose counts add up."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def tape(self, device: torch.device) -> Tape:
+        """Return empty records by name."""
+        return Tape({name: probe(device) for name in self.names}, "sum")
+
+    def collected(self, records: Mapping[str, Record]) -> Records:
+        """Return the records in one tensor."""
+        return Records.of(records)
 
 
 class Records(Mapping[str, Record]):

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from funcamp import _tree
 from funcamp._autograd.module_loss import Holder, ModuleLoss
 from funcamp.numerics.counting import WIDTH, check_sample, has_values
-from funcamp.numerics.record import Record, probe
+from funcamp.numerics.record import Record, Taps, probe
 from funcamp.numerics.statistics import Stats
 from funcamp.numerics.taps import tap
 
@@ -56,7 +56,8 @@ class TrackedLoss(ModuleLoss):
 
     def __init__(self, loss_fn: ModuleLoss, chosen: Chosen, sample: int | None) -> None:
         vars(self).update(vars(loss_fn), _watched=set())  # the module is not read again
-        self.model, self.probes = _with_taps(loss_fn.model, chosen, sample)
+        self.model, names = _with_taps(loss_fn.model, chosen, sample)
+        self.taps = Taps(names)
         self.holder = Holder(self.model, loss_fn.model)
 
     def __repr__(self) -> str:

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from funcamp.float8.config import BACKWARD, FORWARD
-from funcamp.float8.product import MULTIPLE, fits
+from funcamp.float8.config import BACKWARD, FORWARD, MULTIPLE, fits
 from funcamp.numerics.formats import format_of
 from funcamp.numerics.statistics import Stats
 

@@ -29,7 +29,6 @@ CORE = [
     "_trace",
     "_scaler",
     "presets",
-    "_distributed",
     "_io",
     "_storage",
     "_optim",
@@ -40,8 +39,8 @@ CORE = [
 ]
 #: What the core never imports, in the same order.
 LAYERS = [
-    "float8",
     "distributed",
+    "float8",
     "numerics",
     "_verify",
     "_doctor",

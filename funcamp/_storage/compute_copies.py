@@ -12,10 +12,9 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._memory import identity, rebind
-from funcamp._storage.flat import FlatParams
+from funcamp._storage.flat import FlatParams, is_sharded
 from funcamp._storage.layout import Layout, arrange
 from funcamp._storage.policy import Policy
-from funcamp._storage.shards import Shards, outline, whole
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
@@ -61,15 +60,15 @@ class Copies:
 
     def note(self, params: Tree) -> None:
         """Record that these are copies of the parameters' current values."""
-        sources = [] if isinstance(params, Shards) else _sources(params, self.plan)
+        sources = [] if is_sharded(params) else _sources(params, self.plan)
         tracked = not any(source.is_inference() for source in sources)
         self._of = [(source, source._version) for source in sources] if tracked else None
 
     def are_of(self, params: Tree) -> bool:
         """Return whether they are known to be copies of these parameters' current values; reads no tensor."""
         if not self.values:
-            return isinstance(params, Shards) or not self.plan.kept
-        if self._of is None or isinstance(params, Shards):
+            return is_sharded(params) or not self.plan.kept
+        if self._of is None or is_sharded(params):
             return False
         sources = _sources(params, self.plan)
         return all(now is then and now._version == version for now, (then, version) in zip(sources, self._of))
@@ -262,7 +261,7 @@ def _refuse_ties(call: str, params: Tree) -> None:
 
 def refresh(params: Tree, plan: Plan) -> Copies:
     """Return the copies of these parameters."""
-    if isinstance(params, Shards):  # the step gathers them in the compute dtype
+    if is_sharded(params):  # the step gathers them in the compute dtype
         return Copies((), plan)
     copies = Copies(tuple(source.to(plan.dtype) for source in _sources(params, plan)), plan)
     if not compiling() and not _upstream.transforms_active():
@@ -292,22 +291,27 @@ def of_plan(call: str, params: Tree, copies: Copies, plan: Plan) -> Copies:
 
 def for_step(params: Tree, copies: Copies) -> tuple[Tree, Copies]:
     """Return full parameters and copies for the loss; with shards by one all-gather per large group."""
-    if not isinstance(params, Shards):
+    if not is_sharded(params):
         return params, copies
     plan, slots = copies.plan, params.layout.slots
-    full = {slots[use.leaf].group: None for use in plan.uses if use.leaf is not None and not use.low}
-    # A tensor that is used in both precisions is gathered in the wider one.
-    asked: dict[int, Any] = full | {number: plan.dtype for number in plan.kept if number not in full}
+    # The dtype in which a group is sent: None, its own, if any use of it reads full precision.
+    dtypes: dict[int, torch.dtype | None] = {}
+    for use in plan.uses:
+        if use.leaf is not None and not use.low:
+            dtypes[slots[use.leaf].group] = None
+    for number in plan.kept:
+        dtypes.setdefault(number, plan.dtype)
     # By themselves: a trace drops what nothing reads besides products in float8.
-    alone = {number: asked.pop(number) for number in float8_groups(plan, params.layout)}
-    values = [two if one is None else one for one, two in zip(whole(params, asked).groups, whole(params, alone).groups)]
+    separate = {number: dtypes.pop(number) for number in float8_groups(plan, params.layout)}
+    both = zip(params.gathered(dtypes).groups, params.gathered(separate).groups)
+    values = [other if one is None else one for one, other in both]
     low = tuple(value.to(plan.dtype) for value in (values[number] for number in plan.kept) if value is not None)
     return FlatParams(tuple(values), params.layout), Copies(low, plan)
 
 
 def full_size(params: Tree) -> Tree:
     """Return a tree of the parameters' full shapes if they are sharded, else the parameters."""
-    return outline(params) if isinstance(params, Shards) else params
+    return params.outline() if is_sharded(params) else params
 
 
 def for_loss(params: Tree, copies: Copies) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:

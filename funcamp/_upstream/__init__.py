@@ -112,7 +112,7 @@ NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: Dynamo's None keeps the source of the first `.grad` that is None: GradScaler's docstring says to return a value.
 SOURCE_ON_NONE = Defect((2, 13), (2, 15))
 #: DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it ends
-#: (Python 3.13 and older): `_storage.shards.slice_of`. https://github.com/pytorch/pytorch/pull/179291
+#: (Python 3.13 and older): `distributed.shards.slice_of`. https://github.com/pytorch/pytorch/pull/179291
 KEPT_GROUP = Defect((2, 11), None)
 
 #: Every private name of torch that `find` looks up, and what does not work without it.

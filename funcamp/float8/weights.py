@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcamp._distributed.collectives import all_gather_each, largest
 from funcamp._scaler.precision import reciprocal
 from funcamp._step.state import TrainState
 from funcamp._storage.compute_copies import float8_groups, float8_inputs, float8_leaves, for_loss
-from funcamp._storage.shards import Shards, pieces_of
 from funcamp._trace.tracing import running
 from funcamp._tree import settled
 from funcamp._types import Tree
+from funcamp.distributed.collectives import all_gather_each, largest
+from funcamp.distributed.shards import Shards, pieces_of
 from funcamp.float8.config import FORWARD, Float8Config
 from funcamp.float8.product import Operands, Scales, of_values, operands
 from funcamp.float8.quantized import amax_of, current_scale, quantize

@@ -4,8 +4,8 @@
 returns what torch.distributed.checkpoint saves.
 """
 
-from funcamp._distributed.collectives import max_over
-from funcamp._step.data_parallel import DataParallel
-from funcamp._step.state import gather_state, load_sharded_state_dict, sharded_state_dict
+from funcamp.distributed.checkpoint import gather_state, load_sharded_state_dict, sharded_state_dict
+from funcamp.distributed.collectives import max_over
+from funcamp.distributed.data_parallel import DataParallel
 
 __all__ = ["DataParallel", "gather_state", "load_sharded_state_dict", "max_over", "sharded_state_dict"]

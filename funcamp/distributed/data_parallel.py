@@ -1,8 +1,4 @@
-"""Communication in a data-parallel step; a no-op on one process.
-
-share_r = w_r / sum over ranks of w        the weight of a rank's batch (`shares.py`); 1 / ranks without weights
-grads   = sum over ranks of d(scale * share_r * loss_r) / d(params)
-"""
+"""Data parallelism in the step: what its processes exchange."""
 
 from __future__ import annotations
 
@@ -16,9 +12,16 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._autograd.tape import Tape
 from funcamp._check import boolean, integer
-from funcamp._distributed.collectives import (
+from funcamp._dtensor import as_dtensor_like, local, settled_sum
+from funcamp._step.accumulate import Result
+from funcamp._step.parallel import Parallel
+from funcamp._step.shares import Share, weighed
+from funcamp._storage.flat import FlatParams
+from funcamp._types import Tree
+from funcamp.distributed.collectives import (
     Ranks,
     all_gather_each,
+    all_reduce,
     all_reduce_each,
     broadcast,
     check_alike,
@@ -26,26 +29,85 @@ from funcamp._distributed.collectives import (
     largest,
     ranks_of,
 )
-from funcamp._dtensor import as_dtensor_like, local, settled_sum
-from funcamp._step.accumulate import Result
-from funcamp._step.shares import Share, weighed
-from funcamp._storage.flat import FlatParams
-from funcamp._storage.shards import Shards, cut, summed_slices
-from funcamp._types import Reduce, Tree
+from funcamp.distributed.shards import Shards, cut, summed_slices
+
 
 _ONE = Ranks("", 1, 0)
 
 
-@dataclass(frozen=True)
-class Parallel:
-    """The communication of a step; over one rank none, except the user's function of the flag."""
+@dataclass(frozen=True, init=False, repr=False)
+class DataParallel(Parallel):
+    """Data parallelism inside the step: one model, a batch per rank; for `parallel` of `make_train_step`.
+
+    Gradients are summed over ranks after the last micro-batch, in their own dtype. There is one all-reduce per group of
+    flat storage above 1 MiB, and one per dtype for the smaller groups and the means of loss and buffers. The sum comes
+    before the check, so all ranks find an overflow of one rank without another collective. The state stays bit for bit
+    equal on all ranks, except buffers that are not averaged; `init` starts from rank 0's values. Auxiliary outputs of
+    the loss and counts of taps are per rank. Pure; torch.compile puts the collectives into the step's graph; no host
+    sync except in `init`.
+
+    With shard=True each rank stores a slice of the parameters, of the optimizer's state and of the average (ZeRO stages
+    1 and 2): all-gather in the compute dtype, forward and backward, reduce-scatter, update of the slice. The norm, the
+    flag and the amaxes of delayed float8 share one all-gather of a few numbers. Under `jit` weights in float8 with a
+    scale per tensor are gathered in float8; the loss must read such weights elsewhere on all ranks alike, or on none.
+
+    Args:
+        group: a ProcessGroup, or a DeviceMesh of one dimension; by default all processes.
+        shard: shard the state over the ranks; needs flat storage and elementwise optimizers (your own sees slices).
+        dtype: the dtype in which gradients are summed, if not their own: float32 for precision, bfloat16 for less
+            traffic.
+        buckets: number of parts of flat storage, in the order of the parameters. Under `jit` the collective of a part
+            starts when its gradients are ready and overlaps the backward pass of the earlier parts. Useful if
+            communication is slow; each part adds a few collectives and kernels.
+        mean_buffers: average floating-point buffers (BatchNorm's statistics) over ranks; False keeps each rank's.
+            Integer and complex buffers are never averaged.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: group is a mesh of several dimensions or lacks this process; dtype is not a floating-point type;
+            buckets is below 1.
+        RuntimeError: torch.distributed is not initialized.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> loss_fn = module_loss(torch.nn.Linear(4, 1), torch.nn.functional.mse_loss)
+        >>> step = make_train_step(loss_fn, stateless(torch.optim.AdamW), parallel=distributed.DataParallel())
+        >>> state, metrics = step(step.init(), (torch.ones(8, 4), torch.zeros(8, 1)))
+        >>> metrics.found_inf
+        tensor(0.)
+        >>> dist.destroy_process_group()
+
+    References:
+        Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020; Rajbhandari et al.,
+        "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+    """
 
     ranks: Ranks = _ONE
-    shard: bool = False
     dtype: torch.dtype | None = None
-    buckets: int = 1
     mean_buffers: bool = True
-    reduce: Reduce | None = None
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        shard: bool = False,
+        dtype: torch.dtype | None = None,
+        buckets: int = 1,
+        mean_buffers: bool = True,
+    ) -> None:
+        call = "DataParallel"
+        ranks = ranks_of(call, group)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{call}: dtype must be a torch.dtype; got {dtype!r}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"{call}: dtype must be a floating-point type; got {dtype}")
+        shard, mean_buffers = boolean(call, "shard", shard), boolean(call, "mean_buffers", mean_buffers)
+        super().__init__(None, ranks.size, shard, integer(call, "buckets", buckets, 1))
+        vars(self).update(ranks=ranks, dtype=dtype, mean_buffers=mean_buffers)
+
+    def __repr__(self) -> str:
+        return f"DataParallel(rank {self.ranks.rank} of {self.ranks.size}{', shard=True' if self.shard else ''})"
 
     def check(self, call: str, params: Tree) -> None:
         """Raise ValueError if the parameters are not laid out as `own_part` does it."""
@@ -75,6 +137,10 @@ class Parallel:
         for leaf in _tree.leaves(tree):
             if leaf is not None:
                 local(leaf).copy_(broadcast(local(leaf), self.ranks))
+
+    def total(self, weight: Tensor) -> Tensor:
+        """Return the sum of a number over ranks."""
+        return all_reduce(weight, "sum", self.ranks)
 
     def own_part(self, params: Tree) -> Tree:
         """Return this rank's slices of flat parameters, or all of them."""
@@ -155,72 +221,3 @@ class Parallel:
         for number, value in zip(held, sums):
             values[number] = as_dtensor_like(values[number], value)
         return _tree.unflatten(values, spec), sums[len(held) :]
-
-
-class DataParallel(Parallel):
-    """Data parallelism inside the step: one model, a batch per rank; for `parallel` of `make_train_step`.
-
-    Gradients are summed over ranks after the last micro-batch, in their own dtype. There is one all-reduce per group of
-    flat storage above 1 MiB, and one per dtype for the smaller groups and the means of loss and buffers. The sum comes
-    before the check, so all ranks find an overflow of one rank without another collective. The state stays bit for bit
-    equal on all ranks, except buffers that are not averaged; `init` starts from rank 0's values. Auxiliary outputs of
-    the loss and counts of taps are per rank. Pure; torch.compile puts the collectives into the step's graph; no host
-    sync except in `init`.
-
-    With shard=True each rank stores a slice of the parameters, of the optimizer's state and of the average (ZeRO stages
-    1 and 2): all-gather in the compute dtype, forward and backward, reduce-scatter, update of the slice. The norm, the
-    flag and the amaxes of delayed float8 share one all-gather of a few numbers. Under `jit` weights in float8 with a
-    scale per tensor are gathered in float8; the loss must read such weights elsewhere on all ranks alike, or on none.
-
-    Args:
-        group: a ProcessGroup, or a DeviceMesh of one dimension; by default all processes.
-        shard: shard the state over the ranks; needs flat storage and elementwise optimizers (your own sees slices).
-        dtype: the dtype in which gradients are summed, if not their own: float32 for precision, bfloat16 for less
-            traffic.
-        buckets: number of parts of flat storage, in the order of the parameters. Under `jit` the collective of a part
-            starts when its gradients are ready and overlaps the backward pass of the earlier parts. Useful if
-            communication is slow; each part adds a few collectives and kernels.
-        mean_buffers: average floating-point buffers (BatchNorm's statistics) over ranks; False keeps each rank's.
-            Integer and complex buffers are never averaged.
-
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: group is a mesh of several dimensions or lacks this process; dtype is not a floating-point type;
-            buckets is below 1.
-        RuntimeError: torch.distributed is not initialized.
-
-    Example:
-        >>> import torch.distributed as dist
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> loss_fn = module_loss(torch.nn.Linear(4, 1), torch.nn.functional.mse_loss)
-        >>> step = make_train_step(loss_fn, stateless(torch.optim.AdamW), parallel=distributed.DataParallel())
-        >>> state, metrics = step(step.init(), (torch.ones(8, 4), torch.zeros(8, 1)))
-        >>> metrics.found_inf
-        tensor(0.)
-        >>> dist.destroy_process_group()
-
-    References:
-        Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020; Rajbhandari et al.,
-        "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
-    """
-
-    def __init__(
-        self,
-        group: Any = None,
-        *,
-        shard: bool = False,
-        dtype: torch.dtype | None = None,
-        buckets: int = 1,
-        mean_buffers: bool = True,
-    ) -> None:
-        call = "DataParallel"
-        ranks = ranks_of(call, group)
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{call}: dtype must be a torch.dtype; got {dtype!r}")
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"{call}: dtype must be a floating-point type; got {dtype}")
-        shard, mean_buffers = boolean(call, "shard", shard), boolean(call, "mean_buffers", mean_buffers)
-        super().__init__(ranks, shard, dtype, integer(call, "buckets", buckets, 1), mean_buffers)
-
-    def __repr__(self) -> str:
-        return f"DataParallel(rank {self.ranks.rank} of {self.ranks.size}{', shard=True' if self.shard else ''})"

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
-from funcamp._distributed.collectives import Ranks, all_gather_each, process_group, reduce_scatter_each
 from funcamp._dtensor import is_distributed, local
 from funcamp._storage.flat import FlatParams
 from funcamp._storage.layout import Groups, Layout
+from funcamp.distributed.collectives import Ranks, all_gather_each, process_group, reduce_scatter_each
 
 
 class Shards(FlatParams):
@@ -43,6 +43,35 @@ class Shards(FlatParams):
         )
 
     tree = ravel = state_dict = _refuse
+
+    def gathered(self, dtypes: Mapping[int, torch.dtype | None] | None = None) -> FlatParams:
+        """Gather the full groups, in these dtypes if given; None for groups that are not requested.
+
+        One all-gather per large group, and one per dtype for small ones.
+        """
+        groups: list[Tensor | None] = [None] * len(self.groups)
+        sent: dict[int, Tensor] = {}
+        for number, group in enumerate(self.groups):
+            if group is not None and not group.dim():
+                groups[number] = group
+            elif group is not None and (dtypes is None or number in dtypes):
+                dtype = None if dtypes is None else dtypes[number]
+                sent[number] = group if dtype is None else group.to(dtype)
+        for number, value in zip(sent, all_gather_each(list(sent.values()), self.ranks)):
+            groups[number] = value[: sum(self.layout.pieces[number])]
+        return FlatParams(tuple(groups), self.layout)
+
+    def outline(self) -> FlatParams:
+        """Return groups of full size that store one zero each."""
+        groups = [
+            group if group is None or not group.dim() else group.new_zeros(()).expand(sum(sizes))
+            for group, sizes in zip(self.groups, self.layout.pieces)
+        ]
+        return FlatParams(tuple(groups), self.layout)
+
+    def cut_like(self, full: FlatParams) -> Shards:
+        """Return this rank's slices of full groups."""
+        return cut(full, self.ranks)
 
 
 _tree.register(
@@ -74,24 +103,6 @@ def summed_slices(flat: FlatParams, ranks: Ranks) -> Shards:
     return Shards(tuple(groups), flat.layout, ranks)
 
 
-def whole(shards: Shards, dtypes: Mapping[int, torch.dtype | None] | None = None) -> FlatParams:
-    """Gather the full groups, in these dtypes if given; None for groups that are not requested.
-
-    One all-gather per large group, and one per dtype for small ones.
-    """
-    groups: list[Tensor | None] = [None] * len(shards.groups)
-    sent: dict[int, Tensor] = {}
-    for number, group in enumerate(shards.groups):
-        if group is not None and not group.dim():
-            groups[number] = group
-        elif group is not None and (dtypes is None or number in dtypes):
-            dtype = None if dtypes is None else dtypes[number]
-            sent[number] = group if dtype is None else group.to(dtype)
-    for number, value in zip(sent, all_gather_each(list(sent.values()), shards.ranks)):
-        groups[number] = value[: sum(shards.layout.pieces[number])]
-    return FlatParams(tuple(groups), shards.layout)
-
-
 def pieces_of(shards: Shards, number: int) -> list[Tensor]:
     """Return the pieces of a group's tensors that are in this rank's slice, then the padding at the end.
 
@@ -102,15 +113,6 @@ def pieces_of(shards: Shards, number: int) -> list[Tensor]:
     begin, sizes = shards.ranks.rank * group.numel(), shards.layout.pieces[number]
     ends = [min(max(end - begin, 0), group.numel()) for end in itertools.accumulate(sizes)]
     return [group[start:end] for start, end in zip([0, *ends], [*ends, group.numel()])]
-
-
-def outline(shards: Shards) -> FlatParams:
-    """Return groups of full size that store one zero each."""
-    groups = [
-        group if group is None or not group.dim() else group.new_zeros(()).expand(sum(sizes))
-        for group, sizes in zip(shards.groups, shards.layout.pieces)
-    ]
-    return FlatParams(tuple(groups), shards.layout)
 
 
 def slice_of(flat: FlatParams) -> list[Tensor | None]:

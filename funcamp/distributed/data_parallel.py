@@ -31,7 +31,6 @@ from funcamp.distributed.collectives import (
 )
 from funcamp.distributed.shards import Shards, cut, summed_slices
 
-
 _ONE = Ranks("", 1, 0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,34 @@ from funcamp._storage.layout import Layout, arrange
 from funcamp._storage.policy import Policy
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
+
+
+class KnowsNames(Protocol):
+    """What a loss says of its parameters (`_autograd.loss.Loss`)."""
+
+    @property
+    def names(self) -> dict[str, str] | None:
+        """Each name under which the loss gets a parameter, with the stored name; None if they are the tree's own."""
+        ...
+
+    @property
+    def cast_names(self) -> frozenset[str] | None:
+        """The names that autocast would cast; None if unknown."""
+        ...
+
+    @property
+    def linear_names(self) -> frozenset[str]:
+        """The names of the weights of linear layers."""
+        ...
+
+    @property
+    def hooked_names(self) -> frozenset[str]:
+        """The names of the parameters with a hook."""
+        ...
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes that the loss knows, by stored name."""
+        ...
 
 
 class Use(NamedTuple):
@@ -91,7 +119,7 @@ def store(
     call: str,
     params: Tree,
     policy: Policy,
-    loss_fn: Any,
+    loss_fn: KnowsNames,
     group: Callable[[str, Tensor], str] | None,
     buckets: int = 1,
     *,
@@ -127,7 +155,7 @@ def store(
     return stored, plan_for(call, stored, policy, loss_fn)
 
 
-def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
+def plan_for(call: str, params: Tree, policy: Policy, loss_fn: KnowsNames) -> Plan:
     """Return which stored parameters the policy copies for a loss."""
     stored_as: dict[str, str] | None = loss_fn.names
     aliases = _aliases(loss_fn)
@@ -175,12 +203,12 @@ def _check_kinds(call: str, names: list[str], leaves: list[Tensor | None], shape
             )
 
 
-def _use(policy: Policy, loss_fn: Any, name: str, leaf: Tensor, number: int | None = None) -> Use:
+def _use(policy: Policy, loss_fn: KnowsNames, name: str, leaf: Tensor, number: int | None = None) -> Use:
     float8 = not policy.no_float8(name, leaf, loss_fn.linear_names)
     return Use(number, not float8 and policy.casts(name, leaf, _cast_names(policy, loss_fn)), float8)
 
 
-def _cast_names(policy: Policy, loss_fn: Any) -> frozenset[str] | None:
+def _cast_names(policy: Policy, loss_fn: KnowsNames) -> frozenset[str] | None:
     """Return the names that autocast would cast, if the loss knows them, without parameters that have a hook.
 
     A hook gets the gradient in the parameter's own precision, as in torch's loop: there autocast casts in the forward
@@ -213,7 +241,7 @@ def float8_groups(plan: Plan, layout: Layout) -> list[int]:
     return [group for group, only in found.items() if only]
 
 
-def _aliases(loss_fn: Any) -> dict[str, list[str]]:
+def _aliases(loss_fn: KnowsNames) -> dict[str, list[str]]:
     """Return, for each stored name, the names under which the loss gets the parameter."""
     aliases: dict[str, list[str]] = {}
     for name, source in (loss_fn.names or {}).items():
@@ -221,7 +249,7 @@ def _aliases(loss_fn: Any) -> dict[str, list[str]]:
     return aliases
 
 
-def rule_of(policy: Policy, loss_fn: Any) -> str:
+def rule_of(policy: Policy, loss_fn: KnowsNames) -> str:
     """Return all that decides on a plan except the parameters, as a string, a cheap guard for Dynamo."""
     known = _cast_names(policy, loss_fn)
     chosen = (policy.keep, policy.copy, None if known is None else sorted(known))

@@ -26,6 +26,8 @@ from _variants import funcamp_step, torch_loop
 from torch.utils import _pytree
 
 import funcamp
+from funcamp._autograd.tape import Tape
+from funcamp._step.products import PlainProducts
 
 LOW = torch.bfloat16
 LARGE = CPU_SIZES["MLP 38 M"]
@@ -118,11 +120,14 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
         funcamp.module_loss(model, cross_entropy), funcamp.stateless(torch.optim.AdamW), policy="bfloat16"
     )
     state = step.init()
+    nothing = Tape(())
+    plain = PlainProducts().prepare(state, state.params)
+    result = step._differentiate(state, plain, (nothing, nothing), state.buffers, (x, y), lambda loss: loss)
     flat = {
         "parameters": size(state.params),
         "moments": size(state.opt_state),
         "copies": size(state.copies),
-        "gradients": size(step._gradients(state, None, {}, (state.buffers, ()), (x, y), lambda loss: loss)[0]),
+        "gradients": size(result.gradients),
     }
     return {"eager": eager, "funcamp, flat": flat}, count
 

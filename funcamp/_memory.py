@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
-from funcamp._distributed.dtensor import local
+from funcamp._dtensor import local
 
 _swap: Any = _upstream.find("torch._C._swap_tensor_impl")
 

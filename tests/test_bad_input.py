@@ -36,9 +36,9 @@ from funcamp import (
     unscale_and_check,
     update,
 )
-from funcamp._distributed.collectives import Ranks
 from funcamp._optim.stateless import OptState
-from funcamp._storage.shards import cut
+from funcamp.distributed.collectives import Ranks
+from funcamp.distributed.shards import cut
 from funcamp.rules.fairseq import Fairseq
 from funcamp.rules.jmp import Jmp
 from funcamp.rules.megatron import Megatron

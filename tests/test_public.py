@@ -17,37 +17,36 @@ from funcamp import _upstream
 from tests.support.public import PUBLIC, python_blocks, run_python
 
 ROOT = Path(__file__).parent.parent
-#: Each imports from those before it only: packages, and files at the top.
-ROOMS = [
+#: The core: each imports from those before it only: packages, and files at the top.
+CORE = [
     "_types",
+    "_layers",
     "_upstream",
     "_tree",
     "_check",
-    "_distributed",
+    "_dtensor",
     "_memory",
     "_trace",
     "_scaler",
-    "_float8",
-    "float8",
     "_io",
     "_storage",
     "_optim",
     "_autograd",
-    "_numerics",
     "_amp",
     "_step",
     "_jit",
-    "_verify",
-    "_report",
-    "_doctor",
-    # layers: none of the above imports them
+]
+#: What the core never imports, in the same order. It finds a layer when an argument names it, in `_layers.py` only.
+LAYERS = [
     "rules",
     "presets",
     "distributed",
+    "float8",
     "numerics",
-    "__main__",
-    "__init__",
+    "_verify",
+    "_doctor",
 ]
+ROOMS = [*CORE, *LAYERS, "__main__", "__init__"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -87,6 +86,49 @@ def test_a_room_imports_only_from_those_before_it() -> None:
         for file in files[room]:
             later = imported(file) & set(ROOMS[number + 1 :])
             assert not later, f"{file.relative_to(ROOT)} imports from {', '.join(sorted(later))}"
+
+
+#: The files of the core that ask `_layers.layer` for one: for `loss(probes=)`, and for a policy with float8.
+ASKING = {"_autograd/loss.py", "_step/products.py", "_storage/policy.py"}
+
+
+def test_the_core_finds_layers_in_one_place() -> None:
+    files = [file for room in CORE for file in (ROOT / "funcamp").glob(f"{room}*/*.py")]
+    files += [file for room in CORE if (file := ROOT / "funcamp" / f"{room}.py").exists()]
+    by_name = {file.relative_to(ROOT / "funcamp").as_posix(): file for file in files}
+    assert {name for name, file in by_name.items() if "_layers" in imported(file)} == ASKING
+    for name, file in by_name.items():
+        if name != "_layers.py":
+            assert 'import_module(f"funcamp' not in file.read_text(), name
+
+
+def test_a_step_runs_without_any_layer() -> None:
+    """The core by itself: `funcamp/__init__.py`, which imports the layers that have public names, is left out."""
+    code = """
+        import sys, types
+        package = types.ModuleType("funcamp")
+        package.__path__ = ["funcamp"]
+        sys.modules["funcamp"] = package
+        import torch
+        from funcamp._amp.grad_scaler import GradScaler
+        from funcamp._autograd.module_loss import module_loss
+        from funcamp._jit.jit import jit
+        from funcamp._optim.stateless import stateless
+        from funcamp._step.make import make_train_step
+        loss_fn = module_loss(torch.nn.Linear(4, 2), torch.nn.functional.mse_loss)
+        step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1), policy="float16", accumulate=2)
+        batch = torch.ones(2, 3, 4), torch.ones(2, 3, 2)
+        state, metrics = step(step.init(), batch)
+        state, metrics = jit(step, backend="eager")(state, batch)
+        rooms = {name.split(".")[1] for name in sys.modules if name.startswith("funcamp.")}
+        print(int(metrics.applied), *rooms)
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", inspect.cleandoc(code)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    applied, *rooms = ran.stdout.split()
+    assert applied == "2"
+    assert set(rooms) <= set(CORE)
 
 
 def test_only_tree_touches_the_private_pytree_module() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
-from funcamp._distributed.dtensor import any_rank, is_distributed, local, settled_sum
+from funcamp._dtensor import any_rank, is_distributed, local, settled_sum
 
 
 def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.device, list[Tensor]]:

@@ -6,12 +6,16 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Size, Tensor, nn
 
 from funcamp import _tree
 from funcamp._autograd.left_behind import in_step_of
 from funcamp._autograd.scaled_grad import Engine, check_engine, put_leaves_in_graphs
+from funcamp._autograd.tape import Tape, Taps
 from funcamp._check import boolean
+from funcamp._layers import layer
+from funcamp._types import Tree
 
 
 class Loss:
@@ -33,12 +37,12 @@ class Loss:
         has_buffers: bool = False,
         keep_buffers: bool = False,
         has_scaler: bool = False,
-        probes: tuple[str, ...] = (),
+        taps: Taps | None = None,
         engine: Engine | None = None,
     ) -> None:
         self.function = function
         self.has_aux, self.has_buffers, self.keep_buffers = has_aux, has_buffers, keep_buffers
-        self.has_scaler, self.probes, self.engine = has_scaler, probes, engine
+        self.has_scaler, self.taps, self.engine = has_scaler, taps, engine
         put_leaves_in_graphs()
 
     def __repr__(self) -> str:
@@ -47,6 +51,19 @@ class Loss:
     def __call__(self, *args: Any) -> Any:
         """Return what the function returns."""
         return self.function(*args)
+
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """Return the names of the taps."""
+        return () if self.taps is None else self.taps.names
+
+    def tape(self, device: torch.device) -> Tape:
+        """Return the tape of the taps; without taps one without records."""
+        return Tape(()) if self.taps is None else self.taps.tape(device)
+
+    def collected(self, records: Tree) -> Mapping[str, Any]:
+        """Return the records of the tape for the metrics."""
+        return {} if self.taps is None else self.taps.collected(records)
 
     def params(self) -> dict[str, Tensor]:
         """Return the initial parameters, if the loss knows them."""
@@ -152,7 +169,9 @@ def loss(
     if keep_buffers and not has_buffers:
         raise ValueError(f"{call}: keep_buffers must be False without has_buffers; got True")
     check_engine(call, engine)
-    return Loss(function, **checked, probes=_names(call, probes), engine=engine)
+    names = _names(call, probes)
+    taps: Taps | None = layer("numerics.record").Taps(names) if names else None
+    return Loss(function, **checked, taps=taps, engine=engine)
 
 
 def check_function(call: str, function: object) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._distributed.dtensor import is_distributed
+from funcamp._dtensor import is_distributed
 from funcamp._jit.signature import Kind, check_like
 from funcamp._memory import Memory, is_private, overlaps_itself
 from funcamp._step.state import states, with_own_copies

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import one_batch
-from funcamp._distributed.dtensor import is_distributed
+from funcamp._dtensor import is_distributed
 from funcamp._jit.constants import IndescribableError, constant_key, describe, names_key, structure_key
 from funcamp._trace.open_shapes import is_open
 from funcamp._types import Tree

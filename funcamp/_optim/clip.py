@@ -7,7 +7,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import real
-from funcamp._distributed.dtensor import Across, groups, local, settled_sum, total
+from funcamp._dtensor import Across, groups, local, settled_sum, total
 from funcamp._types import Tree
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._check import Fixed
-from funcamp._distributed.dtensor import is_distributed
+from funcamp._dtensor import is_distributed
 from funcamp._optim.hyperparameters import ANOTHER, evaluate, map_items
 from funcamp._optim.number import Use
 from funcamp._optim.run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step

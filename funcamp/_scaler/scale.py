@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._distributed.dtensor import any_rank, local, settled_sum
+from funcamp._dtensor import any_rank, local, settled_sum
 from funcamp._scaler.precision import reciprocal
 from funcamp._scaler.state import ScalerState, check_state, replace
 from funcamp._types import Reduce, Tree

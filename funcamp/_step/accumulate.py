@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
+from funcamp._autograd.tape import Tape, merged, zeros_of
 from funcamp._step.shares import Shares
 from funcamp._storage.compute_copies import clone
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
-#: (what is carried on, one micro-batch, its share or None) -> (scaled gradients of its part of the loss, the loss,
-#: what is carried on, aux).
-One = Callable[[Tree, Any, "Tensor | None"], tuple[Tree, Tensor, Tree, Any]]
+
+class Result(NamedTuple):
+    """What differentiating the loss of a batch returns, or of one of its micro-batches."""
+
+    gradients: Tree
+    """The gradients of the scaled loss, as the parameters are stored."""
+    loss: Tensor
+    """The unscaled loss."""
+    buffers: dict[str, Tensor]
+    """The buffers after the forward pass."""
+    records: tuple[Tree, ...]
+    """The record of every tape."""
+    aux: Any
+    """The auxiliary outputs; of a batch stacked over its micro-batches."""
+
+
+#: (the buffers before, a micro-batch, its share or None) -> its `Result`.
+Differentiate = Callable[[dict[str, Tensor], Any, "Tensor | None"], Result]
+
+
+class _Carry(NamedTuple):
+    """What passes from one micro-batch to the next."""
+
+    sums: list[Tensor | None]
+    buffers: dict[str, Tensor]
+    records: tuple[Tree, ...]
 
 
 def micro_batches(batch: Any, limit: int) -> list[Any]:
@@ -42,36 +66,62 @@ def micro_batches(batch: Any, limit: int) -> list[Any]:
 
 
 def accumulate(
-    one: One, params: Tree, carried: Tree, batch: Any, pieces: list[Any], shares: Shares, *, scan: bool
-) -> tuple[Tree, Tensor, Tree, Any]:
-    """Sum gradients over the micro-batches of a batch, and return the mean of their losses.
+    differentiate: Differentiate,
+    params: Tree,
+    buffers: dict[str, Tensor],
+    tapes: Sequence[Tape],
+    batch: Any,
+    micro_batches: list[Any],
+    shares: Shares,
+    *,
+    scan: bool,
+) -> Result:
+    """Sum gradients over the micro-batches of a batch, merge their records, and return the mean of their losses.
 
-    A non-finite gradient of one micro-batch makes the sum non-finite, so one check afterwards covers all. What is
-    carried (buffers, amaxes) passes from one micro-batch to the next; aux is stacked.
+    A non-finite gradient of one micro-batch makes the sum non-finite, so one check afterwards covers all. Buffers pass
+    from one micro-batch to the next; aux is stacked.
+
+    Args:
+        differentiate: returns the `Result` of one micro-batch.
+        params: a tree like the gradients.
+        buffers: the buffers before the step.
+        tapes: the tapes of the step.
+        batch: the micro-batches along the first dimension, for scan.
+        micro_batches: the same as a list.
+        shares: how much each one counts.
+        scan: run one micro-batch in a loop of the compiled program instead of all of them one after the other.
     """
-    like = _tree.leaves(params)
+    leaves, spec = _tree.flatten(params)
 
-    def part(total: list[Any], carried: Tree, piece: Any, share: Tensor | None) -> Any:
-        before, (grads, loss, carried, aux) = carried, one(carried, piece, share)
-        new = _tree.leaves(grads)
+    def add(carry: _Carry, micro_batch: Any, share: Tensor | None) -> tuple[_Carry, Tensor, Any]:
+        result = differentiate(carry.buffers, micro_batch, share)
+        gradients = _tree.leaves(result.gradients)
+        after = (result.buffers, merged(tapes, carry.records, result.records))
         if share is not None:  # the backward pass of a mean over 0 examples gives NaN
-            new = [None if grad is None else torch.where(share == 0, 0.0, grad) for grad in new]
-            pairs, spec = zip(_tree.leaves(before), _tree.leaves(carried)), _tree.flatten(before)[1]
-            carried = _tree.unflatten([torch.where(share == 0, old, value) for old, value in pairs], spec)
-        total = [a if a is None or grad is None else a + grad.to(a.dtype) for a, grad in zip(total, new)]
-        return total, carried, loss, aux
+            gradients = [None if leaf is None else torch.where(share == 0, 0.0, leaf) for leaf in gradients]
+            after = _kept_if(share == 0, (carry.buffers, carry.records), after)
+        sums = [a if a is None or leaf is None else a + leaf.to(a.dtype) for a, leaf in zip(carry.sums, gradients)]
+        return _Carry(sums, *after), result.loss, result.aux
 
-    total: list[Any] = [None if leaf is None else torch.zeros_like(leaf) for leaf in like]
+    zeros: list[Tensor | None] = [None if leaf is None else torch.zeros_like(leaf) for leaf in leaves]
+    carry = _Carry(zeros, buffers, _tree.map_leaves(torch.zeros_like, *_tree.flatten(zeros_of(tapes))))
     if scan and compiling():
-        total, carried, losses, aux = _scanned(part, total, carried, batch, shares.each)
+        carry, losses, aux = _scanned(add, carry, batch, shares.each)
     else:
-        kept = []
-        for piece, share in zip(pieces, [None] * len(pieces) if shares.each is None else shares.each):
-            total, carried, loss, aux = part(total, carried, piece, share)
-            kept.append((loss, aux))
-        losses = torch.stack([loss for loss, _ in kept])
-        aux = _tree.stacked([aux for _, aux in kept])
-    return _tree.unflatten(total, _tree.flatten(params)[1]), shares.mean(losses), carried, aux
+        each_loss, each_aux = [], []
+        each_share = [None] * len(micro_batches) if shares.each is None else shares.each
+        for micro_batch, share in zip(micro_batches, each_share):
+            carry, loss, aux = add(carry, micro_batch, share)
+            each_loss.append(loss)
+            each_aux.append(aux)
+        losses, aux = torch.stack(each_loss), _tree.stacked(each_aux)
+    return Result(_tree.unflatten(carry.sums, spec), shares.mean(losses), carry.buffers, carry.records, aux)
+
+
+def _kept_if(kept: Tensor, before: Tree, after: Tree) -> Tree:
+    """Return the tree before where kept, else the one after."""
+    leaves, spec = _tree.flatten(before)
+    return _tree.unflatten([torch.where(kept, old, new) for old, new in zip(leaves, _tree.leaves(after))], spec)
 
 
 _scans: tuple[Any, Any] | None = None
@@ -86,23 +136,28 @@ def can_scan() -> bool:
     return _scans is not None
 
 
-def _scanned(part: Any, total: list[Any], carried: Tree, batch: Any, each: Tensor | None) -> Any:
-    present = [a is not None for a in total]
-    leaves, spec = _tree.flatten((batch, each))
+def _scanned(add: Callable[..., Any], carry: _Carry, batch: Any, shares: Tensor | None) -> tuple[_Carry, Tensor, Any]:
+    present = [leaf is not None for leaf in carry.sums]
+    leaves, spec = _tree.flatten((batch, shares))
 
-    def combine(carry: Any, slices: list[Tensor]) -> Any:
-        sums, before = carry
-        given, taken = iter(sums), iter(slices)
-        full = [next(given) if there else None for there in present]
-        piece, share = _tree.unflatten([next(taken) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        after, carried, loss, aux = part(full, before, piece, share)
+    def with_nones(sums: Iterable[Tensor]) -> list[Tensor | None]:
+        given = iter(sums)
+        return [next(given) if there else None for there in present]
+
+    def combine(before: Any, slices: list[Tensor]) -> Any:
+        taken = iter(slices)
+        micro_batch, share = _tree.unflatten(
+            [next(taken) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+        )
+        after, loss, aux = add(_Carry(with_nones(before[0]), *before[1:]), micro_batch, share)
+        sums = [leaf for leaf in after.sums if leaf is not None]
         # scan does not accept an output that is one of its inputs.
-        return ([a for a in after if a is not None], clone(carried)), clone((loss, aux))
+        return (sums, *clone((after.buffers, after.records))), clone((loss, aux))
 
-    start = ([a for a in total if a is not None], carried)
-    (sums, carried), (losses, aux) = _scan(combine, start, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
-    given = iter(sums)
-    return [next(given) if there else None for there in present], carried, losses, aux
+    start = ([leaf for leaf in carry.sums if leaf is not None], carry.buffers, carry.records)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    (sums, buffers, records), (losses, aux) = _scan(combine, start, tensors)
+    return _Carry(with_nones(sums), buffers, records), losses, aux
 
 
 def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tree, xs: list[Tensor]) -> Any:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._distributed.dtensor import any_rank, groups, local, total
+from funcamp._dtensor import any_rank, groups, local, total
 from funcamp._optim.clip import clamp, coefficient
 from funcamp._scaler.precision import reciprocal, widen
 from funcamp._scaler.scale import reduced, unscaled

@@ -16,8 +16,8 @@ from funcamp._optim.clip import check_limit
 from funcamp._optim.ema import check_decay
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._step.accumulate import can_scan
-from funcamp._step.data_parallel import Parallel
 from funcamp._step.options import Options
+from funcamp._step.parallel import Parallel
 from funcamp._step.step import TrainStep
 from funcamp._storage.policy import Policy, check_policy
 from funcamp._types import Reduce

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcamp._autograd.loss import Loss
 from funcamp._scaler.config import ScalerConfig
-from funcamp._step.data_parallel import Parallel
+from funcamp._step.parallel import Parallel
 from funcamp._step.shares import Weight
 from funcamp._storage.policy import Policy
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._distributed.collectives import Ranks, all_reduce
 
 #: The factor of a loss: a number, or a tensor of shape ().
 Share: TypeAlias = "float | Tensor"
@@ -46,14 +45,20 @@ class Shares(NamedTuple):
         return (weighed(losses, self.each).sum() / self.own).to(losses.dtype)
 
 
-def shares_of(weight: Weight | None, pieces: list[Any], ranks: Ranks, device: torch.device) -> Shares:
-    """Return the factors of micro-batches; NaN if a tensor of weight is negative, or if all weights are 0."""
+def shares_of(
+    weight: Weight | None, pieces: list[Any], ranks: int, total: Callable[[Tensor], Tensor], device: torch.device
+) -> Shares:
+    """Return the factors of micro-batches; NaN if a tensor of weight is negative, or if all weights are 0.
+
+    ranks: the number of ranks.
+    total: returns the sum of a number over ranks.
+    """
     if weight is None:
-        return Shares(1.0 / ranks.size, len(pieces))
+        return Shares(1.0 / ranks, len(pieces))
     weights = torch.stack([_number(weight(piece), device) for piece in pieces])
     own = weights.sum()
-    whole = all_reduce(own, "sum", ranks)
-    return Shares(own / whole, len(pieces), weights / whole)
+    of_all_ranks = total(own)
+    return Shares(own / of_all_ranks, len(pieces), weights / of_all_ranks)
 
 
 def _number(weight: Any, device: torch.device) -> Tensor:

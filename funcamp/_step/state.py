@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,12 +9,10 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._numerics.record import Record
 from funcamp._optim.stateless import OptState
 from funcamp._scaler.state import ScalerState
 from funcamp._storage.compute_copies import Copies, clone, refresh
-from funcamp._storage.flat import FlatParams
-from funcamp._storage.shards import Shards, cut, joined_slice, outline, slice_of, whole
+from funcamp._storage.flat import FlatParams, is_sharded
 from funcamp._types import Tree
 
 
@@ -70,9 +67,9 @@ class Metrics(NamedTuple):
     """int64: steps skipped since the last applied one, including this one."""
     observed: dict[str, Any]
     """The results of the `observe` functions, by name."""
-    records: Mapping[str, Record]
-    """The counts of taps, as `numerics.Records`: a `Record` by name, whose backward counts are of scaled gradients
-    (`Record.unscale(metrics.scale)`); `{}` without probes."""
+    records: Mapping[str, Any]
+    """The counts of taps, as `numerics.Records`: a `numerics.Record` by name, whose backward counts are of scaled
+    gradients (`Record.unscale(metrics.scale)`); `{}` without probes."""
     aux: Any
     """The auxiliary outputs of the loss, stacked over micro-batches; `()` without has_aux."""
 
@@ -132,7 +129,7 @@ _FROM_TORCH = (
 
 def export(call: str, state: TrainState) -> dict[str, Tensor]:
     """Return copies of all tensors under their dotted names."""
-    found: dict[str, Tensor] = clone(_by_name(_tree.expand(_without_copies(gathered(call, state)))))
+    found: dict[str, Tensor] = clone(by_name(_tree.expand(without_copies(gathered(call, state)))))
     return found
 
 
@@ -157,8 +154,8 @@ def restore(
         if not own.keys() & {name for name in saved if str(name).startswith("params.")}:
             raise ValueError(f"{call}: saved must hold at least one parameter of like; it holds none: {_FROM_TORCH}")
         saved = {name: saved.get(name, value) for name, value in own.items()}
-    stored = _without_copies(like)
-    full = _tree.map_nodes(Shards, outline, stored)
+    stored = without_copies(like)
+    full = _tree.map_nodes(FlatParams, lambda node: node.outline(), stored)
     tree = _tree.expand(full)
     leaves, spec = _tree.flatten(tree)
     names = [None if leaf is None else name for name, leaf in zip(_tree.names(tree), leaves)]
@@ -174,11 +171,11 @@ def restore(
             new.append(None)
             continue
         value = saved[name]
-        _check_like(call, name, value, leaf)
+        check_like(call, name, value, leaf)
         new.append(value.detach().to(leaf.device, copy=True))
     values = _tree.unflatten(new, spec)
     full = _tree.collapse(full, values)
-    _check_values(call, full)
+    check_values(call, full)
     for name, given, kept in zip(names, new, _tree.leaves(_tree.expand(full))):
         if given is None or kept is None or kept is given or kept.dim():
             continue
@@ -191,7 +188,7 @@ def restore(
                 f"got {given.item():g} for {name!r} and {kept.item():g} for another. Give parameters that were added "
                 "later a label of their own, init(group=...), or use init(flat=False)"
             )
-    state: TrainState = _tree.map_nodes(Shards, lambda node, part: cut(part, node.ranks), stored, full)
+    state: TrainState = _tree.map_nodes(FlatParams, lambda node, part: node.cut_like(part), stored, full)
     return state._replace(copies=refresh(state.params, like.copies.plan))
 
 
@@ -210,126 +207,16 @@ def _counts(like: TrainState, values: Tree) -> dict[str, object]:
     return dict(zip(names, found))
 
 
-def gather_state(state: TrainState) -> TrainState:
-    """Gather the full state of a step with `DataParallel(shard=True)` from the slices of all ranks.
-
-    A collective: call it on every rank. It does one all-gather per group of the parameters, of each optimizer entry and
-    of the average. Use it to save under the parameters' plain names, to evaluate with another step, or to continue
-    without shards.
-
-    Args:
-        state: a state of a step with `DataParallel(shard=True)`; any other state is returned as it is.
-
-    Returns:
-        The `TrainState` whose trees are `FlatParams`, with compute copies. No host sync.
-
-    Raises:
-        TypeError: state is not a `TrainState`.
-
-    Example:
-        >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
-        >>> state = make_train_step(loss_fn, stateless(torch.optim.SGD)).init()
-        >>> distributed.gather_state(state).params is state.params
-        True
-    """
-    return gathered("gather_state", state)
-
-
 def gathered(call: str, state: TrainState) -> TrainState:
-    """Return the full state, as `gather_state` does."""
+    """Return the full state, as `distributed.gather_state` does."""
     check_train_state(call, "state", state)
-    if not isinstance(state.params, Shards):
+    if not is_sharded(state.params):
         return state
-    full: TrainState = _tree.map_nodes(Shards, whole, state)
+    full: TrainState = _tree.map_nodes(FlatParams, lambda stored: stored.gathered(), state)
     return full._replace(copies=refresh(full.params, state.copies.plan))
 
 
-def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
-    """Return a state for torch.distributed.checkpoint: each rank's slices as DTensors, the rest plain.
-
-    `dcp.save(sharded_state_dict(state), checkpoint_id=path)`. To restore, on any number of ranks: create a state with
-    `init`, let `dcp.load` fill `saved = sharded_state_dict(like)`, and pass that to `load_sharded_state_dict`. Tensors
-    are copies. A collective: call it on every rank. No host sync.
-
-    Args:
-        state: a state of a step with `DataParallel`.
-
-    Returns:
-        Tensors by dotted name; flat storage gives its groups, not single parameters. Compute copies are left out.
-
-    Raises:
-        TypeError: state is not a `TrainState`.
-
-    Example:
-        >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
-        >>> state = make_train_step(loss_fn, stateless(torch.optim.SGD)).init()
-        >>> list(distributed.sharded_state_dict(state))[:4]
-        ['step', 'skipped', 'consecutive_skips', 'params.0']
-    """
-    found: dict[str, Tensor] = clone(_slices("sharded_state_dict", "state", state))
-    return found
-
-
-#: The entry with a fingerprint of the layout: which parameter is at which place in the groups.
-_LAYOUT = "layout"
-
-
-def _slices(call: str, name: str, state: TrainState) -> dict[str, Tensor]:
-    check_train_state(call, name, state)
-    tree = _tree.map_nodes(FlatParams, slice_of, _without_copies(state))
-    return _by_name(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
-
-
-def _fingerprint(params: Tree) -> int:
-    known: list[Any] = [_tree.names(params)]
-    if isinstance(params, FlatParams):
-        layout = params.layout
-        known = [_tree.names(layout.tree(range(len(layout.slots)))), layout.leaves, layout.slots, layout.pieces]
-    return int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[:7], "big")
-
-
-@torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
-def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> TrainState:
-    """Return the state in the dict that `torch.distributed.checkpoint.load` filled. No sync.
-
-    Args:
-        saved: the dict of `sharded_state_dict`, filled.
-        like: the state it was created from, by `init`, with this process's ranks.
-
-    Returns:
-        The `TrainState`.
-
-    Raises:
-        TypeError: like is not a `TrainState`.
-        ValueError: saved has other names, shapes or dtypes than like, a sparse tensor or one without values, or its
-            parameters have another order.
-
-    Example:
-        >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
-        >>> like = make_train_step(loss_fn, stateless(torch.optim.SGD)).init()
-        >>> saved = distributed.sharded_state_dict(like)
-        >>> distributed.load_sharded_state_dict(saved, like).step
-        tensor(0)
-    """
-    call = "load_sharded_state_dict"
-    expected = _slices(call, "like", like)
-    if not isinstance(saved, dict) or list(saved) != list(expected):
-        raise ValueError(f"{call}: saved must be what sharded_state_dict(like) gave; got other names")
-    for name, value in saved.items():
-        _check_like(call, name, value, expected[name])
-    if saved[_LAYOUT] != expected[_LAYOUT]:
-        raise ValueError(
-            f"{call}: saved must hold like's parameters, in its order and under its policy; got another layout"
-        )
-    leaves, spec = _tree.flatten(_without_copies(like))
-    given = iter(saved.values())
-    new = [None if leaf is None else joined_slice(next(given), leaf) for leaf in leaves]
-    state: TrainState = _tree.unflatten(new, spec)
-    _check_values(call, state)
-    return state._replace(copies=refresh(state.params, like.copies.plan))
-
-
-def _check_like(call: str, name: str, value: object, like: Tensor) -> None:
+def check_like(call: str, name: str, value: object, like: Tensor) -> None:
     """Raise ValueError if a saved value cannot take the place of a tensor."""
     kinds = ("shape", "dtype", "layout")
     if not isinstance(value, Tensor) or value.is_meta or any(getattr(value, k) != getattr(like, k) for k in kinds):
@@ -341,7 +228,7 @@ def _check_like(call: str, name: str, value: object, like: Tensor) -> None:
         raise ValueError(f"{call}: saved[{name!r}] {rule}; got {got}{fix}")
 
 
-def _check_values(call: str, state: TrainState) -> None:
+def check_values(call: str, state: TrainState) -> None:
     """Raise ValueError for a scale, flag or count that is impossible or unrecoverable; reads the host."""
 
     def check(name: str, value: Tensor, holds: Tensor, rule: str) -> None:
@@ -360,7 +247,7 @@ def _check_values(call: str, state: TrainState) -> None:
             OptState, lambda node: {"applied": node.applied, "state.step": node.state.get("step")}, state.opt_state
         ),
     }
-    for name, count in _by_name(tree).items():
+    for name, count in by_name(tree).items():
         check(name, count, count >= 0, "0 or more")
     for name, limit in (("skipped", "step"), ("consecutive_skips", "skipped")):
         part, whole_count = getattr(state, name), getattr(state, limit)
@@ -387,9 +274,9 @@ def states(tree: Tree) -> list[TrainState]:
     return [node for node in nodes if node.copies.values]
 
 
-def _without_copies(state: TrainState) -> TrainState:
+def without_copies(state: TrainState) -> TrainState:
     return state._replace(copies=Copies((), state.copies.plan))
 
 
-def _by_name(tree: Tree) -> dict[str, Tensor]:
+def by_name(tree: Tree) -> dict[str, Tensor]:
     return {name: leaf for name, leaf in zip(_tree.names(tree), _tree.leaves(tree)) if leaf is not None}

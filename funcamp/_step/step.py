@@ -13,20 +13,18 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.scaled_grad import around_backward, choose, differentiate, loss_and_aux
+from funcamp._autograd.tape import Tape, zeros_of
 from funcamp._check import Fixed, boolean, one_batch
-from funcamp._float8.linears import Float8Linears
-from funcamp._numerics.record import Record, Records, probe
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.ema import ema_update
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.scale import unscale
 from funcamp._scaler.state import ScalerState
 from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
-from funcamp._step.accumulate import accumulate as accumulate_window
-from funcamp._step.accumulate import micro_batches
+from funcamp._step.accumulate import Result, accumulate, micro_batches
 from funcamp._step.check_and_clip import flag_and_norm, squares_and_finite, unscale_and_clip
-from funcamp._step.float8_layers import Float8Layers, begin
 from funcamp._step.options import Options, described
+from funcamp._step.products import Multiplying, products_of
 from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, check_train_state, export, restore
 from funcamp._step.torch_checkpoint import from_torch, to_torch
@@ -83,7 +81,7 @@ class TrainStep(Fixed):
         self.loss_fn, self.optimizer, self.config, self._options = loss_fn, optimizer, config, options
         self._rule = rule_of(options.policy, loss_fn)
         self._planned: Plan | None = None
-        self._float8 = Float8Layers(options.policy, loss_fn)
+        self._products = products_of(options.policy, loss_fn)
 
     def python_parts(self) -> dict[str, Any]:
         """Return the objects whose Python the step runs, by name: `jit` looks there for state besides its own."""
@@ -94,8 +92,245 @@ class TrainStep(Fixed):
         return self.loss_fn.code_parts()
 
     def __repr__(self) -> str:
-        policy = f"{self._options.policy}{self._float8.described()}"
+        policy = f"{self._options.policy}{self._products.described()}"
         return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={policy})"
+
+    def __call__(self, state: TrainState, batch: Any, *more: NoReturn) -> tuple[TrainState, Metrics]:
+        """Take one step. Pure; safe under torch.compile(fullgraph=True); no sync.
+
+        Args:
+            state: from `init` or the last call.
+            batch: a pytree, passed to the loss. With accumulate > 1 the first dimension of every tensor is the
+                micro-batches: accumulate of them, or fewer in a last, partial window.
+            *more: nothing; a batch is one argument.
+
+        Raises:
+            TypeError: state is not a `TrainState`; the loss is not a floating-point tensor, or returns something else
+                than the options say; weight returns neither a number nor a tensor.
+            ValueError: the loss or a weight has a shape other than (); a weight is a negative number; the number of
+                micro-batches is 0, above accumulate, or differs between tensors.
+        """
+        self.check_call("step", state, batch, *more)
+        by_dynamo = torch.compiler.is_dynamo_compiling()
+        with contextlib.nullcontext() if by_dynamo else self.loss_fn.taking_step(), self._own_precision(state):
+            after, metrics = self._step(state, batch)
+        if not compiling() and _is_in_autocast(state):
+            torch.clear_autocast_cache()  # torch would keep this step's casts until the caller's region ends
+        return after, metrics
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        options, parallel, batch = self._options, self._options.parallel, _tree.plain(batch)
+        self._check_options(state)
+        device = state.scaler.scale.device
+
+        # Precision: the full parameters, their copies in the policy's dtype, and the products that read them.
+        copies = self._copies("step", state)
+        full_params, full_copies = for_step(state.params, copies)
+        full = state._replace(params=full_params, copies=full_copies)
+        multiplying = self._products.prepare(full, state.params)
+        tapes = (self.loss_fn.tape(device), multiplying.tape)
+
+        # The scaled gradients, the loss, its variables and the records of the tapes.
+        pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
+        shares = shares_of(options.weight, pieces, parallel.size, parallel.total, device)
+
+        def differentiate(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
+            return self._differentiate(full, multiplying, tapes, buffers, piece, lambda loss: shares.weigh(loss, share))
+
+        if options.accumulate == 1:
+            result = differentiate(state.buffers, batch, None)
+        else:
+            like = full_size(state.params)
+            result = accumulate(differentiate, like, state.buffers, tapes, batch, pieces, shares, scan=options.scan)
+
+        # The sum over ranks; the flag and the norm by one reading of the gradients.
+        result = parallel.summed(result, shares.own, state.buffers)
+        squares, finite = squares_and_finite(state.scaler, result.gradients)
+        squares, finite, records = parallel.joined(squares, finite, tapes, result.records, shares.own)
+        of_taps, of_products = records
+        scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
+
+        # What the step changes, and the only skip. The variables are buffers and what the products remember.
+        gradients = unscale_and_clip(state.scaler, result.gradients, norm, options.max_norm, options.max_value)
+        params, opt_state = self.optimizer.update(state.params, gradients, state.opt_state)
+        ema = state.ema if options.ema_decay is None else ema_update(state.ema, params, options.ema_decay)
+        variables = (result.buffers, self._products.after(state, of_products))
+        old_variables = (result.buffers if self.loss_fn.keep_buffers else state.buffers, state.float8)
+        params, opt_state, ema, (buffers, float8) = skip_step(
+            scaler,
+            new=(params, opt_state, ema, variables),
+            old=(state.params, state.opt_state, state.ema, old_variables),
+        )
+        if self.loss_fn.keep_buffers:
+            buffers = clone(buffers)  # a buffer may be a tensor of the batch
+        if options.ema_decay is None and not compiling():
+            ema = clone(ema)  # a later donated step writes the new state's memory
+
+        # Counts and the scale, which move also when the step is skipped.
+        found = scaler.found_inf.long()
+        step, skipped = state.step + 1, state.skipped + found
+        after = TrainState(
+            step=step,
+            skipped=skipped,
+            consecutive_skips=(state.consecutive_skips + 1) * found,
+            params=params,
+            opt_state=opt_state,
+            scaler=update(scaler, self.config),
+            buffers=buffers,
+            copies=refresh(params, copies.plan),
+            ema=ema,
+            float8=float8,
+        )
+        metrics = Metrics(
+            loss=result.loss,
+            grad_norm=norm.float(),
+            scale=state.scaler.scale.clone(),
+            lr=self._learning_rate(state),
+            found_inf=scaler.found_inf,
+            exhausted=exhausted(scaler, self.config).float(),
+            saturated=saturated(scaler, self.config).float(),
+            applied=step - skipped,
+            skipped=skipped.clone(),
+            consecutive_skips=after.consecutive_skips.clone(),
+            observed=self._observed(state.scaler, result.gradients),
+            records=self.loss_fn.collected(of_taps),
+            aux=result.aux,
+        )
+        return after, metrics
+
+    def _check_options(self, state: TrainState) -> None:
+        """Raise ValueError if the state or the loss does not fit the options."""
+        options = self._options
+        if options.ema_decay is not None and isinstance(state.ema, tuple) and not state.ema:
+            raise ValueError(
+                f"step: state must have an average for ema_decay={options.ema_decay}; got a state without: "
+                "begin one with state._replace(ema=funcamp.clone(state.params))"
+            )
+        if options.accumulate > 1:
+            self.loss_fn.check_accumulation()
+
+    def _own_precision(self, state: TrainState) -> Any:
+        """Context manager: compute as the policy says, also inside of a torch.autocast region of the caller.
+
+        Without a policy the region applies. With one, a second cast would be added to the policy's, and the backward
+        pass and the optimizer would run under autocast.
+        """
+        if self._options.policy.compute_dtype != torch.float32 and _is_in_autocast(state):
+            return torch.autocast(state.scaler.scale.device.type, enabled=False)
+        return contextlib.nullcontext()
+
+    def _observed(self, scaler: ScalerState, grads: Tree) -> dict[str, Any]:
+        """Return the results of the observe functions on the unscaled gradients, in the parameters' own tree."""
+        if not self._options.observe:
+            return {}
+        unscaled = _tree.expand(unscale(scaler, grads))
+        found = {name: function(unscaled) for name, function in self._options.observe.items()}
+        for index, leaf in enumerate(_tree.leaves(found)):
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"step: observe{_tree.path_of(found, index)} must return tensors; got {_tree.describe(leaf)}"
+                )
+        own: dict[str, Any] = clone(found)
+        return own
+
+    def _learning_rate(self, state: TrainState) -> Any:
+        rate = getattr(self.optimizer, "learning_rate", None)
+        return () if rate is None else rate(state.opt_state)
+
+    def _call(self, params: Tree, taps: Tree, buffers: dict[str, Tensor], scaler: ScalerState, batch: Any) -> Any:
+        policy = self._options.policy
+        region: Any = contextlib.nullcontext()
+        if policy.autocast and policy.compute_dtype != torch.float32:
+            device = next(leaf.device.type for leaf in _tree.leaves(params) if leaf is not None)
+            if device != "meta":  # autocast does not know the meta device
+                region = torch.autocast(device, policy.compute_dtype)
+        with region:
+            given = (
+                (taps, self.loss_fn.probes),
+                (self.loss_fn.fresh(buffers), self.loss_fn.has_buffers),
+                (scaler, self.loss_fn.has_scaler),
+            )
+            arguments = (params, *(value for value, wanted in given if wanted), batch)
+            if torch.compiler.is_dynamo_compiling():
+                return self.loss_fn(*arguments)
+            try:
+                return self.loss_fn(*arguments)
+            except (TypeError, AttributeError) as error:
+                _refuse_no_tensors(batch, error)
+                raise
+
+    def _differentiate(
+        self,
+        state: TrainState,
+        multiplying: Multiplying,
+        tapes: tuple[Tape, Tape],
+        buffers: dict[str, Tensor],
+        batch: Any,
+        weigh: Callable[[Tensor], Tensor],
+    ) -> Result:
+        """Differentiate weigh(loss) of one micro-batch with respect to the parameters and the tapes.
+
+        state: with full parameters and this step's copies.
+        tapes: of the loss's taps, and of the products.
+        """
+        inputs, build_params = for_loss(state.params, state.copies)
+        zeros, spec = _tree.flatten(zeros_of(tapes))
+        count = len(inputs)
+        returns_more = self.loss_fn.has_buffers or self.loss_fn.has_aux
+
+        def build(values: list[Tensor]) -> Tree:
+            params, (taps, _) = build_params(values[:count]), _tree.unflatten(values[count:], spec)
+            return (params, taps) if self.loss_fn.probes else params
+
+        def loss_of(values: list[Tensor]) -> Any:
+            params, (taps, amaxes) = build_params(values[:count]), _tree.unflatten(values[count:], spec)
+            multiplying.begin(values, amaxes)
+            return self._call(params, taps, buffers, state.scaler, batch)
+
+        holding = around_backward(self.loss_fn, build)
+        engine = choose(self.loss_fn.engine, state)
+        low = (self._options.policy.compute_dtype,)
+        with multiplying:
+            grads, loss, aux = differentiate(
+                "step",
+                state.scaler,
+                loss_of,
+                inputs + zeros,
+                returns_more,
+                engine,
+                weigh=weigh,
+                holding=holding,
+                low=low,
+            )
+        if self.loss_fn.has_buffers:
+            buffers, aux = self._buffers_and_aux(buffers, aux)
+        gradients = gather(state.params, state.copies, grads[:count])
+        return Result(gradients, loss, buffers, _tree.unflatten(grads[count:], spec), clone(aux))
+
+    def _buffers_and_aux(self, before: dict[str, Tensor], beside: Any) -> tuple[dict[str, Tensor], Any]:
+        """Return the new buffers and aux of what a loss returned besides itself.
+
+        Raises:
+            TypeError: this is not a dict of buffers, or not a pair with one.
+            ValueError: the buffers have other names, shapes or dtypes than those given.
+        """
+        after, aux = beside, ()
+        if self.loss_fn.has_aux:
+            if not isinstance(beside, tuple) or len(beside) != 2:
+                got = _tree.brief(beside)
+                raise TypeError(f"step: loss_fn must return (loss, (buffers, aux)) with both; got {got} besides loss")
+            after, aux = beside
+        if not isinstance(after, dict):
+            raise TypeError(f"step: loss_fn must return its buffers as a dict; got {_tree.brief(after)}")
+        for name in {**before, **after}:
+            old, new = before.get(name), after.get(name)
+            if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
+                was, now = (_tree.describe(value) if value is not None else "nothing" for value in (old, new))
+                raise ValueError(
+                    f"step: loss_fn must return buffers like those given; {name!r} was {was}, is {now}; call a model "
+                    "that fills a buffer in its first call once before init"
+                )
+        return {name: after[name] for name in before}, aux
 
     @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
     def init(
@@ -205,7 +440,7 @@ class TrainStep(Fixed):
             buffers=buffers,
             copies=refresh(stored, plan),  # last, when the optimizer's temporaries are free
             ema=() if options.ema_decay is None else clone(stored),
-            float8=self._float8.init(plan, device),
+            float8=self._products.init(plan, device),
         )
 
     def _groups(
@@ -281,11 +516,11 @@ class TrainStep(Fixed):
             params, copies = for_step(state.params, self._copies("loss", state))
             inputs, build = for_loss(params, copies)
             held = state._replace(params=params, copies=copies)
-            linears = self._float8.around(held, state.params)
-            begin(linears, copies.plan, inputs, self._float8.amax(held))
-            with linears or contextlib.nullcontext():
-                given = self._probes(state), state.buffers, state.scaler, _tree.plain(batch)
-                returned = self._call(build(inputs), *given)
+            multiplying = self._products.prepare(held, state.params)
+            multiplying.begin(inputs, multiplying.tape.zeros)
+            taps = self.loss_fn.tape(state.scaler.scale.device).zeros
+            with multiplying:
+                returned = self._call(build(inputs), taps, state.buffers, state.scaler, _tree.plain(batch))
         return loss_and_aux("loss", returned, self.loss_fn.has_buffers or self.loss_fn.has_aux)[0]
 
     def check_call(self, call: str, state: Any, batch: Any, *more: Any) -> None:
@@ -344,7 +579,7 @@ class TrainStep(Fixed):
             {'': tensor([1., 1., 1.])}
         """
         self._check_state("float8_scales", state)
-        return self._float8.by_path(state)
+        return self._products.scales(state)
 
     def state_dict(self, state: TrainState) -> dict[str, Tensor]:
         """Return every tensor of a state by a dotted name, for torch.save.
@@ -488,221 +723,3 @@ class TrainStep(Fixed):
             tensor(1)
         """
         return self._adopted("from_torch", from_torch(self, like, optimizer, scaler, names, steps), consume)
-
-    def __call__(self, state: TrainState, batch: Any, *more: NoReturn) -> tuple[TrainState, Metrics]:
-        """Take one step. Pure; safe under torch.compile(fullgraph=True); no sync.
-
-        Args:
-            state: from `init` or the last call.
-            batch: a pytree, passed to the loss. With accumulate > 1 the first dimension of every tensor is the
-                micro-batches: accumulate of them, or fewer in a last, partial window.
-            *more: nothing; a batch is one argument.
-
-        Raises:
-            TypeError: state is not a `TrainState`; the loss is not a floating-point tensor, or returns something else
-                than the options say; weight returns neither a number nor a tensor.
-            ValueError: the loss or a weight has a shape other than (); a weight is a negative number; the number of
-                micro-batches is 0, above accumulate, or differs between tensors.
-        """
-        self.check_call("step", state, batch, *more)
-        by_dynamo = torch.compiler.is_dynamo_compiling()
-        with contextlib.nullcontext() if by_dynamo else self.loss_fn.taking_step(), self._own_precision(state):
-            after, metrics = self._step(state, batch)
-        if not compiling() and _is_in_autocast(state):
-            torch.clear_autocast_cache()  # torch would keep this step's casts until the caller's region ends
-        return after, metrics
-
-    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        options, parallel, batch = self._options, self._options.parallel, _tree.plain(batch)
-        if options.ema_decay is not None and isinstance(state.ema, tuple) and not state.ema:
-            raise ValueError(
-                f"step: state must have an average for ema_decay={options.ema_decay}; got a state without: "
-                "begin one with state._replace(ema=funcamp.clone(state.params))"
-            )
-        if options.accumulate > 1:
-            self.loss_fn.check_accumulation()
-        probes, device = self._probes(state), state.scaler.scale.device
-        pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
-        shares = shares_of(options.weight, pieces, parallel.ranks, device)
-        own = self._copies("step", state)
-        params, copies = for_step(state.params, own)
-        held = state._replace(params=params, copies=copies)
-        linears = self._float8.around(held, state.params)
-
-        def one(carried: Tree, piece: Any, share: Tensor | None) -> Any:
-            return self._gradients(held, linears, probes, carried, piece, lambda loss: shares.weigh(loss, share))
-
-        carried = (state.buffers, self._float8.amax(held))
-        if options.accumulate == 1:
-            (grads, records), loss, (buffers, amax), aux = one(carried, batch, None)
-        else:
-            (grads, records), loss, (buffers, amax), aux = accumulate_window(
-                one, (full_size(state.params), probes), carried, batch, pieces, shares, scan=options.scan
-            )
-        grads, loss, buffers = parallel.exchanged(shares.own, grads, loss, state.buffers, buffers)
-        squares, finite, amax = parallel.joined(shares.own, *squares_and_finite(state.scaler, grads), amax)
-        scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
-        observed = self._observed(state.scaler, grads)
-        grads = unscale_and_clip(state.scaler, grads, norm, options.max_norm, options.max_value)
-        new = self.optimizer.update(state.params, grads, state.opt_state)
-        params, opt_state = skip_step(scaler, new=new, old=(state.params, state.opt_state))
-        if options.ema_decay is not None:
-            ema = skip_step(scaler, new=ema_update(state.ema, params, options.ema_decay), old=state.ema)
-        else:  # a later donated step writes the new state's memory
-            ema = state.ema if compiling() else clone(state.ema)
-        if self.loss_fn.keep_buffers:
-            buffers = clone(buffers)  # a buffer may be a tensor of the batch
-        else:
-            buffers = skip_step(scaler, new=buffers, old=state.buffers)
-        found = scaler.found_inf.long()
-        step, skipped = state.step + 1, state.skipped + found
-        after = TrainState(
-            step=step,
-            skipped=skipped,
-            consecutive_skips=(state.consecutive_skips + 1) * found,
-            params=params,
-            opt_state=opt_state,
-            scaler=update(scaler, self.config),
-            buffers=buffers,
-            copies=refresh(params, own.plan),
-            ema=ema,
-            float8=self._float8.after(state, amax, scaler),
-        )
-        metrics = Metrics(
-            loss=loss,
-            grad_norm=norm.float(),
-            scale=state.scaler.scale.clone(),
-            lr=self._learning_rate(state),
-            found_inf=scaler.found_inf,
-            exhausted=exhausted(scaler, self.config).float(),
-            saturated=saturated(scaler, self.config).float(),
-            applied=step - skipped,
-            skipped=skipped.clone(),
-            consecutive_skips=after.consecutive_skips.clone(),
-            observed=observed,
-            records=Records.of(records) if records else {},
-            aux=aux,
-        )
-        return after, metrics
-
-    def _own_precision(self, state: TrainState) -> Any:
-        """Context manager: compute as the policy says, also inside of a torch.autocast region of the caller.
-
-        Without a policy the region applies. With one, a second cast would be added to the policy's, and the backward
-        pass and the optimizer would run under autocast.
-        """
-        if self._options.policy.compute_dtype != torch.float32 and _is_in_autocast(state):
-            return torch.autocast(state.scaler.scale.device.type, enabled=False)
-        return contextlib.nullcontext()
-
-    def _observed(self, scaler: ScalerState, grads: Tree) -> dict[str, Any]:
-        """Return the results of the observe functions on the unscaled gradients, in the parameters' own tree."""
-        if not self._options.observe:
-            return {}
-        unscaled = _tree.expand(unscale(scaler, grads))
-        found = {name: function(unscaled) for name, function in self._options.observe.items()}
-        for index, leaf in enumerate(_tree.leaves(found)):
-            if not isinstance(leaf, Tensor):
-                raise TypeError(
-                    f"step: observe{_tree.path_of(found, index)} must return tensors; got {_tree.describe(leaf)}"
-                )
-        own: dict[str, Any] = clone(found)
-        return own
-
-    def _learning_rate(self, state: TrainState) -> Any:
-        rate = getattr(self.optimizer, "learning_rate", None)
-        return () if rate is None else rate(state.opt_state)
-
-    def _probes(self, state: TrainState) -> dict[str, Record]:
-        return {name: probe(state.scaler.scale.device) for name in self.loss_fn.probes}
-
-    def _call(
-        self, tree: Tree, probes: dict[str, Record], buffers: dict[str, Tensor], scaler: ScalerState, batch: Any
-    ) -> Any:
-        policy = self._options.policy
-        region: Any = contextlib.nullcontext()
-        if policy.autocast and policy.compute_dtype != torch.float32:
-            device = next(leaf.device.type for leaf in _tree.leaves(tree) if leaf is not None)
-            if device != "meta":  # autocast does not know the meta device
-                region = torch.autocast(device, policy.compute_dtype)
-        with region:
-            given = (
-                (probes, self.loss_fn.probes),
-                (self.loss_fn.fresh(buffers), self.loss_fn.has_buffers),
-                (scaler, self.loss_fn.has_scaler),
-            )
-            arguments = (tree, *(value for value, wanted in given if wanted), batch)
-            if torch.compiler.is_dynamo_compiling():
-                return self.loss_fn(*arguments)
-            try:
-                return self.loss_fn(*arguments)
-            except (TypeError, AttributeError) as error:
-                _refuse_no_tensors(batch, error)
-                raise
-
-    def _gradients(
-        self,
-        state: TrainState,
-        linears: Float8Linears | None,
-        probes: dict[str, Record],
-        carried: Tree,
-        batch: Any,
-        weigh: Callable[[Tensor], Tensor],
-    ) -> tuple[Tree, Tensor, Tree, Any]:
-        """Return scaled gradients (as the stored parameters) and probes, the loss, what is carried on, and aux.
-
-        carried: the buffers, and the largest amaxes of the layers in float8.
-        """
-        buffers, amax = carried
-        inputs, build_params = for_loss(state.params, state.copies)
-        rows, spec = _tree.flatten((probes, self._float8.amax(state)))
-        beside = self.loss_fn.has_buffers or self.loss_fn.has_aux
-
-        def build(values: list[Tensor]) -> Tree:
-            params, (records, _) = build_params(values[: len(inputs)]), _tree.unflatten(values[len(inputs) :], spec)
-            return (params, records) if probes else params
-
-        def loss_of(values: list[Tensor]) -> Any:
-            params, (records, zeros) = build_params(values[: len(inputs)]), _tree.unflatten(values[len(inputs) :], spec)
-            begin(linears, state.copies.plan, values, zeros)
-            return self._call(params, records, buffers, state.scaler, batch)
-
-        holding = around_backward(self.loss_fn, build)
-        engine = choose(self.loss_fn.engine, state)
-        low = (self._options.policy.compute_dtype,)
-        with linears or contextlib.nullcontext():
-            grads, loss, aux = differentiate(
-                "step", state.scaler, loss_of, inputs + rows, beside, engine, weigh=weigh, holding=holding, low=low
-            )
-        records, found = _tree.unflatten(grads[len(inputs) :], spec)
-        after = buffers
-        if self.loss_fn.has_buffers:
-            after, aux = self._buffers_and_aux(buffers, aux)
-        grads = gather(state.params, state.copies, grads[: len(inputs)])
-        amax = torch.maximum(amax, found) if self._float8.delayed else amax
-        return (grads, records), loss, (after, amax), clone(aux)
-
-    def _buffers_and_aux(self, before: dict[str, Tensor], beside: Any) -> tuple[dict[str, Tensor], Any]:
-        """Return the new buffers and aux of what a loss returned besides itself.
-
-        Raises:
-            TypeError: this is not a dict of buffers, or not a pair with one.
-            ValueError: the buffers have other names, shapes or dtypes than those given.
-        """
-        after, aux = beside, ()
-        if self.loss_fn.has_aux:
-            if not isinstance(beside, tuple) or len(beside) != 2:
-                got = _tree.brief(beside)
-                raise TypeError(f"step: loss_fn must return (loss, (buffers, aux)) with both; got {got} besides loss")
-            after, aux = beside
-        if not isinstance(after, dict):
-            raise TypeError(f"step: loss_fn must return its buffers as a dict; got {_tree.brief(after)}")
-        for name in {**before, **after}:
-            old, new = before.get(name), after.get(name)
-            if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
-                was, now = (_tree.describe(value) if value is not None else "nothing" for value in (old, new))
-                raise ValueError(
-                    f"step: loss_fn must return buffers like those given; {name!r} was {was}, is {now}; call a model "
-                    "that fills a buffer in its first call once before init"
-                )
-        return {name: after[name] for name in before}, aux

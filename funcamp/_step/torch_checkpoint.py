@@ -17,7 +17,7 @@ from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.stateless import APPLIED, StatelessOptimizer
 from funcamp._scaler.state_dict import from_state_dict, to_state_dict
-from funcamp._step.state import TrainState, check_train_state, export, gather_state, restore
+from funcamp._step.state import TrainState, check_train_state, export, gathered, restore
 from funcamp._storage.flat import FlatParams
 
 #: Entries of a torch group that do not affect the result: how the class runs, and what a scheduler stores there.
@@ -55,7 +55,7 @@ def to_torch(step: Any, state: TrainState, names: Iterable[str] | None) -> dict[
             entries = {entry: saved[part.entry(entry, name)] for entry in kept if part.entry(entry, name) in saved}
             if entries and entries.pop(APPLIED, 1) != 0:  # torch stores the step counter on the host
                 one["state"][number] = {entry: v.cpu() if entry == "step" else v for entry, v in entries.items()}
-    params, scaler = gather_state(state).params, to_state_dict(state.scaler, step.config)
+    params, scaler = gathered("to_torch", state).params, to_state_dict(state.scaler, step.config)
     if isinstance(step.loss_fn, ModuleLoss):
         model = step.loss_fn.state_dict(params, state.buffers)
     else:

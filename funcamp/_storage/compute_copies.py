@@ -5,19 +5,46 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._memory import identity, rebind
-from funcamp._storage.flat import FlatParams
+from funcamp._storage.flat import FlatParams, is_sharded
 from funcamp._storage.layout import Layout, arrange
 from funcamp._storage.policy import Policy
-from funcamp._storage.shards import Shards, outline, whole
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
+
+
+class KnowsNames(Protocol):
+    """What a loss says of its parameters (`_autograd.loss.Loss`)."""
+
+    @property
+    def names(self) -> dict[str, str] | None:
+        """Each name under which the loss gets a parameter, with the stored name; None if they are the tree's own."""
+        ...
+
+    @property
+    def cast_names(self) -> frozenset[str] | None:
+        """The names that autocast would cast; None if unknown."""
+        ...
+
+    @property
+    def linear_names(self) -> frozenset[str]:
+        """The names of the weights of linear layers."""
+        ...
+
+    @property
+    def hooked_names(self) -> frozenset[str]:
+        """The names of the parameters with a hook."""
+        ...
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes that the loss knows, by stored name."""
+        ...
 
 
 class Use(NamedTuple):
@@ -61,15 +88,15 @@ class Copies:
 
     def note(self, params: Tree) -> None:
         """Record that these are copies of the parameters' current values."""
-        sources = [] if isinstance(params, Shards) else _sources(params, self.plan)
+        sources = [] if is_sharded(params) else _sources(params, self.plan)
         tracked = not any(source.is_inference() for source in sources)
         self._of = [(source, source._version) for source in sources] if tracked else None
 
     def are_of(self, params: Tree) -> bool:
         """Return whether they are known to be copies of these parameters' current values; reads no tensor."""
         if not self.values:
-            return isinstance(params, Shards) or not self.plan.kept
-        if self._of is None or isinstance(params, Shards):
+            return is_sharded(params) or not self.plan.kept
+        if self._of is None or is_sharded(params):
             return False
         sources = _sources(params, self.plan)
         return all(now is then and now._version == version for now, (then, version) in zip(sources, self._of))
@@ -92,7 +119,7 @@ def store(
     call: str,
     params: Tree,
     policy: Policy,
-    loss_fn: Any,
+    loss_fn: KnowsNames,
     group: Callable[[str, Tensor], str] | None,
     buckets: int = 1,
     *,
@@ -128,7 +155,7 @@ def store(
     return stored, plan_for(call, stored, policy, loss_fn)
 
 
-def plan_for(call: str, params: Tree, policy: Policy, loss_fn: Any) -> Plan:
+def plan_for(call: str, params: Tree, policy: Policy, loss_fn: KnowsNames) -> Plan:
     """Return which stored parameters the policy copies for a loss."""
     stored_as: dict[str, str] | None = loss_fn.names
     aliases = _aliases(loss_fn)
@@ -176,12 +203,12 @@ def _check_kinds(call: str, names: list[str], leaves: list[Tensor | None], shape
             )
 
 
-def _use(policy: Policy, loss_fn: Any, name: str, leaf: Tensor, number: int | None = None) -> Use:
+def _use(policy: Policy, loss_fn: KnowsNames, name: str, leaf: Tensor, number: int | None = None) -> Use:
     float8 = not policy.no_float8(name, leaf, loss_fn.linear_names)
     return Use(number, not float8 and policy.casts(name, leaf, _cast_names(policy, loss_fn)), float8)
 
 
-def _cast_names(policy: Policy, loss_fn: Any) -> frozenset[str] | None:
+def _cast_names(policy: Policy, loss_fn: KnowsNames) -> frozenset[str] | None:
     """Return the names that autocast would cast, if the loss knows them, without parameters that have a hook.
 
     A hook gets the gradient in the parameter's own precision, as in torch's loop: there autocast casts in the forward
@@ -193,14 +220,14 @@ def _cast_names(policy: Policy, loss_fn: Any) -> frozenset[str] | None:
     return names - frozenset(loss_fn.hooked_names)
 
 
-def products(plan: Plan) -> list[int]:
+def float8_inputs(plan: Plan) -> list[int]:
     """Return the places, among `for_loss`'s inputs, of the weights that multiply in float8."""
     places = _distinct(plan)
     return [places[leaf, False] for leaf in float8_leaves(plan)]
 
 
 def float8_leaves(plan: Plan) -> list[int]:
-    """Return the numbers of the stored tensors that multiply in float8, in the order of `products`."""
+    """Return the numbers of the stored tensors that multiply in float8, in the order of `float8_inputs`."""
     return list(dict.fromkeys(use.leaf for use in plan.uses if use.float8 and use.leaf is not None))
 
 
@@ -214,7 +241,7 @@ def float8_groups(plan: Plan, layout: Layout) -> list[int]:
     return [group for group, only in found.items() if only]
 
 
-def _aliases(loss_fn: Any) -> dict[str, list[str]]:
+def _aliases(loss_fn: KnowsNames) -> dict[str, list[str]]:
     """Return, for each stored name, the names under which the loss gets the parameter."""
     aliases: dict[str, list[str]] = {}
     for name, source in (loss_fn.names or {}).items():
@@ -222,7 +249,7 @@ def _aliases(loss_fn: Any) -> dict[str, list[str]]:
     return aliases
 
 
-def rule_of(policy: Policy, loss_fn: Any) -> str:
+def rule_of(policy: Policy, loss_fn: KnowsNames) -> str:
     """Return all that decides on a plan except the parameters, as a string, a cheap guard for Dynamo."""
     known = _cast_names(policy, loss_fn)
     chosen = (policy.keep, policy.copy, None if known is None else sorted(known))
@@ -262,7 +289,7 @@ def _refuse_ties(call: str, params: Tree) -> None:
 
 def refresh(params: Tree, plan: Plan) -> Copies:
     """Return the copies of these parameters."""
-    if isinstance(params, Shards):  # the step gathers them in the compute dtype
+    if is_sharded(params):  # the step gathers them in the compute dtype
         return Copies((), plan)
     copies = Copies(tuple(source.to(plan.dtype) for source in _sources(params, plan)), plan)
     if not compiling() and not _upstream.transforms_active():
@@ -292,22 +319,27 @@ def of_plan(call: str, params: Tree, copies: Copies, plan: Plan) -> Copies:
 
 def for_step(params: Tree, copies: Copies) -> tuple[Tree, Copies]:
     """Return full parameters and copies for the loss; with shards by one all-gather per large group."""
-    if not isinstance(params, Shards):
+    if not is_sharded(params):
         return params, copies
     plan, slots = copies.plan, params.layout.slots
-    full = {slots[use.leaf].group: None for use in plan.uses if use.leaf is not None and not use.low}
-    # A tensor that is used in both precisions is gathered in the wider one.
-    asked: dict[int, Any] = full | {number: plan.dtype for number in plan.kept if number not in full}
+    # The dtype in which a group is sent: None, its own, if any use of it reads full precision.
+    dtypes: dict[int, torch.dtype | None] = {}
+    for use in plan.uses:
+        if use.leaf is not None and not use.low:
+            dtypes[slots[use.leaf].group] = None
+    for number in plan.kept:
+        dtypes.setdefault(number, plan.dtype)
     # By themselves: a trace drops what nothing reads besides products in float8.
-    alone = {number: asked.pop(number) for number in float8_groups(plan, params.layout)}
-    values = [two if one is None else one for one, two in zip(whole(params, asked).groups, whole(params, alone).groups)]
+    separate = {number: dtypes.pop(number) for number in float8_groups(plan, params.layout)}
+    both = zip(params.gathered(dtypes).groups, params.gathered(separate).groups)
+    values = [other if one is None else one for one, other in both]
     low = tuple(value.to(plan.dtype) for value in (values[number] for number in plan.kept) if value is not None)
     return FlatParams(tuple(values), params.layout), Copies(low, plan)
 
 
 def full_size(params: Tree) -> Tree:
     """Return a tree of the parameters' full shapes if they are sharded, else the parameters."""
-    return outline(params) if isinstance(params, Shards) else params
+    return params.outline() if is_sharded(params) else params
 
 
 def for_loss(params: Tree, copies: Copies) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:

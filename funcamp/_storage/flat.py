@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
@@ -95,6 +96,21 @@ class FlatParams(_tree.Stored):
         groups = [ones.get(number, group) for number, group in enumerate(self.layout.join(values))]
         return FlatParams(tuple(groups), self.layout)
 
+    def gathered(self, dtypes: Mapping[int, torch.dtype | None] | None = None) -> FlatParams:  # noqa: ARG002
+        """Return the full groups: these, unless they are slices on several ranks (`distributed.shards.Shards`).
+
+        dtypes: of slices, the groups to gather, each in a dtype or in its own for None; by default all in their own.
+        """
+        return self
+
+    def outline(self) -> FlatParams:
+        """Return groups of full size without this rank's values if these are slices, else these."""
+        return self
+
+    def cut_like(self, full: FlatParams) -> FlatParams:
+        """Return full groups as these are stored: this rank's slices if these are slices, else as they are."""
+        return full
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return every tensor under its dotted name, as `torch.nn.Module.state_dict` does.
 
@@ -122,6 +138,11 @@ _tree.register(
     lambda groups, layout: FlatParams(tuple(groups), layout),
     "groups",
 )
+
+
+def is_sharded(params: Tree) -> bool:
+    """Return whether a process stores slices of the parameters, not all of them."""
+    return isinstance(params, FlatParams) and not params.whole
 
 
 def matrix_or_vector(name: str, leaf: Tensor) -> str:  # noqa: ARG001  what `group` is called with

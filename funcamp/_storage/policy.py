@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from funcamp._check import boolean
-from funcamp._float8.config import Float8Config
-from funcamp._float8.product import MULTIPLE, fits
+from funcamp._layers import layer
 from funcamp._types import name_of
 
 _DTYPES = {
@@ -30,6 +29,18 @@ _SHORT = {
     **dict.fromkeys(("bf16", "bf16-mixed"), "bfloat16"),
     **dict.fromkeys(("fp32", "f32", "float", "32-true", "no"), "float32"),
 }
+
+
+class ProductConfig(Protocol):
+    """How linear layers multiply in a format of a layer of funcamp: `float8.Float8Config`."""
+
+    def why_not(self, shape: Sequence[int]) -> str:
+        """Return why a weight of this shape does not multiply so; "" if it does."""
+        ...
+
+
+def _float8_config() -> Any:
+    return layer("float8.config").Float8Config
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class Policy:
     autocast: bool = True
     keep: tuple[str, ...] = ()
     copy: tuple[str, ...] = ()
-    float8: Float8Config | None = None
+    float8: ProductConfig | None = None
 
     if TYPE_CHECKING:
 
@@ -84,14 +95,14 @@ class Policy:
             autocast: bool = True,
             keep: tuple[str, ...] = (),
             copy: tuple[str, ...] = (),
-            float8: Float8Config | None = None,
+            float8: ProductConfig | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
         if str(self.compute_dtype) == "float8":
             object.__setattr__(self, "compute_dtype", torch.bfloat16)
-            object.__setattr__(self, "float8", Float8Config() if self.float8 is None else self.float8)
-        if self.float8 is not None and not isinstance(self.float8, Float8Config):
+            object.__setattr__(self, "float8", _float8_config()() if self.float8 is None else self.float8)
+        if self.float8 is not None and not isinstance(self.float8, _float8_config()):
             raise TypeError(f"Policy: float8 must be a Float8Config or None; got {self.float8!r}")
         if not isinstance(self.compute_dtype, torch.dtype):
             fix = f", write Policy.parse({self.compute_dtype!r})" if isinstance(self.compute_dtype, str) else ""
@@ -153,7 +164,7 @@ class Policy:
                     f"Policy.parse: text must have autocast=, keep=, copy= or float8= once each; got {part!r}"
                 )
             if name == "float8":
-                given[name] = Float8Config.parse(value)
+                given[name] = _float8_config().parse(value)
             elif name == "autocast":
                 if value not in ("on", "off"):
                     raise ValueError(f"Policy.parse: autocast must be on or off; got {value!r}")
@@ -187,7 +198,7 @@ class Policy:
                 return f"the policy's {kind} names it"
         if leaf.dtype != torch.float32:
             return f"it is {name_of(leaf.dtype)}, not float32"
-        return "" if fits(leaf.shape) else f"its sizes {tuple(leaf.shape)} are not multiples of {MULTIPLE}"
+        return self.float8.why_not(leaf.shape)
 
     def check_names(self, call: str, names: Sequence[str]) -> None:
         """Raise ValueError if a glob of keep or copy matches no parameter's name: a typo would have no effect."""

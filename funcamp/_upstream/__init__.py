@@ -52,7 +52,7 @@ UNROUNDED = Defect((2, 11), (2, 13))
 LOST_ERRORS = Defect((2, 11), (2, 14))
 #: C++ that Inductor generates takes a list of one tensor for the tensor, and the process dies: `inductor_cpu`.
 LIST_OF_ONE = Defect((2, 11), (2, 14))
-#: vmap has no rule for `view(dtype)`: `_numerics.counting._Bits`.
+#: vmap has no rule for `view(dtype)`: `numerics.counting._Bits`.
 NO_RULE_FOR_BITS = Defect((2, 11), (2, 13))
 #: Inductor writes inputs back in their order, even if one is the new value of another: `inductor_writeback`.
 #: https://github.com/pytorch/pytorch/issues/198131
@@ -102,10 +102,10 @@ ZERO_TENSORS = Defect((2, 11), (2, 14))
 LOST_KEYWORDS = Defect((2, 11), (2, 15))
 #: Inductor makes zeros of a product with the integer 0, also of infinite and NaN factors: `inductor_rewrites`.
 LOST_NAN = Defect((2, 11), (2, 14))
-#: A CPU has no float8 products with a scale per row: `_float8.product.check_device`.
+#: A CPU has no float8 products with a scale per row: `float8.product.check_device`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it ends
-#: (Python 3.13 and older): `_storage.shards.slice_of`. https://github.com/pytorch/pytorch/pull/179291
+#: (Python 3.13 and older): `distributed.shards.slice_of`. https://github.com/pytorch/pytorch/pull/179291
 KEPT_GROUP = Defect((2, 11), None)
 
 #: Every private name of torch that `find` looks up, and what does not work without it.

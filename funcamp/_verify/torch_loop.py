@@ -30,7 +30,7 @@ def why_not(step: TrainStep) -> str:
         return "torch's loop has no float8 products"
     if policy.keep or policy.copy or not policy.autocast:
         return "the policy names parameters, which torch.autocast cannot"
-    if parallel.ranks.size > 1 or parallel.shard or parallel.reduce is not None:
+    if parallel.size > 1 or parallel.shard or parallel.reduce is not None:
         return "the step communicates with other processes"
     try:
         parts_of("verify", step, step.init(), None)

@@ -57,7 +57,7 @@ def test_bad_input_is_named(name: str) -> None:
 
 
 def test_a_device_without_float8_products_offers_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    from funcamp._float8 import product
+    from funcamp.float8 import product
 
     for device, by_row in (("mps", False), ("xpu", False), ("cuda", False)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -174,7 +174,9 @@ def test_a_state_without_or_with_another_history_says_how_to_begin() -> None:
         step(plain.init(), batch(0))
     state = plain.init()._replace(float8=step.init().float8)
     assert step(state, batch(0))[1].found_inf == 0
-    assert plain(state, batch(0))[0].float8 is state.float8
+    carried = plain(state, batch(0))[0].float8
+    assert carried.history is state.float8.history
+    assert carried.scale is state.float8.scale
     other = made(policy="float8,float8=delayed|history=4")
     with pytest.raises(ValueError, match=r"step: state.history must have shape \(4, 3, 3\); got \(3, 3, 3\)"):
         other(step.init(), batch(0))

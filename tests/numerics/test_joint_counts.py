@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.func import vmap
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from funcamp._numerics.counting_pass import _COUNTS, JointCounts, count_jointly
 from funcamp.numerics import track_scales
+from funcamp.numerics.counting_pass import _COUNTS, JointCounts, count_jointly
 from tests.support.helpers import assert_close, assert_same
 
 pytestmark = pytest.mark.inductor

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.func import vmap
 from torch.multiprocessing.spawn import spawn
 
-from funcamp._numerics.counting import taken
 from funcamp.numerics import Stats, stats
+from funcamp.numerics.counting import taken
 from tests.conftest import Transform
 from tests.support.helpers import assert_close, assert_same
 

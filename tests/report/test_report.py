@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import funcamp
 from funcamp import ScalerConfig, init, jit, make_train_step, module_loss, stateless, unscale_and_check, update
 from funcamp.__main__ import main
-from funcamp._numerics.counting import count
-from funcamp._report import recorder
 from funcamp.numerics import Record, annotate, numerics_report, plot_flushed, stats, track_scales
+from funcamp.numerics.counting import count
+from funcamp.numerics.report import recorder
 from tests.support.helpers import assert_close, assert_same
 from tests.support.models import Block, mlp, tied
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import funcamp
 from funcamp import ScalerConfig, init, jit, make_train_step, module_loss, stateless
 from funcamp.__main__ import main
-from funcamp._report.passes import Operation, Trial, largest
 from funcamp.numerics import NumericsReport, numerics_report, stats
+from funcamp.numerics.report.passes import Operation, Trial, largest
 
 SGD = stateless(torch.optim.SGD, lr=0.0)
 

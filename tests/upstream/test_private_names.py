@@ -81,7 +81,7 @@ DIRECT = {
     "_amp/grad_scaler.py",
     "_autograd/checkpointing.py",
     "_autograd/scaled_grad.py",
-    "_distributed/collectives.py",
+    "distributed/collectives.py",
     "_jit/ahead.py",
     "_jit/compile.py",
     "_jit/passes/table.py",

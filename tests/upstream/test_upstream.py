@@ -419,7 +419,7 @@ def test_a_fake_tensor_mode_in_a_thread_that_ended() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_dynamo_takes_no_function_with_a_jvp() -> None:
-    # `_numerics.tap._Tap` and `_numerics.tap._TapWithJvp` can be one when this passes.
+    # `numerics.taps._Tap` and `numerics.taps._TapWithJvp` can be one when this passes.
     class Same(torch.autograd.Function):
         @staticmethod
         def forward(x: Tensor) -> Tensor:

@@ -1,0 +1,75 @@
+"""Communication in a step: none on one process, which is what this class does; `distributed.DataParallel` overrides it.
+
+share_r = w_r / sum over ranks of w        the weight of a rank's batch (`shares.py`); 1 / ranks without weights
+grads   = sum over ranks of d(scale * share_r * loss_r) / d(params)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._autograd.tape import Tape
+from funcamp._dtensor import settled_sum
+from funcamp._step.accumulate import Result
+from funcamp._step.shares import Share
+from funcamp._storage.flat import is_sharded
+from funcamp._types import Reduce, Tree
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The communication of a step on one process: none, except the user's function of the flag."""
+
+    reduce: Reduce | None = None
+    """A function of the flag, or None."""
+    size: int = 1
+    """The number of ranks."""
+    shard: bool = False
+    """Whether a rank stores slices of the state."""
+    buckets: int = 1
+    """The number of parts of flat storage."""
+
+    def check(self, call: str, params: Tree) -> None:
+        """Raise ValueError if the parameters are not laid out as `own_part` does it."""
+        if is_sharded(params):
+            raise ValueError(
+                f"{call}: state must not be sharded; distributed.gather_state gives the full state; got params "
+                f"{params!r}"
+            )
+
+    def agree(self, described: list[str]) -> None:
+        """Raise ValueError on all ranks if a rank's step differs from the first rank's; may read the host."""
+
+    def broadcast_first(self, tree: Tree) -> None:
+        """Write the first rank's values into tensors that have the same names on all ranks."""
+
+    def own_part(self, params: Tree) -> Tree:
+        """Return the part of the parameters that this rank stores."""
+        return params
+
+    def total(self, weight: Tensor) -> Tensor:
+        """Return the sum of a number over ranks."""
+        return weight
+
+    def summed(self, result: Result, share: Share, before: dict[str, Tensor]) -> Result:  # noqa: ARG002
+        """Return the sum of the gradients over ranks, and the means of loss and buffers weighted by share.
+
+        before: the buffers before the step.
+        """
+        gradients = _tree.map_leaves(settled_sum, *_tree.flatten(result.gradients))
+        return result._replace(gradients=gradients)
+
+    def joined(
+        self,
+        squares: Tensor,
+        finite: Tensor,
+        tapes: Sequence[Tape],  # noqa: ARG002
+        records: Sequence[Tree],
+        share: Share,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor, Sequence[Tree]]:
+        """Return the sum of squares and the flag over the parts that ranks store, and records merged as tapes ask."""
+        return squares, finite, records

@@ -1,0 +1,134 @@
+"""States of a sharded step: gathered from all ranks, and as torch.distributed.checkpoint reads and writes them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._step.state import (
+    TrainState,
+    by_name,
+    check_like,
+    check_train_state,
+    check_values,
+    gathered,
+    without_copies,
+)
+from funcamp._storage.compute_copies import clone, refresh
+from funcamp._storage.flat import FlatParams
+from funcamp._types import Tree
+from funcamp.distributed.shards import joined_slice, slice_of
+
+
+def gather_state(state: TrainState) -> TrainState:
+    """Gather the full state of a step with `DataParallel(shard=True)` from the slices of all ranks.
+
+    A collective: call it on every rank. It does one all-gather per group of the parameters, of each optimizer entry and
+    of the average. Use it to save under the parameters' plain names, to evaluate with another step, or to continue
+    without shards.
+
+    Args:
+        state: a state of a step with `DataParallel(shard=True)`; any other state is returned as it is.
+
+    Returns:
+        The `TrainState` whose trees are `FlatParams`, with compute copies. No host sync.
+
+    Raises:
+        TypeError: state is not a `TrainState`.
+
+    Example:
+        >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+        >>> state = make_train_step(loss_fn, stateless(torch.optim.SGD)).init()
+        >>> distributed.gather_state(state).params is state.params
+        True
+    """
+    return gathered("gather_state", state)
+
+
+def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
+    """Return a state for torch.distributed.checkpoint: each rank's slices as DTensors, the rest plain.
+
+    `dcp.save(sharded_state_dict(state), checkpoint_id=path)`. To restore, on any number of ranks: create a state with
+    `init`, let `dcp.load` fill `saved = sharded_state_dict(like)`, and pass that to `load_sharded_state_dict`. Tensors
+    are copies. A collective: call it on every rank. No host sync.
+
+    Args:
+        state: a state of a step with `DataParallel`.
+
+    Returns:
+        Tensors by dotted name; flat storage gives its groups, not single parameters. Compute copies are left out.
+
+    Raises:
+        TypeError: state is not a `TrainState`.
+
+    Example:
+        >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+        >>> state = make_train_step(loss_fn, stateless(torch.optim.SGD)).init()
+        >>> list(distributed.sharded_state_dict(state))[:4]
+        ['step', 'skipped', 'consecutive_skips', 'params.0']
+    """
+    found: dict[str, Tensor] = clone(_slices("sharded_state_dict", "state", state))
+    return found
+
+
+#: The entry with a fingerprint of the layout: which parameter is at which place in the groups.
+_LAYOUT = "layout"
+
+
+def _slices(call: str, name: str, state: TrainState) -> dict[str, Tensor]:
+    check_train_state(call, name, state)
+    tree = _tree.map_nodes(FlatParams, slice_of, without_copies(state))
+    return by_name(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
+
+
+def _fingerprint(params: Tree) -> int:
+    known: list[Any] = [_tree.names(params)]
+    if isinstance(params, FlatParams):
+        layout = params.layout
+        known = [_tree.names(layout.tree(range(len(layout.slots)))), layout.leaves, layout.slots, layout.pieces]
+    return int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[:7], "big")
+
+
+@torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
+def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> TrainState:
+    """Return the state in the dict that `torch.distributed.checkpoint.load` filled. No sync.
+
+    Args:
+        saved: the dict of `sharded_state_dict`, filled.
+        like: the state it was created from, by `init`, with this process's ranks.
+
+    Returns:
+        The `TrainState`.
+
+    Raises:
+        TypeError: like is not a `TrainState`.
+        ValueError: saved has other names, shapes or dtypes than like, a sparse tensor or one without values, or its
+            parameters have another order.
+
+    Example:
+        >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
+        >>> like = make_train_step(loss_fn, stateless(torch.optim.SGD)).init()
+        >>> saved = distributed.sharded_state_dict(like)
+        >>> distributed.load_sharded_state_dict(saved, like).step
+        tensor(0)
+    """
+    call = "load_sharded_state_dict"
+    expected = _slices(call, "like", like)
+    if not isinstance(saved, dict) or list(saved) != list(expected):
+        raise ValueError(f"{call}: saved must be what sharded_state_dict(like) gave; got other names")
+    for name, value in saved.items():
+        check_like(call, name, value, expected[name])
+    if saved[_LAYOUT] != expected[_LAYOUT]:
+        raise ValueError(
+            f"{call}: saved must hold like's parameters, in its order and under its policy; got another layout"
+        )
+    leaves, spec = _tree.flatten(without_copies(like))
+    given = iter(saved.values())
+    new = [None if leaf is None else joined_slice(next(given), leaf) for leaf in leaves]
+    state: TrainState = _tree.unflatten(new, spec)
+    check_values(call, state)
+    return state._replace(copies=refresh(state.params, like.copies.plan))

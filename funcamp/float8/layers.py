@@ -1,0 +1,116 @@
+"""Float8 in the step: which layers, their context, and the state of delayed scaling.
+
+The history has amaxes of gradients of the unscaled loss. So it stays right when the loss scale moves: the scale of a
+gradient is divided by the loss scale before the step, and its amax is multiplied by the reciprocal after it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp._autograd.loss import Loss
+from funcamp._autograd.module_loss import ModuleLoss
+from funcamp._autograd.tape import Tape
+from funcamp._scaler.precision import reciprocal
+from funcamp._step.state import TrainState
+from funcamp._storage.compute_copies import Plan, float8_inputs, float8_leaves
+from funcamp._storage.policy import Policy
+from funcamp._tree import settled
+from funcamp._types import Tree
+from funcamp.float8.config import check_config
+from funcamp.float8.linears import Float8Linears, StandIns
+from funcamp.float8.product import Scales
+from funcamp.float8.state import check_state, init, update, with_loss_scale, without_loss_scale
+from funcamp.float8.weights import weights_in_float8
+
+
+class Float8Layers:
+    """The layers of a step that multiply in float8: the `Products` of a policy with float8."""
+
+    def __init__(self, policy: Policy, loss_fn: Loss) -> None:
+        self.config = check_config("make_train_step", policy.float8)
+        if not isinstance(loss_fn, ModuleLoss):
+            raise ValueError(
+                "make_train_step: policy must have float8 only for a loss of module_loss, whose linear layers it "
+                f"finds; got {policy} with {loss_fn!r}: call float8.scaled_mm in a function of your own"
+            )
+        self._policy, self._loss_fn = policy, loss_fn
+        self._delayed = self.config.scaling == "delayed"
+        layers = [loss_fn.model.get_submodule(name.rpartition(".")[0]) for name in sorted(loss_fn.linear_names)]
+        self._stand_ins = StandIns(loss_fn.holder, layers)
+
+    def init(self, plan: Plan, device: torch.device) -> Tree:
+        """Return the state of delayed scaling, or ().
+
+        Raises:
+            ValueError: no layer multiplies in float8.
+        """
+        count = len(float8_leaves(plan))
+        if not count:
+            raise ValueError(
+                f"init: policy must have float8 only with a layer to multiply in it; got {self._policy} and none: a "
+                f"Linear layer with sizes that are multiples of 16{self.described()}"
+            )
+        return init(self.config, count, device=device) if self._delayed else ()
+
+    def described(self) -> str:
+        """Return how many linear layers multiply in float8, and why not the others, as the end of a repr."""
+        names, linear_names = self._loss_fn.names, self._loss_fn.linear_names
+        # Not params(), which raises if the module has changed.
+        held = dict(self._loss_fn.model.named_parameters(remove_duplicate=False))
+        reasons = {name: "it is frozen" for name in sorted(linear_names) if name not in names}
+        for name in names:
+            if name in linear_names and name in held:
+                reasons[name] = self._policy.no_float8(name, held[name], linear_names)
+        others = "".join(f", not {name}: {reason}" for name, reason in reasons.items() if reason)
+        return f"; float8 in {list(reasons.values()).count('')} of {len(reasons)} linear layers{others}"
+
+    def prepare(self, state: TrainState, stored: Tree) -> Float8Linears:
+        """Return the context of a step, with the operands of all weights.
+
+        state: with full parameters and this step's copies.
+        stored: the parameters as they are stored, perhaps sharded.
+        """
+        delayed, tape = None, Tape(())
+        if self._delayed:  # all layers' at once: a kernel for each number would take longer than the products
+            known = self._scale(state)
+            tape = Tape(torch.zeros_like(known), over_micro_batches="max", over_ranks="max")
+            scale = settled(with_loss_scale(known, state.scaler.scale))
+            delayed = Scales(scale, settled(reciprocal(scale)))
+        weights = weights_in_float8(state, stored, self.config, delayed)
+        places = float8_inputs(state.copies.plan)
+        return Float8Linears(self._stand_ins, self.config, delayed, weights, places, tape)
+
+    def _scale(self, state: TrainState) -> Tensor:
+        """Return the scales of delayed scaling.
+
+        Raises:
+            TypeError: the state has none.
+            ValueError: it is of another configuration, or of other layers.
+        """
+        scale = check_state("step", state.float8, self.config).scale
+        count = len(float8_leaves(state.copies.plan))
+        if scale.shape[0] != count:
+            raise ValueError(
+                f"step: state.float8 must have a row for each of the {count} layers in float8; got {scale.shape[0]}: "
+                "begin anew with state._replace(float8=step.init().float8)"
+            )
+        return scale
+
+    def scales(self, state: TrainState) -> dict[str, Tensor]:
+        """Return the scales of delayed scaling by the path of the layer; empty without it."""
+        if not self._delayed:
+            return {}
+        plan = state.copies.plan
+        rows: dict[Any, Tensor] = dict(zip(float8_leaves(plan), self._scale(state)))
+        named = zip(plan.names or (), plan.uses)
+        return {name.rpartition(".")[0]: rows[use.leaf].clone() for name, use in named if use.float8}
+
+    def after(self, state: TrainState, record: Tree) -> Tree:
+        """Return the next state of delayed scaling from the amaxes of all micro-batches and ranks."""
+        if not self._delayed:
+            return state.float8
+        return update(state.float8, without_loss_scale(record, state.scaler.scale), self.config)

@@ -1,0 +1,306 @@
+"""`scaled_mm`: the product of a linear layer in float8, forward and backward.
+
+    y      = x w^T       E4M3 times E4M3
+    grad_x = g w         E5M2 times E4M3
+    grad_w = g^T x       E5M2 times E4M3
+
+With delayed scaling the gradient with respect to `amax` is not a derivative: the amaxes of x, w and g take its place.
+Two gradients would be summed, and amaxes need the maximum, so a product also returns its `amax` for the next product
+with the same scales: the amaxes pass from the last use to the first, each use taking the maximum with its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from funcamp import _tree, _upstream
+from funcamp._scaler.precision import reciprocal
+from funcamp._upstream.autograd_function import keep_functions_whole
+from funcamp.float8.config import BACKWARD, FORWARD, MULTIPLE, Float8Config, check_config, fits
+from funcamp.float8.quantized import amax_of, check_wide, quantize
+from funcamp.float8.state import check_tensor
+
+_scaled_mm: Any = _upstream.find("torch._scaled_mm")
+
+
+class Scales(NamedTuple):
+    """Delayed scales, and their reciprocals."""
+
+    scale: Tensor
+    inverse: Tensor
+
+    def at(self, *place: int) -> Scales:
+        """Return those of a place."""
+        return Scales(self.scale[place], self.inverse[place])
+
+
+class Operands(NamedTuple):
+    """A matrix in float8 for the products of both passes, each of which sums along rows."""
+
+    plain: Tensor
+    transposed: Tensor
+    inverse: Tensor
+    """The reciprocal of the scale, or per row of those of the rows."""
+    across: Tensor | None
+    """Per row, of the scales of the columns, which the transposed matrix has; else None, because Dynamo takes no tensor
+    twice."""
+    amax: Tensor | None
+    """With delayed scaling."""
+
+
+_FIELDS = len(Operands._fields)
+
+
+def operands(value: Tensor, config: Float8Config, delayed: Scales | None, dtype: torch.dtype = FORWARD) -> Operands:
+    """Scale a matrix into float8, with delayed scaling by a given scale."""
+    if config.by_row:
+        rows, columns = (quantize(value, dtype, dim=dim, power_of_two=config.power_of_two) for dim in (1, 0))
+        scales = reciprocal(rows.scale), reciprocal(columns.scale)
+        return Operands(rows.values.contiguous(), columns.values.t().contiguous(), *scales, None)
+    if delayed is None:
+        values, scale = quantize(value, dtype, power_of_two=config.power_of_two)
+        inverse, amax = reciprocal(scale), None
+    else:
+        values, _ = quantize(value, dtype, scale=delayed.scale)
+        inverse, amax = delayed.inverse, amax_of(value)
+    return of_values(values, inverse, amax)
+
+
+def of_values(values: Tensor, inverse: Tensor, amax: Tensor | None) -> Operands:
+    """Return the operands of a matrix in float8 with one scale."""
+    return Operands(values.contiguous(), values.t().contiguous(), inverse, None, amax)
+
+
+class _Product(Function):
+    """The products of operands; x and weight are what the gradients are of, and are not read."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor,  # noqa: ARG004
+        follows_x: Tensor,  # noqa: ARG004
+        scale: Tensor | None,  # noqa: ARG004
+        inverse: Tensor | None,  # noqa: ARG004
+        amax: Tensor | None,
+        config: Float8Config,
+        *both: Any,
+    ) -> Any:
+        of_x, of_weight = _operands(both)
+        y = _multiply(of_x.plain, of_weight.plain, of_x.inverse, of_weight.inverse, None, x.dtype, config, True)
+        return y if amax is None else (y, amax.clone())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        x, *saved, _, ctx.config = inputs[:7]
+        ctx.dtype = x.dtype
+        both = [one._replace(plain=None) for one in _operands(inputs[7:])]  # for the forward pass alone
+        ctx.save_for_backward(*saved, *both[0], *both[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *merged: Tensor) -> Any:
+        weight, follows_x, scale, inverse, *both = ctx.saved_tensors
+        (of_x, of_weight), config = _operands(both), ctx.config
+        found = operands(grad, config, None if scale is None else Scales(scale, inverse), BACKWARD)
+        grad_x = grad_weight = amax = None
+        if ctx.needs_input_grad[0]:
+            pair = found.plain, of_weight.transposed, found.inverse, _across(of_weight)
+            grad_x = _multiply(*pair, weight, ctx.dtype, config, False)
+        if ctx.needs_input_grad[1]:
+            pair = found.transposed, of_x.transposed, _across(found), _across(of_x)
+            grad_weight = _multiply(*pair, follows_x, weight.dtype, config, False)
+        if found.amax is not None:
+            amax = torch.maximum(torch.stack([of_x.amax, of_weight.amax, found.amax]), merged[0])
+        return grad_x, grad_weight, None, None, None, amax, None, *[None] * (2 * _FIELDS)
+
+
+def _operands(both: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the operands of x and of the weight."""
+    return Operands(*both[:_FIELDS]), Operands(*both[_FIELDS:])
+
+
+def _across(value: Operands) -> Tensor:
+    return value.inverse if value.across is None else value.across
+
+
+class _Kernel(Function):
+    """a b^T in a dtype, without a derivative; under vmap one product after the other.
+
+    follows: what b was made of, for the error of a second derivative.
+    """
+
+    @staticmethod
+    def forward(
+        a: Tensor,
+        b: Tensor,
+        inverse_a: Tensor,
+        inverse_b: Tensor,
+        follows: Tensor | None,  # noqa: ARG004
+        dtype: torch.dtype,
+        config: Float8Config,
+        fast: bool,
+    ) -> Tensor:
+        b, kind = b.t(), a.device.type  # the kernel takes its second operand column by column
+        scales = inverse_a.reshape(-1, 1), inverse_b.reshape(1, -1)  # Inductor rejects a view of shape ()
+        made = torch.bfloat16 if config.by_row else dtype  # the GPU's kernel with scales per row makes no other
+        # On a CPU torch's float8 product is a product in float32, which autocast would lower.
+        with contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
+            if config.emulate:
+                return ((a.float() * scales[0]) @ (b.float() * scales[1])).to(made).to(dtype)
+            found: Tensor = _scaled_mm(a, b, *scales, out_dtype=made, use_fast_accum=fast)
+            return found.to(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # noqa: ARG004
+        raise RuntimeError(
+            "float8.scaled_mm: a loss must be differentiated once; a second derivative (of a gradient penalty) needs "
+            "the layer in bfloat16: name it in the policy's keep"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+        each = [
+            [value if dim is None else value.select(dim, number) for value, dim in zip(args, in_dims)]
+            for number in range(info.batch_size)
+        ]
+        return torch.stack([_multiply(*one) for one in each]), 0
+
+
+_multiply: Any = _Kernel.apply
+
+
+@overload
+def scaled_mm(x: Tensor, weight: Tensor, config: Float8Config = Float8Config()) -> Tensor: ...
+@overload
+def scaled_mm(
+    x: Tensor, weight: Tensor, config: Float8Config, *, scale: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor]: ...
+def scaled_mm(
+    x: Tensor,
+    weight: Tensor,
+    config: Float8Config = Float8Config(),
+    *,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> Any:
+    """Multiply as a linear layer does, in float8: E4M3 forward, E5M2 gradients.
+
+    y = x weight^T. The gradients are products of the same kind: grad_x = g weight and grad_weight = g^T x, in the
+    dtypes of x and weight. Sums are in float32. A value that is not finite makes its results NaN, so an overflow
+    reaches `found_inf`. Under torch.autocast x is cast to its dtype first, as for a linear layer. Rows are filled up
+    with zeros to a multiple of 16, which changes no sum. Pure; safe under torch.compile, vmap and torch.func; no
+    second derivative; no sync.
+
+    With delayed scaling, differentiate with respect to amax (zeros): the gradient is the amaxes of this use, for
+    `update`. Pass the amax that a use returns to the next use of the same scales, which merges them by MAX.
+
+    Args:
+        x: float32, bfloat16 or float16, shape (..., in).
+        weight: the same dtypes, shape (out, in), both multiples of 16: the weight of a torch.nn.Linear.
+        config: the configuration.
+        scale: with delayed scaling, the product's row of `Float8State.scale`, shape (3,).
+        amax: with delayed scaling, float32, shape (3,): zeros, or what another use of these scales returned.
+
+    Returns:
+        y, shape (..., out), in x's dtype; with delayed scaling the pair of y and amax.
+
+    Raises:
+        TypeError: an argument has another type or dtype.
+        ValueError: a shape differs from the above; scale and amax do not belong to the configuration.
+        RuntimeError: the device has no float8 products; set emulate=True in the configuration.
+
+    Example:
+        >>> from funcamp import float8
+        >>> x, weight = torch.ones(2, 16), torch.full((16, 16), 0.5)
+        >>> float8.scaled_mm(x, weight)[0, 0]
+        tensor(8.)
+        >>> config = float8.transformer_engine()
+        >>> def loss(amax, state):
+        ...     y, amax = float8.scaled_mm(x, weight, config, scale=state.scale[0], amax=amax[0])
+        ...     return y.sum()
+        >>> state = float8.init(config, 1)
+        >>> torch.func.grad(loss)(torch.zeros(1, 3), state)
+        tensor([[1.0000, 0.5000, 1.0000]])
+
+    References:
+        torchao/float8/float8_linear.py, pytorch/ao at 36027d8.
+    """
+    call = "float8.scaled_mm"
+    config = check_config(call, config)
+    check_wide(call, "x", x)
+    check_wide(call, "weight", weight)
+    if weight.dim() != 2 or not fits(weight.shape):
+        raise ValueError(
+            f"{call}: weight must have shape (out, in), both multiples of {MULTIPLE}, as float8 products need it: pad "
+            f"the layer, or keep it in bfloat16; got {tuple(weight.shape)}"
+        )
+    if not x.dim() or x.shape[-1] != weight.shape[1] or x.device != weight.device:
+        raise ValueError(
+            f"{call}: x must have shape (..., {weight.shape[1]}) on {weight.device}; got {_tree.describe(x)}"
+        )
+    if config.scaling == "delayed":
+        check_tensor(call, "scale", scale, (3,))
+        check_tensor(call, "amax", amax, (3,))
+    elif scale is not None or amax is not None:
+        raise ValueError(f"{call}: scale and amax must not be given with current scaling, which has no state")
+    delayed = None if scale is None else Scales(scale, reciprocal(scale))
+    made = operands(weight.detach(), config, delayed and delayed.at(1))
+    return product(x, weight, made, config, delayed, amax)
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    made: Operands,
+    config: Float8Config,
+    delayed: Scales | None,
+    amax: Tensor | None,
+) -> Any:
+    """Return `scaled_mm` of checked arguments, with the operands of the weight."""
+    if not config.emulate:
+        check_device(x.device, config)
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    flat = x.reshape(-1, x.shape[-1])
+    rows = flat.shape[0]
+    filling = -rows % MULTIPLE if rows else MULTIPLE
+    if filling:
+        flat = F.pad(flat, (0, 0, 0, filling))
+    if torch.compiler.is_dynamo_compiling():
+        keep_functions_whole()
+    entered = operands(flat.detach(), config, delayed and delayed.at(0))
+    of_grad = (None, None) if delayed is None else delayed.at(2)
+    function: Any = _Product
+    # To save x would keep its memory; a second derivative with respect to x must still reach the error of `_Kernel`.
+    follows_x = flat[:0].clone()
+    out = function.apply(flat, weight, follows_x, *of_grad, amax, config, *entered, *made)
+    y, *merged = (out,) if amax is None else out
+    y = y[:rows].reshape(*x.shape[:-1], weight.shape[0])
+    return (y, *merged) if merged else y
+
+
+def check_device(device: torch.device, config: Float8Config) -> None:
+    """Raise RuntimeError if a device has no float8 products."""
+    missing = "" if device.type in ("cpu", "cuda", "meta") else "at all"
+    if device.type == "cpu" and config.by_row and _upstream.NO_ROWS_ON_CPU.present:
+        missing = "per row, which begin with torch 2.13"
+    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 9):
+        missing = "below compute capability 8.9"
+    if missing:
+        raise RuntimeError(
+            f"float8.scaled_mm: {device.type} must have float8 products, and has none {missing}: use a configuration "
+            "with emulate=True, which multiplies in float32, or compute in bfloat16"
+        )
+    _upstream.check(_scaled_mm)

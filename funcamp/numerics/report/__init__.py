@@ -1,0 +1,1 @@
+"""A report on the numerics of a model: one step recorded operation by operation."""

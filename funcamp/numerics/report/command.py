@@ -1,0 +1,140 @@
+"""`python -m funcamp report`: a numerics report of a script, or of a callable in a file or module."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from funcamp._types import name_of
+from funcamp.numerics.formats import DTYPES
+from funcamp.numerics.report.recorder import Recorder
+from funcamp.numerics.report.report import NumericsReport, numerics_report
+
+_FORMATS = {name_of(dtype): dtype for dtype in DTYPES}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.usage = "python -m funcamp report [options] target [-- the script's own arguments]"
+    parser.add_argument("target", help="script.py, or script.py:callable, or package.module:callable")
+    parser.add_argument("--out", type=Path, default=Path("numerics"), help="folder for report.txt, .png and .html")
+    parser.add_argument("--dtype", choices=_FORMATS, default="float16", help="the format whose limits are reported")
+    parser.add_argument("--first", type=int, default=1, help="the first backward pass to record, counted from 1")
+    parser.add_argument("--passes", type=int, default=1, help="number of passes to record; the script ends after them")
+    parser.add_argument("--loss-scale", type=float, help="factor of the loss, if no scaler or step scales it")
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace, own: list[str]) -> int:
+    """Record, write the files and print the main results; return 1 if something became inf or NaN.
+
+    If the script ended by an exception or an exit, it is raised again afterwards.
+    """
+    for name in ("first", "passes"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be 1 or more; got {getattr(args, name)}")
+    if args.loss_scale is not None and not 0 < args.loss_scale < float("inf"):
+        parser.error(f"--loss-scale must be a positive number; got {args.loss_scale}")
+    dtype = _FORMATS[args.dtype]
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out must be a folder that can be written; got {args.out} ({error.strerror})")
+    report, ending = _record(parser, args, own)
+    lines = [*report.summary(dtype), "", report.annotate()]
+    text = "\n".join(lines) + "\n"
+    (args.out / "report.txt").write_text(text + "\n" + _table(report, dtype), encoding="utf-8")
+    written, picture = [args.out / "report.txt", args.out / "report.html"], b""
+    try:
+        written.append(report.plot(args.out / "report.png", dtype))
+        picture = written[-1].read_bytes()
+    except ImportError as error:
+        sys.stderr.write(f"{error}\n")
+    report._page(args.out / "report.html", dtype, f"Numerics of {args.target}", picture)
+    sys.stdout.write(f"{text}\nfiles: {', '.join(map(str, written))}\n")
+    if ending is not None:
+        raise ending
+    return int(report.first_nonfinite() is not None)
+
+
+def _record(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, own: list[str]
+) -> tuple[NumericsReport, BaseException | None]:
+    """Return the report, and the exception that ended the script before its passes were complete."""
+    file, _, name = args.target.rpartition(":")
+    if not name.endswith(".py"):
+        if not file or own:
+            parser.error(f"target must be a script, or a callable without arguments after a colon; got {args.target!r}")
+        return numerics_report(_callable(parser, file, name), loss_scale=args.loss_scale), None
+    script = Path(args.target)
+    if not script.is_file():
+        parser.error(f"target must be a file; there is none at {script}")
+    recorder = Recorder(None, args.first, args.passes, args.loss_scale)
+    argv, path = mock.patch.object(sys, "argv", [str(script), *own]), mock.patch.object(sys, "path", _path(script))
+    ending: BaseException | None = None
+    try:
+        with argv, path, recorder.recording():
+            runpy.run_path(str(script), run_name="__main__")
+    except BaseException as error:
+        if not recorder.seen_backward:
+            raise
+        ending = error
+    if not recorder.operations:
+        parser.error(f"target must run a backward pass, {args.first} or more of them; none was seen in {script}")
+    return NumericsReport(recorder), ending
+
+
+def from_the_script(trace: TracebackType | None, error: BaseException) -> TracebackType | None:
+    """Return a traceback from the script's first frame on; all of it if no frame is the script's."""
+    own, left = str(Path(__file__).parents[2] / "_")[:-1], trace
+    while left is not None:
+        file = left.tb_frame.f_code.co_filename
+        if not (file.startswith(own) or left.tb_frame.f_globals.get("__name__") == "runpy"):
+            return left
+        left = left.tb_next
+    return None if isinstance(error, SyntaxError) else trace
+
+
+def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error without the frames that lead to the script."""
+    trace = from_the_script(trace, error)
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+def _path(script: Path) -> list[str]:
+    return [str(script.parent.resolve()), *sys.path]
+
+
+def _callable(parser: argparse.ArgumentParser, file: str, name: str) -> Callable[..., Any]:
+    if file.endswith(".py"):
+        if not Path(file).is_file():
+            parser.error(f"target must be a file; there is none at {file}")
+        with mock.patch.object(sys, "path", _path(Path(file))):
+            found = runpy.run_path(file).get(name)
+    else:
+        try:
+            found = getattr(importlib.import_module(file), name, None)
+        except ModuleNotFoundError as error:
+            parser.error(f"target must name a module; {error}")
+    if not callable(found):
+        parser.error(f"target must name a callable; {file} has no such {name!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _table(report: NumericsReport, dtype: torch.dtype) -> str:
+    try:
+        from rich.console import Console
+    except ImportError:
+        return "\n".join(str(row) for row in report.to_rows(dtype)) + "\n"
+    text = io.StringIO()
+    Console(width=200, file=text).print(report.table(dtype))
+    return text.getvalue()

@@ -1,0 +1,406 @@
+"""`numerics_report`: the values of every operation of a training step, and how they fit float16."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from funcamp import _tree
+from funcamp._types import name_of
+from funcamp.numerics.counting import WIDTH
+from funcamp.numerics.formats import format_of
+from funcamp.numerics.record import Record, text
+from funcamp.numerics.report import plot, render
+from funcamp.numerics.report.float8_fit import Float8Layer, fit
+from funcamp.numerics.report.passes import Operation, Pass
+from funcamp.numerics.report.recorder import Recorder, leaves_behind
+from funcamp.numerics.report.render import power
+from funcamp.numerics.statistics import Stats
+
+_NONE = Stats(torch.zeros(WIDTH, dtype=torch.float64))
+
+
+class Origin(NamedTuple):
+    """The origin of a non-finite value, from `NumericsReport.first_nonfinite`."""
+
+    operation: Operation
+    kind: str
+    """inf or NaN."""
+    made: bool
+    """Whether the operation created it; otherwise a parameter or the batch had it, and it first showed there."""
+
+    def __str__(self) -> str:
+        came = "first in" if self.made else "came in with a parameter or the batch, first seen in"
+        return f"{self.kind} {came} {_where(self.operation)}"
+
+
+class Recommendation(NamedTuple):
+    """A loss scale, and its effect on the gradients of the pass."""
+
+    scale: float
+    """A power of two."""
+    underflow: float
+    """The fraction of the backward pass's finite nonzero values that become zero at that scale."""
+    underflow_unscaled: float
+    """The same at scale 1."""
+    zero: float
+    """The fraction of all values that were zero at every recorded scale: due to the model (a ReLU, a mask), or flushed
+    at each of them. Not part of the two fractions above; a pass in float32 distinguishes the two causes."""
+    bounded_by: str
+    """The operation with the largest gradients, and its place."""
+    is_upper_bound: bool = False
+    """Whether gradients overflowed and could not be measured: the right scale may then be smaller."""
+
+
+class NumericsReport:
+    """The results of `numerics_report`. Reading it syncs; creating it does not, apart from the run itself."""
+
+    operations: list[Operation]
+    """Every output of every operation, in the order of execution, without views and copies."""
+    records: dict[str, Record]
+    """The outputs of every module, and their gradients, by path."""
+    loss_scale: float
+    """The factor of the loss in the run's last backward pass."""
+    passes: list[Pass]
+    """The backward passes, and the scales at which each is finite."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.operations, self.records, self.passes = recorder.operations, recorder.records, recorder.passes
+        self._gradients, self.module, self._operands = recorder.gradients, recorder.module, recorder.operands
+        self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
+
+    def __repr__(self) -> str:
+        return f"NumericsReport({self._counted()})"
+
+    def _counted(self) -> str:
+        backward = sum(one.backward for one in self.operations)
+        return f"{len(self.operations) - backward} forward, {backward} backward operations"
+
+    def first_nonfinite(self) -> Origin | None:
+        """Return the first operation that created inf or NaN, else the first with NaN, or None.
+
+        An infinity that the program itself writes (a mask) does not count, nor one that an operation gets as input; a
+        NaN made of it does. A value that torch masks at once, as in the backward pass of a norm at 0, is reported too.
+        """
+        return _origin(self.operations)
+
+    def cause(self) -> Origin | None:
+        """Return what makes the loss, or gradients at every scale, non-finite; None if a scale can help.
+
+        A loss that is non-finite before scaling comes from the forward pass. Gradients are checked by repeating the
+        backward pass at other scales.
+        """
+        forward = [one for one in self.operations if not one.backward]
+        for one in self.passes:
+            if not one.loss_is_finite:
+                return _origin(forward, any_infinity=True)
+            if not (one.finite or one.obstacle) and one.largest_scale is None:
+                return _origin(one.evidence, any_infinity=True)
+        return None
+
+    def recommend_scale(self, dtype: torch.dtype = torch.float16, headroom: float = 2.0) -> Recommendation:
+        """Return the largest power of two at which no backward value overflows, divided by headroom.
+
+            scale = 2^floor(log2(largest / headroom))
+
+        If the pass ran in this dtype (float16, float8), it was repeated at other loss scales during recording: largest
+        is the largest scale at which its gradients were finite, whether or not the run itself overflowed. For another
+        dtype, largest is the dtype's largest power of two over the largest magnitude of the pass, rounded up to a power
+        of two; values of shape () are ignored, because the loss itself is in float32.
+
+        Args:
+            dtype: the dtype of the planned backward pass.
+            headroom: the factor by which gradients of other batches may be larger.
+
+        Returns:
+            The scale. `is_upper_bound` is set if the pass overflowed and could not be repeated (on several ranks, with
+            a reentrant checkpoint), so that only its finite values are known.
+
+        Raises:
+            ValueError: headroom is not a positive number, the pass has no nonzero gradient, or no loss scale helps,
+                because the loss or its gradients at every scale are inf or NaN (`cause`).
+            TypeError: dtype has no known limits.
+
+        Example:
+            >>> report = numerics_report(lambda w: (w * torch.tensor([1.0, 2.0])).sum(), torch.ones(2).requires_grad_())
+            >>> report.recommend_scale().scale
+            8192.0
+        """
+        if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 < headroom < math.inf:
+            raise ValueError(f"recommend_scale: headroom must be a positive number; got {headroom!r}")
+        limit = 2.0 ** math.floor(math.log2(format_of(dtype).max))
+        if (cause := self.cause()) is not None:
+            raise ValueError(f"recommend_scale: the gradients must be finite at some loss scale; got {cause}")
+        evidence = [one for found in self.passes for one in found.evidence]
+        unseen = [found.loss_scale for found in self.passes if found.obstacle and not found.finite]
+        same = [] if unseen else [one for one in evidence if one.dtype == dtype]
+        rows = same or [one for one in evidence if one.shape]
+        amaxes = [one.stats.amax.item() / one.loss_scale for one in rows]
+        amax = max(amaxes, default=0.0)
+        if not amax and not unseen:
+            raise ValueError("recommend_scale: the report must have finite, nonzero gradients; got none")
+        known = [found.largest_scale for found in self.passes if found.largest_scale is not None]
+        bounds = [2.0**127, *(overflowed / 2 for overflowed in unseen), *(known if same else ())]
+        if amax and (not same or len(known) < len(self.passes)):
+            bounds.append(limit / amax)
+        scale, gradients = 2.0 ** math.floor(math.log2(min(bounds) / headroom)), _unscaled(rows)
+        scaled, unscaled = (gradients.underflow(dtype, factor).item() for factor in (scale, 1.0))
+        zero = ((gradients.poszero + gradients.negzero) / gradients.count.clamp(min=1)).item()
+        return Recommendation(
+            scale, scaled, unscaled, zero, _where(rows[amaxes.index(amax)]) if amax else "", bool(unseen)
+        )
+
+    def float8(self, scales: Mapping[str, Tensor] | None = None, *, most: float = 0.01) -> list[Float8Layer]:
+        """Return, per linear layer, what float8 loses of its input, weight and gradient, and whether to keep it.
+
+        Input and weight are E4M3, the gradient of the output is E5M2. A nonzero value is lost if it becomes zero, or if
+        it saturates at less than half of it. `{f"{one.path}.weight" for one in layers if one.keep}` are names for the
+        `keep` of a `Policy`.
+
+        Args:
+            scales: the scales of delayed scaling, by path: `step.float8_scales(state)`. A layer without has the current
+                scale, rounded down to a power of two.
+            most: the largest fraction of values that a layer may lose.
+
+        Returns:
+            A `Float8Layer` per torch.nn.Linear that was called.
+
+        Raises:
+            ValueError: most is not from 0 to 1.
+        """
+        if isinstance(most, bool) or not isinstance(most, (int, float)) or not 0 <= most <= 1:
+            raise ValueError(f"float8: most must be from 0 to 1; got {most!r}")
+        gradients = {path: one.backward for path, one in self.unscaled_records().items()}
+        return [
+            fit(path, one, gradients.get(path, _NONE), (scales or {}).get(path), most)
+            for path, one in self._operands.items()
+        ]
+
+    def gradients(self) -> Stats:
+        """Return all values of the backward pass without loss scaling, except those of shape ()."""
+        return _unscaled([one for one in self.operations if one.backward and one.shape])
+
+    def to_rows(self, dtype: torch.dtype = torch.float16) -> list[dict[str, Any]]:
+        """Return one dict of numbers and strings per operation: `pandas.DataFrame(report.to_rows())`.
+
+        Args:
+            dtype: the dtype of underflow, subnormal and overflow: the fractions of this run's values that rounding to
+                it would lose.
+
+        Raises:
+            TypeError: dtype has no known limits.
+        """
+        format_of(dtype)
+        return [_plain(index, one, dtype) for index, one in enumerate(self.operations)]
+
+    def table(self, dtype: torch.dtype = torch.float16) -> Any:
+        """Return the rows as a `rich.table.Table`: `rich.print(report.table())`.
+
+        Raises:
+            ImportError: rich is not installed.
+        """
+        return render.table(self.to_rows(dtype), render.caption(dtype, self.loss_scale))
+
+    def annotate(self) -> str:
+        """Return the module's tree with the standard deviations of each part's output and of its gradient.
+
+        Format: `(-> 0.573, <- 0.000296)`, n/a if there is none. Gradients are without loss scaling. If a pass
+        overflowed, `(-> 0.573, <- 0.000296 (2 inf of 24))`: the number of inf or NaN in this run, and the standard
+        deviation at a loss scale that works.
+        """
+        unscaled = self.unscaled_records()
+        shown = {
+            path: f"(-> {text(record.forward)}, <- {text(unscaled[path].backward, record.backward)})"
+            for path, record in self.records.items()
+        }
+        return render.annotate(self.module, shown)
+
+    def unscaled_records(self) -> dict[str, Record]:
+        """Return `records` without loss scaling; overflowed gradients are from the largest working scale."""
+        return {path: Record(one.forward, self._gradients.get(path, _NONE)) for path, one in self.records.items()}
+
+    def plot(self, path: str | Path, dtype: torch.dtype = torch.float16, *, modules: bool = False) -> Path:
+        """Draw a row per operation with exponents on the x axis and the limits of a format as lines.
+
+        Args:
+            path: the picture to write; its extension sets the file type.
+            dtype: the format.
+            modules: draw the outputs of modules and their gradients instead, as in this run.
+
+        Returns:
+            The path.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there is nothing to draw.
+        """
+        lines = plot.of_modules(self.records) if modules else plot.of_operations(self.operations)
+        plot.draw(lines, Path(path), dtype)
+        return Path(path)
+
+    def to_html(self, path: str | Path, dtype: torch.dtype = torch.float16, title: str = "Numerics") -> Path:
+        """Write everything as one self-contained page, with the picture if matplotlib is installed.
+
+        Args:
+            path: the file to write.
+            dtype: the format whose limits are shown.
+            title: the page's title.
+
+        Returns:
+            The path.
+
+        Raises:
+            TypeError: dtype has no known limits.
+        """
+        picture = io.BytesIO()
+        with contextlib.suppress(ImportError):
+            plot.draw(plot.of_operations(self.operations), picture, dtype)
+        return self._page(path, dtype, title, picture.getvalue())
+
+    def _page(self, path: str | Path, dtype: torch.dtype, title: str, picture: bytes) -> Path:
+        sentences, rows = self.summary(dtype), self.to_rows(dtype)
+        caption = render.caption(dtype, self.loss_scale)
+        return render.write_page(Path(path), title, sentences, self.annotate(), picture, caption, rows)
+
+    def summary(self, dtype: torch.dtype = torch.float16) -> list[str]:
+        """Return the main results, one sentence each.
+
+        Raises:
+            TypeError: dtype has no known limits.
+        """
+        origin = self.first_nonfinite()
+        found = [f"Operations: {self._counted()}. Loss scale in this run: {power(self.loss_scale)}."]
+        found.append(f"Non-finite values: {'none made' if origin is None else origin}.")
+        cause = self.cause()
+        if cause is not None:
+            return [*found, render.no_scale_helps(cause.operation, str(cause))]
+        found += render.at_scales(self.passes)
+        try:
+            advice = self.recommend_scale(dtype)
+        except ValueError:
+            return [*found, "Loss scale: no finite, nonzero gradient was seen."]
+        scale = ("at most " if advice.is_upper_bound else "") + power(advice.scale)
+        flushed, unscaled = (f"{100 * part:.3g} %" for part in (advice.underflow, advice.underflow_unscaled))
+        found.append(
+            f"Loss scale for {name_of(dtype)}: {scale}, which leaves room for gradients twice as large. With it "
+            f"{flushed} of the gradients' values are flushed to zero, unscaled {unscaled}."
+            + (f" {100 * advice.zero:.3g} % more are zero at each scale seen." if advice.zero > 0.01 else "")
+        )
+        largest = "largest finite gradients" if advice.is_upper_bound else "largest gradients, which bound it"
+        return [*found, f"The {largest}: {advice.bounded_by or 'none'}."]
+
+
+def numerics_report(
+    fn: Callable[..., Any], *args: Any, module: nn.Module | None = None, loss_scale: float | None = None, **kwargs: Any
+) -> NumericsReport:
+    """Run a function once, eagerly, and count the values of every operation.
+
+    To inspect a model, not for a loop: it takes several times as long as the run, and syncs. It writes nothing that the
+    function does not write itself: gradients come from `torch.autograd.grad`.
+
+    A backward pass that overflows, or runs in float16, is repeated at other loss scales to find the largest at which
+    its gradients are finite. Its hooks are then called again.
+
+    Args:
+        fn: any function: a loss, whose backward pass is then also run; a function that differentiates itself
+            (torch.func, `backward()`); a `TrainStep`. Compiled functions run eagerly.
+        *args: passed to fn.
+        module: the module whose paths name the operations; by default the first one that is called.
+        loss_scale: the factor of fn's loss. By default the factor used by a step, `scale` or a GradScaler in fn; 1 if
+            there is none.
+        **kwargs: passed to fn.
+
+    Returns:
+        A `NumericsReport`.
+
+    Raises:
+        TypeError: fn is not callable, or module is not a Module.
+        ValueError: loss_scale is not a positive number.
+        RuntimeError: no operation was recorded.
+        Exception: any error of fn.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        >>> report = numerics_report(lambda x: model(x).mean(), torch.ones(2, 4))
+        >>> [one.name for one in report.operations if not one.backward]
+        ['addmm', 'relu', 'mean']
+        >>> report.first_nonfinite() is None
+        True
+
+    References:
+        The idea: `analyse_module` of unit-scaling, 0.3 (`unit_scaling/utils.py`).
+    """
+    if not callable(fn):
+        raise TypeError(f"numerics_report: fn must be callable; got {fn!r}")
+    if module is not None and not isinstance(module, nn.Module):
+        raise TypeError(f"numerics_report: module must be a torch.nn.Module; got {module!r}")
+    if loss_scale is not None and not 0 < loss_scale < math.inf:
+        raise ValueError(f"numerics_report: loss_scale must be a positive number; got {loss_scale}")
+    recorder = Recorder(module, loss_scale=loss_scale)
+    with recorder.recording():
+        result = fn(*args, **kwargs)
+        if not recorder.seen_backward:
+            _differentiate(result)
+    if not recorder.operations:
+        raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")
+    return NumericsReport(recorder)
+
+
+def _differentiate(result: Any) -> None:
+    """Run the backward pass of a loss that has a graph; drop the gradients."""
+    losses = [leaf for leaf in _tree.leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if losses and losses[0].dim() == 0 and losses[0].grad_fn is not None:
+        leaves = leaves_behind(losses[:1])
+        if leaves:
+            torch.autograd.grad(losses[0], leaves, allow_unused=True)
+
+
+def _where(one: Operation) -> str:
+    way = "backward" if one.backward else "forward"
+    text = f"{one.name} ({way}, {one.path or 'outside of layers'}, {name_of(one.dtype)}, shape {one.shape})"
+    return text if one.line is None else f"{text} at {one.line[0]}:{one.line[1]}"
+
+
+def _origin(operations: list[Operation], *, any_infinity: bool = False) -> Origin | None:
+    """Return the first operation that created inf or NaN; else the first with NaN, or any_infinity."""
+    for one in operations:
+        for kind, made in zip(("inf", "NaN"), one.creates.tolist()):
+            if made:
+                return Origin(one, kind, True)
+    for one in operations:
+        if one.stats.nan > 0 or (any_infinity and one.stats.nonfinite > 0):
+            return Origin(one, "NaN" if one.stats.nan > 0 else "inf", False)
+    return None
+
+
+def _unscaled(operations: list[Operation]) -> Stats:
+    """Return all values of operations, without loss scaling."""
+    totals: dict[float, Stats] = {}
+    for one in operations:
+        totals[one.loss_scale] = totals.get(one.loss_scale, _NONE) + Stats(one.stats.row.cpu())
+    return sum((total.rescale(1 / scale) for scale, total in totals.items()), _NONE)
+
+
+def _plain(index: int, one: Operation, dtype: torch.dtype) -> dict[str, Any]:
+    stats = one.stats
+    numbers = ("count", "mean", "std", "amax", "nan", "posinf", "neginf", "poszero", "negzero")
+    made = [kind for kind, flag in zip(("inf", "NaN"), one.creates.tolist()) if flag]
+    return {
+        "index": index,
+        "direction": "backward" if one.backward else "forward",
+        "module": one.path,
+        "operation": one.name,
+        "output": one.output,
+        "dtype": name_of(one.dtype),
+        "shape": one.shape,
+        **{name: getattr(stats, name).item() for name in numbers},
+        **{name: getattr(stats, name)(dtype).item() for name in ("underflow", "subnormal", "overflow")},
+        "creates": " ".join(made),
+    }

@@ -1,0 +1,206 @@
+"""`track_scales`: taps behind the layers of a module, without changing the module."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from funcamp import _tree
+from funcamp._autograd.module_loss import Holder, ModuleLoss
+from funcamp.numerics.counting import WIDTH, check_sample, has_values
+from funcamp.numerics.record import Record, Taps, probe
+from funcamp.numerics.statistics import Stats
+from funcamp.numerics.taps import tap
+
+_PASSES = ("_funcamp_forward", "_funcamp_backward")
+
+#: The modules: their paths, or a predicate of path and module.
+Chosen = Iterable[str] | Callable[[str, nn.Module], bool] | None
+
+
+class TrackedModule:
+    """A module with taps as a function; made by `track_scales`.
+
+    `(values, probes, *args, **kwargs) -> outputs`; values are parameters and buffers by name, as for
+    `torch.func.functional_call`, and probes are the records of `probes()`.
+    """
+
+    def __init__(self, module: nn.Module, chosen: Chosen, sample: int | None) -> None:
+        self.skeleton, self.names = _with_taps(module, chosen, sample)
+
+    def __repr__(self) -> str:
+        return f"track_scales({type(self.skeleton).__name__}, {len(self.names)} modules)"
+
+    def probes(self) -> dict[str, Record]:
+        """Return empty records by module path, on the device of the module's first parameter."""
+        device = next((value.device for value in self.skeleton.parameters()), None)
+        return {name: probe(device) for name in self.names}
+
+    def __call__(self, values: dict[str, Tensor], probes: Mapping[str, Record], *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns."""
+        return functional_call(self.skeleton, {**values, **_rows(self.names, probes)}, args, kwargs)
+
+
+class TrackedLoss(ModuleLoss):
+    """A loss of `module_loss` with taps: `(params, probes, batch) -> loss`, and likewise with buffers.
+
+    A step has the records in its metrics.
+    """
+
+    def __init__(self, loss_fn: ModuleLoss, chosen: Chosen, sample: int | None) -> None:
+        vars(self).update(vars(loss_fn), _watched=set())  # the module is not read again
+        self.model, names = _with_taps(loss_fn.model, chosen, sample)
+        self.taps = Taps(names)
+        self.holder = Holder(self.model, loss_fn.model)
+
+    def __repr__(self) -> str:
+        return f"track_scales({super().__repr__()}, {len(self.probes)} modules)"
+
+    def __call__(self, params: dict[str, Tensor], *probes_and_rest: Any) -> Any:
+        """Return the loss; for a module with buffers, the loss and the buffers after the forward pass."""
+        if not probes_and_rest or not isinstance(probes_and_rest[0], Mapping):
+            raise TypeError(f"{self!r}: must be called with params, probes and the arguments of module_loss")
+        probes, *rest = probes_and_rest
+        return super().__call__({**params, **_rows(self.probes, probes)}, *rest)
+
+    def holding(self, params: Any, after: Any, run: Callable[[], Any]) -> Any:
+        """Call run as `ModuleLoss.holding` does, for the pair (params, probes)."""
+        values, probes = params
+        return super().holding({**values, **_rows(self.probes, probes)}, after, run)
+
+
+@overload
+def track_scales(module: ModuleLoss, modules: Chosen = None, *, sample: int | None = 4096) -> TrackedLoss: ...
+@overload
+def track_scales(module: nn.Module, modules: Chosen = None, *, sample: int | None = 4096) -> TrackedModule: ...
+def track_scales(
+    module: nn.Module | ModuleLoss, modules: Chosen = None, *, sample: int | None = 4096
+) -> TrackedModule | TrackedLoss:
+    """Tap the outputs of a module's layers, without a hook on the module.
+
+    The gradient with respect to the probes is a `Record` per layer path, of the layer's outputs and their gradients.
+    The gradients of the parameters are bit for bit unchanged. A layer that is called several times, or has several
+    outputs, has one record of them all. A layer that is not called, or that the loss does not depend on, has count 0.
+    Works on a copy of the module's structure that shares its parameters and has its current training flags. No sync.
+
+    Args:
+        module: a module, or a loss of `module_loss`. Give the tracked loss to `make_train_step`, whose metrics then
+            have the records. To track every n-th step, call two steps, one of them tracked, on one state.
+        modules: the layers: paths, or a predicate of path and module; by default those without children, and
+            torch.nn.MultiheadAttention.
+        sample: count about this many elements of each tensor, evenly spread; None for all. With 4,096 a fraction is
+            accurate to 0.016 (two standard errors) and a standard deviation to some percent. Rare values, such as a
+            single NaN, can be missed (`found_inf_by_leaf` finds them).
+
+    Returns:
+        A `TrackedModule`, a function of parameters, probes and inputs; for a loss a `TrackedLoss`.
+
+    Raises:
+        TypeError: module is something else, or compiled or scripted; sample is not an integer.
+        ValueError: a path is not in the module, no layer is selected, or sample is below 1.
+
+    Example:
+        >>> tracked = track_scales(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
+        >>> params = dict(tracked.skeleton.named_parameters())
+        >>> def loss(params, probes, x):
+        ...     return tracked(params, probes, x).sum()
+        >>> grads, records = torch.func.grad(loss, argnums=(0, 1))(params, tracked.probes(), torch.ones(2, 4))
+        >>> {name: record.backward.count.item() for name, record in records.items()}
+        {'0': 8.0, '1': 8.0}
+
+    References:
+        The idea: `ScaleTracker` of unit-scaling, 0.3 (`unit_scaling/utils.py`).
+    """
+    check_sample("track_scales", sample)
+    if isinstance(module, ModuleLoss):
+        return TrackedLoss(module, modules, sample)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"track_scales: module must be a torch.nn.Module or a loss of module_loss; got {module!r}")
+    return TrackedModule(module, modules, sample)
+
+
+def _with_taps(module: nn.Module, chosen: Chosen, sample: int | None) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return a copy of a module's structure that shares its tensors, and the paths of the tapped modules."""
+    # A compiled module is recognized by its attribute, because importing its class imports Dynamo, which takes seconds.
+    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+        raise TypeError(
+            "track_scales: module must be the module itself, compiled afterwards with what calls it; "
+            f"got a {type(module).__name__}"
+        )
+    if any(_PASSES[0] in part._buffers for part in module.modules()):
+        raise ValueError("track_scales: module must not be tracked already; got one with taps")
+    names = _choose(module, chosen)
+    held = [each for part in module.modules() for each in (part._parameters, part._buffers, vars(part))]
+    shared = {id(value): value for each in held for value in each.values() if isinstance(value, Tensor)}
+    skeleton = copy.deepcopy(module, dict(shared))
+    for name in names:
+        part = skeleton.get_submodule(name)
+        for which in _PASSES:
+            part.register_buffer(which, torch.zeros(WIDTH, dtype=torch.float64, device="meta"), persistent=False)
+        part.register_forward_hook(functools.partial(_tap_outputs, sample))
+    return skeleton, names
+
+
+def _choose(module: nn.Module, chosen: Chosen) -> tuple[str, ...]:
+    known = dict(module.named_modules())
+    if chosen is None:
+        names = [name for name, part in known.items() if _is_layer(part)]
+        # Submodules of a layer (a projection, a parametrization) are not called, or compute its weight.
+        outer = tuple(f"{name}." if name else "" for name in names if list(known[name].children()))
+        names = [name for name in names if not any(name.startswith(o) and name != o.rstrip(".") for o in outer)]
+    elif not callable(chosen) and not isinstance(chosen, Iterable):
+        raise TypeError(f"track_scales: modules must be paths or a predicate; got {chosen!r}")
+    elif callable(chosen):
+        names = [name for name, part in known.items() if chosen(name, part)]
+    else:
+        names = [chosen] if isinstance(chosen, str) else list(chosen)
+        for name in names:
+            if name not in known:
+                raise ValueError(f"track_scales: modules must be paths in the module; got {name!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"track_scales: modules must differ; got {names}")
+    if not names:
+        raise ValueError(f"track_scales: modules must choose a module at least; got none of {len(known)}")
+    return tuple(names)
+
+
+def _is_layer(part: nn.Module) -> bool:
+    names = {name for name, _ in part.named_children()}
+    return isinstance(part, nn.MultiheadAttention) or names <= {"parametrizations"}
+
+
+def _tap_outputs(sample: int | None, part: nn.Module, _: Any, outputs: Any) -> Any:
+    forward, backward = (getattr(part, which) for which in _PASSES)
+    if forward.device.type == "meta":  # called outside of functional_call
+        return outputs
+    return _tapped(outputs, Record(Stats(forward), Stats(backward)), sample)
+
+
+def _tapped(outputs: Any, record: Record, sample: int | None) -> Any:
+    leaves, spec = _tree.flatten(outputs)
+    for index, leaf in enumerate(leaves):
+        if has_values(leaf):
+            leaves[index] = tap(leaf, record, sample=sample)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # a pytree leaf unless registered
+            fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
+            leaves[index] = dataclasses.replace(leaf, **_tapped(fields, record, sample))
+    return _tree.unflatten(leaves, spec)
+
+
+def _rows(names: Iterable[str], probes: Mapping[str, Record]) -> dict[str, Tensor]:
+    """Return the buffers that the taps read, by name."""
+    found: dict[str, Tensor] = {}
+    for name in names:
+        if not isinstance(probes, Mapping) or not isinstance(probes.get(name), Record):
+            raise ValueError(f"track_scales: probes must hold a Record for every tapped module; got none for {name!r}")
+        prefix = f"{name}." if name else ""
+        rows = (probes[name].forward.row, probes[name].backward.row)
+        found |= {f"{prefix}{which}": row for which, row in zip(_PASSES, rows)}
+    return found

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from unittest import mock
 
 import torch
 
 from funcamp._types import name_of
+from funcamp._upstream.replaced import replaced
 from funcamp.numerics.formats import DTYPES
 from funcamp.numerics.report.recorder import Recorder
 from funcamp.numerics.report.report import NumericsReport, numerics_report
@@ -79,10 +79,9 @@ def _record(
     if not script.is_file():
         parser.error(f"target must be a file; there is none at {script}")
     recorder = Recorder(None, args.first, args.passes, args.loss_scale)
-    argv, path = mock.patch.object(sys, "argv", [str(script), *own]), mock.patch.object(sys, "path", _path(script))
     ending: BaseException | None = None
     try:
-        with argv, path, recorder.recording():
+        with replaced(sys, argv=[str(script), *own], path=_path(script)), recorder.recording():
             runpy.run_path(str(script), run_name="__main__")
     except BaseException as error:
         if not recorder.seen_backward:
@@ -118,7 +117,7 @@ def _callable(parser: argparse.ArgumentParser, file: str, name: str) -> Callable
     if file.endswith(".py"):
         if not Path(file).is_file():
             parser.error(f"target must be a file; there is none at {file}")
-        with mock.patch.object(sys, "path", _path(Path(file))):
+        with replaced(sys, path=_path(Path(file))):
             found = runpy.run_path(file).get(name)
     else:
         try:

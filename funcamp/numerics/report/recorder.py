@@ -14,7 +14,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from funcamp import _tree, _upstream
 from funcamp._jit.jit_step import JitStep
 from funcamp._scaler import scale as scaling
 from funcamp._step.step import TrainStep
+from funcamp._upstream.replaced import replaced
 from funcamp.float8.linears import layer_of
 from funcamp.numerics import taps
 from funcamp.numerics.counting import count, has_values
@@ -97,7 +97,7 @@ class Recorder(_Mode):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Context manager: this mode, hooks on modules, and compiled functions run eagerly."""
-        replaced = [
+        wrapped = [
             (JitStep, "__call__", self._cutting(_eagerly)),
             (TrainStep, "__call__", self._cutting(TrainStep.__call__)),
             (torch.autograd, "_engine_run_backward", self._around_backward(_engine)),
@@ -111,8 +111,8 @@ class Recorder(_Mode):
         with contextlib.suppress(Enough), contextlib.ExitStack() as stack, warnings.catch_warnings():
             for hook in hooks:
                 stack.callback(hook.remove)
-            for one in replaced:
-                stack.enter_context(mock.patch.object(*one))
+            for owner, name, value in wrapped:
+                stack.enter_context(replaced(owner, **{name: value}))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self)
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
@@ -147,7 +147,7 @@ class Recorder(_Mode):
         """Wrap a call whose operations are not part of the run."""
 
         def muted(*args: Any, **kwargs: Any) -> Any:
-            with mock.patch.object(self, "_muted", True):
+            with replaced(self, _muted=True):
                 return call(*args, **kwargs)
 
         return muted
@@ -186,7 +186,7 @@ class Recorder(_Mode):
 
     def _through(self, operation: Callable[[], Tensor], read: Callable[[Tensor], None]) -> Tensor:
         """Return an operation's result, and pass it to `read` without the wrappers of torch.func."""
-        with mock.patch.object(self, "_reading", read):
+        with replaced(self, _reading=read):
             return operation()
 
     def _around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,7 +245,7 @@ class Recorder(_Mode):
                 return Trial(operations, True, {})
             factor = 2.0**place
             apart: dict[str, Any] = {"operations": [], "records": {}, "gradients": {}}  # not part of the run
-            with mock.patch.multiple(self, loss_scale=scale * factor, _muted=False, _repeating=True, **apart):
+            with replaced(self, loss_scale=scale * factor, _muted=False, _repeating=True, **apart):
                 grads = again(factor)
                 finite = all(self._look(grad, _is_finite) for grad in grads if isinstance(grad, Tensor))
                 return Trial(self.operations, finite, self.gradients)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,14 +24,7 @@ LONG = (
 )
 
 
-#: What a test that traces or compiles has in the name of its file, in its own or in those of its parameters.
-COMPILES = re.compile(r"compil|jit|scan|donated|captured")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if COMPILES.search(item.nodeid):
-            item.add_marker("compiled")
     order = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 

@@ -311,6 +311,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 # fmt: on
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_bad_input_is_named(name: str) -> None:
@@ -336,6 +337,7 @@ def test_presets() -> None:
     assert presets.torch(enabled=False) == presets.disabled() == presets.static(1.0)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("call", "message"),
     [

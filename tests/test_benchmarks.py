@@ -85,6 +85,7 @@ def test_on_a_gpu_the_first_variant_is_made_once(monkeypatch: pytest.MonkeyPatch
     assert [row["variant"] for row in rows] == ["a", "b", "c"]
 
 
+@pytest.mark.compiled
 def test_a_captured_call_keeps_what_its_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     variants: Any = import_module("_variants")
     monkeypatch.setattr(variants, "CudaGraphs", lambda device: StandIn())

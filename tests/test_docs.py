@@ -43,6 +43,7 @@ def prose(page: Path) -> str:
     return re.sub(r"\]\([^)]*\)", "]", text)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     "page",
     [
@@ -55,6 +56,7 @@ def test_code_of_a_page_runs(page: Path) -> None:
     run_python(page)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_what_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
@@ -62,6 +64,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
         assert (page.parent / target.split("#")[0]).is_file(), target
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_page_has_what_its_files_have(page: Path) -> None:
     text = page.read_text()
@@ -69,6 +72,7 @@ def test_page_has_what_its_files_have(page: Path) -> None:
     assert "<!--" not in hooks.emptied(text)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_words_of_a_page_are_plain(page: Path) -> None:
     for words, instead in AVOID.items():
@@ -81,6 +85,7 @@ def test_api_pages_have_every_public_name_once() -> None:
     assert sorted(shown) == sorted(SHOWN)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", SHOWN)
 def test_first_line_of_a_docstring_is_short(name: str) -> None:
     first = (inspect.getdoc(operator.attrgetter(name)(funcamp)) or "").split("\n")[0]

@@ -170,6 +170,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 # fmt: on
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", CASES)
 def test_a_mistake_is_named_with_its_fix(name: str) -> None:
     call, error, message = CASES[name]

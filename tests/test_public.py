@@ -49,6 +49,7 @@ LAYERS = [
 ROOMS = [*CORE, *LAYERS, "__main__", "__init__"]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_is_documented(name: str) -> None:
     value = operator.attrgetter(name)(funcamp)
@@ -149,6 +150,7 @@ def test_readme_is_short_and_the_files_it_names_exist() -> None:
         assert (ROOT / target.split("#")[0]).exists(), target
 
 
+@pytest.mark.compiled
 def test_importing_funcamp_does_not_import_the_compiler() -> None:
     found = (
         "import sys, funcamp; print([m for m in ('torch._dynamo', 'torch._inductor', 'sympy') if m in sys.modules]);"

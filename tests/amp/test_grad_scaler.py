@@ -708,6 +708,7 @@ def test_distributed_tensors_follow_torch(fused: bool) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.compiled
 def test_another_thread_that_compiles_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile sets a flag of the process."""
     loop = Loop(make(GradScaler, skip="select"), "SGD")

@@ -18,6 +18,8 @@ from funcamp import GradScaler, presets
 from tests.support.helpers import assert_close, assert_same
 from tests.support.launch import ENVIRONMENT, ROOT
 
+pytestmark = pytest.mark.compiled
+
 STEPS = 12
 Loop = Callable[[Tensor, Tensor], Tensor]
 

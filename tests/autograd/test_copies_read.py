@@ -53,6 +53,7 @@ def taken(how: str, policy: str, jitted: bool) -> None:
         state, _ = run(state, (X, Y))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("how", ["penalty", "normalized", "masked"])
 def test_a_read_that_is_no_product_warns_once(how: str, jitted: bool) -> None:
@@ -61,6 +62,7 @@ def test_a_read_that_is_no_product_warns_once(how: str, jitted: bool) -> None:
     assert len(caught) == 1
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("how", ["again", "turned", "dtype", "layers"])
 def test_products_and_layers_are_silent(how: str, jitted: bool) -> None:

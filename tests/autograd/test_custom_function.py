@@ -115,6 +115,7 @@ def compiled(fn: Any) -> Any:
     return torch.compile(fn, fullgraph=True, backend="aot_eager")
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
 @pytest.mark.parametrize(
@@ -137,6 +138,7 @@ def test_gradient_is_that_of_torchs_decorators(theirs: Any, ours: Any, dtype: An
         assert_same(found, expected)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
 @pytest.mark.parametrize("transform", [lambda fn: fn, compiled], ids=["eager", "compiled"])
 def test_second_derivative_is_torchs(transform: Any, dtype: Any) -> None:
@@ -336,6 +338,7 @@ def test_backward_is_not_lost_in_a_step(name: str) -> None:
     assert_same(compiled(step)(step.init(params), x), expected)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", LOSSES)
 def test_backward_is_not_lost_in_a_compiled_core_loop(name: str) -> None:
     fn = scaled_grad_and_value(LOSSES[name])
@@ -369,6 +372,7 @@ def _raises(params: Any, x: Tensor) -> Tensor:
 
 
 # Dynamo's own, for a forward that takes ctx.
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("transform", [lambda fn: fn, compiled], ids=["eager", "compiled"])
 def test_forward_that_takes_ctx_works_as_it_is_only_with_autograd(transform: Any) -> None:

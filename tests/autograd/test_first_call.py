@@ -45,6 +45,7 @@ class Freezes(nn.Module):
         return out
 
 
+@pytest.mark.compiled
 @eager_and_jit
 def test_a_parameter_that_the_forward_pass_freezes_is_named(compiled: bool) -> None:
     message = r"module_loss: model must not freeze a parameter .*; got requires_grad=False on 'scale': freeze it before"
@@ -57,6 +58,7 @@ def test_a_parameter_that_a_later_forward_pass_freezes() -> None:
         steps(Freezes(1), compiled=False)
 
 
+@pytest.mark.compiled
 def test_an_attribute_of_a_tensor_of_the_batch_is_named_under_jit() -> None:
     class Masked(nn.Linear):
         def forward(self, x: Any) -> Tensor:
@@ -90,6 +92,7 @@ def test_the_advice_for_a_constant_that_cannot_be_hashed(constant: Any, advice: 
         run(torch.zeros(()), (torch.ones(3), constant))
 
 
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*reduce_range:UserWarning")
 def test_observers_that_were_never_called_are_named_under_jit() -> None:
     model = nn.Sequential(quantization.QuantStub(), nn.Linear(4, 4)).train()
@@ -100,6 +103,7 @@ def test_observers_that_were_never_called_are_named_under_jit() -> None:
         steps(model, compiled=True)
 
 
+@pytest.mark.compiled
 def test_a_batch_norm_without_momentum_is_named_under_jit() -> None:
     message = r"BatchNorm1d of torch.nn with momentum=None, .* \(momentum=0.1 reads nothing\), called in "
     with pytest.raises(RuntimeError, match=message):
@@ -168,6 +172,7 @@ class Hooked(nn.Module):
         return out
 
 
+@pytest.mark.compiled
 @eager_and_jit
 @pytest.mark.parametrize("how", ["parameter's hook", "module's hook", "assigned"])
 def test_a_buffer_that_a_hook_of_the_backward_pass_writes_is_named(how: str, compiled: bool) -> None:
@@ -177,6 +182,7 @@ def test_a_buffer_that_a_hook_of_the_backward_pass_writes_is_named(how: str, com
         steps(Hooked(how), compiled)
 
 
+@pytest.mark.compiled
 @eager_and_jit
 def test_a_plain_attribute_that_such_a_hook_writes_is_as_in_torchs_loop(compiled: bool) -> None:
     torch.manual_seed(0)
@@ -192,6 +198,7 @@ def test_a_plain_attribute_that_such_a_hook_writes_is_as_in_torchs_loop(compiled
     assert_same(steps(Hooked("plain attribute"), compiled, count=3), expected)
 
 
+@pytest.mark.compiled
 @eager_and_jit
 def test_a_checkpoint_that_writes_buffers_again_is_no_hook(compiled: bool) -> None:
     class Checkpointed(nn.Module):

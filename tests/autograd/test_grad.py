@@ -25,6 +25,7 @@ def example() -> tuple[dict[str, Any], Tensor]:
     return {"w": [torch.randn(4, 3)], "b": torch.randn(3)}, torch.randn(5, 4)
 
 
+@pytest.mark.compiled
 def test_power_of_two_scale_gives_the_unscaled_gradient(transform: Transform) -> None:
     params, x = example()
     expected, loss = torch.func.grad_and_value(loss_fn)(params, x)
@@ -49,6 +50,7 @@ def test_loss_comes_back_as_the_loss_function_gave_it() -> None:
     assert loss.dtype == torch.float16
 
 
+@pytest.mark.compiled
 def test_aux_tensors_come_back(transform: Transform) -> None:
     params, x = example()
 
@@ -122,6 +124,7 @@ class Penalty(nn.Module):
         return y
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("engine", [None, "autograd"])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"policy": "bfloat16"}], ids=str)
@@ -159,6 +162,7 @@ def test_penalty_on_the_gradient_of_the_batch(options: Any, engine: Any, wrapped
         assert run.programs == 2
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
 def test_batch_that_requires_a_gradient_under_a_checkpoint(wrapped: bool) -> None:
     ends = []
@@ -197,6 +201,7 @@ WITHOUT_A_GRAPH = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["eager", "jit", "scan", "compile"])
 @pytest.mark.parametrize("engine", [None, "autograd", "func"])

@@ -34,6 +34,7 @@ def model() -> Any:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     "how",
     [{}, {"jitted": True}, {"consume": True}, {"consume": True, "jitted": True, "donate": False}, {"steps": 1}],
@@ -88,6 +89,7 @@ def test_copies_are_silent_and_can_be_saved() -> None:
     loaded(X)
 
 
+@pytest.mark.compiled
 def test_a_module_that_a_compiler_runs_goes_on_working() -> None:
     module = model().eval()
     taken(module)

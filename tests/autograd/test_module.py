@@ -105,6 +105,7 @@ def test_module_is_trained_as_by_torch_and_left_as_it_was(name: str, dtype: torc
     assert_same(dict(model.state_dict()), dict(eager.state_dict()))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("transform", ["eager", "jit"])
 def test_a_modules_own_tensors_are_not_needed_after_init(transform: str) -> None:
     task = cnn()
@@ -120,6 +121,7 @@ def test_a_modules_own_tensors_are_not_needed_after_init(transform: str) -> None
     assert_same(dict(task.model.state_dict()), loss_fn.state_dict(state.params, state.buffers))
 
 
+@pytest.mark.compiled
 def test_a_module_under_two_names_compiles() -> None:
     step = make_train_step(module_loss(shared(), F.mse_loss), SGD)
     state, batch = step.init(), (torch.randn(5, 8), torch.randn(5, 8))
@@ -195,6 +197,7 @@ CRITERIA: dict[str, Callable[[Any], Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("how", ["eager", "jit", "func", "tracked", "keep"])
 @pytest.mark.parametrize("name", CRITERIA)
 def test_a_criterion_that_reads_the_model_sees_what_is_trained(name: str, how: str) -> None:
@@ -226,6 +229,7 @@ def test_a_criterion_that_reads_the_model_sees_what_is_trained(name: str, how: s
         assert_same(step.loss(state, (x, y)), criterion(expected(x), y).detach())
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
 def test_a_parameter_kept_from_before_the_call_is_refused(wrapped: bool) -> None:
     model = nn.Linear(2, 2)
@@ -275,6 +279,7 @@ def hits(criterion: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Ten
     return with_hits
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("engine", ["func", "autograd", None])
 @pytest.mark.parametrize("tracked", [False, True], ids=["plain", "tracked"])

@@ -118,6 +118,7 @@ class Frozen(collections.UserDict[str, Any]):
         return 0
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("kind", [Encoding, Frozen])
 def test_a_mapping_is_one_signature_of_jit(kind: Any) -> None:
     step = make_train_step(module_loss(Words()), SGD)
@@ -195,6 +196,7 @@ FORMS: dict[str, tuple[bool, Any, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("name", "call"),
     [*[(name, call) for name in FORMS for call in ("step", "loss")], ("text", "jit"), ("own argument", "jit")],

@@ -75,6 +75,7 @@ def made(what: str) -> nn.Module:
     return Asks(what)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("consume", [False, True])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("what", ["class", "attribute", "buffer's attribute"])
@@ -127,6 +128,7 @@ class Tied(nn.Module):
         return out
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("how", ["eager", "func", "jit"])
 @pytest.mark.parametrize("policy", [None, "float16", "bfloat16"])
 @pytest.mark.parametrize("name", HOOKS)
@@ -166,6 +168,7 @@ def replaced(parameter: Tensor) -> None:
     parameter.grad = parameter.grad * (parameter.detach() > 0)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("policy", [None, "float16", "bfloat16"])
 @pytest.mark.parametrize("hook", [halved, replaced])
@@ -258,6 +261,7 @@ class Clipped(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("policy", [None, "bfloat16"])
 @pytest.mark.parametrize("how", ["data", "item", "out", "operator", "list", "view"])

@@ -64,6 +64,7 @@ def by_torch(model: Any) -> list[Any]:
     return seen
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [lambda step: step, TRACED], ids=["eager", "jit"])
 @pytest.mark.parametrize("policy", ["float16", "float16,keep=*lora_*"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -167,6 +167,7 @@ def test_module_that_was_called_with_two_sets_of_parameters_before() -> None:
         step(step.init(params), torch.ones(2, 4))
 
 
+@pytest.mark.compiled
 def test_checkpoint_after_a_compilation_that_left_the_hooks_off() -> None:
     tape: Any = torch._C._autograd
     step = step_of(checkpointed, engine="autograd")
@@ -345,6 +346,7 @@ def test_number_in_a_text() -> None:
         call(jit(step, backend="eager"), step)
 
 
+@pytest.mark.compiled
 @pytest.mark.inductor
 def test_two_draws_in_a_scan_with_exact() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Dropout(0.5))
@@ -378,6 +380,7 @@ def test_function_that_reads_a_tensor_besides_its_arguments() -> None:
         assert_same(run(clone(state), torch.ones(4))[1].loss, expected.loss)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_loss_of_no_parameter_and_inference_mode(engine: Any, compiled: bool) -> None:
@@ -401,6 +404,7 @@ class Frozen(torch.nn.Module):
         return self.head(x + (checkpoint(self.reads, x, use_reentrant=False) if self.keeps else self.reads(x)).tanh())
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_block_that_is_computed_again_reads_the_buffers_of_the_state(compiled: bool) -> None:
     torch.manual_seed(0)
@@ -475,6 +479,7 @@ class Compiled(torch.nn.Module):
         return self.last(self.first(x).tanh())
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("kind", ["own", "part", "whole"])
 def test_eager_step_over_a_compiled_model(kind: str) -> None:
     count = CompileCounter()
@@ -587,6 +592,7 @@ def test_batch_of_another_dtype(name: str, policy: str | None, dtype: torch.dtyp
         step(step.init(), (x, x))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64], ids=str)
 def test_batch_of_another_dtype_under_jit(dtype: torch.dtype) -> None:
     step = make_train_step(module_loss(torch.nn.Linear(4, 4), lambda out, _: out.sum()), SGD)
@@ -613,6 +619,7 @@ def test_dtype_of_a_target_is_an_error_of_torch() -> None:
     assert "an input and parameters" not in str(caught.value)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("engine", ["autograd", "func"])
 def test_empty_batch_under_jit(engine: Any) -> None:
     """torch's decomposition of mse_loss's backward divides by the number of elements when it is traced."""

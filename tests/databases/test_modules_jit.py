@@ -16,6 +16,7 @@ from tests.databases.known import KNOWN_MODULES
 from tests.support.databases import SEED, is_float, is_same, modules, refusal, weighted_sum
 
 pytestmark = [
+    pytest.mark.compiled,
     # Some modules are deprecated, and some inputs ask for a warning.
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("one_thread"),

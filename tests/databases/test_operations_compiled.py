@@ -9,6 +9,7 @@ from funcamp import jit
 from tests.support.databases import LIMIT, SEED, Expected, expected_of, joined, operations, worst_error
 
 pytestmark = [
+    pytest.mark.compiled,
     pytest.mark.inductor,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("one_thread"),

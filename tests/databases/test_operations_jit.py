@@ -8,6 +8,7 @@ from tests.databases.known import KNOWN, UNINITIALIZED
 from tests.support.databases import FAILS, is_same, is_same_kind, operations, outcomes_of
 
 pytestmark = [
+    pytest.mark.compiled,
     # torch's samples call deprecated and experimental parts of torch; torch's own tests let these warnings pass.
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("one_thread"),

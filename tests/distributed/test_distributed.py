@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.ranks import CASES
 from tests.support.launch import torchrun
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.compiled, pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,7 @@ def test_float16_learns_beside_steps_that_overflow() -> None:
     assert mean(rows[-5:], "reward") > 0.35
 
 
+@pytest.mark.compiled
 def test_captured_step_has_the_scales_and_skips_of_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
     rows = history("float16", "engine", 12, functools.partial(funcamp.jit, backend="eager"))
@@ -135,6 +136,7 @@ def test_main_prints_and_returns_every_step(capsys: pytest.CaptureFixture[str]) 
     assert f"reward {rows[-1]['reward']:.3g}" in printed[-1]
 
 
+@pytest.mark.compiled
 @pytest.mark.inductor
 def test_compiled_gap_is_zero_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LAYERS": 1, "WIDTH": 16, "HEADS": 2, "LENGTH": 2, "UPDATES": 1}.items():

@@ -17,6 +17,7 @@ STEPS = 40
 COMPILED = functools.partial(funcamp.jit, backend="eager")
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
 def test_compiled_is_the_torch_loop_in_one_program_for_each_window_size(scan: bool) -> None:
     recipe, runs = example("accumulation"), []

@@ -19,6 +19,7 @@ EAGER = pytest.param(lambda step, **_: step, id="eager")
 COMPILED = pytest.param(functools.partial(funcamp.jit, backend="eager"), id="compiled")
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [EAGER, COMPILED])
 def test_both_loops_have_the_same_scales_skips_losses_and_parameters(wrap: Any) -> None:
     recipe = example("before_after")

@@ -56,6 +56,7 @@ def sgd(lr: float = 0.05) -> Any:
 # One engine against the other.
 
 
+@pytest.mark.compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [eager, compiled, kept])
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
@@ -72,6 +73,7 @@ def test_engines_give_the_same_bits(make: Any, wrap: Wrap) -> None:
     assert_same(state, expected)
 
 
+@pytest.mark.compiled
 @WRAPS
 def test_accumulation_gives_the_same_bits(wrap: Wrap) -> None:
     task = cnn()
@@ -87,6 +89,7 @@ def test_accumulation_gives_the_same_bits(wrap: Wrap) -> None:
     assert_same(*results)
 
 
+@pytest.mark.compiled
 @WRAPS
 def test_parameter_that_the_loss_does_not_use_has_a_zero_gradient(wrap: Wrap) -> None:
     decay = funcamp.stateless(torch.optim.SGD, lr=0.5, weight_decay=0.5)
@@ -96,6 +99,7 @@ def test_parameter_that_the_loss_does_not_use_has_a_zero_gradient(wrap: Wrap) ->
     assert state.params.tree()["unused"].tolist() == [0.75, 0.75]
 
 
+@pytest.mark.compiled
 @WRAPS
 @pytest.mark.parametrize("ambient", [torch.no_grad, torch.enable_grad])
 def test_nothing_that_comes_out_requires_grad(wrap: Wrap, ambient: Any) -> None:
@@ -155,6 +159,7 @@ def batch_of(index: int) -> Any:
     return RECIPE.batch(index, "cpu")
 
 
+@pytest.mark.compiled
 @WRAPS
 @pytest.mark.parametrize("middle", [nn.Tanh, lambda: nn.BatchNorm1d(16)], ids=["tanh", "batch_norm"])
 def test_checkpointed_step_is_the_step_without(middle: Callable[[], nn.Module], wrap: Wrap) -> None:
@@ -167,6 +172,7 @@ def test_checkpointed_step_is_the_step_without(middle: Callable[[], nn.Module], 
     assert_same(dict(model.state_dict()), before)
 
 
+@pytest.mark.compiled
 @WRAPS
 def test_step_with_dropout_in_a_checkpointed_block_is_the_loop(wrap: Wrap) -> None:
     model = body(nn.Dropout(0.5))
@@ -187,6 +193,7 @@ def test_step_with_dropout_in_a_checkpointed_block_is_the_loop(wrap: Wrap) -> No
     assert_same(state.params.tree(), values(model))
 
 
+@pytest.mark.compiled
 @WRAPS
 def test_loss_of_ones_own_gives_a_block_its_parameters(wrap: Wrap) -> None:
     """functional_call puts a module's own parameters back before the backward pass calls the block again."""
@@ -237,12 +244,14 @@ def calls(wrap: Wrap, checkpointed: bool) -> int:
     return count
 
 
+@pytest.mark.compiled
 @WRAPS
 def test_checkpointed_blocks_are_computed_twice(wrap: Wrap) -> None:
     assert calls(wrap, False) == 3
     assert calls(wrap, True) == 6
 
 
+@pytest.mark.compiled
 @WRAPS
 def test_dropout_in_a_checkpointed_block_has_the_masks_of_the_forward_pass(wrap: Wrap) -> None:
     ends = []
@@ -252,6 +261,7 @@ def test_dropout_in_a_checkpointed_block_has_the_masks_of_the_forward_pass(wrap:
     assert_same(*ends)
 
 
+@pytest.mark.compiled
 @WRAPS
 def test_accumulation_over_checkpointed_blocks(wrap: Wrap) -> None:
     def batch(index: int) -> Any:

@@ -20,6 +20,7 @@ EAGER = pytest.param(lambda step, **_: step, id="eager")
 COMPILED = pytest.param(functools.partial(funcamp.jit, backend="eager"), id="compiled")
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [EAGER, COMPILED])
 def test_by_value_is_the_torch_loop_bit_for_bit(wrap: Any) -> None:
     recipe = example("clipping")

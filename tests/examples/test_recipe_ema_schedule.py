@@ -18,6 +18,7 @@ EAGER = pytest.param(lambda step, **_: step, id="eager")
 COMPILED = pytest.param(functools.partial(funcamp.jit, backend="eager"), id="compiled")
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [EAGER, COMPILED])
 def test_skipped_step_moves_neither_parameters_nor_average(wrap: Any) -> None:
     recipe = example("ema_schedule")

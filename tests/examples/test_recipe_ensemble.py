@@ -63,6 +63,7 @@ def data(index: int, sizes: list[float]) -> tuple[Tensor, Tensor]:
     return x * torch.tensor(sizes)[:, None, None], y
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_member_that_overflows_is_left_as_it_was_and_the_others_do_not_notice(compiled: bool) -> None:
     step, state = members([make_model(seed) for seed in range(3)], max_norm=1.0, ema_decay=0.9)

@@ -54,6 +54,7 @@ def wgan_gp_oracle() -> tuple[dict[str, Tensor], Trace]:
     return values(critic), trace
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     "wrap", [lambda step: step, lambda step: funcamp.jit(step, backend="eager")], ids=["eager", "compiled"]
 )

@@ -116,6 +116,7 @@ def test_one_scale_for_all_loses_a_branch_that_own_scales_keep(monkeypatch: pyte
         assert difference(shared[1][name], expected[1][name]) > 0.1
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [eager, compiled])
 @pytest.mark.parametrize("rescale", [in_the_sum, by_a_function])
 def test_rescaling_in_one_graph_gives_the_same_gradients(

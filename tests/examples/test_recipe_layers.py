@@ -18,6 +18,7 @@ COMPILED = pytest.param(functools.partial(funcamp.jit, backend="eager"), id="com
 SKIPPED, LATER = 5, 21  # the first steps are all skipped; so is a later one
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [EAGER, COMPILED])
 def test_buffers_of_a_skipped_step_go_back_by_default(wrap: Any) -> None:
     recipe = example("layers")

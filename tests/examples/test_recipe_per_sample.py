@@ -72,6 +72,7 @@ def test_limit_does_not_move_with_the_scale(monkeypatch: pytest.MonkeyPatch) -> 
     assert_close(low, high, 2.0**-10)
 
 
+@pytest.mark.compiled
 @WRAPS
 def test_sample_that_overflows_skips_the_step(monkeypatch: pytest.MonkeyPatch, wrap: Wrap) -> None:
     params, row = one_step(monkeypatch, wrap, first_times(1e6), 2.0**8)
@@ -79,6 +80,7 @@ def test_sample_that_overflows_skips_the_step(monkeypatch: pytest.MonkeyPatch, w
     assert_same(params, {name: value.detach() for name, value in RECIPE.make_model().named_parameters()})
 
 
+@pytest.mark.compiled
 @WRAPS
 def test_sample_that_overflows_is_dropped_alone(monkeypatch: pytest.MonkeyPatch, wrap: Wrap) -> None:
     monkeypatch.setattr(RECIPE, "DROP", True)

@@ -42,6 +42,7 @@ class Watched:
         return watched
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("captured", [False, True], ids=["compiled", "captured"])
 def test_what_a_call_returned_stays_as_it_is(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if captured:

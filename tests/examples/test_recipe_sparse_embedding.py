@@ -29,6 +29,7 @@ def distinct(index: int, device: str) -> Any:
     return words.to(device), words.sin().sum(1, keepdim=True).to(device)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [EAGER, COMPILED])
 @pytest.mark.parametrize("repeats", [False, True], ids=["distinct words", "repeated words"])
 def test_dense_gradients_in_a_step_are_the_sparse_loop(repeats: bool, wrap: Any) -> None:
@@ -58,6 +59,7 @@ def test_dense_gradients_in_a_step_are_the_sparse_loop(repeats: bool, wrap: Any)
     assert_close(state.params.tree(), values(model), 2.0**-12 if repeats else 0.0)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [EAGER, COMPILED])
 def test_sparse_gradient_in_a_step_is_an_error_that_says_what_to_do(wrap: Any) -> None:
     recipe = example("sparse_embedding")

@@ -35,6 +35,7 @@ def expected(name: str) -> Any:
         return oracle(name).oracle(example(name), STEPS, "cpu")
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", NAMES)
 def test_recipe_is_the_torch_loop(name: str, wrap: Wrap) -> None:
     with one_thread():

@@ -169,6 +169,7 @@ def test_unfrozen_parameters_begin_and_the_head_continues(tmp_path: Path) -> Non
     assert after["opt_state.1 decay.applied"] == applied  # the schedule's count, for all
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [eager, TRACED], ids=["eager", "jit"])
 def test_adapters_are_trained_on_a_base_that_is_shared(wrap: Any) -> None:
     model = example.make_model("cpu")
@@ -185,6 +186,7 @@ def test_adapters_are_trained_on_a_base_that_is_shared(wrap: Any) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.compiled
 def test_two_adapters_and_a_jitted_step_read_one_base() -> None:
     base = nn.Linear(4, 4).requires_grad_(False)
     sgd, x = funcamp.stateless(torch.optim.SGD, lr=0.0), torch.ones(2, 4)
@@ -202,6 +204,7 @@ def test_two_adapters_and_a_jitted_step_read_one_base() -> None:
             torch.testing.assert_close(run(state, (x, x))[1].loss, expected, rtol=5e-3, atol=0.0)
 
 
+@pytest.mark.compiled
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_example_compiles_as_it_is_written(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_timm_model_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert_same(funcamp.load(tmp_path / "cut.pt"), funcamp.load(tmp_path / "straight.pt"))
 
 
+@pytest.mark.compiled
 @pytest.mark.models
 @pytest.mark.inductor
 def test_tutorials_compile_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,7 @@ def test_a_state_without_or_with_another_history_says_how_to_begin() -> None:
         fewer(step.init(), batch(0))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"accumulate": 2, "scan": True}])
 def test_a_donated_program_is_the_eager_step_compiled(options: dict[str, Any]) -> None:
     run, eager = made(**options), made(**options)
@@ -202,6 +203,7 @@ def test_a_donated_program_is_the_eager_step_compiled(options: dict[str, Any]) -
     assert state.skipped == 1
 
 
+@pytest.mark.compiled
 def test_the_rule_takes_the_same_operations_for_more_layers_compiled() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -99,6 +99,7 @@ def test_a_scale_per_row_is_the_scale_of_the_row() -> None:
         assert_same(found.values.float(), expected)
 
 
+@pytest.mark.compiled
 def test_quantize_under_every_transform(transform: Transform) -> None:
     x = torch.cat([torch.randn(4, 6), torch.tensor([[math.inf, -0.0, 1e-30, 1.0, 2.0, math.nan]])])
 

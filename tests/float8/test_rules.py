@@ -123,6 +123,7 @@ def test_the_scale_stays_finite_and_above_zero() -> None:
         assert torch.isfinite(1 / scale).all()
 
 
+@pytest.mark.compiled
 def test_update_under_every_transform(transform: Transform) -> None:
     config = float8.transformer_engine(margin=2, amax_history_len=3)
     state = float8.update(float8.init(config, 2), torch.rand(2, 3), config)

@@ -93,6 +93,7 @@ def _moments(record: numerics.Record, row: int | None = None) -> list[Tensor]:
     return parts if row is None else [part[row] for part in parts]
 
 
+@pytest.mark.compiled
 def test_grad_scalers_compiled_loop() -> None:
     def run(scaler: Any, compiled: bool) -> tuple[list[Tensor], list[float]]:
         task, scales = mlp(), []

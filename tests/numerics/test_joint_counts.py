@@ -93,6 +93,7 @@ class Twice(nn.Module):
         return self.again(torch.tanh(self.again(self.first(x))))  # type: ignore[no-any-return]
 
 
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does that
 @pytest.mark.parametrize(
     "options",

@@ -86,6 +86,7 @@ TRANSFORMED: dict[str, Callable[[Params, Probes, Tensor], Probes]] = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_compiled_is_eager(name: str) -> None:
     fn, p, q, x = TRANSFORMED[name], params(), probes(), torch.randn(5, 6)
@@ -118,6 +119,7 @@ def test_samples_add_up_to_the_batch() -> None:
     assert_same(twice["y"].total().backward.row[3:], (mean["y"] + mean["y"]).backward.row[3:])
 
 
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does that
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("again", [False, True], ids=["plain", "checkpoint"])
@@ -144,6 +146,7 @@ def penalty(loss: Callable[..., Tensor], p: Params, *rest: Any) -> Tensor:
     return sum((g.square().sum() for g in grad(loss)(p, *rest).values()), torch.zeros(()))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_double_backward_and_forward_mode(compiled: bool) -> None:
     p, q, x = params(), probes(), torch.randn(5, 6)
@@ -187,6 +190,7 @@ def test_record_tells_and_merges() -> None:
     assert "float64" in repr(record)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_what_is_tapped_may_be_written_in_place(compiled: bool) -> None:
     def loss(w: Tensor, q: Record, x: Tensor) -> Any:

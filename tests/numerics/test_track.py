@@ -143,6 +143,7 @@ class TakesDataclass(nn.Module):
         return out.hidden + out.parts[0]  # type: ignore[no-any-return]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_tensors_in_a_dataclass_are_tapped(compiled: bool) -> None:
     step = make_train_step(track_scales(module_loss(TakesDataclass(), F.mse_loss)), SGD, CONFIG)
@@ -173,6 +174,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does that
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", OPTIONS)
@@ -243,6 +245,7 @@ def test_layers_that_are_computed_again_count_once() -> None:
     assert_same(after, plain(plain.init(), batch)[0])
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_taps_in_several_checkpoints(compiled: bool) -> None:
     loss_fn = track_scales(module_loss(CheckpointedTwice(), F.mse_loss))
@@ -253,6 +256,7 @@ def test_taps_in_several_checkpoints(compiled: bool) -> None:
     assert {name: record.forward.count.item() for name, record in seen.records.items()} == {"first": 24, "second": 6}
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_a_loss_taps_what_it_wants(compiled: bool) -> None:
     def tapped(params: dict[str, Tensor], probes: dict[str, Record], x: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ def test_clip_grad_norm_equals_torch(max_norm: float, factor: float, dtype: torc
     assert_same(grads, before)
 
 
+@pytest.mark.compiled
 def test_clip_grad_norm_every_transform_agrees(transform: Transform) -> None:
     grads = {"w": torch.tensor([3.0, 0.0]), "b": [torch.tensor([[4.0]])]}
     clipped, norm = transform(lambda grads: clip_grad_norm(grads, 2.5))(grads)

@@ -151,6 +151,7 @@ def test_schedule_follows_torchs_loop(case: str, flat: bool) -> None:
         assert_close(result, expected[step], tolerance(cls, label))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("case", CASES)
 def test_jitted_step_follows_torchs_loop(case: str) -> None:
     follow_in_a_step(case, "eager")

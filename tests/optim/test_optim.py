@@ -50,6 +50,7 @@ def reference(cls: type[optim.Optimizer], arguments: dict[str, Any], lrs: list[f
     return trajectory
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", CASES)
 def test_update_follows_torch(name: str, compiled: bool) -> None:
@@ -132,6 +133,7 @@ def test_schedule_counts_applied_steps_only() -> None:
     torch.testing.assert_close(params["w"], torch.full((2,), -(0.1 + 0.05 + 0.1 / 3)))
 
 
+@pytest.mark.compiled
 def test_tensor_hyperparameter_is_an_input_of_the_compiled_graph() -> None:
     lr = torch.tensor(0.5)
     optimizer = stateless(optim.SGD, lr=lr)
@@ -188,6 +190,7 @@ def test_a_step_without_any_gradient_counts_and_changes_nothing_else() -> None:
     assert after.applied == 1
 
 
+@pytest.mark.compiled
 def test_two_optimizers_in_one_factory_do_not_share_a_compiled_graph() -> None:
     def compiled(lr: float) -> Any:
         optimizer = stateless(optim.SGD, lr=lr)

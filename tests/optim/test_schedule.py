@@ -194,6 +194,7 @@ def test_scheduler_equals_torchs_loop(name: str, optimizer: str) -> None:
     assert_same_rows(funcamps_loop(scheduled), expected, exact=(name, optimizer) not in ROUNDED)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ["CosineAnnealingLR", "OneCycleLR"])
 def test_jitted_step_equals_torchs_loop(name: str) -> None:
     cls, numbers = OPTIMIZERS["AdamW"]
@@ -210,6 +211,7 @@ def test_generated_code_follows_torchs_loop() -> None:
     assert_same_rows(funcamps_loop(scheduled, jit), expected, exact=False)
 
 
+@pytest.mark.compiled
 def test_update_is_the_same_under_transforms(transform: Any) -> None:
     scheduled = schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)
     params = parameters()
@@ -350,6 +352,7 @@ def test_no_step_reads_a_tensor() -> None:
     assert reads == []
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"])
 def test_resumed_run_continues(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
     cls, numbers = OPTIMIZERS["AdamW"]
@@ -387,6 +390,7 @@ def test_torch_gets_the_number_of_the_next_step() -> None:
     assert group["lr"] == 0.3 * 0.5 * 0.5
 
 
+@pytest.mark.compiled
 def test_jitted_step_is_verified_with_torchs_loop() -> None:
     model = torch.nn.Linear(3, 2)
     make = MAKE["CosineAnnealingLR"]

@@ -121,6 +121,7 @@ class KeepsText(Refused):
             state["mode"] = "warm"
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_third_party_optimizer_follows_itself(compiled: bool) -> None:
     params = {"w": torch.randn(3, 2), "b": torch.randn(4)}

@@ -76,6 +76,7 @@ def test_the_same_operations_under_torch_func_vmap_and_in_a_step() -> None:
     assert samples.records[""].backward.count == 12
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["pure", "jit"])
 def test_report_of_a_training_step(compiled: bool) -> None:
     task = mlp()

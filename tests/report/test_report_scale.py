@@ -131,6 +131,7 @@ def is_finite(grads: list[Tensor]) -> bool:
     return all(bool(grad.isfinite().all()) for grad in grads)
 
 
+@pytest.mark.compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch", "GradScaler", "step", "jit"])
 @pytest.mark.parametrize(
@@ -156,6 +157,7 @@ def test_recommended_scale_works_at_once(how: str, kind: type[Net], factor: floa
         assert safe.underflow <= 0.02
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("how", ["torch", "GradScaler", "step", "jit"])
 def test_gradients_are_shown_without_the_scale_that_the_step_applied(how: str) -> None:
     report = report_of(how, made(Net), times(1.0), 2.0**10)
@@ -170,6 +172,7 @@ def test_gradients_are_shown_without_the_scale_that_the_step_applied(how: str) -
     assert {one.loss_scale for one in report.operations if one.backward} == {2.0**10}
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("how", ["torch", "GradScaler", "step", "jit"])
 def test_gradients_of_a_run_that_overflows_are_measured_where_they_are_finite(how: str) -> None:
     report, fine = (report_of(how, made(Net), times(1.0), scale) for scale in (2.0**40, 2.0**10))
@@ -182,6 +185,7 @@ def test_gradients_of_a_run_that_overflows_are_measured_where_they_are_finite(ho
     assert report.operations[-1].backward  # nothing of the optimizer
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("scale", [2.0**16, 1.0])
 @pytest.mark.parametrize("how", ["torch", "GradScaler", "step", "jit"])
 @pytest.mark.parametrize(

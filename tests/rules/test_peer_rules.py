@@ -220,6 +220,7 @@ def test_preset_follows_its_library_through_random_sequences(case: str, probabil
     follow(case, [rng.random() < probability for _ in range(400)])
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("case", ["megatron odd factors", "deepspeed old", "jmp odd factor", "flax odd factors"])
 def test_preset_follows_its_library_under_every_transform(case: str, transform: Transform) -> None:
     config = CASES[case][1](**CASES[case][2])
@@ -228,6 +229,7 @@ def test_preset_follows_its_library_under_every_transform(case: str, transform: 
     follow(case, [rng.random() < 0.4 for _ in range(25)], lambda state, _: run(state))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("case", CASES)
 def test_preset_compiles_and_batches(case: str) -> None:
     """Every rule, in one graph and under vmap: the same numbers as eager."""

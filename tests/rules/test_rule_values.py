@@ -98,6 +98,7 @@ def test_rules_with_other_parameters_differ() -> None:
     assert DeepSpeed(2).name == "DeepSpeed"
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_config_is_a_constant_of_a_compiled_function(rule: rules.Rule) -> None:
     config = ScalerConfig(64.0, growth_interval=2, rule=rule)
@@ -122,6 +123,7 @@ def test_own_rule_moves_the_scale() -> None:
     assert funcamp.saturated(state, OWN)
 
 
+@pytest.mark.compiled
 def test_own_rule_under_every_transform(transform: Transform) -> None:
     move = transform(lambda state: update(state, OWN))
     state = init(OWN)
@@ -130,6 +132,7 @@ def test_own_rule_under_every_transform(transform: Transform) -> None:
         assert state.scale == expected
 
 
+@pytest.mark.compiled
 def test_own_rule_in_a_jitted_step_and_its_checkpoint() -> None:
     step = funcamp.make_train_step(
         lambda params, x: (params["w"] * x).sum(), funcamp.stateless(torch.optim.SGD, lr=0.0), OWN

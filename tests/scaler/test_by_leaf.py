@@ -27,6 +27,7 @@ from tests.support.models import mlp
 NAN, INF = float("nan"), float("inf")
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_every_leaf_has_its_flag(transform: Transform, bad: float) -> None:
     grads = {"a": torch.ones(3), "b": {"c": torch.tensor([1.0, bad]), "d": torch.zeros(0)}, "e": torch.tensor(bad)}
@@ -52,6 +53,7 @@ def test_gradient_that_overflows_by_unscaling_has_its_flag() -> None:
     assert found_inf_by_leaf(grads).tolist() == [True, False]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_step_names_the_parameter_that_overflowed(flat: bool, compiled: bool) -> None:

@@ -37,6 +37,7 @@ def test_skip_step_never_lets_a_non_finite_new_value_through() -> None:
     assert_same(skip_step(state_of(8.0, found_inf=1.0), new=new, old=old), old)
 
 
+@pytest.mark.compiled
 def test_skip_step_every_transform_agrees(transform: Transform) -> None:
     new, old = ({k: v for k, v in tree(x).items() if k in ("w", "count", "mask")} for x in (2.0, 1.0))
     run = transform(lambda state, new, old: skip_step(state, new=new, old=old))

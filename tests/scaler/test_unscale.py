@@ -127,6 +127,7 @@ def test_unscale_and_check_nested_tree_keeps_its_structure() -> None:
     assert_same(actual, expected)
 
 
+@pytest.mark.compiled
 def test_unscale_and_check_every_transform_agrees(transform: Transform) -> None:
     grads: dict[str, Any] = {
         "w": torch.randn(3, 4) * 8,
@@ -202,6 +203,7 @@ def test_scale_equals_grad_scaler(dtype: torch.dtype, shape: tuple[int, ...]) ->
     )
 
 
+@pytest.mark.compiled
 def test_scale_every_transform_agrees(transform: Transform) -> None:
     outputs = (torch.randn(()).half(), [torch.randn(3).half(), torch.randn(2, 2)])
     assert_same(transform(scale)(state_of(3.7e4), outputs), scale(state_of(3.7e4), outputs))

@@ -103,6 +103,7 @@ def test_update_loop_follows_grad_scaler(growth: float, backoff: float, interval
         assert state.found_inf.item() == 0.0
 
 
+@pytest.mark.compiled
 def test_update_every_transform_follows_torch(transform: Transform) -> None:
     config = ScalerConfig(growth_factor=1.1, backoff_factor=0.3, growth_interval=2)
     run = transform(lambda state: update(state, config))
@@ -146,6 +147,7 @@ def test_update_new_scale_replaces_the_rule_and_keeps_the_tracker(new_scale: flo
     assert bounded.scale.item() == 4.0
 
 
+@pytest.mark.compiled
 def test_merge_ors_any_nonzero_flag(transform: Transform) -> None:
     run = transform(merge)
     for flags in itertools.product([0.0, 1.0, 2.0, math.nan], repeat=3):

@@ -85,6 +85,7 @@ def test_search_follows_plain_python(seed: int) -> None:
     assert state.counters == {"stride": 0}
 
 
+@pytest.mark.compiled
 def test_after_the_search_the_rule_is_torchs(transform: Transform) -> None:
     config = presets.warm_start(8.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=2)
     step = transform(lambda state: update(state, config))

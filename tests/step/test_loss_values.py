@@ -46,6 +46,7 @@ def by_name(p: Any, buffers: dict[str, Tensor], x: Tensor) -> Any:
     return value, buffers
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("written", [in_place, by_name])
 def test_a_loss_may_write_its_buffers(written: Any, mode: str) -> None:
@@ -65,6 +66,7 @@ def test_a_loss_may_write_its_buffers(written: Any, mode: str) -> None:
     assert_same(first.buffers["n"], before)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("mode", MODES)
 def test_kept_buffers_are_no_ones_memory(mode: str) -> None:
     """A buffer that is a tensor of the batch, or of the parameters, is a copy: no later step writes into those."""
@@ -95,6 +97,7 @@ class Remembers(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("mode", MODES)
 def test_a_modules_kept_buffer_is_not_the_batch(mode: str) -> None:
     loss_fn = module_loss(Remembers(), lambda output, _: output.square().mean(), keep_buffers=True)
@@ -122,6 +125,7 @@ class Caches(nn.Linear):
         return super().forward(x) + self.places[:, None]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("mode", MODES)
 def test_a_buffer_that_a_first_call_fills_needs_that_call(mode: str) -> None:
     model = Caches()

@@ -24,6 +24,8 @@ from funcamp import (
 from tests.support.helpers import assert_same, clone
 from tests.support.models import cnn, mlp, tied
 
+pytestmark = pytest.mark.compiled
+
 SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
 CONFIG = ScalerConfig(2.0**8)
 WRAPPED = pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])

@@ -36,6 +36,7 @@ def run(weight: Any, batch: Any, wrap: Wrap = WRAPS["eager"], **options: Any) ->
     return wrap(step)(step.init({"w": torch.ones(4)}), batch)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("scan", [False, True], ids=["", "scan"])
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 @pytest.mark.parametrize("counts", [[1, 4, 8, 3], [8, 0, 7, 1], [2, 6]], ids=str)
@@ -134,6 +135,7 @@ def sentences(step: int) -> tuple[Tensor, Tensor]:
     return words, torch.where(torch.arange(9) < lengths, words, IGNORED)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [WRAPS["eager"], WRAPS["jit"]], ids=["eager", "jit"])
 def test_float16_run_equals_torchs_loop_with_weighted_losses(wrap: Wrap) -> None:
     numbers: Any = {"init_scale": 2.0**20, "growth_interval": 4}
@@ -170,6 +172,7 @@ def test_float16_run_equals_torchs_loop_with_weighted_losses(wrap: Wrap) -> None
     assert_same(seen, expected)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("scan", [False, True], ids=["", "scan"])
 @pytest.mark.parametrize("wrap", [WRAPS["eager"], WRAPS["jit"]], ids=["eager", "jit"])
 def test_micro_batch_without_weight_leaves_buffers_and_float8_scales_alone(wrap: Wrap, scan: bool) -> None:

@@ -39,6 +39,7 @@ def linear(params: Any, batch: Tensor) -> Tensor:
     return total
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("flat", [True, False])
 def test_skipped_step_changes_nothing_but_the_scale(flat: bool, transform: Callable[..., Any]) -> None:
     def schedule(applied: Tensor) -> Tensor:
@@ -127,6 +128,7 @@ def test_partial_window_is_the_mean_over_what_is_there(flat: bool) -> None:
         assert_close(metrics[:2], expected_metrics[:2], 1e-6)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("make", [mlp, cnn])
 def test_scan_is_the_loop(make: Any) -> None:
     task = make()
@@ -151,6 +153,7 @@ def test_one_bad_micro_batch_skips_the_window() -> None:
     assert after.scaler.scale == state.scaler.scale / 2
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_norm_beyond_float32_clips(flat: bool, transform: Callable[..., Any]) -> None:
     """Finite gradients whose squares or whose norm overflow float32 clip to max_norm; torch multiplies them by 0."""
@@ -262,6 +265,7 @@ def test_buffers_and_aux_together() -> None:
     assert_same(metrics.aux["seen"], torch.tensor([3.0, 3.0]))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"max_norm": 1.0}], ids=str)
@@ -377,6 +381,7 @@ def test_the_state_shares_nothing() -> None:
     assert_same(dict(task.model.state_dict()), before)
 
 
+@pytest.mark.compiled
 def test_steady_loop_compiles_once() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -433,6 +438,7 @@ def test_metrics_count_skips_and_tell_the_limits() -> None:
     assert [int(count) for count in (state.step, state.skipped, state.consecutive_skips)] == [7, 5, 3]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("policy", [None, "bfloat16"])
 @pytest.mark.parametrize("consume", [False, True])

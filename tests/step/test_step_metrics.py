@@ -92,6 +92,7 @@ def test_the_rate_of_a_step(name: str, flat: bool) -> None:
     assert not [node for node in graph.graph.nodes if "_local_scalar_dense" in str(node.target)]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_a_schedule_moves_with_applied_steps(compiled: bool) -> None:
     step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=schedule), ScalerConfig(8.0))
@@ -102,6 +103,7 @@ def test_a_schedule_moves_with_applied_steps(compiled: bool) -> None:
     assert [round(float(metrics.lr), 6) for metrics in seen] == [0.5, 0.25, 0.25, round(0.5 / 3, 6)]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_the_rate_is_a_copy(compiled: bool) -> None:
     rate = torch.tensor(0.25)

@@ -38,6 +38,7 @@ def with_scaler(params: dict[str, Tensor], scaler: ScalerState, x: Tensor) -> An
     return unscale(scaler, scale(scaler, plain(params, x))) * (scaler.scale / 2.0**10)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_has_scaler_passes_the_state_that_scales(accumulate: int, compiled: bool) -> None:

@@ -136,6 +136,7 @@ def test_a_penalty_in_the_criterion_is_of_the_full_weights(dtype: torch.dtype, f
     follow_bit_for_bit(penalized, "SGD", dtype, flat, eager)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("make", "name", "dtype"),
     [
@@ -168,6 +169,7 @@ def test_adamw_with_clipping_follows(make: Any, dtype: torch.dtype, tolerance: f
     follow_with_adamw(make, dtype, tolerance, flat, eager)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("make", "dtype", "tolerance"),
     [(mlp, torch.float16, 2.0**-13), (cnn, torch.bfloat16, 2.0**-8), (tied, torch.float16, 2.0**-13)],
@@ -205,6 +207,7 @@ def test_accumulation_is_the_eager_loop_bit_for_bit(make: Any, flat: bool) -> No
     assert_same(tree_of(state), {key: value.detach() for key, value in model.named_parameters()})
 
 
+@pytest.mark.compiled
 def test_dict_compiled() -> None:
     task = mlp()
     trace, state = run(task, build(task, "SGD", torch.float16), compiled, flat=False)

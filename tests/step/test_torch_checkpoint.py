@@ -259,6 +259,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 # Within a run.
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", ["SGD-momentum", "AdamW"])
 def test_a_learning_rate_in_a_tensor_is_changed_in_mid_run(name: str, jitted: bool) -> None:

@@ -121,6 +121,7 @@ RUNS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize(
     ("name", "run"), [(name, run) for name in MODELS for run in RUNS if run != "undonated" or name in ("mlp", "cnn")]
@@ -185,6 +186,7 @@ def donating(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return lambda step: jit(step, backend="eager")
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_donation_takes_the_state_over_as_it_is(name: str, flat: bool, donating: Callable[[Any], Any]) -> None:
@@ -277,6 +279,7 @@ def loaded(step: Any, state: Any, other: Any, like: Any, how: str) -> Any:
     return other.from_torch(like, optimizer=step.to_torch(state)["optimizer"], consume=True)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("how", ["load_state_dict", "from_torch"])
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("name", MODELS)
@@ -325,6 +328,7 @@ def test_loading_for_a_module_needs_one() -> None:
         step.load_state_dict(step.state_dict(state), like=state, consume=True)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("run", ["eager", "donated"])
 @pytest.mark.parametrize("consume", [True, False])
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -363,6 +367,7 @@ def train(model: nn.Module) -> None:
     optimizer.step()
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("write", [load, clamp, train])
 def test_what_is_written_into_the_module_reaches_the_copies(
@@ -382,6 +387,7 @@ def test_what_is_written_into_the_module_reaches_the_copies(
         assert_same(dict(model.state_dict()), step.loss_fn.state_dict(state.params))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_steady_step_keeps_its_copies(flat: bool, donating: Callable[[Any], Any]) -> None:
     model = two_layers()
@@ -405,6 +411,7 @@ def backward_after(call: Callable[[], Any], model: nn.Module) -> None:
     loss.backward()
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_graph_from_before_a_step_is_refused(flat: bool, donating: Callable[[Any], Any]) -> None:
     model = two_layers()

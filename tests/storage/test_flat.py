@@ -123,6 +123,7 @@ def real_tree() -> dict[str, Tensor]:
     return {"w": torch.randn(16, 8), "v": torch.randn(5), "u": torch.randn(3, 7), "x": torch.randn(32, 8)}
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("bad", [False, True])
 def test_core_functions_take_it_as_they_take_a_dict(bad: bool, transform: Callable[..., Any]) -> None:
     params, grads = real_tree(), real_tree()
@@ -177,6 +178,7 @@ def test_an_optimizer_of_matrices_gets_the_views() -> None:
     assert_close(new.tree(), expected, 1e-6)
 
 
+@pytest.mark.compiled
 def test_gradient_of_a_flat_tree(transform: Callable[..., Any]) -> None:
     params = real_tree()
 

@@ -217,6 +217,7 @@ def test_a_state_continues_under_a_step_of_another_policy(before: str | None, af
     assert_same(new.state_dict(state), new.state_dict(new(expected, batch)[0]))
 
 
+@pytest.mark.compiled
 def test_a_compiled_step_refuses_the_copies_of_another_policy() -> None:
     task = mlp()
     state, new = policy_step("float16").init(), policy_step("bfloat16")
@@ -257,6 +258,7 @@ def put_into(state: Any) -> Any:
     return clamp(clone(state))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("change", [clamp, put, put_into])
 @pytest.mark.parametrize("how", ["eager", "jit", "kept"])
 def test_parameters_that_were_changed_between_steps_are_those_that_the_loss_sees(how: str, change: Any) -> None:

@@ -207,6 +207,7 @@ class Counting(nn.Module):
         return out
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("second", [lambda t: t, lambda t: t.data], ids=["one object", "one memory"])
 @pytest.mark.parametrize("how", ["in place", "both"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
@@ -234,6 +235,7 @@ def test_two_buffers_of_one_tensor_are_one(how: str, second: Any, compiled: bool
     assert_same(loss_fn.state_dict(state.params, state.buffers), clone(dict(eager.state_dict())))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("how", ["first", "second"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_two_buffers_of_one_tensor_of_which_one_is_assigned(how: str, compiled: bool) -> None:

@@ -178,6 +178,7 @@ def test_kernels_that_call_operations_are_cast_as_in_eager_code(kind: Callable[[
     assert_same(trained(made(kind), jit_eager, accumulate=MICRO_BATCHES), expected)
 
 
+@pytest.mark.compiled
 def test_casts_inside_of_a_kernel_in_the_body_of_a_scan() -> None:
     expected = torch_loop(made(Bilinear))
     assert_same(trained(made(Bilinear), jit_eager, accumulate=MICRO_BATCHES, scan=True), expected)

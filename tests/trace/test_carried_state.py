@@ -156,6 +156,7 @@ def linear() -> nn.Module:
     return nn.Linear(4, 1)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", CRITERIA)
 def test_a_criterion_with_state(name: str, compiled: bool) -> None:
@@ -163,6 +164,7 @@ def test_a_criterion_with_state(name: str, compiled: bool) -> None:
     assert_same(stepped(linear(), make(), compiled), trained(linear(), make()))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("how", ["pair", "named tuple", "list", "namespace"])
 def test_a_model_with_state(how: str, compiled: bool) -> None:
@@ -175,6 +177,7 @@ def test_a_model_with_state(how: str, compiled: bool) -> None:
     assert type(model.state) is kind
 
 
+@pytest.mark.compiled
 def test_state_that_is_reset_between_calls_of_jit() -> None:
     runs = []
     for train in (trained, functools.partial(stepped, compiled=True)):
@@ -190,6 +193,7 @@ def test_state_that_is_reset_between_calls_of_jit() -> None:
     assert_same(runs[1], runs[0])
 
 
+@pytest.mark.compiled
 def test_state_of_another_shape_between_calls_of_jit_is_refused() -> None:
     criterion = Center()
 
@@ -260,6 +264,7 @@ def test_a_count_that_changes_nothing_is_said_and_not_refused(caplog: pytest.Log
     assert "later calls will not: model.calls (from 0 to 1)" in caplog.text
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("how", NAMES)
 def test_a_number_that_python_counts_is_refused_under_jit(how: str) -> None:
     Counter.total = 0
@@ -297,6 +302,7 @@ class Caches(nn.Module):
         return out
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_what_is_kept_once_is_no_state(compiled: bool) -> None:
     torch.manual_seed(0)
@@ -348,6 +354,7 @@ ANCHORS = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("how", ANCHORS)
 def test_a_tensor_that_is_kept_of_a_changing_part_of_the_state_is_refused_under_jit(how: str, donate: bool) -> None:

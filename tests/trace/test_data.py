@@ -102,6 +102,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**model.state_dict(), "table": model.table}
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("kind", CHANGES)
 def test_numbers_are_those_of_torchs_loop(kind: type[Net], run: str) -> None:
@@ -123,6 +124,7 @@ def test_numbers_are_those_of_torchs_loop(kind: type[Net], run: str) -> None:
     assert_same(tensors(model), tensors(twin))
 
 
+@pytest.mark.compiled
 @pytest.mark.inductor
 @pytest.mark.parametrize("kind", [Buffer, Averaged])
 def test_compiled_numbers_are_near(kind: type[Net]) -> None:

@@ -119,6 +119,7 @@ def test_other_threads_see_nothing_of_a_trace() -> None:
     assert torch.compiler.is_compiling() is False
 
 
+@pytest.mark.compiled
 def test_a_compiled_module_with_hooks_goes_on_working_after_a_trace() -> None:
     # Its hooks' caller asks torch.compiler.is_compiling() while Dynamo watches every frame.
     jit(lambda state, x: (state + x, None), backend="eager")(torch.ones(1), torch.ones(1))

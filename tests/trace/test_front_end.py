@@ -144,6 +144,7 @@ def torchs_loop(model: nn.Module, dtype: torch.dtype, steps: int) -> tuple[list[
     return trace, values(model)
 
 
+@pytest.mark.compiled
 @WRAPS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("make", MODELS)
@@ -189,6 +190,7 @@ def test_what_python_does_it_does_when_traced(capsys: pytest.CaptureFixture[str]
     assert not torch.compiler.is_compiling()
 
 
+@pytest.mark.compiled
 def test_a_model_that_fails_when_it_is_compiled_is_traced_as_in_eager_mode(caplog: pytest.LogCaptureFixture) -> None:
     seen = []
 
@@ -362,6 +364,7 @@ def penalty(params: Any, scaler: Any, batch: Tensor) -> Any:
     return value + grads.square().sum()
 
 
+@pytest.mark.compiled
 @WRAPS
 def test_a_gradient_inside_of_a_loss_is_differentiated(wrap: Wrap) -> None:
     ends = []
@@ -404,6 +407,7 @@ def test_transforms_around_a_step_choose_torch_func() -> None:
         assert_same(forward_ad.unpack_dual(out).tangent, torch.tensor(8.0))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("traces", [False, True])
 def test_a_torch_compile_of_ones_own(traces: bool) -> None:
     step = make_train_step(lambda p, x: (p["w"] * x).square().sum(), SGD, ScalerConfig(8.0))

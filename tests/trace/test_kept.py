@@ -224,6 +224,7 @@ def test_recurrent_layers(kind: Any, dtype: str | None, caplog: pytest.LogCaptur
     assert not [record for record in caplog.records if record.name == "funcamp"]
 
 
+@pytest.mark.compiled
 def test_the_body_of_a_scan_keeps_nothing(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
     adam = stateless(torch.optim.Adam)
@@ -235,6 +236,7 @@ def test_the_body_of_a_scan_keeps_nothing(caplog: pytest.LogCaptureFixture) -> N
     assert not [record for record in caplog.records if record.name == "funcamp"]
 
 
+@pytest.mark.compiled
 def test_a_table_made_in_the_body_of_a_scan_serves_later_traces() -> None:
     class Cached(nn.Module):
         table: Tensor | None = None

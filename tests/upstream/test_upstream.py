@@ -36,6 +36,7 @@ def test_replace_of_a_namedtuple_under_dynamo() -> None:
     assert len(swap(Pair(torch.zeros(()), torch.ones(())))) == (0 if EMPTY_REPLACE.present else 2)
 
 
+@pytest.mark.compiled
 def test_dynamo_does_not_guard_on_a_captured_nonstrict_function() -> None:
     # Kin of https://github.com/pytorch/pytorch/issues/197811: the reason why StatelessOptimizer passes a name.
     def compiled(factor: float) -> Any:
@@ -287,6 +288,7 @@ def test_float8_products_on_a_cpu_with_a_scale_per_row() -> None:
         torch._scaled_mm(x, x.t(), scale_a=torch.ones(16, 1), scale_b=torch.ones(1, 16), out_dtype=torch.bfloat16)
 
 
+@pytest.mark.compiled
 @pytest.mark.inductor
 def test_compiled_forms_of_values_that_are_not_finite() -> None:
     target = torch.tensor([0])
@@ -300,6 +302,7 @@ def test_compiled_forms_of_values_that_are_not_finite() -> None:
         assert torch.equal(found.isnan(), fn(x).isnan()) != defect.present, defect
 
 
+@pytest.mark.compiled
 @pytest.mark.inductor
 def test_the_compiled_gradient_of_a_large_soft_margin_is_inexact() -> None:
     def loss(x: Tensor) -> Tensor:
@@ -368,6 +371,7 @@ def test_an_lstm_layer_without_gradients_has_no_workspace() -> None:
     assert (workspace is None) == _upstream.LSTM_WORKSPACE.present
 
 
+@pytest.mark.compiled
 def test_a_compiled_multilabel_margin_loss_counts_what_follows_the_end() -> None:
     x, target = torch.tensor([[1.0, -1.0, 0.5, 0.3, -0.2]]), torch.tensor([[0, 1, -1, -1, -1]])
     loss = torch.nn.functional.multilabel_margin_loss

@@ -190,6 +190,7 @@ def test_a_state_in_mid_training() -> None:
     assert_same(state, clone(state))
 
 
+@pytest.mark.compiled
 @pytest.mark.inductor
 def test_compiled_by_default_with_exact() -> None:
     found = funcamp.verify(make(mlp(), policy="bfloat16"), batches())
@@ -446,6 +447,7 @@ class BeginsWithNone(OneLayer):
 _TORCH, _COMPILED = "torch's loop - eager step", "eager step - compiled step"
 
 
+@pytest.mark.compiled
 @pytest.mark.usefixtures("unguarded")
 @pytest.mark.parametrize(
     ("plant", "policy", "road", "cause"),

@@ -28,6 +28,7 @@ from torch.utils import _pytree
 import funcamp
 from funcamp._autograd.tape import Tape
 from funcamp._step.products import PlainProducts
+from funcamp._storage.compute_copies import cast
 
 LOW = torch.bfloat16
 LARGE = CPU_SIZES["MLP 38 M"]
@@ -121,12 +122,13 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
     )
     state = step.init()
     nothing = Tape(())
-    plain = PlainProducts().prepare(state, state.params)
-    result = step._differentiate(state, plain, (nothing, nothing), state.buffers, (x, y), lambda loss: loss)
+    params, copies = cast(state.params, step._plan("step", state.params))
+    plain = PlainProducts().prepare(state, copies, params)
+    result = step._differentiate(state, copies, plain, (nothing, nothing), state.buffers, (x, y), lambda loss: loss)
     flat = {
         "parameters": size(state.params),
         "moments": size(state.opt_state),
-        "copies": size(state.copies),
+        "copies": size(copies.values),
         "gradients": size(result.gradients),
     }
     return {"eager": eager, "funcamp, flat": flat}, count

@@ -23,7 +23,7 @@ from _variants import LR, funcamp_step
 from torch import Tensor
 
 import funcamp
-from funcamp._storage.compute_copies import for_loss, gather, refresh
+from funcamp._storage.compute_copies import cast, for_loss, gather, plan_for
 from funcamp._types import name_of
 
 
@@ -33,9 +33,11 @@ def unscaled(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:
     loss_fn = funcamp.module_loss(model, cross_entropy)
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
     start = funcamp.make_train_step(loss_fn, adamw, policy=name_of(dtype)).init()
+    plan = plan_for("price", start.params, funcamp.Policy.parse(name_of(dtype)), loss_fn)
 
     def step(state: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, Tensor]:
-        params, opt_state, copies, buffers = state
+        params, opt_state, buffers = state
+        params, copies = cast(params, plan)
         inputs, build = for_loss(params, copies)
 
         def loss_of(values: list[Tensor]) -> Any:
@@ -46,10 +48,10 @@ def unscaled(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:
 
         grads, (loss, after) = torch.func.grad_and_value(loss_of, has_aux=True)(inputs)
         params, opt_state = adamw.update(params, gather(params, copies, list(grads)), opt_state)
-        return (params, opt_state, refresh(params, copies.plan), after), loss
+        return (params, opt_state, after), loss
 
     run = funcamp.jit(step)
-    state = [(start.params, start.opt_state, start.copies, start.buffers)]
+    state = [(start.params, start.opt_state, start.buffers)]
 
     def call() -> None:
         state[0], _ = run(state[0], (x, y))

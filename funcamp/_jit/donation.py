@@ -14,7 +14,6 @@ from funcamp import _tree
 from funcamp._dtensor import is_distributed
 from funcamp._jit.signature import Kind, check_like
 from funcamp._memory import Memory, is_private, overlaps_itself
-from funcamp._step.state import states, with_own_copies
 from funcamp._types import Tree
 
 _NAMES = ("the first state", "state")
@@ -30,7 +29,7 @@ class Owned:
     """
 
     def __init__(self, tree: Tree, strides: list[tuple[int, ...]] | None = None, *, written: bool = True) -> None:
-        self._tree, self._states = tree, states(tree)
+        self.tree = tree
         flat, self.spec = _tree.flatten(tree)
         self._places = [index for index, leaf in enumerate(flat) if leaf is not None]
         self.leaves: list[Tensor] = [flat[index] for index in self._places]
@@ -42,24 +41,13 @@ class Owned:
         #: The memory that steps write.
         self.memory = Memory(self._statics)
 
-    @property
-    def tree(self) -> Tree:
-        """Return the state; record that its compute copies are those of its parameters."""
-        for node in self._states:
-            node.copies.note(node.params)
-        return self._tree
-
     def is_of(self, state: Tree) -> bool:
         """Return whether a state is this one, with no leaf replaced or given other memory or strides in place.
-
-        If the state has compute copies, parameters written in place since it was returned make it another state.
 
         Raises:
             RuntimeError: a leaf was given other memory or strides at a call that did not check it.
         """
-        if state is not self._tree or not self._holds(state):
-            return False
-        if not all(node.copies.are_of(node.params) for node in self._states):
+        if state is not self.tree or not self._holds(state):
             return False
         leaves, addresses, strides = next(self._parts)
         if list(map(Tensor.data_ptr, leaves)) == addresses and list(map(Tensor.stride, leaves)) == strides:
@@ -102,11 +90,10 @@ class Owned:
     def refill(self, state: Tree, like: Tree) -> None:
         """Copy another state into this one's storage; tensors that callers still have keep their values."""
         check_like(_NAMES, like, state)
-        values = [leaf for leaf in _tree.leaves(with_own_copies(state)) if leaf is not None]
+        values = [leaf for leaf in _tree.leaves(state) if leaf is not None]
         values = [leaf.detach().clone() if self.memory.meets(leaf) else leaf.detach() for leaf in values]
         statics, self._statics = self._statics, [leaf.detach() for leaf in self._statics]
-        handles, self.leaves, self._tree, self._contents = self.leaves, statics, None, []
-        self._states = []
+        handles, self.leaves, self.tree, self._contents = self.leaves, statics, None, []
         self._parts = itertools.cycle([])
         while handles:
             handle = handles.pop()
@@ -114,8 +101,8 @@ class Owned:
                 handle.set_(handle.clone())  # type: ignore[call-overload]
         for static, value in zip(statics, values):
             static.copy_(value)
-        self._tree = self.filled(statics)
-        self._states, self._contents = states(self._tree), _tree.contents(self._tree)
+        self.tree = self.filled(statics)
+        self._contents = _tree.contents(self.tree)
         self.watch(self._part)
 
 
@@ -134,7 +121,6 @@ def own(state: Tree, like: Tree | None, avoid: Memory, *, copy: bool = False, wr
     """
     if like is not None:
         check_like(_NAMES, like, state)
-    state = with_own_copies(state)
     flat, spec = _tree.flatten(state)
     wanted: list[Kind | None] = [None] * len(flat) if like is None else _tree.leaves(like)
     seen = Memory()

@@ -16,7 +16,7 @@ from funcamp._autograd.loss import Loss
 from funcamp._autograd.tape import Tape
 from funcamp._layers import layer
 from funcamp._step.state import TrainState
-from funcamp._storage.compute_copies import Plan
+from funcamp._storage.compute_copies import Copies, Plan
 from funcamp._storage.policy import Policy
 from funcamp._types import Tree
 
@@ -46,10 +46,11 @@ class Products(Protocol):
         """Return the variables before the first step; `()` if there are none."""
         ...
 
-    def prepare(self, state: TrainState, stored: Tree) -> Multiplying:
+    def prepare(self, state: TrainState, copies: Copies, stored: Tree) -> Multiplying:
         """Return the context of a step, with all that its micro-batches share.
 
-        state: with full parameters and this step's copies.
+        state: with full parameters.
+        copies: their compute copies.
         stored: the parameters as they are stored, perhaps sharded.
         """
         ...
@@ -58,7 +59,7 @@ class Products(Protocol):
         """Return the next variables, from the record of all micro-batches and ranks."""
         ...
 
-    def scales(self, state: TrainState) -> dict[str, Tensor]:
+    def scales(self, state: TrainState, plan: Plan) -> dict[str, Tensor]:
         """Return the scales among the variables by the path of their layer."""
         ...
 
@@ -74,7 +75,7 @@ class PlainProducts:
         """Return no variables."""
         return ()
 
-    def prepare(self, state: TrainState, stored: Tree) -> _Plain:  # noqa: ARG002
+    def prepare(self, state: TrainState, copies: Copies, stored: Tree) -> _Plain:  # noqa: ARG002
         """Return a context that changes nothing; a new one, because Dynamo enters none from outside its graph."""
         return _Plain()
 
@@ -82,7 +83,7 @@ class PlainProducts:
         """Return the state's variables as they are."""
         return state.float8
 
-    def scales(self, state: TrainState) -> dict[str, Tensor]:  # noqa: ARG002
+    def scales(self, state: TrainState, plan: Plan) -> dict[str, Tensor]:  # noqa: ARG002
         """Return no scales."""
         return {}
 

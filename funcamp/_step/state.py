@@ -11,7 +11,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._optim.stateless import OptState
 from funcamp._scaler.state import ScalerState
-from funcamp._storage.compute_copies import Copies, clone, refresh
+from funcamp._storage.compute_copies import clone
 from funcamp._storage.flat import FlatParams, is_sharded
 from funcamp._types import Tree
 
@@ -33,8 +33,6 @@ class TrainState(NamedTuple):
     """The scaler's state."""
     buffers: dict[str, Tensor]
     """The module's buffers; empty if there are none."""
-    copies: Copies
-    """The compute copies of the parameters that the policy chose."""
     ema: Tree
     """The average of the parameters, in the same layout; `()` without ema_decay."""
     float8: Any = ()
@@ -129,7 +127,7 @@ _FROM_TORCH = (
 
 def export(call: str, state: TrainState) -> dict[str, Tensor]:
     """Return copies of all tensors under their dotted names."""
-    found: dict[str, Tensor] = clone(by_name(_tree.expand(without_copies(gathered(call, state)))))
+    found: dict[str, Tensor] = clone(by_name(_tree.expand(gathered(call, state))))
     return found
 
 
@@ -154,8 +152,7 @@ def restore(
         if not own.keys() & {name for name in saved if str(name).startswith("params.")}:
             raise ValueError(f"{call}: saved must hold at least one parameter of like; it holds none: {_FROM_TORCH}")
         saved = {name: saved.get(name, value) for name, value in own.items()}
-    stored = without_copies(like)
-    full = _tree.map_nodes(FlatParams, lambda node: node.outline(), stored)
+    full = _tree.map_nodes(FlatParams, lambda node: node.outline(), like)
     tree = _tree.expand(full)
     leaves, spec = _tree.flatten(tree)
     names = [None if leaf is None else name for name, leaf in zip(_tree.names(tree), leaves)]
@@ -182,14 +179,14 @@ def restore(
         if not torch.allclose(given, kept, rtol=0, atol=0, equal_nan=True):
             # Flat storage has one count a group: parameters that were frozen or added later have another.
             if isinstance(like.params, FlatParams):
-                return restore(saved, split(like, _counts(stored, values)), split=split)
+                return restore(saved, split(like, _counts(like, values)), split=split)
             raise ValueError(
                 f"{call}: saved must hold one count for all parameters that lie in one group of flat storage; "
                 f"got {given.item():g} for {name!r} and {kept.item():g} for another. Give parameters that were added "
                 "later a label of their own, init(group=...), or use init(flat=False)"
             )
-    state: TrainState = _tree.map_nodes(FlatParams, lambda node, part: node.cut_like(part), stored, full)
-    return state._replace(copies=refresh(state.params, like.copies.plan))
+    state: TrainState = _tree.map_nodes(FlatParams, lambda node, part: node.cut_like(part), like, full)
+    return state
 
 
 def _counts(like: TrainState, values: Tree) -> dict[str, object]:
@@ -213,7 +210,7 @@ def gathered(call: str, state: TrainState) -> TrainState:
     if not is_sharded(state.params):
         return state
     full: TrainState = _tree.map_nodes(FlatParams, lambda stored: stored.gathered(), state)
-    return full._replace(copies=refresh(full.params, state.copies.plan))
+    return full
 
 
 def check_like(call: str, name: str, value: object, like: Tensor) -> None:
@@ -252,30 +249,6 @@ def check_values(call: str, state: TrainState) -> None:
     for name, limit in (("skipped", "step"), ("consecutive_skips", "skipped")):
         part, whole_count = getattr(state, name), getattr(state, limit)
         check(name, part, part <= whole_count, f"at most saved[{limit!r}]")
-
-
-def with_own_copies(tree: Tree) -> Tree:
-    """Return the tree with new compute copies in states whose copies may not match their parameters."""
-
-    def own(node: TrainState) -> TrainState:
-        copies, params = node.copies, node.params
-        return node if copies.are_of(params) else node._replace(copies=refresh(params, copies.plan))
-
-    return (
-        tree
-        if all(node.copies.are_of(node.params) for node in states(tree))
-        else _tree.map_nodes(TrainState, own, tree)
-    )
-
-
-def states(tree: Tree) -> list[TrainState]:
-    """Return the states in a tree that have compute copies."""
-    nodes = [tree] if isinstance(tree, TrainState) else _tree.nodes(TrainState, tree)
-    return [node for node in nodes if node.copies.values]
-
-
-def without_copies(state: TrainState) -> TrainState:
-    return state._replace(copies=Copies((), state.copies.plan))
 
 
 def by_name(tree: Tree) -> dict[str, Tensor]:

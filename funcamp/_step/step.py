@@ -31,16 +31,13 @@ from funcamp._step.torch_checkpoint import from_torch, to_torch
 from funcamp._storage.compute_copies import (
     Copies,
     Plan,
+    cast,
     clone,
     for_loss,
-    for_step,
     full_size,
     gather,
-    of_plan,
     place_of,
     plan_for,
-    refresh,
-    rule_of,
     store,
 )
 from funcamp._storage.flat import FlatParams, matrix_or_vector
@@ -79,8 +76,8 @@ class TrainStep(Fixed):
 
     def __init__(self, loss_fn: Loss, optimizer: Any, config: ScalerConfig, options: Options) -> None:
         self.loss_fn, self.optimizer, self.config, self._options = loss_fn, optimizer, config, options
-        self._rule = rule_of(options.policy, loss_fn)
-        self._planned: Plan | None = None
+        #: The last plan, and the key of the parameters that it was made for.
+        self._planned: tuple[Any, Plan] | None = None
         self._products = products_of(options.policy, loss_fn)
 
     def python_parts(self) -> dict[str, Any]:
@@ -124,10 +121,9 @@ class TrainStep(Fixed):
         device = state.scaler.scale.device
 
         # Precision: the full parameters, their copies in the policy's dtype, and the products that read them.
-        copies = self._copies("step", state)
-        full_params, full_copies = for_step(state.params, copies)
-        full = state._replace(params=full_params, copies=full_copies)
-        multiplying = self._products.prepare(full, state.params)
+        full_params, copies = cast(state.params, self._plan("step", state.params))
+        full = state._replace(params=full_params)
+        multiplying = self._products.prepare(full, copies, state.params)
         tapes = (self.loss_fn.tape(device), multiplying.tape)
 
         # The scaled gradients, the loss, its variables and the records of the tapes.
@@ -135,7 +131,9 @@ class TrainStep(Fixed):
         shares = shares_of(options.weight, pieces, parallel.size, parallel.total, device)
 
         def differentiate(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
-            return self._differentiate(full, multiplying, tapes, buffers, piece, lambda loss: shares.weigh(loss, share))
+            return self._differentiate(
+                full, copies, multiplying, tapes, buffers, piece, lambda loss: shares.weigh(loss, share)
+            )
 
         if options.accumulate == 1:
             result = differentiate(state.buffers, batch, None)
@@ -177,7 +175,6 @@ class TrainStep(Fixed):
             opt_state=opt_state,
             scaler=update(scaler, self.config),
             buffers=buffers,
-            copies=refresh(params, copies.plan),
             ema=ema,
             float8=float8,
         )
@@ -262,6 +259,7 @@ class TrainStep(Fixed):
     def _differentiate(
         self,
         state: TrainState,
+        copies: Copies,
         multiplying: Multiplying,
         tapes: tuple[Tape, Tape],
         buffers: dict[str, Tensor],
@@ -270,10 +268,11 @@ class TrainStep(Fixed):
     ) -> Result:
         """Differentiate weigh(loss) of one micro-batch with respect to the parameters and the tapes.
 
-        state: with full parameters and this step's copies.
+        state: with full parameters.
+        copies: of them.
         tapes: of the loss's taps, and of the products.
         """
-        inputs, build_params = for_loss(state.params, state.copies)
+        inputs, build_params = for_loss(state.params, copies)
         zeros, spec = _tree.flatten(zeros_of(tapes))
         count = len(inputs)
         returns_more = self.loss_fn.has_buffers or self.loss_fn.has_aux
@@ -304,7 +303,7 @@ class TrainStep(Fixed):
             )
         if self.loss_fn.has_buffers:
             buffers, aux = self._buffers_and_aux(buffers, aux)
-        gradients = gather(state.params, state.copies, grads[:count])
+        gradients = gather(state.params, copies, grads[:count])
         return Result(gradients, loss, buffers, _tree.unflatten(grads[count:], spec), clone(aux))
 
     def _buffers_and_aux(self, before: dict[str, Tensor], beside: Any) -> tuple[dict[str, Tensor], Any]:
@@ -438,7 +437,6 @@ class TrainStep(Fixed):
             opt_state=self.optimizer.init(stored),
             scaler=init(self.config, device=device),
             buffers=buffers,
-            copies=refresh(stored, plan),  # last, when the optimizer's temporaries are free
             ema=() if options.ema_decay is None else clone(stored),
             float8=self._products.init(plan, device),
         )
@@ -513,10 +511,9 @@ class TrainStep(Fixed):
         self.check_call("loss", state, batch, *more)
         mode = contextlib.nullcontext() if boolean("loss", "training", training) else self.loss_fn.evaluating()
         with torch.no_grad(), mode, self._own_precision(state):
-            params, copies = for_step(state.params, self._copies("loss", state))
+            params, copies = cast(state.params, self._plan("loss", state.params))
             inputs, build = for_loss(params, copies)
-            held = state._replace(params=params, copies=copies)
-            multiplying = self._products.prepare(held, state.params)
+            multiplying = self._products.prepare(state._replace(params=params), copies, state.params)
             multiplying.begin(inputs, multiplying.tape.zeros)
             taps = self.loss_fn.tape(state.scaler.scale.device).zeros
             with multiplying:
@@ -533,15 +530,15 @@ class TrainStep(Fixed):
         check_train_state(call, "state", state, swapped)
         self._options.parallel.check(call, state.params)
 
-    def _copies(self, call: str, state: TrainState) -> Copies:
-        """Return compute copies as this step's policy and loss need them: the state's own, or new ones."""
-        plan, place = state.copies.plan, place_of(state.params)
-        if plan.rule != self._rule or plan.place != place:  # another step's
-            known, policy = None if compiling() else self._planned, self._options.policy
-            plan = known if known and known.place == place else plan_for(call, state.params, policy, self.loss_fn)
-            if not compiling():  # cached for several steps that share one state
-                self._planned = plan
-        return of_plan(call, state.params, state.copies, plan)
+    def _plan(self, call: str, params: Tree) -> Plan:
+        """Return which of these parameters the loss gets in low precision."""
+        place = place_of(params)
+        if self._planned is not None and self._planned[0] == place:
+            return self._planned[1]
+        plan = plan_for(call, params, self._options.policy, self.loss_fn)
+        if not compiling():
+            self._planned = place, plan
+        return plan
 
     def compute_params(self, state: TrainState) -> Tree:
         """Return the parameters as the loss gets them: compute copies if the policy makes them.
@@ -556,7 +553,7 @@ class TrainStep(Fixed):
             {'w': tensor([[1., 1.]], dtype=torch.bfloat16)}
         """
         self._check_state("compute_params", state)
-        inputs, build = for_loss(*for_step(state.params, self._copies("compute_params", state)))
+        inputs, build = for_loss(*cast(state.params, self._plan("compute_params", state.params)))
         values = [value.detach() for value in inputs]
         # Outside a compiled program the next donated step would overwrite these.
         return build(values if torch.compiler.is_dynamo_compiling() else [value.clone() for value in values])
@@ -579,7 +576,7 @@ class TrainStep(Fixed):
             {'': tensor([1., 1., 1.])}
         """
         self._check_state("float8_scales", state)
-        return self._products.scales(state)
+        return self._products.scales(state, self._plan("float8_scales", state.params))
 
     def state_dict(self, state: TrainState) -> dict[str, Tensor]:
         """Return every tensor of a state by a dotted name, for torch.save.
@@ -645,10 +642,10 @@ class TrainStep(Fixed):
             return labels[name]
 
         buckets = options.parallel.buckets
-        stored, plan = store("load_state_dict", flat.tree(), options.policy, self.loss_fn, group, buckets, split=by)
+        stored, _ = store("load_state_dict", flat.tree(), options.policy, self.loss_fn, group, buckets, split=by)
         ema = clone(stored) if isinstance(like.ema, FlatParams) else like.ema
         opt_state = self.optimizer.init(stored)
-        return like._replace(params=stored, opt_state=opt_state, copies=refresh(stored, plan), ema=ema)
+        return like._replace(params=stored, opt_state=opt_state, ema=ema)
 
     def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Return the state_dicts with which a torch loop continues: its module, optimizer and scaler.

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from funcamp import _tree, _upstream
+from funcamp import _tree
 from funcamp._memory import identity, rebind
 from funcamp._storage.flat import FlatParams, is_sharded
 from funcamp._storage.layout import Layout, arrange
 from funcamp._storage.policy import Policy
-from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
 
@@ -58,61 +55,22 @@ class Use(NamedTuple):
     """Whether the loss multiplies by it in float8."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Which copies a state has, without values; plans with the same copies are equal."""
+class Plan(NamedTuple):
+    """Which tensors the loss gets, and in which precision, without values."""
 
-    kept: tuple[int, ...]
-    """The groups (of a FlatParams) or leaves (of a plain tree) whose copies are in the state."""
+    cast: tuple[int, ...]
+    """The groups (of a FlatParams) or leaves (of a plain tree) that are cast."""
     dtype: torch.dtype
-    uses: tuple[Use, ...] = field(compare=False)
-    names: tuple[str, ...] | None = field(compare=False)
+    uses: tuple[Use, ...]
+    names: tuple[str, ...] | None
     """The keys of the dict that the loss gets; None if it gets the parameters' own tree."""
-    rule: str = field(compare=False)
-    """The `rule_of` the step that it was made for."""
-    place: Any = field(compare=False)
-    """The `place_of` the parameters that it was made for."""
 
 
-class Copies:
-    """The compute copies in a state, as a pytree: one for every group or leaf of the plan."""
+class Copies(NamedTuple):
+    """The compute copies of one step: one for every group or leaf that the plan casts."""
 
-    def __init__(self, values: tuple[Tensor, ...], plan: Plan, of: list[tuple[Tensor, int]] | None = None) -> None:
-        self.values, self.plan, self._of = values, plan, of
-
-    def __repr__(self) -> str:
-        return f"Copies({', '.join(_tree.describe(value) for value in self.values)})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Copies, (self.values, self.plan)
-
-    def note(self, params: Tree) -> None:
-        """Record that these are copies of the parameters' current values."""
-        sources = [] if is_sharded(params) else _sources(params, self.plan)
-        tracked = not any(source.is_inference() for source in sources)
-        self._of = [(source, source._version) for source in sources] if tracked else None
-
-    def are_of(self, params: Tree) -> bool:
-        """Return whether they are known to be copies of these parameters' current values; reads no tensor."""
-        if not self.values:
-            return is_sharded(params) or not self.plan.kept
-        if self._of is None or is_sharded(params):
-            return False
-        sources = _sources(params, self.plan)
-        return all(now is then and now._version == version for now, (then, version) in zip(sources, self._of))
-
-
-def _sources(params: Tree, plan: Plan) -> list[Tensor]:
-    leaves: Any = params.groups if isinstance(params, FlatParams) else _tree.leaves(params)
-    return [leaves[number] for number in plan.kept]
-
-
-_tree.register(
-    Copies,
-    lambda copies: (list(copies.values), copies.plan),
-    lambda values, plan: Copies(tuple(values), plan),
-    "values",
-)
+    values: tuple[Tensor, ...]
+    plan: Plan
 
 
 def store(
@@ -173,16 +131,16 @@ def plan_for(call: str, params: Tree, policy: Policy, loss_fn: KnowsNames) -> Pl
         raise ValueError(f"{call}: params must have the names of {loss_fn!r}'s params(); they differ in {odd!r}")
     _check_kinds(call, names, leaves, loss_fn.shapes())
     seen = [(name, stored_as[name]) for name in stored_as] if stored_as is not None else [(n, n) for n in names]
-    uses, kept = [], set()
+    uses: list[Use] = []
+    cast: set[int] = set()
     for name, source in seen:
         number, leaf = where[source]
         use = Use(None, False) if leaf is None else _use(policy, loss_fn, name, leaf, number)
         uses.append(use)
         if use.low and number is not None:
-            kept.add(number if flat is None else flat.layout.slots[number].group)
+            cast.add(number if flat is None else flat.layout.slots[number].group)
     keys = None if stored_as is None else tuple(stored_as)
-    rule, place = rule_of(policy, loss_fn), place_of(params)
-    return Plan(tuple(sorted(kept)), policy.compute_dtype, tuple(uses), keys, rule, place)
+    return Plan(tuple(sorted(cast)), policy.compute_dtype, tuple(uses), keys)
 
 
 def _check_kinds(call: str, names: list[str], leaves: list[Tensor | None], shapes: dict[str, torch.Size]) -> None:
@@ -249,18 +207,8 @@ def _aliases(loss_fn: KnowsNames) -> dict[str, list[str]]:
     return aliases
 
 
-def rule_of(policy: Policy, loss_fn: KnowsNames) -> str:
-    """Return all that decides on a plan except the parameters, as a string, a cheap guard for Dynamo."""
-    known = _cast_names(policy, loss_fn)
-    chosen = (policy.keep, policy.copy, None if known is None else sorted(known))
-    float8 = None if policy.float8 is None else (policy.keep, policy.copy, sorted(loss_fn.linear_names))
-    shapes = {name: tuple(shape) for name, shape in loss_fn.shapes().items()}
-    decides = (shapes, policy.compute_dtype, policy.compute_dtype != torch.float32 and chosen, loss_fn.names, float8)
-    return hashlib.sha256(repr(decides).encode()).hexdigest()
-
-
 def place_of(params: Tree) -> Any:
-    """Return a cheap key of the parameters of a plan: layout or names, and dtypes."""
+    """Return a cheap key of all that a plan takes from the parameters: layout or names, and dtypes."""
     flat = isinstance(params, FlatParams)
     leaves: Any = params.groups if flat else _tree.leaves(params)
     dtypes = tuple([None if leaf is None else leaf.dtype for leaf in leaves])
@@ -287,54 +235,30 @@ def _refuse_ties(call: str, params: Tree) -> None:
                 )
 
 
-def refresh(params: Tree, plan: Plan) -> Copies:
-    """Return the copies of these parameters."""
-    if is_sharded(params):  # the step gathers them in the compute dtype
-        return Copies((), plan)
-    copies = Copies(tuple(source.to(plan.dtype) for source in _sources(params, plan)), plan)
-    if not compiling() and not _upstream.transforms_active():
-        copies.note(params)
-    return copies
+def cast(params: Tree, plan: Plan) -> tuple[Tree, Copies]:
+    """Return full parameters and their compute copies; with shards by one all-gather per large group."""
+    if is_sharded(params):
+        return _gathered(params, plan)
+    sources: Any = params.groups if isinstance(params, FlatParams) else _tree.leaves(params)
+    return params, Copies(tuple([sources[number].to(plan.dtype) for number in plan.cast]), plan)
 
 
-def of_plan(call: str, params: Tree, copies: Copies, plan: Plan) -> Copies:
-    """Return the copies of these parameters under a plan: the given ones if up to date, else new ones.
-
-    A compiled program uses the given ones, because `jit` has checked its input and then keeps the copies up to date.
-
-    Raises:
-        ValueError: a compiled program would have to change the structure of its state.
-    """
-    in_program = compiling()
-    if copies.plan == plan and (in_program or copies.are_of(params)):
-        return Copies(copies.values, plan, None if in_program else copies._of)  # Dynamo would guard on the tensors
-    if in_program:
-        raise ValueError(
-            f"{call}: state must have the compute copies of this step's policy if it is compiled, "
-            f"{len(plan.kept)} in {plan.dtype}; got {len(copies.plan.kept)} in {copies.plan.dtype}, another policy's: "
-            "take one step uncompiled, state, metrics = step(state, batch), and go on with its state"
-        )
-    return refresh(params, plan)
-
-
-def for_step(params: Tree, copies: Copies) -> tuple[Tree, Copies]:
-    """Return full parameters and copies for the loss; with shards by one all-gather per large group."""
-    if not is_sharded(params):
-        return params, copies
-    plan, slots = copies.plan, params.layout.slots
+def _gathered(params: Any, plan: Plan) -> tuple[Tree, Copies]:
+    """Return full parameters and copies of sharded ones, each group sent in the precision in which it is used."""
+    slots = params.layout.slots
     # The dtype in which a group is sent: None, its own, if any use of it reads full precision.
     dtypes: dict[int, torch.dtype | None] = {}
     for use in plan.uses:
         if use.leaf is not None and not use.low:
             dtypes[slots[use.leaf].group] = None
-    for number in plan.kept:
+    for number in plan.cast:
         dtypes.setdefault(number, plan.dtype)
     # By themselves: a trace drops what nothing reads besides products in float8.
     separate = {number: dtypes.pop(number) for number in float8_groups(plan, params.layout)}
     both = zip(params.gathered(dtypes).groups, params.gathered(separate).groups)
     values = [other if one is None else one for one, other in both]
-    low = tuple(value.to(plan.dtype) for value in (values[number] for number in plan.kept) if value is not None)
-    return FlatParams(tuple(values), params.layout), Copies(low, plan)
+    low = [value.to(plan.dtype) for value in (values[number] for number in plan.cast) if value is not None]
+    return FlatParams(tuple(values), params.layout), Copies(tuple(low), plan)
 
 
 def full_size(params: Tree) -> Tree:
@@ -347,7 +271,7 @@ def for_loss(params: Tree, copies: Copies) -> tuple[list[Tensor], Callable[[list
     plan = copies.plan
     stored = _tree.leaves(params)
     kept: list[Tensor | None] = [None] * len(stored)
-    for number, value in zip(plan.kept, copies.values):
+    for number, value in zip(plan.cast, copies.values):
         kept[number] = value
     places = _distinct(plan)
     if isinstance(params, FlatParams):

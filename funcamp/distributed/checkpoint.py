@@ -16,9 +16,8 @@ from funcamp._step.state import (
     check_train_state,
     check_values,
     gathered,
-    without_copies,
 )
-from funcamp._storage.compute_copies import clone, refresh
+from funcamp._storage.compute_copies import clone
 from funcamp._storage.flat import FlatParams
 from funcamp._types import Tree
 from funcamp.distributed.shards import joined_slice, slice_of
@@ -81,7 +80,7 @@ _LAYOUT = "layout"
 
 def _slices(call: str, name: str, state: TrainState) -> dict[str, Tensor]:
     check_train_state(call, name, state)
-    tree = _tree.map_nodes(FlatParams, slice_of, without_copies(state))
+    tree = _tree.map_nodes(FlatParams, slice_of, state)
     return by_name(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
 
 
@@ -126,9 +125,9 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
         raise ValueError(
             f"{call}: saved must hold like's parameters, in its order and under its policy; got another layout"
         )
-    leaves, spec = _tree.flatten(without_copies(like))
+    leaves, spec = _tree.flatten(like)
     given = iter(saved.values())
     new = [None if leaf is None else joined_slice(next(given), leaf) for leaf in leaves]
     state: TrainState = _tree.unflatten(new, spec)
     check_values(call, state)
-    return state._replace(copies=refresh(state.params, like.copies.plan))
+    return state

@@ -16,7 +16,7 @@ from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.tape import Tape
 from funcamp._scaler.precision import reciprocal
 from funcamp._step.state import TrainState
-from funcamp._storage.compute_copies import Plan, float8_inputs, float8_leaves
+from funcamp._storage.compute_copies import Copies, Plan, float8_inputs, float8_leaves
 from funcamp._storage.policy import Policy
 from funcamp._tree import settled
 from funcamp._types import Tree
@@ -68,23 +68,24 @@ class Float8Layers:
         others = "".join(f", not {name}: {reason}" for name, reason in reasons.items() if reason)
         return f"; float8 in {list(reasons.values()).count('')} of {len(reasons)} linear layers{others}"
 
-    def prepare(self, state: TrainState, stored: Tree) -> Float8Linears:
+    def prepare(self, state: TrainState, copies: Copies, stored: Tree) -> Float8Linears:
         """Return the context of a step, with the operands of all weights.
 
-        state: with full parameters and this step's copies.
+        state: with full parameters.
+        copies: their compute copies.
         stored: the parameters as they are stored, perhaps sharded.
         """
         delayed, tape = None, Tape(())
         if self._delayed:  # all layers' at once: a kernel for each number would take longer than the products
-            known = self._scale(state)
+            known = self._scale(state, copies.plan)
             tape = Tape(torch.zeros_like(known), over_micro_batches="max", over_ranks="max")
             scale = settled(with_loss_scale(known, state.scaler.scale))
             delayed = Scales(scale, settled(reciprocal(scale)))
-        weights = weights_in_float8(state, stored, self.config, delayed)
-        places = float8_inputs(state.copies.plan)
+        weights = weights_in_float8(state.params, copies, stored, self.config, delayed)
+        places = float8_inputs(copies.plan)
         return Float8Linears(self._stand_ins, self.config, delayed, weights, places, tape)
 
-    def _scale(self, state: TrainState) -> Tensor:
+    def _scale(self, state: TrainState, plan: Plan) -> Tensor:
         """Return the scales of delayed scaling.
 
         Raises:
@@ -92,7 +93,7 @@ class Float8Layers:
             ValueError: it is of another configuration, or of other layers.
         """
         scale = check_state("step", state.float8, self.config).scale
-        count = len(float8_leaves(state.copies.plan))
+        count = len(float8_leaves(plan))
         if scale.shape[0] != count:
             raise ValueError(
                 f"step: state.float8 must have a row for each of the {count} layers in float8; got {scale.shape[0]}: "
@@ -100,12 +101,11 @@ class Float8Layers:
             )
         return scale
 
-    def scales(self, state: TrainState) -> dict[str, Tensor]:
+    def scales(self, state: TrainState, plan: Plan) -> dict[str, Tensor]:
         """Return the scales of delayed scaling by the path of the layer; empty without it."""
         if not self._delayed:
             return {}
-        plan = state.copies.plan
-        rows: dict[Any, Tensor] = dict(zip(float8_leaves(plan), self._scale(state)))
+        rows: dict[Any, Tensor] = dict(zip(float8_leaves(plan), self._scale(state, plan)))
         named = zip(plan.names or (), plan.uses)
         return {name.rpartition(".")[0]: rows[use.leaf].clone() for name, use in named if use.float8}
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from funcamp._scaler.precision import reciprocal
-from funcamp._step.state import TrainState
-from funcamp._storage.compute_copies import float8_groups, float8_inputs, float8_leaves, for_loss
+from funcamp._storage.compute_copies import Copies, float8_groups, float8_inputs, float8_leaves, for_loss
 from funcamp._trace.tracing import running
 from funcamp._tree import settled
 from funcamp._types import Tree
@@ -18,18 +17,21 @@ from funcamp.float8.product import Operands, Scales, of_values, operands
 from funcamp.float8.quantized import amax_of, current_scale, quantize
 
 
-def weights_in_float8(state: TrainState, stored: Tree, config: Float8Config, delayed: Scales | None) -> list[Operands]:
+def weights_in_float8(
+    params: Tree, copies: Copies, stored: Tree, config: Float8Config, delayed: Scales | None
+) -> list[Operands]:
     """Return the operands of all weights that multiply in float8.
 
     A trace with sharded parameters gathers float8 values, and drops the gathers of full parameters that nothing else
     reads. An eager step cannot know what is read, and takes the full parameters.
 
-    state: with full parameters.
+    params: the full parameters.
+    copies: their compute copies.
     stored: the parameters as they are stored.
     delayed: of all layers, shape (layers, 3).
     """
-    plan = state.copies.plan
-    leaves, (inputs, _) = float8_leaves(plan), for_loss(state.params, state.copies)
+    plan = copies.plan
+    leaves, (inputs, _) = float8_leaves(plan), for_loss(params, copies)
     given = [None if delayed is None else delayed.at(number, 1) for number in range(len(leaves))]
     gathered: dict[int, Operands] = {}
     if isinstance(stored, Shards) and running() is not None and not config.by_row:

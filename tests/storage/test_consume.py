@@ -370,7 +370,7 @@ def train(model: nn.Module) -> None:
 @pytest.mark.compiled
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("write", [load, clamp, train])
-def test_what_is_written_into_the_module_reaches_the_copies(
+def test_what_is_written_into_the_module_reaches_the_loss(
     write: Callable[[nn.Module], None], flat: bool, donating: Callable[[Any], Any]
 ) -> None:
     model = two_layers()
@@ -378,31 +378,13 @@ def test_what_is_written_into_the_module_reaches_the_copies(
     state, call = step.init(flat=flat, consume=True), donating(step)
     for number in range(STEPS):
         write(model)
-        fresh = step.init(flat=flat)  # copies of what the module has now
+        fresh = step.init(flat=flat)
         assert_same((state.params, step.compute_params(state)), (fresh.params, step.compute_params(fresh)))
         assert_same(step.loss(state, batch(number)), step.loss(fresh, batch(number)))
-        expected, wanted = step(clone(state)._replace(copies=fresh.copies), batch(number))
+        expected, wanted = step(clone(state), batch(number))
         state, metrics = call(state, batch(number))
         assert_same((state, metrics), (expected, wanted))
         assert_same(dict(model.state_dict()), step.loss_fn.state_dict(state.params))
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("flat", [True, False])
-def test_a_steady_step_keeps_its_copies(flat: bool, donating: Callable[[Any], Any]) -> None:
-    model = two_layers()
-    step = step_of(model, F.mse_loss)
-    state, call = step.init(flat=flat, consume=True), donating(step)
-    state, _ = call(state, batch(0))
-    kept = state.copies.values
-    for number in range(STEPS):
-        model(batch(number)[0]).sum().backward()
-        after, _ = call(state, batch(number))
-        assert after is state
-        assert all(now is then for now, then in zip(after.copies.values, kept))
-    clamp(model)
-    after, _ = call(state, batch(0))
-    assert not any(now is then for now, then in zip(after.copies.values, kept))
 
 
 def backward_after(call: Callable[[], Any], model: nn.Module) -> None:
@@ -431,8 +413,6 @@ def test_a_graph_from_before_a_step_is_refused_under_inductor() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
             backward_after(lambda: call(state, batch(0)), model)
-    kept = state.copies.values
-    assert call(state, batch(0))[0].copies.values is kept
 
 
 @pytest.mark.parametrize("flat", [True, False])

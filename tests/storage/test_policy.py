@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import pickle
 import re
 from typing import Any
 
@@ -14,10 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from funcamp import Policy, ScalerConfig, jit, make_train_step, module_loss, stateless
-from funcamp._step import state as state_module
-from funcamp._step import step as step_module
-from funcamp._storage import compute_copies
-from funcamp._storage.compute_copies import for_loss, refresh
+from funcamp._storage.compute_copies import cast, for_loss
 from tests.support.helpers import assert_same, clone
 from tests.support.models import Task, Tied, cnn, cross_entropy, mlp, tied
 
@@ -89,7 +85,7 @@ def test_globs_of_frozen_and_tied_parameters_match() -> None:
 def seen_by_loss(task: Task, policy: str, flat: bool) -> dict[str, torch.dtype]:
     step = make_train_step(module_loss(task.model, task.criterion), stateless(torch.optim.SGD), policy=policy)
     state = step.init(flat=flat)
-    inputs, build = for_loss(state.params, state.copies)
+    inputs, build = for_loss(*cast(state.params, step._plan("step", state.params)))
     return {name: value.dtype for name, value in build(inputs).items()}
 
 
@@ -123,19 +119,6 @@ def test_a_loss_of_ones_own_sees_matrices_in_low_precision() -> None:
     _, metrics = step(step.init(params), torch.randn(2, 4))
     assert seen == {"w": torch.float16, "b": torch.float32, "double": torch.float64}
     assert metrics.found_inf == 0
-
-
-@pytest.mark.parametrize("flat", [True, False])
-def test_copies_are_casts_of_the_parameters_after_every_step(flat: bool) -> None:
-    task = tied()
-    step = make_train_step(module_loss(task.model, task.criterion), stateless(torch.optim.AdamW), policy="float16")
-    state = step.init(flat=flat)
-    for index in range(3):
-        state, _ = step(state, task.batch(index))
-        assert len(state.copies.values) == len(state.copies.plan.kept)
-        leaves = torch.utils._pytree.tree_leaves(state.params)
-        for number, copy in zip(state.copies.plan.kept, state.copies.values):
-            assert_same(copy, leaves[number].half())
 
 
 def test_no_grad_and_grad_passes_in_one_loss() -> None:
@@ -218,16 +201,12 @@ def test_a_state_continues_under_a_step_of_another_policy(before: str | None, af
 
 
 @pytest.mark.compiled
-def test_a_compiled_step_refuses_the_copies_of_another_policy() -> None:
+def test_a_compiled_step_takes_the_state_of_another_policy() -> None:
     task = mlp()
     state, new = policy_step("float16").init(), policy_step("bfloat16")
-    for compiled in (jit(new, backend="eager"), jit(new, backend="eager", donate=False)):
-        with pytest.raises(
-            ValueError, match=r"step: state must have the compute copies of .* take one step uncompiled"
-        ):
-            compiled(state, task.batch(0))
-    state, _ = new(state, task.batch(0))
-    jit(new, backend="eager")(state, task.batch(1))
+    expected, wanted = new(clone(state), task.batch(0))
+    for compiled in (jit(new, backend="eager", donate=False), jit(new, backend="eager")):
+        assert_same(compiled(state, task.batch(0)), (expected, wanted))
 
 
 def test_two_losses_take_turns_on_one_state() -> None:
@@ -236,11 +215,12 @@ def test_two_losses_take_turns_on_one_state() -> None:
     inner = first.loss_fn
     second = make_train_step(lambda p, b: inner(p, b) * 2, first.optimizer, first.config)
     for wrap in (lambda step: step, lambda step: jit(step, backend="eager")):
-        one, two, state, plans = wrap(first), wrap(second), first.init(), []
+        one, two, state = wrap(first), wrap(second), first.init()
+        expected = first.init()
         for index in range(6):
             state, _ = (two if index % 2 else one)(state, task.batch(index))
-            plans.append(state.copies.plan)
-        assert len(set(map(id, plans))) <= 3, "no plan is made anew at every turn"
+            expected, _ = (second if index % 2 else first)(expected, task.batch(index))
+        assert_same(state, expected)
 
 
 def clamp(state: Any) -> Any:
@@ -275,26 +255,4 @@ def test_parameters_that_were_changed_between_steps_are_those_that_the_loss_sees
         expected, expected_metrics = step(expected, task.batch(index))
         state, metrics = run(state, task.batch(index))
         assert_same((metrics.loss, metrics.grad_norm), (expected_metrics.loss, expected_metrics.grad_norm))
-        assert_same((state.params, state.copies.values), (expected.params, expected.copies.values))
-
-
-def test_steady_steps_make_no_copy_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = mlp()
-    step = policy_step("float16")
-    run, state, made = jit(step, backend="eager"), step.init(), []
-
-    def counted(*args: Any) -> Any:
-        made.append(1)
-        return refresh(*args)
-
-    for module in (compute_copies, step_module, state_module):
-        monkeypatch.setattr(module, "refresh", counted)
-    for index in range(3):
-        state, _ = step(state, task.batch(index))
-    assert len(made) == 3
-    for index in range(3):
-        state, _ = run(state, task.batch(index))
-        step.loss(state, task.batch(index))
-    assert len(made) == 4, "in the trace alone"
-    step.loss(pickle.loads(pickle.dumps(state)), task.batch(0))
-    assert len(made) == 5
+        assert_same(state.params, expected.params)

@@ -96,11 +96,6 @@ def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
     return unflatten([fn(n, *more) if isinstance(n, cls) else (more or [n])[0] for n, more in zip(nodes, rest)], spec)
 
 
-def nodes(cls: type[_Node], tree: Tree) -> list[_Node]:
-    """Return the outermost nodes of a class in a tree."""
-    return [node for node in flatten(tree, is_leaf=lambda node: isinstance(node, cls))[0] if isinstance(node, cls)]
-
-
 class Stored:
     """A node that stores the tensors of a pytree in another form, such as flat storage.
 

@@ -1,6 +1,7 @@
 # make demo    train a small language model in float16
 # make check   lint, types and the eager tests, in under two minutes: for use while you work
-# make test    lint, types, tests; TORCH=2.11.0 runs the tests on the other end, in an environment of its own
+# make test    lint, types, and tests of everything: about ten minutes; TORCH=2.11.0 for another torch, in its own environment
+# make test-all    what make test leaves out too: half an hour more
 # make test-newest  a part of the tests on the newest torch, in an environment of its own: about ten minutes
 # make docs    the site, from docs/ into site/; a warning is an error
 # make bench   measure on this machine's CPU: over an hour; results under benchmarks/results
@@ -38,7 +39,7 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxproces
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 GPU := gpu $(addprefix gpu-,tests step phase price rest parity roofline sanitize float8)
-.PHONY: help demo check test test-newest part lint docs bench fuzz peers package $(GPU) clean
+.PHONY: help demo check test test-all test-newest part lint docs bench fuzz peers package $(GPU) clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -53,8 +54,12 @@ check: lint
 # any torchvision that it finds, and the import fails if that was built for another torch.
 test: $(if $(filter $(PINNED),$(TORCH)),lint) $(VENV)/installed $(VENV)/models/installed
 	@$(if $(CXX_FOUND),,echo "No C++ compiler: leaving out the tests marked inductor (install g++ to run them).")
-	$(PYTEST) $(BY_FILE) -m "$(SELECT)" $(ARGS)
-	PYTHONPATH=$(VENV)/models $(PYTEST) $(BY_FILE) -m "models$(if $(CXX_FOUND),, and not inductor)" $(MODELS_TESTS)
+	$(PYTEST) $(BY_FILE) -m "$(SELECT) and not rest" $(ARGS)
+	PYTHONPATH=$(VENV)/models $(PYTEST) $(BY_FILE) -m "models and not rest$(if $(CXX_FOUND),, and not inductor)" $(MODELS_TESTS)
+
+test-all: test
+	$(PYTEST) $(BY_FILE) -m "$(SELECT) and rest" $(ARGS)
+	PYTHONPATH=$(VENV)/models $(PYTEST) $(BY_FILE) -m "models and rest$(if $(CXX_FOUND),, and not inductor)" $(MODELS_TESTS)
 
 # `pip install` brings a user the newest torch, so a change is tested with it too: every rule of a step, and a few programs.
 test-newest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,15 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # `thorough(keep=n)`: all cases of a test but its first n are left to `make test-all`.
+    seen: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("thorough")
+        if marker is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] >= marker.kwargs.get("keep", 0):
+                item.add_marker("rest")
+            seen[test] += 1
     order = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 

@@ -43,6 +43,7 @@ def prose(page: Path) -> str:
     return re.sub(r"\]\([^)]*\)", "]", text)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "page",

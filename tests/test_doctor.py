@@ -16,7 +16,7 @@ CHECKS = ("_machine", "_compiler", "_verified", "_donation", "_capture", "_parit
 def test_every_check_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.main(["doctor", "--device=cpu", "--seconds=0", "--json"]) == 0
     findings = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
-    assert len(findings) == 10
+    assert len(findings) == 11
     assert findings["capture and replay"]["status"] == "not here"
     assert {row["status"] for name, row in findings.items() if name != "capture and replay"} == {"ok"}
     assert "300 steps" in findings["parity with GradScaler"]["detail"]
@@ -39,7 +39,7 @@ def test_a_check_that_fails_stops_no_other_and_shows_in_the_status(
     assert __main__.main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "parity with GradScaler  failed    ValueError: scale at step 3: 2.0 instead of 4.0\n" in out
-    assert out.count(" ok ") == 9
+    assert out.count(" ok ") == 10
 
 
 def test_parity_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

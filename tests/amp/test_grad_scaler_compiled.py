@@ -91,6 +91,7 @@ def same_runs(name: str, *, clip: bool = False, backend: str = "aot_eager", tole
     assert min(scales) < 2.0**12 < max(scales)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_compiled_loop_follows_torchs_eager_one(name: str) -> None:
     same_runs(name)
@@ -100,6 +101,7 @@ def test_compiled_loop_with_clipping_follows_torchs() -> None:
     same_runs("AdamW", clip=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_generated_code_follows_torchs() -> None:
     same_runs("AdamW", backend="inductor", tolerance=1e-3)  # it keeps float16 products in float32
@@ -257,6 +259,7 @@ def one_step(weight: Tensor, optimizer: torch.optim.Optimizer, scaler: Any) -> C
     return loop
 
 
+@pytest.mark.thorough
 def test_hyperparameters_may_change_between_calls_and_loops() -> None:
     """Numbers that Dynamo would rather keep open: another optimizer through the same code, momentum that cycles."""
     for betas in ((0.9, 0.999), (0.5, 0.9), (0.7, 0.999)):
@@ -297,6 +300,7 @@ print([value.tolist() for value in model.parameters()])
 """
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.processes
 @pytest.mark.parametrize("made", ["disabled", "unpickled", "copied"])
 def test_a_scaler_that_no_other_came_before_compiles(made: str) -> None:

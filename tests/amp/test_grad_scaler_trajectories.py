@@ -302,6 +302,7 @@ def same(ours: list[Any], theirs: list[Any], skip: str | None) -> None:
     assert len(ours) == len(theirs)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.filterwarnings("ignore:GradScaler.step. a skipped step cannot be undone:UserWarning")
 @pytest.mark.filterwarnings("ignore:GradScaler.scale. it is called in the closure of step:UserWarning")
 @pytest.mark.parametrize("part", range(PARTS))

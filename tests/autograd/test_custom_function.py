@@ -115,6 +115,7 @@ def compiled(fn: Any) -> Any:
     return torch.compile(fn, fullgraph=True, backend="aot_eager")
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
@@ -328,6 +329,7 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_backward_is_not_lost_in_a_step(name: str) -> None:

@@ -132,6 +132,7 @@ class Meter:
         return value
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("how", ["count", "sum", "average", "cache"])
 def test_what_is_only_recorded_is_logged_and_not_refused(how: str, caplog: pytest.LogCaptureFixture) -> None:
     results = []

@@ -124,6 +124,7 @@ class Penalty(nn.Module):
         return y
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("engine", [None, "autograd"])
@@ -201,6 +202,7 @@ WITHOUT_A_GRAPH = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["eager", "jit", "scan", "compile"])

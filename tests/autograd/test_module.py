@@ -229,6 +229,7 @@ def test_a_criterion_that_reads_the_model_sees_what_is_trained(name: str, how: s
         assert_same(step.loss(state, (x, y)), criterion(expected(x), y).detach())
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 @pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
 def test_a_parameter_kept_from_before_the_call_is_refused(wrapped: bool) -> None:
@@ -279,6 +280,7 @@ def hits(criterion: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Ten
     return with_hits
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("engine", ["func", "autograd", None])

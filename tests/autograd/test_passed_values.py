@@ -75,6 +75,7 @@ def made(what: str) -> nn.Module:
     return Asks(what)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("consume", [False, True])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
@@ -128,6 +129,7 @@ class Tied(nn.Module):
         return out
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("how", ["eager", "func", "jit"])
 @pytest.mark.parametrize("policy", [None, "float16", "bfloat16"])
@@ -168,6 +170,7 @@ def replaced(parameter: Tensor) -> None:
     parameter.grad = parameter.grad * (parameter.detach() > 0)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("policy", [None, "float16", "bfloat16"])
@@ -261,6 +264,7 @@ class Clipped(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("policy", [None, "bfloat16"])

@@ -305,6 +305,7 @@ class Normalizing(torch.nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("policy", [None, "float16"])
 @pytest.mark.parametrize("how", ["copy_", "data"])
 def test_module_that_writes_its_own_parameters(how: str, policy: str | None) -> None:
@@ -527,6 +528,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)

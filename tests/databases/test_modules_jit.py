@@ -136,6 +136,7 @@ def outcome(info: Any, number: int, dtype: str | None, transform: str) -> str:
     return "equal" if all(same) and len(found.values) == len(same) else f"{transform} differs: parameters"
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", modules())
 def test_two_steps_on_its_inputs_are_those_of_torchs_loop(name: str, transform: str) -> None:

@@ -18,6 +18,7 @@ pytestmark = [
 CHOSEN = 25
 
 
+@pytest.mark.thorough
 def test_every_so_many_operations_are_the_eager_ones_but_for_rounding() -> None:
     names = sorted(operations())
     every = len(names) // CHOSEN

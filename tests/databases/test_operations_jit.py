@@ -15,6 +15,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("name", operations())
 def test_every_sample_is_the_plain_one_or_known(name: str) -> None:
     same = is_same_kind if name in UNINITIALIZED else is_same

@@ -24,6 +24,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[d
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 @pytest.mark.parametrize(
     ("world", "name"), [(world, name) for world in (2, 4) for name, (worlds, _) in CASES.items() if world in worlds]

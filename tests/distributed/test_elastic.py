@@ -66,6 +66,7 @@ def state_in(folder: Path) -> Any:
     return train_ddp.load_checkpoint(train_ddp.make_step(args), args)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("death", "flag"),
     [(("forward", "kill", 1, 6), "--shard"), (("rename", "exit", 0, 2), "--no-compile")],
@@ -89,6 +90,7 @@ def test_restarted_run_ends_in_the_uninterrupted_ones_bits(
     assert_same(state, state_in(tmp_path / "whole"))
 
 
+@pytest.mark.thorough
 def test_torchrun_ends_soon_after_a_process_does(tmp_path: Path) -> None:
     options = [*TINY, "--steps=12", f"--timeout={PATIENCE}", f"--out={tmp_path}"]
     run = torchrun(2, "-m", DYING, "write", "exit", 1, 2, "train_ddp", *options)
@@ -97,6 +99,7 @@ def test_torchrun_ends_soon_after_a_process_does(tmp_path: Path) -> None:
     assert [path.name for path in processes.whole(tmp_path)] == ["step-00000004"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("death", "flags", "message"),
     [
@@ -138,6 +141,7 @@ def test_the_others_raise_without_a_launcher_that_ends_them(
     assert started[1].returncode == -signal.SIGKILL
 
 
+@pytest.mark.thorough(keep=1)
 def test_checkpoint_of_two_processes_is_the_same_state_on_one(
     tmp_path: Path, alone: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +162,7 @@ def parts_in(folder: Path) -> dict[str, Any]:
     return whole
 
 
+@pytest.mark.thorough(keep=1)
 def test_fsdp2_run_goes_on_bit_for_bit(tmp_path: Path, alone: None) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     printed = lines(torchrun(2, "examples/train_fsdp2.py", *TINY, "--steps=12", f"--out={whole}"))
@@ -171,6 +176,7 @@ def test_fsdp2_run_goes_on_bit_for_bit(tmp_path: Path, alone: None) -> None:
     assert_same(saved, parts_in(whole))
 
 
+@pytest.mark.thorough
 def test_fsdp2_run_ends_before_the_threads_of_its_group_can_abort_it(tmp_path: Path) -> None:
     argv = ["train_fsdp2.py", *TINY, "--steps=1", f"--out={tmp_path}"]
     script = f"""
@@ -186,6 +192,7 @@ runpy.run_path("examples/train_fsdp2.py", run_name="__main__")
     assert "the interpreter ends" not in run.stdout
 
 
+@pytest.mark.thorough
 def test_demo_splits_its_batches_and_rank_0_alone_reports(tmp_path: Path) -> None:
     options = [*TINY[:5], "--eval-every=6", "--total=12", "--steps=6"]
     alone, together = tmp_path / "alone", tmp_path / "together"
@@ -202,6 +209,7 @@ def test_demo_splits_its_batches_and_rank_0_alone_reports(tmp_path: Path) -> Non
     assert found["state"].keys() == expected["state"].keys()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept", ["without the workaround", "with it"])
 def test_a_group_ends_with_its_threads_although_dtensors_caches_keep_its_mesh(kept: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.distributed.elastic", "leave", str(tmp_path), kept]
@@ -210,6 +218,7 @@ def test_a_group_ends_with_its_threads_although_dtensors_caches_keep_its_mesh(ke
     assert run.stdout == f"threads 2, then {left}\n", run.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_parts_of_a_batch_are_the_batch(world: int) -> None:
     batch = torch.arange(16).view(4, 4), torch.arange(4)
@@ -217,6 +226,7 @@ def test_parts_of_a_batch_are_the_batch(world: int) -> None:
     assert_same(tuple(torch.cat(leaves) for leaves in zip(*parts)), batch)
 
 
+@pytest.mark.thorough
 def test_checkpoint_that_is_not_whole_is_passed_over_and_removed(tmp_path: Path, alone: None) -> None:
     for name in ("step-00000004", "step-00000008", "step-00000012.part"):
         (tmp_path / name).mkdir()
@@ -225,6 +235,7 @@ def test_checkpoint_that_is_not_whole_is_passed_over_and_removed(tmp_path: Path,
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000004", "step-00000008", "notes"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

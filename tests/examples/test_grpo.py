@@ -50,6 +50,7 @@ def mean(rows: list[dict[str, float]], name: str) -> float:
     return sum(row[name] for row in rows) / len(rows)
 
 
+@pytest.mark.thorough
 def test_float16_learns_beside_steps_that_overflow() -> None:
     rows = eager("float16", 40)
     assert rows[0]["skipped"] == 2  # both updates
@@ -58,6 +59,7 @@ def test_float16_learns_beside_steps_that_overflow() -> None:
     assert mean(rows[-5:], "reward") > 0.35
 
 
+@pytest.mark.thorough
 @pytest.mark.compiled
 def test_captured_step_has_the_scales_and_skips_of_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
@@ -136,6 +138,7 @@ def test_main_prints_and_returns_every_step(capsys: pytest.CaptureFixture[str]) 
     assert f"reward {rows[-1]['reward']:.3g}" in printed[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.compiled
 @pytest.mark.inductor
 def test_compiled_gap_is_zero_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ def sgd(lr: float = 0.05) -> Any:
 # One engine against the other.
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [eager, compiled, kept])
@@ -271,6 +272,7 @@ def test_accumulation_over_checkpointed_blocks(wrap: Wrap) -> None:
     assert_same(*ends)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_inductor_follows() -> None:
     expected, _ = run(step_for(RECIPE.make_model(), policy=None), eager, batch_of, 5)

@@ -103,6 +103,7 @@ def test_eager_autocast_keeps_the_gradient_behind_its_cache(order: str) -> None:
     assert difference(fresh, by_torch(order, cache=False, dtype=torch.float32)) < 2e-3
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [lambda step: step, jit], ids=["eager", "compiled"])
 @pytest.mark.parametrize("engine", ["func", "autograd"])

@@ -50,6 +50,7 @@ def test_tied_weight_is_one_parameter() -> None:
     assert set(tied) - set(params["params"]) == {"7.weight"}
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_exact_draws_what_the_torch_loop_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = example("layers")

@@ -35,6 +35,7 @@ def expected(name: str) -> Any:
         return oracle(name).oracle(example(name), STEPS, "cpu")
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", NAMES)
 def test_recipe_is_the_torch_loop(name: str, wrap: Wrap) -> None:
@@ -46,6 +47,7 @@ def test_recipe_is_the_torch_loop(name: str, wrap: Wrap) -> None:
     assert_close(params, expected_params, oracle(name).TOLERANCE)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_main_shows_a_result(name: str) -> None:

@@ -66,6 +66,7 @@ def test_first_steps_overflow_and_change_nothing_but_the_scale() -> None:
     assert first.opt_state["matrix"].applied == first.opt_state["vector"].applied == found.count(0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.compiled
 def test_compiled_step_follows_the_eager_one() -> None:
     state, batch, eager = pieces(2.0**18)
@@ -90,6 +91,7 @@ def test_run_lowers_the_held_out_loss_and_leaves_its_files(tmp_path: Path, capsy
     assert f"skipped {numbers['skipped']}" in out
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 @pytest.mark.parametrize("how", ["--no-compile", "--compile"])
 def test_resumed_run_equals_the_uninterrupted_one(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ def saved(folder: Path) -> Any:
     return funcamp.load(folder / "last.pt")
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [5, BATCHES, BATCHES + 4], ids=["frozen", "between", "all"])
 def test_run_is_resumed_in_the_middle_of_an_epoch_bit_for_bit(cut: int, tmp_path: Path) -> None:
@@ -204,6 +205,7 @@ def test_two_adapters_and_a_jitted_step_read_one_base() -> None:
             torch.testing.assert_close(run(state, (x, x))[1].loss, expected, rtol=5e-3, atol=0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.compiled
 @pytest.mark.slow
 @pytest.mark.inductor

@@ -107,6 +107,7 @@ def compiled(step: Any) -> Any:
     return torch.compile(step, fullgraph=True, backend="aot_eager")
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does that
 @pytest.mark.parametrize("policy", ["float8", "float8,float8=current|power_of_two=True|emulate=True"])
@@ -120,6 +121,7 @@ def test_every_way_to_run_a_step_is_the_eager_one_compiled(
         assert_close(trained(policy, wrap, **options), trained(policy, **options), 1e-6)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"accumulate": 2, "scan": True}])
 def test_micro_batches_compiled(options: dict[str, Any]) -> None:
@@ -161,6 +163,7 @@ def test_evaluation_is_in_float8() -> None:
     assert other.loss(other.init(), batch(0)) != loss
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("policy", ["float8", "float8,float8=delayed|history=2"])
 def test_activation_checkpoints_multiply_in_float8_again(policy: str) -> None:
     class Saving(Net):

@@ -171,6 +171,7 @@ def test_uses_of_one_scale_merge_by_max(engine: str) -> None:
     )
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", ["tensor", "rowwise", "delayed"])
 @pytest.mark.parametrize("emulate", [False, True])

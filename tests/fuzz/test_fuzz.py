@@ -12,6 +12,7 @@ from tests.fuzz.__main__ import backend_of, cut_down, failure
 from tests.fuzz.case import case_of
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("seed", range(20))
 def test_traced_training_is_torchs(seed: int) -> None:
     torch.set_num_threads(1)
@@ -19,6 +20,7 @@ def test_traced_training_is_torchs(seed: int) -> None:
     assert not failure(case, backend_of("eager")), case.script()
 
 
+@pytest.mark.thorough
 def test_a_failing_case_is_found_and_cut_down(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.fuzz import blocks
 

@@ -73,11 +73,13 @@ def bytes_an_element(program: Program) -> tuple[set[float], set[float]]:
     return check, update
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("blocks", [2, 3])
 def test_nothing_is_read_or_allocated_on_the_host(blocks: int) -> None:
     assert gpt(blocks).on_host == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("blocks", [2, 3])
 def test_every_matrix_of_a_block_has_its_gradient_written_in_place(blocks: int) -> None:
     """Four products a block and the head's; the embedding's gradient is a scatter."""
@@ -87,6 +89,7 @@ def test_every_matrix_of_a_block_has_its_gradient_written_in_place(blocks: int) 
     assert [kernel.name for kernel in program.of("triton_poi_fused", "cat") if "lerp" not in kernel.name] == []
 
 
+@pytest.mark.thorough
 def test_a_block_is_so_many_launches_and_the_rest_is_the_same_at_any_depth() -> None:
     small, large = gpt(2), gpt(3)
     block = large.launches - small.launches
@@ -94,6 +97,7 @@ def test_a_block_is_so_many_launches_and_the_rest_is_the_same_at_any_depth() -> 
     assert small.launches - 2 * block <= 36
 
 
+@pytest.mark.thorough
 def test_the_optimizers_launches_do_not_depend_on_the_number_of_tensors() -> None:
     small, large = gpt(2), gpt(3)
     updates = [sum(kernel.launches for kernel in program.of("lerp")) for program in (small, large)]
@@ -103,16 +107,19 @@ def test_the_optimizers_launches_do_not_depend_on_the_number_of_tensors() -> Non
     assert max(checks) <= 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt of 2 blocks", "gpt of 3 blocks", "mlp"])
 def test_check_and_update_move_thirty_bytes_a_parameter(name: str) -> None:
     """A float16 gradient is read twice; parameter, two moments and copy are written, all but the copy read."""
     assert bytes_an_element(PROGRAMS[name]()) == ({2.0}, {28.0})
 
 
+@pytest.mark.thorough
 def test_in_float32_they_move_thirty_two() -> None:
     assert bytes_an_element(mlp(None)) == ({4.0}, {28.0})
 
 
+@pytest.mark.thorough
 def test_ten_layers_are_so_many_launches_and_allocations() -> None:
     program = mlp("float16")
     assert program.products_in_place == 10
@@ -120,6 +127,7 @@ def test_ten_layers_are_so_many_launches_and_allocations() -> None:
     assert program.allocations <= 60
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["gpt of 3 blocks", "mlp", "mlp in float32", "mlp in float8", "mlp in float8, delayed"]
 )
@@ -128,6 +136,7 @@ def test_no_kernel_spills_registers(name: str) -> None:
     assert [name for name, one in made.items() if one.spilled] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["float16", None])
 def test_a_large_update_reads_and_writes_128_bits_at_a_time(policy: str | None) -> None:
     """But for its few scalars."""
@@ -137,6 +146,7 @@ def test_a_large_update_reads_and_writes_128_bits_at_a_time(policy: str | None) 
     assert accesses[4] < 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["float8", "float8,float8=current|granularity=row", DELAYED])
 def test_float8_products_are_the_devices_and_read_nothing_on_the_host(policy: str) -> None:
     """Three a layer, but for the gradient of the batch."""
@@ -146,11 +156,13 @@ def test_float8_products_are_the_devices_and_read_nothing_on_the_host(policy: st
     assert program.libraries["mm"] == program.libraries["addmm"] == 0
 
 
+@pytest.mark.thorough
 def test_a_layer_in_float8_is_so_many_launches() -> None:
     """Amaxes of input, weight and gradient, of which a large one is two kernels; a cast each; a bias's gradient."""
     assert mlp("float8", 2).launches - mlp("float8", 1).launches <= 7
 
 
+@pytest.mark.thorough
 def test_delayed_scaling_adds_fewer_launches_than_layers() -> None:
     """The rule and all layers' scales are as many at both depths; the amaxes are those of current scaling.
 

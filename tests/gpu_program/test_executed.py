@@ -35,16 +35,19 @@ def wide() -> Task:
     return Task(model, lambda output, _: (output.sum(1) - 4).square().mean(), mlp().batch)
 
 
+@pytest.mark.thorough
 def test_mlp() -> None:
     task = mlp()
     compare(step_of(task.model, task.criterion, adamw, max_norm=1.0), task.batch, 1e-2, 8)
 
 
+@pytest.mark.thorough
 def test_gpt() -> None:
     task = tied()
     compare(step_of(task.model, task.criterion, adamw, scale=2.0**16, max_value=0.1), task.batch, 1e-2, 6)
 
 
+@pytest.mark.thorough
 def test_cnn_in_cudnns_layout_with_a_tensor_a_parameter() -> None:
     task = cnn()
     sgd = stateless(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -52,6 +55,7 @@ def test_cnn_in_cudnns_layout_with_a_tensor_a_parameter() -> None:
         compare(step_of(task.model, task.criterion, sgd, scale=2.0**16), task.batch, 2e-2, 6, flat=False)
 
 
+@pytest.mark.thorough
 def test_muon_and_adamw_with_micro_batches_and_an_average() -> None:
     task = mlp()
     optimizer = by_group({"matrix": stateless(torch.optim.Muon, lr=0.01, ns_steps=2), "vector": adamw})
@@ -59,6 +63,7 @@ def test_muon_and_adamw_with_micro_batches_and_an_average() -> None:
     compare(step, micro_batches(task.batch), 3e-2, 6)
 
 
+@pytest.mark.thorough
 def test_float32_with_large_matrices_and_without_exact() -> None:
     task = wide()
     compare(
@@ -70,6 +75,7 @@ def test_float32_with_large_matrices_and_without_exact() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_tracked_and_unrolled() -> None:
     """Two steps a call, and what every layer holds is counted in each."""
     task = mlp()
@@ -93,6 +99,7 @@ def _moments(record: numerics.Record, row: int | None = None) -> list[Tensor]:
     return parts if row is None else [part[row] for part in parts]
 
 
+@pytest.mark.thorough
 @pytest.mark.compiled
 def test_grad_scalers_compiled_loop() -> None:
     def run(scaler: Any, compiled: bool) -> tuple[list[Tensor], list[float]]:
@@ -127,6 +134,7 @@ def test_grad_scalers_compiled_loop() -> None:
     assert_close(found, expected, 1e-2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_dropout_drops_the_same_in_both_passes_and_as_many_as_it_says(dtype: torch.dtype) -> None:
     def step(state: Tensor, batch: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

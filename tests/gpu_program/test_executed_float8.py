@@ -14,6 +14,7 @@ from tests.gpu_program.steps import step_of
 pytestmark = pytest.mark.inductor  # for the C++ compiler
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("float8", ["current", "delayed|history=3"])
 def test_float8(float8: str) -> None:
     torch.manual_seed(0)

@@ -672,6 +672,7 @@ def saves_that_die(name: str) -> None:
 SYSTEM = ("posix", "io", "_io")
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", FORMATS)
 def test_kill_at_any_moment_leaves_a_whole_checkpoint(name: str, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def task_and_step(**options: Any) -> Any:
     return task, build(task, adamw, policy="float16", max_norm=1.0, config=CONFIG)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("donate", [True, False])
 def test_replays_are_the_eager_steps(graphs: StandIn, donate: bool) -> None:
     task, step = task_and_step()

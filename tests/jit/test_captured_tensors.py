@@ -86,6 +86,7 @@ def _distilled(kind: str, backend: str | None, donate: bool) -> Any:
     return found
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("kind", UNFROZEN)
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -93,6 +94,7 @@ def test_a_teacher_that_requires_gradients_gets_none(kind: str, donate: bool, ba
     assert_same(_distilled(kind, backend, donate), _distilled(kind, None, donate))
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
 @pytest.mark.parametrize("kind", UNFROZEN)
 def test_a_teacher_that_requires_gradients_gets_none_from_a_program_by_inductor(kind: str) -> None:

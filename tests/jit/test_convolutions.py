@@ -125,6 +125,7 @@ def step_of(dtype: str | None) -> Any:
     return make_train_step(loss_fn, sgd, config, policy=dtype)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_float16_follows_the_eager_step() -> None:
     step = step_of("float16")
@@ -142,6 +143,7 @@ def test_float16_follows_the_eager_step() -> None:
     assert all(leaf.is_contiguous() for leaf in state.params.tree().values())
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_generated_code_follows_the_eager_step(dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

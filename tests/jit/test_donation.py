@@ -53,6 +53,7 @@ def side_by_side(steps: list[Callable[[Any, Any], Any]]) -> Callable[[Any, Any],
     return step
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
 @pytest.mark.parametrize("first", range(4))
 def test_patterns_side_by_side_are_the_eager_step_by_inductor(first: int) -> None:
@@ -91,6 +92,7 @@ def random_step(program: list[tuple[int, int, int]]) -> Callable[[Any, Any], Any
     return step
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAM)
@@ -98,6 +100,7 @@ def test_random_aliasing_is_the_eager_step(program: list[tuple[int, int, int]]) 
     check(random_step(program), [torch.randn(3, 3) for _ in range(LEAVES)], "aot_eager")
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 @settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(PROGRAM, min_size=5, max_size=5, unique_by=repr))
@@ -257,6 +260,7 @@ def replacing(replaced: Callable[[Tensor], Tensor]) -> list[Callable[[Any, Any],
     return [metric, other_leaf, leaf_and_metric, of_the_new_leaf, leaf_alone]
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_a_leaf_with_replaced_rows_is_apart_from_the_leaf() -> None:
     steps = [step for replaced in REPLACED.values() for step in replacing(replaced)]

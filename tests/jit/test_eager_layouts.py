@@ -89,6 +89,7 @@ def test_a_batch_keeps_the_order_of_its_dimensions(order: tuple[int, ...], is_de
     assert orders[0] == orders[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_batch_norm_compiled_then_run_one_by_one() -> None:
     """The second batch's size is not compiled at its first call."""

@@ -119,6 +119,7 @@ def all_of_them(state: Tensor, values: Tensor) -> tuple[Tensor, dict[str, Tensor
     return state, {name: function(values) for name, function in SUMS.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_an_exact_program_overflows_where_eager_code_does() -> None:
     expected = {name: value.isfinite() for name, value in all_of_them(ones(1), VALUES)[1].items()}
@@ -136,6 +137,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 @pytest.mark.usefixtures("one_thread")
 def test_without_exact_some_sums_are_nearer_to_the_true_one() -> None:

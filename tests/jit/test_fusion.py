@@ -78,6 +78,7 @@ def test_powers_of_the_step_count_are_taken_outside_the_loops(small: tuple[str, 
     assert not [loop for loop in found if "std::pow(" in loop]
 
 
+@pytest.mark.thorough
 def test_powers_are_taken_outside_the_loops_of_many_large_tensors(by_tensor: str) -> None:
     assert by_tensor.count("std::pow(") >= 18
     assert not [loop for loop in loops(by_tensor) if "std::pow(" in loop]
@@ -100,6 +101,7 @@ def test_the_optimizer_is_one_loop_a_group_whatever_the_number_of_tensors(
     assert by_tensor.count(".sqrt()") > 4 * roots[1]
 
 
+@pytest.mark.thorough
 def test_a_gradient_is_judged_in_one_pass_whatever_the_number_of_tensors() -> None:
     """The innermost loops that take the check take the sum of squares of the same elements."""
 
@@ -122,6 +124,7 @@ def allocated(code: str) -> list[int]:
     return [sizes[name] for name in re.findall(r"aoti_torch_empty_strided\([1-9]\d*, (int_array_\d+),", code)]
 
 
+@pytest.mark.thorough
 def test_a_donated_step_allocates_an_arena_for_one_gradient_and_no_new_state() -> None:
     step, size = step_of(12), 12 * WIDTH * WIDTH
     sizes = [
@@ -168,6 +171,7 @@ def test_what_cannot_be_called_from_cpp_is_called_from_python(monkeypatch: pytes
     torch.testing.assert_close(run(state, batch), step(state, batch))
 
 
+@pytest.mark.thorough
 def test_a_long_programs_kernels_have_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_of(2)
     expected, _ = step(step.init(), BATCH)
@@ -179,6 +183,7 @@ def test_a_long_programs_kernels_have_a_file_of_their_own(monkeypatch: pytest.Mo
         torch.testing.assert_close(state.params.tree(), expected.params.tree(), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.thorough
 def test_gradients_of_convolutions_are_joined_in_the_order_they_come_in() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(512, 4))
     loss_fn = module_loss(model, nn.functional.cross_entropy)

@@ -49,6 +49,7 @@ def trained(steps: int, run: Any, state: Any, task: Any) -> tuple[Any, list[Any]
 CONFIG = ScalerConfig(2.0**24, growth_interval=5)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("make", [mlp, cnn])
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_training_step_is_the_eager_one(make: Any, flat: bool) -> None:
@@ -429,6 +430,7 @@ def test_without_a_compiler_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) 
         jit(add)(start(), X)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_a_flat_step_by_inductor_follows_the_eager_one() -> None:
     task = mlp()
@@ -522,6 +524,7 @@ def test_a_further_signature_is_compiled_at_once_if_asked(monkeypatch: pytest.Mo
     assert (backends.asked, state["total"]) == (["inductor", "inductor"], 11)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_the_last_batch_of_an_epoch_costs_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     task = mlp()

@@ -51,6 +51,7 @@ def kernels(blocks: int) -> int:
     return len(re.findall(r"^extern \"C\"\s+void\s+cpp_fused", code, re.M))
 
 
+@pytest.mark.thorough
 def test_equal_blocks_share_their_kernels() -> None:
     few, many = kernels(PARTS), kernels(PARTS + 2)
     assert few == many > 0

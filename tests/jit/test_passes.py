@@ -50,6 +50,7 @@ def step(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Any]:
     return {**new, "counts": torch.stack([state["counts"][0] + 1, state["counts"][0]])}, loss.detach()
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", sorted(explain.names() - {"joint_counts"}))
 def test_a_program_without_one_of_them_computes_the_same(name: str) -> None:

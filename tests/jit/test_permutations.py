@@ -25,6 +25,7 @@ def mixup(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
     return 0.7 * F.cross_entropy(out, target) + 0.3 * F.cross_entropy(out, target[order])
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_mixup_follows_the_eager_step() -> None:
     step = funcamp.make_train_step(mixup, funcamp.stateless(torch.optim.AdamW, lr=0.1))

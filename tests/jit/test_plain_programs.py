@@ -72,6 +72,7 @@ class Loop(nn.Module):
         return loss
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # Dynamo's, in torch's loop too
@@ -130,6 +131,7 @@ class Speech(nn.Module):
         return F.ctc_loss(self.layer(x).log_softmax(-1), targets, lengths, target_lengths, zero_infinity=True)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("in_rows", [True, False])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -208,6 +210,7 @@ def test_compiled_losses_of_values_that_are_not_finite() -> None:
     torch.testing.assert_close(found, losses(x), equal_nan=True)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
 @pytest.mark.parametrize("zero", [0, 0.0, False])
 def test_an_overflow_behind_a_product_with_zero_is_seen(zero: float) -> None:

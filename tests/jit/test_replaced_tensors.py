@@ -64,6 +64,7 @@ def made(criterion: Any) -> tuple[Any, Any]:
     return step, step.init()
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("place", ["attribute", "tuple", "list", "closure", "global"])
 def test_a_replaced_tensor_is_followed(place: str, caplog: pytest.LogCaptureFixture) -> None:
     results = []
@@ -84,6 +85,7 @@ def test_a_replaced_tensor_is_followed(place: str, caplog: pytest.LogCaptureFixt
     assert "criterion." in told[0]
 
 
+@pytest.mark.thorough
 def test_a_tensor_that_is_replaced_at_every_call_is_refused() -> None:
     criterion = Table("attribute")
     step, state = made(criterion)

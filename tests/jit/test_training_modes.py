@@ -50,6 +50,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
 def test_steps_follow_the_mode(name: str) -> None:

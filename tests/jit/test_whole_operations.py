@@ -63,6 +63,7 @@ def batch(number: int, parts: int | None = None) -> tuple[Tensor, Tensor]:
     return torch.randn(*size, 5, 6, generator=draw), torch.randint(3, size, generator=draw)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", lstm_policies())
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -86,6 +87,7 @@ def test_with_micro_batches(scan: bool) -> None:
     assert_close(jit(step, backend="aot_eager")(state, batch(0, 2))[0].params, expected.params, 1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_every_gradient_of_the_generated_code_is_the_eager_one() -> None:
     step = step_of(Layers(*KINDS), None)
@@ -138,11 +140,13 @@ def hessian_steps(run: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_a_hessian_product_is_the_eager_ones() -> None:
     assert_close(hessian_steps(jit), hessian_steps(lambda step: step), 1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore")
 def test_zeros_without_memory_are_needed_as_long_as_torch_has_the_defect() -> None:

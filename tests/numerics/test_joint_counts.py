@@ -37,6 +37,7 @@ def compiled(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[i
     return made, scatters
 
 
+@pytest.mark.thorough
 def test_samples_of_a_kind_are_counted_together() -> None:
     torch.manual_seed(0)
     singles, halves = [torch.randn(2, 64) for _ in range(3)], [torch.randn(1, 64).bfloat16() for _ in range(3)]
@@ -58,6 +59,7 @@ def test_samples_of_a_kind_are_counted_together() -> None:
         assert_close(ours, theirs, 1e-12)
 
 
+@pytest.mark.thorough
 def test_a_count_that_follows_from_another_comes_after_it() -> None:
     x = torch.randn(1, 32)
 
@@ -93,6 +95,7 @@ class Twice(nn.Module):
         return self.again(torch.tanh(self.again(self.first(x))))  # type: ignore[no-any-return]
 
 
+@pytest.mark.thorough
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does that
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def by_hand(values: list[float]) -> tuple[dict[str, float], list[int]]:
     return told, bins
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("dtype", list(WIDER), ids=str)
 def test_record_is_what_plain_python_counts(transform: Transform, dtype: torch.dtype) -> None:
@@ -64,6 +65,7 @@ def test_record_is_what_plain_python_counts(transform: Transform, dtype: torch.d
     assert record.histogram.tolist() == bins
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_halves_lie_anywhere_in_memory(transform: Transform, dtype: torch.dtype) -> None:
@@ -75,6 +77,7 @@ def test_halves_lie_anywhere_in_memory(transform: Transform, dtype: torch.dtype)
         assert record.histogram.tolist() == bins
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 def test_empty_and_scalar(transform: Transform) -> None:
     records = transform(lambda *xs: [stats(x) for x in xs])(torch.zeros(3, 0), torch.zeros(0, 2, dtype=torch.float16))
@@ -164,6 +167,7 @@ def test_rescaled_by_another_factor_keeps_the_count() -> None:
     assert_close(rows.mean, torch.tensor([0.75, 3.0]), 1e-4)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 def test_records_merge(transform: Transform) -> None:
     x = torch.tensor(SPECIAL * 4).reshape(4, -1)
@@ -206,6 +210,7 @@ def test_samples_are_spread_and_none_comes_twice(size: int, sample: int) -> None
     assert found.max() > 0.75 * size or sample == 1
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 @pytest.mark.inductor
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -263,6 +268,7 @@ def one_rank(rank: int, store: str, x: Tensor) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_records_add_up_over_ranks(tmp_path: Path) -> None:
     spawn(one_rank, (str(tmp_path / "store"), torch.randn(1001)), nprocs=2)

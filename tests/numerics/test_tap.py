@@ -86,6 +86,7 @@ TRANSFORMED: dict[str, Callable[[Params, Probes, Tensor], Probes]] = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_compiled_is_eager(name: str) -> None:

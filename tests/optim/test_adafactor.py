@@ -27,6 +27,7 @@ def tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 # Not under vmap: state for matrices alone is a None for vectors, which vmap does not take (test_optim.py has it).
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "how",

@@ -131,6 +131,7 @@ def tolerance(cls: type[optim.Optimizer], label: str) -> float:
     return 5e-7
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("flat", [False, True], ids=["per_tensor", "flat"])
 @pytest.mark.parametrize("case", CASES)
 def test_schedule_follows_torchs_loop(case: str, flat: bool) -> None:
@@ -151,12 +152,14 @@ def test_schedule_follows_torchs_loop(case: str, flat: bool) -> None:
         assert_close(result, expected[step], tolerance(cls, label))
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("case", CASES)
 def test_jitted_step_follows_torchs_loop(case: str) -> None:
     follow_in_a_step(case, "eager")
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
 @pytest.mark.parametrize("case", ["SGD-momentum", "AdamW-weight_decay", "Adafactor-eps[1]"])
 def test_generated_code_follows_torchs_loop(case: str) -> None:
@@ -185,6 +188,7 @@ def follow_in_a_step(case: str, backend: str) -> None:
         assert_close({name: tree[name] for name in SHAPES}, expected[number], tolerance(cls, label))
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("case", CASES)
 def test_vmap_over_a_hyperparameter_equals_each_value(case: str) -> None:
     cls, label = CASES[case]

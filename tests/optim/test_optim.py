@@ -50,6 +50,7 @@ def reference(cls: type[optim.Optimizer], arguments: dict[str, Any], lrs: list[f
     return trajectory
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", CASES)
@@ -353,6 +354,7 @@ STATES: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("before", STATES)
 @pytest.mark.parametrize("after", STATES)

@@ -54,6 +54,7 @@ def inputs() -> dict[str, tuple[Any, dict[str, Any]]]:
 INPUTS = inputs()
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=["real", "complex"])
 @pytest.mark.parametrize("name", INPUTS)
 def test_follows_the_class(name: str, dtype: torch.dtype) -> None:

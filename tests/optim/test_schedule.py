@@ -183,6 +183,7 @@ def test_every_class_of_torch_is_here() -> None:
     assert found - {"LRScheduler", "ReduceLROnPlateau"} == set(MAKE)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of torch's loop with every_step
@@ -203,6 +204,7 @@ def test_jitted_step_equals_torchs_loop(name: str) -> None:
     assert_same_rows(rows, torchs_loop(all_of(cls, **numbers), MAKE[name]))
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_generated_code_follows_torchs_loop() -> None:
     cls, numbers = OPTIMIZERS["AdamW"]
@@ -211,6 +213,7 @@ def test_generated_code_follows_torchs_loop() -> None:
     assert_same_rows(funcamps_loop(scheduled, jit), expected, exact=False)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 def test_update_is_the_same_under_transforms(transform: Any) -> None:
     scheduled = schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)

@@ -437,6 +437,7 @@ def test_command_reports_of_a_script_that_ends_early(
     assert (tmp_path / "out" / "report.html").exists()
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("text", "frames"),
     [

@@ -131,6 +131,7 @@ def is_finite(grads: list[Tensor]) -> bool:
     return all(bool(grad.isfinite().all()) for grad in grads)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch", "GradScaler", "step", "jit"])

@@ -205,6 +205,7 @@ def follow(case: str, flags: Iterable[bool], step: Callable[[ScalerState, Scaler
             assert bool(stuck) == (rule.raised or (flag and rule.scale == math.inf)), f"{seen}: {state} against {rule}"
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_preset_follows_its_library_through_every_short_sequence(case: str) -> None:
@@ -212,6 +213,7 @@ def test_preset_follows_its_library_through_every_short_sequence(case: str) -> N
         follow(case, flags)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("probability", [0.05, 0.3, 0.7])
 @pytest.mark.parametrize("case", CASES)
@@ -220,6 +222,7 @@ def test_preset_follows_its_library_through_random_sequences(case: str, probabil
     follow(case, [rng.random() < probability for _ in range(400)])
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("case", ["megatron odd factors", "deepspeed old", "jmp odd factor", "flax odd factors"])
 def test_preset_follows_its_library_under_every_transform(case: str, transform: Transform) -> None:
@@ -229,6 +232,7 @@ def test_preset_follows_its_library_under_every_transform(case: str, transform: 
     follow(case, [rng.random() < 0.4 for _ in range(25)], lambda state, _: run(state))
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("case", CASES)
 def test_preset_compiles_and_batches(case: str) -> None:

@@ -98,6 +98,7 @@ def test_rules_with_other_parameters_differ() -> None:
     assert DeepSpeed(2).name == "DeepSpeed"
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_config_is_a_constant_of_a_compiled_function(rule: rules.Rule) -> None:

@@ -45,6 +45,7 @@ def follow(scale: float, tracker: int, flags: list[float], growth: float, backof
         assert_same(state, state_of(plain.scale, plain.tracker))
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(("growth", "backoff"), FACTORS)
 @pytest.mark.parametrize("interval", [1, 2, 3, 2000])
 @pytest.mark.parametrize("probability", [0.02, 0.1, 0.4])

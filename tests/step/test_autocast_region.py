@@ -45,6 +45,7 @@ def trained(
     return clone(losses), dict(state.params.tree())
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     ("policy", "region", "wrap"),

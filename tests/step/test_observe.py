@@ -49,6 +49,7 @@ OBSERVE: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @WRAPPED
 @FLAT
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -117,6 +118,7 @@ def test_functions_see_the_tree_that_init_was_given(flat: bool, wrapped: bool) -
     assert_same(metrics.observed["parts"], expected)
 
 
+@pytest.mark.thorough(keep=1)
 @WRAPPED
 @FLAT
 def test_observed_is_no_part_of_the_state_and_changes_nothing(flat: bool, wrapped: bool) -> None:

@@ -36,6 +36,7 @@ def run(weight: Any, batch: Any, wrap: Wrap = WRAPS["eager"], **options: Any) ->
     return wrap(step)(step.init({"w": torch.ones(4)}), batch)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("scan", [False, True], ids=["", "scan"])
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
@@ -172,6 +173,7 @@ def test_float16_run_equals_torchs_loop_with_weighted_losses(wrap: Wrap) -> None
     assert_same(seen, expected)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 @pytest.mark.parametrize("scan", [False, True], ids=["", "scan"])
 @pytest.mark.parametrize("wrap", [WRAPS["eager"], WRAPS["jit"]], ids=["eager", "jit"])

@@ -39,6 +39,7 @@ def linear(params: Any, batch: Tensor) -> Tensor:
     return total
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("flat", [True, False])
 def test_skipped_step_changes_nothing_but_the_scale(flat: bool, transform: Callable[..., Any]) -> None:
@@ -128,6 +129,7 @@ def test_partial_window_is_the_mean_over_what_is_there(flat: bool) -> None:
         assert_close(metrics[:2], expected_metrics[:2], 1e-6)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 @pytest.mark.parametrize("make", [mlp, cnn])
 def test_scan_is_the_loop(make: Any) -> None:
@@ -153,6 +155,7 @@ def test_one_bad_micro_batch_skips_the_window() -> None:
     assert after.scaler.scale == state.scaler.scale / 2
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_norm_beyond_float32_clips(flat: bool, transform: Callable[..., Any]) -> None:
@@ -265,6 +268,7 @@ def test_buffers_and_aux_together() -> None:
     assert_same(metrics.aux["seen"], torch.tensor([3.0, 3.0]))
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("flat", [True, False])
@@ -438,6 +442,7 @@ def test_metrics_count_skips_and_tell_the_limits() -> None:
     assert [int(count) for count in (state.step, state.skipped, state.consecutive_skips)] == [7, 5, 3]
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("policy", [None, "bfloat16"])

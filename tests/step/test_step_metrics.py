@@ -79,6 +79,7 @@ def rates(expected: Any) -> Any:
     return torch.tensor(expected) if isinstance(expected, float) else expected
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("flat", [True, False])

@@ -38,6 +38,7 @@ def with_scaler(params: dict[str, Tensor], scaler: ScalerState, x: Tensor) -> An
     return unscale(scaler, scale(scaler, plain(params, x))) * (scaler.scale / 2.0**10)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])

@@ -112,6 +112,7 @@ def run(
     return trace, state
 
 
+@pytest.mark.thorough(keep=2)
 @FLAT
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["SGD", "RMSprop"])
@@ -136,6 +137,7 @@ def test_a_penalty_in_the_criterion_is_of_the_full_weights(dtype: torch.dtype, f
     follow_bit_for_bit(penalized, "SGD", dtype, flat, eager)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     ("make", "name", "dtype"),
@@ -162,6 +164,7 @@ def follow_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool, tra
     assert_same(tree_of(state), {key: value.detach() for key, value in model.named_parameters()})
 
 
+@pytest.mark.thorough(keep=2)
 @FLAT
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2.0**-13), (torch.bfloat16, 2.0**-8)])
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
@@ -169,6 +172,7 @@ def test_adamw_with_clipping_follows(make: Any, dtype: torch.dtype, tolerance: f
     follow_with_adamw(make, dtype, tolerance, flat, eager)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     ("make", "dtype", "tolerance"),
@@ -186,6 +190,7 @@ def follow_with_adamw(make: Any, dtype: torch.dtype, tolerance: float, flat: boo
     assert_close(tree_of(state), {key: value.detach() for key, value in model.named_parameters()}, tolerance)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
 @pytest.mark.parametrize(("make", "dtype"), [(mlp, torch.bfloat16), (tied, torch.float16)])
 def test_generated_code_follows(make: Any, dtype: torch.dtype) -> None:
@@ -197,6 +202,7 @@ def test_generated_code_follows(make: Any, dtype: torch.dtype) -> None:
     assert_close(tree_of(state), {key: value.detach() for key, value in model.named_parameters()}, 2.0**-6)
 
 
+@pytest.mark.thorough(keep=2)
 @FLAT
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
 def test_accumulation_is_the_eager_loop_bit_for_bit(make: Any, flat: bool) -> None:

@@ -105,6 +105,7 @@ def same_saved(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         assert mine == other
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "dict"])
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def funcamp_loop(
     return trace, params
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("clip", [False, True], ids=["plain", "clip"])
 @pytest.mark.parametrize("half", [True, False], ids=["float16", "float32"])
 @pytest.mark.parametrize("name", CLASSES)

@@ -121,6 +121,7 @@ RUNS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize(
@@ -150,6 +151,7 @@ def test_every_number_is_as_without(name: str, flat: bool, run: str) -> None:
     assert_same(model.eval()(batches(0)[0]), plain.eval()(batches(0)[0]))
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_every_number_is_as_without_under_inductor() -> None:
     model, criterion, batches = made("cnn")
@@ -163,6 +165,7 @@ def test_every_number_is_as_without_under_inductor() -> None:
     assert_same(dict(model.state_dict()), step.loss_fn.state_dict(state.params, state.buffers))
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("name", MODELS)
@@ -186,6 +189,7 @@ def donating(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return lambda step: jit(step, backend="eager")
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("name", MODELS)
@@ -279,6 +283,7 @@ def loaded(step: Any, state: Any, other: Any, like: Any, how: str) -> Any:
     return other.from_torch(like, optimizer=step.to_torch(state)["optimizer"], consume=True)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("how", ["load_state_dict", "from_torch"])
 @pytest.mark.parametrize("flat", [True, False])

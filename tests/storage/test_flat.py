@@ -123,6 +123,7 @@ def real_tree() -> dict[str, Tensor]:
     return {"w": torch.randn(16, 8), "v": torch.randn(5), "u": torch.randn(3, 7), "x": torch.randn(32, 8)}
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("bad", [False, True])
 def test_core_functions_take_it_as_they_take_a_dict(bad: bool, transform: Callable[..., Any]) -> None:

@@ -181,6 +181,7 @@ def policy_step(policy: str | None, task: Task | None = None, **options: Any) ->
     )
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("before", POLICIES)
 @pytest.mark.parametrize("after", POLICIES)
@@ -238,6 +239,7 @@ def put_into(state: Any) -> Any:
     return clamp(clone(state))
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("change", [clamp, put, put_into])
 @pytest.mark.parametrize("how", ["eager", "jit", "kept"])

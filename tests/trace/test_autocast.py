@@ -110,6 +110,7 @@ def jit_eager(step: Any) -> Any:
     return jit(step, backend="eager")
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("kind", [UsedTwice, BlockTwice, TiedEmbedding])
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_weight_used_twice_is_cast_once(kind: Callable[[], nn.Module], scan: bool) -> None:

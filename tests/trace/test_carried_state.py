@@ -156,6 +156,7 @@ def linear() -> nn.Module:
     return nn.Linear(4, 1)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", CRITERIA)
@@ -164,6 +165,7 @@ def test_a_criterion_with_state(name: str, compiled: bool) -> None:
     assert_same(stepped(linear(), make(), compiled), trained(linear(), make()))
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("how", ["pair", "named tuple", "list", "namespace"])
@@ -264,6 +266,7 @@ def test_a_count_that_changes_nothing_is_said_and_not_refused(caplog: pytest.Log
     assert "later calls will not: model.calls (from 0 to 1)" in caplog.text
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("how", NAMES)
 def test_a_number_that_python_counts_is_refused_under_jit(how: str) -> None:
@@ -354,6 +357,7 @@ ANCHORS = {
 }
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("how", ANCHORS)
@@ -395,6 +399,7 @@ class Rotary(nn.Module):
         return out
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("policy", [None, "float16"])
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_table_of_a_buffer_that_no_step_changes_may_be_kept(donate: bool, policy: str | None) -> None:

@@ -102,6 +102,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**model.state_dict(), "table": model.table}
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("kind", CHANGES)
@@ -124,6 +125,7 @@ def test_numbers_are_those_of_torchs_loop(kind: type[Net], run: str) -> None:
     assert_same(tensors(model), tensors(twin))
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 @pytest.mark.inductor
 @pytest.mark.parametrize("kind", [Buffer, Averaged])

@@ -56,6 +56,7 @@ def same_as_eager(fn: Callable[[Params, Tensor], Any]) -> None:
     assert_same(trained(fn, jit_eager), trained(fn, lambda step: step))
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_densities_and_differentiable_samples(kind: str) -> None:
     def fn(params: Params, x: Tensor) -> Any:

@@ -144,6 +144,7 @@ def torchs_loop(model: nn.Module, dtype: torch.dtype, steps: int) -> tuple[list[
     return trace, values(model)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @WRAPS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])

@@ -187,6 +187,7 @@ def test_a_sparse_tensor_of_its_own_is_refused(layout: str) -> None:
         jit(lambda state, batch: (state + (own @ batch[:, None]).sum(), None), backend="eager")(torch.zeros(()), X)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [

@@ -172,6 +172,7 @@ def reset() -> None:
     python_counter.calls = Totals.calls = itertools.count(1)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", KEPT)
 def test_what_changes_in_python_is_named(name: str) -> None:
     make, use, message = KEPT[name]

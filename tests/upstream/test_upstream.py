@@ -345,6 +345,7 @@ torch.compile(lambda x: torch.split(x * 2, [4])[0].sin())(torch.randn(4, dtype=t
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.inductor
 def test_generated_cpp_takes_a_list_of_one_for_the_tensor() -> None:
     code = subprocess.run([sys.executable, "-c", LIST_OF_ONE], check=False, capture_output=True).returncode
@@ -410,6 +411,7 @@ enter()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_fake_tensor_mode_in_a_thread_that_ended() -> None:
     # A build for CPUs has no such guard, and where there is a GPU torch leaves it as it is.

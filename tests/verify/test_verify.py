@@ -69,6 +69,7 @@ GROUPS = funcamp.by_group(
 )
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -447,6 +448,7 @@ class BeginsWithNone(OneLayer):
 _TORCH, _COMPILED = "torch's loop - eager step", "eager step - compiled step"
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.usefixtures("unguarded")
 @pytest.mark.parametrize(

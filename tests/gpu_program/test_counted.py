@@ -154,7 +154,8 @@ def test_a_layer_in_float8_is_so_many_launches() -> None:
 def test_delayed_scaling_adds_fewer_launches_than_layers() -> None:
     """The rule and all layers' scales are as many at both depths; the amaxes are those of current scaling.
 
-    Not of one layer: its amaxes need no kernel that joins them. Since torch 2.14 one amax more is not fused with the cast of its weight.
+    One layer has one launch fewer, since nothing joins its amaxes with others. Since torch 2.14 one amax more is not
+    fused with the cast of its weight.
     """
     few, many = (mlp(DELAYED, layers).launches - mlp("float8", layers).launches for layers in (2, 3))
     assert few <= 6

@@ -55,11 +55,10 @@ check: lint
 test: $(if $(filter $(PINNED),$(TORCH)),lint) $(VENV)/installed $(VENV)/models/installed
 	@$(if $(CXX_FOUND),,echo "No C++ compiler: leaving out the tests marked inductor (install g++ to run them).")
 	$(PYTEST) $(BY_FILE) -m "$(SELECT) and not rest" $(ARGS)
-	PYTHONPATH=$(VENV)/models $(PYTEST) $(BY_FILE) -m "models and not rest$(if $(CXX_FOUND),, and not inductor)" $(MODELS_TESTS)
+	PYTHONPATH=$(VENV)/models $(PYTEST) $(BY_FILE) -m "models$(if $(CXX_FOUND),, and not inductor)" $(MODELS_TESTS)
 
 test-all: test
 	$(PYTEST) $(BY_FILE) -m "$(SELECT) and rest" $(ARGS)
-	PYTHONPATH=$(VENV)/models $(PYTEST) $(BY_FILE) -m "models and rest$(if $(CXX_FOUND),, and not inductor)" $(MODELS_TESTS)
 
 # `pip install` brings a user the newest torch, so a change is tested with it too: every rule of a step, and a few programs.
 test-newest:

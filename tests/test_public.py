@@ -132,6 +132,13 @@ def test_a_step_runs_without_any_layer() -> None:
     assert set(rooms) <= set(CORE)
 
 
+def test_jit_knows_pytrees_and_no_training_state() -> None:
+    of_training = {"_scaler", "_io", "_storage", "_optim", "_amp", "_step", *LAYERS}
+    for room in ("_jit", "_trace"):
+        for file in (ROOT / "funcamp" / room).rglob("*.py"):
+            assert not imported(file) & of_training, file.relative_to(ROOT)
+
+
 def test_only_tree_touches_the_private_pytree_module() -> None:
     users = [path.name for path in (ROOT / "funcamp").rglob("*.py") if re.search(r"import _pytree", path.read_text())]
     assert users == ["_tree.py"]

@@ -5,7 +5,8 @@ benchmarks/step.py: torch's eager loop with GradScaler, `jit` as it is, and `jit
 gets. Steps are timed side by side in one process, in a new order in each round; ratios are within a round. First calls
 are those of further processes, each with an empty compile cache, in turns.
 
-    python benchmarks/passes.py [--sizes "GPT-2 3.4 M;..."] [--rounds 9] [--first-calls 3] [--keep-memory] [--out DIR]
+    python benchmarks/passes.py [--sizes "GPT-2 3.4 M;..."] [--variants "funcamp.jit;..."] [--rounds 9]
+        [--first-calls 3] [--keep-memory] [--out DIR]
 
 --keep-memory lets malloc keep freed blocks of any size, for all variants alike; without it glibc hands every block
 above 32 MB back to the system, and the next step faults its pages in again, one by one.
@@ -62,9 +63,9 @@ def without(name: str, size: Size) -> Any:
     return funcamp_step(size, "cpu", torch.bfloat16, without=[name])
 
 
-def rows_of(name: str, rounds: int, first_calls: int) -> Iterator[Row]:
-    """Yield a row for each variant: its steps, then its first calls."""
-    every = makers()
+def rows_of(name: str, rounds: int, first_calls: int, labels: list[str]) -> Iterator[Row]:
+    """Yield a row for each of these variants: its steps, then its first calls."""
+    every = {label: make for label, make in makers().items() if label in labels}
     made = {
         label: functools.partial(lambda make: torch_variant(make(KNOWN[name]), "cpu"), every[label]) for label in every
     }
@@ -87,6 +88,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--first-calls", type=int, default=3, help="processes for each variant's first call")
     parser.add_argument("--keep-memory", action="store_true", help="let malloc keep freed blocks of any size")
+    parser.add_argument("--variants", help="names of variants beside the eager one, separated by semicolons")
     parser.add_argument("--start", help="seconds of one variant's first call, in this process")
     args = parser.parse_args()
     sizes = chosen(parser, args, KNOWN)
@@ -105,8 +107,11 @@ def main() -> None:
     columns |= {"time over eager": "ratio", "first call s": "first_call_s", "all first calls s": "first_calls_s"}
     suffix = "-kept" if args.keep_memory else ""
     report = Report(args.out, f"passes-cpu{suffix}", "Each trick of jit left out", facts, columns)
+    labels = [EAGER, *args.variants.split(";")] if args.variants else list(makers())
+    if strangers := [label for label in labels if label not in makers()]:
+        parser.error(f"--variants must name {'; '.join(makers())}; got {'; '.join(strangers)}")
     for name in sizes:
-        report.add(rows_of(name, args.rounds, args.first_calls))
+        report.add(rows_of(name, args.rounds, args.first_calls, labels))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import pickle
 import random
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from funcamp._trace.user_line import in_stack
 from funcamp._upstream.replaced import replaced
 
+_log = logging.getLogger("funcamp")
 #: What a module of random numbers has besides functions that draw.
 _QUIET = ("getstate", "setstate", "get_state", "set_state", "default_rng", "test")
 _SPOKEN = {"random": "Python's random"}
@@ -31,7 +33,7 @@ class HostDraws:
         self._modules = [module for name in ("random", "numpy.random") if (module := sys.modules.get(name))]
         self._thread = threading.get_ident()
         self._line = ""
-        self._others_drew = False
+        self._others_line = ""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -46,23 +48,32 @@ class HostDraws:
     def found(self) -> tuple[str, str] | None:
         """Return the names of the generators that the watched code drew from, and its line; None if there are none.
 
-        The generators are then set back. If another thread drew and this one did not, that is not the watched code.
+        The generators are then set back. If another thread drew and this one did not, such as one that loads data, that
+        is a warning: the watched code may have waited for it.
         """
         changed = [
             module for module, was, now in zip(self._modules, self._before, self._states(), strict=True) if was != now
         ]
-        if not changed or (self._others_drew and not self._line):
+        if not changed:
             return None
-        if not self._others_drew:
-            self._set_back()
         names = " and ".join(_SPOKEN.get(module.__name__, module.__name__) for module in changed)
+        if self._others_line and not self._line:
+            _log.warning(
+                "jit: another thread drew from %s while the step was traced, %s: if the step waits for its numbers, "
+                "the program repeats them; draw from torch's generator, or pass the numbers in the batch",
+                names,
+                self._others_line,
+            )
+            return None
+        if not self._others_line:
+            self._set_back()
         return names, self._line or "a line that is not known, or another thread,"
 
     def _noting(self, draw: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(draw)
         def noted(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
-                self._others_drew = True
+                self._others_line = self._others_line or in_stack(beside=(random.__file__,))
             elif not self._line:
                 self._line = in_stack(beside=(random.__file__,))
             return draw(*args, **kwargs)

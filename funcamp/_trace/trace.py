@@ -228,8 +228,8 @@ def _traced(
     outlines: list[Outline] = []
 
     def flat(*given: Tensor) -> list[Tensor]:
-        pieces = iter(given)
         with watch.on():
+            pieces = iter([watch.handle(piece) for piece in given])
             first, rest = fn([with_parts(wrapper, pieces) for wrapper in around])
             record(watch.node_of)
             leaves, spec = _tree.flatten(rest)
@@ -607,6 +607,18 @@ class _Watch(LetsDynamoIn, TorchDispatchMode):
             set_proxy_slot(tensor, mode.tracer, slot)
             if id(tensor) in self._made:  # not in the body of a scan
                 self._made[id(tensor)] = weakref.ref(tensor), slot.proxy.node
+
+    def handle(self, argument: Tensor) -> Tensor:
+        """Return another tensor for an argument, which exists for as long as Python keeps it.
+
+        The arguments themselves exist until the trace ends, so they do not show what the step has kept of them.
+        """
+        with disable_proxy_modes_tracing():
+            handle = argument.detach()
+        slot: Any = get_proxy_slot(argument, self._tracer)
+        set_proxy_slot(handle, self._tracer, slot)
+        self._made[id(handle)] = weakref.ref(handle), slot.proxy.node
+        return handle
 
     def node_of(self, value: Tensor) -> torch.fx.Node | None:
         found: Any = get_proxy_slot(value, self._tracer, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 import threading
 from collections.abc import Callable
 from random import random as uniform
@@ -85,7 +86,7 @@ def test_what_draws_the_same_at_every_step_is_taken(draw: Callable[[], float]) -
         torch.testing.assert_close(state, torch.tensor(2.0 * draw() * count))
 
 
-def test_another_thread_may_draw() -> None:
+def test_another_thread_may_draw(caplog: pytest.LogCaptureFixture) -> None:
     """One that loads data draws as often as it comes to."""
 
     def load() -> None:
@@ -102,6 +103,7 @@ def test_another_thread_may_draw() -> None:
     before = pickle.loads(generators())
     state, _ = jit(step, backend="eager")(torch.zeros(()), torch.ones(2))
     assert state == 2
+    assert re.search(r"another thread drew from Python's random and numpy.random .*test_host_draws.py:\d+", caplog.text)
     after = generators()
     random.setstate(before[0])
     np.random.set_state(before[1])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from funcamp import _upstream, stateless
+from funcamp import stateless
 from tests.gpu_program.steps import step_of
 from tests.support.gpu_program import Program, program_of
 from tests.support.models import Block, cross_entropy
@@ -109,9 +109,9 @@ def test_the_optimizers_launches_do_not_depend_on_the_number_of_tensors() -> Non
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt of 2 blocks", "gpt of 3 blocks", "mlp"])
-def test_check_and_update_move_thirty_bytes_a_parameter(name: str) -> None:
-    """A float16 gradient is read twice; parameter, two moments and copy are written, all but the copy read."""
-    assert bytes_an_element(PROGRAMS[name]()) == ({2.0}, {28.0})
+def test_check_and_update_move_twenty_eight_bytes_a_parameter(name: str) -> None:
+    """A float16 gradient is read twice; parameter and two moments are read and written. The next step casts (6 more)."""
+    assert bytes_an_element(PROGRAMS[name]()) == ({2.0}, {26.0})
 
 
 @pytest.mark.thorough
@@ -163,12 +163,11 @@ def test_a_layer_in_float8_is_so_many_launches() -> None:
 
 
 @pytest.mark.thorough
-def test_delayed_scaling_adds_fewer_launches_than_layers() -> None:
-    """The rule and all layers' scales are as many at both depths; the amaxes are those of current scaling.
+def test_delayed_scaling_adds_at_most_two_launches_a_layer() -> None:
+    """The rule and all layers' scales are as many at every depth; some amaxes are not joined with others.
 
-    One layer has one launch fewer, since nothing joins its amaxes with others. Since torch 2.14 one amax more is not
-    fused with the cast of its weight.
+    Torch 2.13: 5 launches more with one layer, 11 with five.
     """
-    few, many = (mlp(DELAYED, layers).launches - mlp("float8", layers).launches for layers in (2, 3))
+    few, many = (mlp(DELAYED, layers).launches - mlp("float8", layers).launches for layers in (1, 3))
     assert few <= 6
-    assert many <= few + (_upstream.VERSION >= (2, 14))
+    assert many <= few + 2 * 2

@@ -110,7 +110,7 @@ def test_the_optimizers_launches_do_not_depend_on_the_number_of_tensors() -> Non
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt of 2 blocks", "gpt of 3 blocks", "mlp"])
 def test_check_and_update_move_twenty_eight_bytes_a_parameter(name: str) -> None:
-    """A float16 gradient is read twice; parameter and two moments are read and written. The next step casts (6 more)."""
+    """A float16 gradient is read twice; parameter and moments are read and written. The next step casts (6 more)."""
     assert bytes_an_element(PROGRAMS[name]()) == ({2.0}, {26.0})
 
 

@@ -7,7 +7,9 @@ it.
 
 from __future__ import annotations
 
+import gc
 import logging
+import types
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
@@ -134,4 +136,30 @@ def _put(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[tuple[int, Tensor]], 
         pairs = left
     if not pairs:
         return placed, None
-    return placed, pairs[0][0]
+    # torch 2.15 refers weakly to tensors of a scan's body, which cannot be swapped: their holders get the values.
+    places = {id(tensor): value for tensor, value in pairs}
+    placed += places.items()
+    for holder in gc.get_referrers(*[tensor for tensor, _ in pairs]):
+        if isinstance(holder, dict):
+            for key in [key for key, value in holder.items() if id(value) in places]:
+                holder[key] = places[id(holder[key])]
+        elif isinstance(holder, list):
+            for index, value in enumerate(holder):
+                if id(value) in places:
+                    holder[index] = places[id(value)]
+        elif isinstance(holder, types.CellType):
+            holder.cell_contents = places[id(holder.cell_contents)]
+    tensors = [tensor for tensor, _ in pairs]
+    ours = {id(tensors), *map(id, pairs)}
+    pairs.clear()
+    return placed, next(
+        (
+            tensor
+            for tensor in tensors
+            if any(
+                id(holder) not in ours and not isinstance(holder, types.FrameType)
+                for holder in gc.get_referrers(tensor)
+            )
+        ),
+        None,
+    )

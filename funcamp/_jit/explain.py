@@ -43,7 +43,7 @@ def changes(target: Target) -> Iterator[Change]:
         if option.where(target):
             yield Change("option", option.names[0], option.why)
     for bug in BUGS:
-        if bug.defect.present and (target.exact or not bug.only_exact):
+        if bug.concerns(exact=target.exact):
             yield Change("torch", bug.name, bug.why)
 
 

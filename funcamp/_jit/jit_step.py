@@ -312,18 +312,20 @@ class JitStep(Fixed):
         devices = frozenset(leaf.device.type for leaf in owned.leaves)
         gpus = frozenset(leaf.device for leaf in owned.leaves if leaf.device.type == "cuda")
 
-        def compiled(backend: str, session: CompileSession) -> Flat:
-            target = target_of(graph, backend, devices, exact=options.exact)
+        target = target_of(graph, options.backend, devices, exact=options.exact)
+
+        def compiled(target: Target, session: CompileSession) -> Flat:
             with keeping_generators(gpus):
                 one = self._compile_graph(graph, target, session)
             return one if options.unroll is None else unrolled(one, state_count, metrics_count, options.unroll)
 
-        is_late = self._programs and graphs is None and options.compile_after and options.backend != "eager"
+        is_late = self._programs and graphs is None and options.compile_after and target.backend != "eager"
         session.progress.phase("running operation by operation" if is_late else "compiling")
         if is_late:
-            run = self._late(key, compiled("eager", session), compiled, session.progress.task)
+            traced = compiled(target._replace(backend="eager"), session)
+            run = self._late(key, traced, lambda later: compiled(target, later), session.progress.task)
         else:
-            run = compiled(options.backend, session)
+            run = compiled(target, session)
             session.progress.phase("running")
         if graphs is not None:
             owned.watch(_WATCHED)
@@ -331,7 +333,7 @@ class JitStep(Fixed):
         program = _Program(run, graph.rest, layouts, written)
         return program, self._run(program, owned, given, inputs)
 
-    def _late(self, key: Any, traced: Flat, compiled: Callable[[str, CompileSession], Flat], task: str) -> Flat:
+    def _late(self, key: Any, traced: Flat, compiled: Callable[[CompileSession], Flat], task: str) -> Flat:
         """Return a function that runs the traced operations one by one, and compiles them after enough calls."""
         left = self._options.compile_after
 
@@ -342,7 +344,7 @@ class JitStep(Fixed):
                 return traced(values)
             with CompileSession(task) as session:
                 session.progress.phase("compiling")
-                now = compiled(self._options.backend, session)
+                now = compiled(session)
             self._programs[key] = self._programs[key]._replace(run=now)
             return now(values)
 

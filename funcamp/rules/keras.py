@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.rule import Outcome, Rule
 from funcamp._scaler.state import ScalerState
-from funcamp.rules.arithmetic import growth_due, move, moved_scales
+from funcamp.rules.arithmetic import move_by_float32_factors
 
 
 class Keras(Rule):
@@ -15,8 +13,7 @@ class Keras(Rule):
 
     def outcome(self, state: ScalerState, config: ScalerConfig) -> Outcome:
         """Apply the rule of `LossScaleOptimizer`."""
-        scales = moved_scales(state, config, factors=torch.float32)
-        return move(state, scales, grows=growth_due(state, config.growth_interval))
+        return move_by_float32_factors(state, config)
 
 
 def keras(

@@ -1,4 +1,4 @@
-"""Every change of a traced graph before it is a program, in order: whoever reads a jitted step needs this list only.
+"""The list of all changes of a program between the trace and the compiler, in order.
 
 Each pass is a file with its reason, its condition and its evidence. `jit(step, without=("name",))`, or the environment
 variable FUNCAMP_WITHOUT, leaves some out; `jit(step, explain=True)` prints those that a program gets.

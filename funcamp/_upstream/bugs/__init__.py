@@ -23,6 +23,6 @@ def corrected(*, exact: bool, without: Collection[str] = ()) -> Iterator[None]:
     """Context manager: torch without those of these defects that this version has."""
     with contextlib.ExitStack() as stack:
         for bug in BUGS:
-            if bug.defect.present and (exact or not bug.only_exact) and bug.name not in without:
+            if bug.concerns(exact=exact) and bug.name not in without:
                 stack.enter_context(bug.changed())
         yield

@@ -23,3 +23,7 @@ class Bug(NamedTuple):
     """Returns a context manager: torch without the defect."""
     only_exact: bool = False
     """Whether it concerns programs of `jit(exact=True)` only."""
+
+    def concerns(self, *, exact: bool) -> bool:
+        """Return whether a program has it, under the installed torch."""
+        return self.defect.present and (exact or not self.only_exact)

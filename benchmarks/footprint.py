@@ -28,7 +28,6 @@ from torch.utils import _pytree
 import funcamp
 from funcamp._autograd.tape import Tape
 from funcamp._step.products import PlainProducts
-from funcamp._storage.compute_copies import cast
 
 LOW = torch.bfloat16
 LARGE = CPU_SIZES["MLP 38 M"]
@@ -122,13 +121,16 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
     )
     state = step.init()
     nothing = Tape(())
-    params, copies = cast(state.params, step._plan("step", state.params))
-    plain = PlainProducts().prepare(state, copies, params)
-    result = step._differentiate(state, copies, plain, (nothing, nothing), state.buffers, (x, y), lambda loss: loss)
+    inputs = step._inputs("step", state.params)
+    values = inputs.cast(state.params)
+    plain = PlainProducts().prepare(state, inputs, values)
+    result = step._differentiate(
+        state, inputs, values, plain, (nothing, nothing), state.buffers, (x, y), lambda loss: loss
+    )
     flat = {
         "parameters": size(state.params),
         "moments": size(state.opt_state),
-        "copies": size(copies.values),
+        "copies": size([value for value, one in zip(values, inputs.distinct) if one.is_cast]),
         "gradients": size(result.gradients),
     }
     return {"eager": eager, "funcamp, flat": flat}, count

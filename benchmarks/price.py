@@ -20,10 +20,10 @@ from _models import CPU_SIZES, GPU_SIZES, Size, build, cross_entropy
 from _plots import dots
 from _timing import Report, Variant, about, arguments, chosen, measured, torch_variant
 from _variants import LR, funcamp_step
+from funcamp._storage.inputs import inputs_of
 from torch import Tensor
 
 import funcamp
-from funcamp._storage.compute_copies import cast, for_loss, gather, plan_for
 from funcamp._types import name_of
 
 
@@ -33,21 +33,19 @@ def unscaled(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:
     loss_fn = funcamp.module_loss(model, cross_entropy)
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
     start = funcamp.make_train_step(loss_fn, adamw, policy=name_of(dtype)).init()
-    plan = plan_for("price", start.params, funcamp.Policy.parse(name_of(dtype)), loss_fn)
+    inputs = inputs_of("price", start.params, funcamp.Policy.parse(name_of(dtype)), loss_fn)
 
     def step(state: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, Tensor]:
         params, opt_state, buffers = state
-        params, copies = cast(params, plan)
-        inputs, build = for_loss(params, copies)
 
         def loss_of(values: list[Tensor]) -> Any:
             with torch.autocast(device, dtype):
                 if loss_fn.has_buffers:
-                    return loss_fn(build(values), buffers, batch)
-                return loss_fn(build(values), batch), buffers
+                    return loss_fn(inputs.tree(values), buffers, batch)
+                return loss_fn(inputs.tree(values), batch), buffers
 
-        grads, (loss, after) = torch.func.grad_and_value(loss_of, has_aux=True)(inputs)
-        params, opt_state = adamw.update(params, gather(params, copies, list(grads)), opt_state)
+        grads, (loss, after) = torch.func.grad_and_value(loss_of, has_aux=True)(inputs.cast(params))
+        params, opt_state = adamw.update(params, inputs.gradients(grads), opt_state)
         return (params, opt_state, after), loss
 
     run = funcamp.jit(step)

@@ -27,18 +27,21 @@ from funcamp._scaler.update import exhausted, init, merge, saturated, skip_step,
 from funcamp._step.make import make_train_step
 from funcamp._step.state import Metrics, TrainState
 from funcamp._step.step import TrainStep
-from funcamp._storage.compute_copies import clone
-from funcamp._storage.flat import FlatParams, ravel
+from funcamp._storage.params import Params, clone, ravel
 from funcamp._storage.policy import Policy
 from funcamp._verify.verify import verify
 
 __version__ = "0.1.0"
+
+#: The former name of `Params`.
+FlatParams = Params
 
 __all__ = [
     "FlatParams",
     "GradScaler",
     "MetricReader",
     "Metrics",
+    "Params",
     "Policy",
     "ScalerConfig",
     "ScalerState",

@@ -30,7 +30,7 @@ else:
     _register = _upstream.find("torch.utils._pytree.register_pytree_node")
     _Attribute = _upstream.find("torch.utils._pytree.GetAttrKey")
     if not _upstream.usable(_register):
-        flatten = _register  # without registration a FlatParams would be a leaf
+        flatten = _register  # without registration Params would be a leaf
 _HAS_PATHS = _upstream.usable(_flatten_with_path, _keystr, _Attribute)
 #: Classes of immutable nodes, and functions that return a node's children first.
 _immutable: dict[type, Callable[[Any], tuple[list[Any], Any]]] = {}
@@ -94,44 +94,6 @@ def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
     others = [spec.flatten_up_to(tree) for tree in trees[1:]]
     rest = [[column[i] for column in others] for i in range(len(nodes))]
     return unflatten([fn(n, *more) if isinstance(n, cls) else (more or [n])[0] for n, more in zip(nodes, rest)], spec)
-
-
-class Stored:
-    """A node that stores the tensors of a pytree in another form, such as flat storage.
-
-    Functions of single leaves work on that form directly, or ask for the pytree.
-    """
-
-    whole = True
-    """Whether this process has all of it."""
-
-    def tree(self) -> Tree:
-        """Return the pytree."""
-        raise NotImplementedError
-
-    def placeholders(self) -> Tree:
-        """Return the pytree with an empty tensor for every leaf."""
-        raise NotImplementedError
-
-    def ravel(self, tree: Tree) -> Stored:
-        """Store another pytree in this form."""
-        raise NotImplementedError
-
-
-def expand(tree: Tree) -> Tree:
-    """Replace every `Stored` node of a tree by its pytree."""
-    return map_nodes(Stored, lambda node: node.tree(), tree)
-
-
-def collapse(like: Tree, tree: Tree) -> Tree:
-    """Invert `expand`: store the parts of a tree at which `like` has a `Stored` node in its form."""
-    return map_nodes(Stored, lambda node, part: node.ravel(part), like, tree)
-
-
-def check_whole(call: str, name: str, tree: Tree) -> None:
-    """Raise TypeError if a tree is one rank's slices, because a result for them is not the result for all."""
-    if isinstance(tree, Stored) and not tree.whole:
-        raise TypeError(f"{call}: {name} must not be sharded over ranks; got {tree!r}")
 
 
 def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[Any, ...]]] | None:

@@ -252,7 +252,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "init flat": (lambda: STEP.init({"w": W}, flat=1), TypeError, "init: flat must be True or False; got 1"),  # type: ignore[arg-type]
     "init group": (lambda: STEP.init({"w": W}, group="matrix"), TypeError, "init: group must be callable; got 'matrix'"),  # type: ignore[arg-type]
     "init group of a tree": (lambda: STEP.init({"w": W}, flat=False, group=lambda name, leaf: name), ValueError, "init: flat must be True with a group; got False"),
-    "init FlatParams as a tree": (lambda: STEP.init(START.params, flat=False), ValueError, "init: flat must be True with FlatParams; got False"),
+    "init Params as a tree": (lambda: STEP.init(START.params, flat=False), ValueError, "init: flat must be True with Params; got False"),
     "init nothing": (lambda: STEP.init(), TypeError, "params must be given.*got None"),
     "init empty": (lambda: STEP.init({}), ValueError, "params must hold a tensor; got {}"),
     "module_loss criterion class": (lambda: module_loss(LINEAR, torch.nn.MSELoss), TypeError, r"criterion must be a function or an object; got the class MSELoss: pass MSELoss\(\)"),
@@ -281,7 +281,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "jit loss": (lambda: jit(MODULE), TypeError, "got the loss ModuleLoss: write jit"),
     "jit loss of a function": (lambda: jit(loss(LOSS)), TypeError, "got the loss Loss: write jit"),
     "jit class": (lambda: jit(torch.nn.Linear), TypeError, "got the class Linear: write jit"),  # type: ignore[arg-type]
-    "init ties": (lambda: STEP.init({"w": W, "v": W}, flat=False), ValueError, "one tensor twice with flat=False.*'w' and 'v'"),
     "init one name twice": (lambda: STEP.init({"w.b": W, "w": {"b": W + 1}}), ValueError, "a unique dotted name; got 'w.b' twice"),
     "module_loss call": (lambda: BUFFERED({}, (W, W)), TypeError, "called with params, buffers and batch; got 2 arguments"),
     "module_loss max_norm": (lambda: module_loss(torch.nn.Embedding(3, 2, max_norm=1.0), torch.nn.functional.mse_loss), ValueError, "write its parameters in the forward pass; got max_norm=1.0"),

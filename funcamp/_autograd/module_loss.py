@@ -24,6 +24,7 @@ from funcamp._autograd.passed_values import has_hooks, like_own_tensors, with_ho
 from funcamp._autograd.scaled_grad import Engine, check_engine, nodes, pair
 from funcamp._check import boolean
 from funcamp._memory import identity, overlaps, rebind
+from funcamp._storage.params import expand
 from funcamp._trace.python_state import Slot, survey
 from funcamp._trace.tracing import running
 
@@ -450,7 +451,7 @@ class ModuleLoss(Loss):
         Raises:
             TypeError, ValueError: as in `own_params`.
         """
-        stored = _tree.expand(params)
+        stored = expand(params)
         for name, value in self.own_params().items():
             rebind(value, stored[name])
         self._set_buffers(buffers)
@@ -466,13 +467,13 @@ class ModuleLoss(Loss):
         `model.load_state_dict` accepts it with strict=True.
 
         Args:
-            params: the parameters, by stored name or as a `FlatParams` (`TrainState.params`, `TrainState.ema`).
+            params: the parameters, by stored name or as `Params` (`TrainState.params`, `TrainState.ema`).
             buffers: the buffers by stored name; None for the module's own.
 
         Raises:
             KeyError: a parameter or buffer is missing.
         """
-        tree = _tree.expand(params)
+        tree = expand(params)
         values = {name: tree[stored] for name, stored in self.names.items()}
         if buffers is not None:
             values |= {name: buffers[stored] for name, stored in self.buffer_names.items()}

@@ -13,7 +13,7 @@ from funcamp._check import Fixed
 from funcamp._optim.hyperparameters import ANOTHER
 from funcamp._optim.stateless import OptState
 from funcamp._optim.wrong_arguments import as_stateless, path_of
-from funcamp._storage.flat import FlatParams, matrix_or_vector
+from funcamp._storage.params import Params, matrix_or_vector
 from funcamp._types import Tree
 
 
@@ -60,8 +60,8 @@ class GroupedOptimizer(Fixed):
         return {label: rate(opt_state[label]) for label, rate in rates.items() if rate is not None}
 
     def _labels(self, call: str, params: Tree) -> list[str | None]:
-        """Return the label of every leaf; a FlatParams has them."""
-        if isinstance(params, FlatParams):
+        """Return the label of every leaf; `Params` have them."""
+        if isinstance(params, Params):
             labels: list[str | None] = list(params.layout.labels)
         else:
             leaves = _tree.leaves(params)
@@ -80,7 +80,7 @@ def by_group(
     """Combine one optimizer per group of parameters, as torch.optim's param_groups do.
 
     For example: no decay on vectors, Muon for matrices and AdamW for the rest, a smaller rate for the head. The result
-    has the `init` and `update` of an optimizer. A FlatParams uses the labels with which it was created: pass `ravel`
+    has the `init` and `update` of an optimizer. `Params` use the labels with which they were created: pass `ravel`
     the same group (a step's `init` takes it from here). No sync.
 
     Args:

@@ -20,6 +20,7 @@ from funcamp._optim.number import Use
 from funcamp._optim.run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
 from funcamp._optim.traits import Traits, probe
 from funcamp._optim.wrong_arguments import check_class, missing, refuse_positional
+from funcamp._storage.params import collapse, expand
 from funcamp._types import Tree
 
 
@@ -70,7 +71,7 @@ class StatelessOptimizer(Fixed):
         Pure; nothing is lazy; no sync.
 
         Args:
-            params: a pytree of floating-point or complex tensors; None passes through. A `FlatParams` is updated group
+            params: a pytree of floating-point or complex tensors; None passes through. `Params` are updated group
                 by group if the class is elementwise (which `stateless` finds out), otherwise view by view.
 
         Returns:
@@ -146,7 +147,7 @@ class StatelessOptimizer(Fixed):
                 by_name[name][i] = value
         trees = {name: _tree.unflatten(by_name[name], spec) for name in by_name}
         new = _tree.unflatten(flat, spec)
-        return (new if self._traits.elementwise else _tree.collapse(like, new)), OptState(opt_state.applied + 1, trees)
+        return (new if self._traits.elementwise else collapse(like, new)), OptState(opt_state.applied + 1, trees)
 
     def learning_rate(self, opt_state: OptState) -> Any:
         """Return the learning rate of the next step, a float32 tensor of shape (); `()` if there is none.
@@ -178,7 +179,7 @@ class StatelessOptimizer(Fixed):
         return torch.full((), value, dtype=torch.float32, device=opt_state.applied.device)
 
     def _stored(self, tree: Tree) -> Tree:
-        return tree if self._traits.elementwise else _tree.expand(tree)
+        return tree if self._traits.elementwise else expand(tree)
 
     def _grads(self, params: Tree, flat: list[Tensor | None], grads: Tree) -> list[Tensor | None]:
         _tree.same_structure("update", ("params", "grads"), (params, grads))

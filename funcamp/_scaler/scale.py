@@ -16,6 +16,7 @@ from funcamp import _tree
 from funcamp._dtensor import any_rank, local, settled_sum
 from funcamp._scaler.precision import reciprocal
 from funcamp._scaler.state import ScalerState, check_state, replace
+from funcamp._storage.params import Params, check_whole, expand
 from funcamp._types import Reduce, Tree
 
 
@@ -122,7 +123,7 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
         `_amp_foreach_non_finite_check_and_unscale_`, aten/src/ATen/native/cuda/AmpKernels.cu, PyTorch 2.13.
     """
     state = check_state("unscale_and_check", state)
-    _tree.check_whole("unscale_and_check", "grads", grads)
+    check_whole("unscale_and_check", "grads", grads)
     flat, spec = _tree.gradients("unscale_and_check", "grads", grads, state.scale.device)
     inv_scale = reciprocal(state.scale)
     if reduce is None and flat and all(leaf is None for leaf in flat):
@@ -159,7 +160,7 @@ def all_finite(tree: Tree) -> Tensor:
         >>> all_finite({"a": torch.ones(2), "b": None}), all_finite(torch.tensor(float("nan")))
         (tensor(True), tensor(False))
     """
-    _tree.check_whole("all_finite", "tree", tree)
+    check_whole("all_finite", "tree", tree)
     flat, _ = _tree.tensors("all_finite", "tree", tree)
     values = [settled_sum(leaf) for leaf in flat if leaf is not None]
     if not values:
@@ -173,7 +174,7 @@ def found_inf_by_leaf(grads: Tree) -> Tensor:
     Reads the gradients once more, with one reduction per leaf. Pure; safe under torch.compile and vmap; no sync.
 
     Args:
-        grads: a pytree of tensors on one device, as `unscale_and_check` returns it, or a `FlatParams`; None is skipped.
+        grads: a pytree of tensors on one device, as `unscale_and_check` returns it, or `Params`; None is skipped.
 
     Returns:
         A bool tensor, shape (leaves,), in the order of `leaf_names`.
@@ -187,7 +188,7 @@ def found_inf_by_leaf(grads: Tree) -> Tensor:
         >>> flags, [name for name, found in zip(leaf_names(grads), flags.tolist()) if found]
         (tensor([False,  True]), ['b'])
     """
-    flat, _ = _tree.tensors("found_inf_by_leaf", "grads", _tree.expand(grads))
+    flat, _ = _tree.tensors("found_inf_by_leaf", "grads", expand(grads))
     leaves = [settled_sum(leaf) for leaf in flat if leaf is not None]
     if not leaves:
         return torch.zeros(0, dtype=torch.bool)
@@ -200,7 +201,7 @@ def leaf_names(tree: Tree) -> tuple[str, ...]:
     Reads no tensor values; no sync.
 
     Args:
-        tree: a pytree of tensors or a `FlatParams`; None is skipped.
+        tree: a pytree of tensors or `Params`; None is skipped.
 
     Returns:
         One name per tensor.
@@ -213,7 +214,7 @@ def leaf_names(tree: Tree) -> tuple[str, ...]:
         ('layer.weight',)
     """
     # Without views: flat storage with a batch dimension has none.
-    tree = _tree.map_nodes(_tree.Stored, lambda node: node.placeholders(), tree)
+    tree = _tree.map_nodes(Params, lambda node: node.placeholders(), tree)
     flat, _ = _tree.tensors("leaf_names", "tree", tree)
     return tuple(name for name, leaf in zip(_tree.names(tree), flat) if leaf is not None)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._autograd.tape import Tape, merged, zeros_of
 from funcamp._step.shares import Shares
-from funcamp._storage.compute_copies import clone
+from funcamp._storage.params import clone
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 

@@ -16,7 +16,7 @@ from funcamp._autograd.tape import Tape
 from funcamp._dtensor import settled_sum
 from funcamp._step.accumulate import Result
 from funcamp._step.shares import Share
-from funcamp._storage.flat import is_sharded
+from funcamp._storage.params import Params
 from funcamp._types import Reduce, Tree
 
 
@@ -33,9 +33,9 @@ class Parallel:
     buckets: int = 1
     """The number of parts of flat storage."""
 
-    def check(self, call: str, params: Tree) -> None:
+    def check(self, call: str, params: Params) -> None:
         """Raise ValueError if the parameters are not laid out as `own_part` does it."""
-        if is_sharded(params):
+        if params.ranks is not None:
             raise ValueError(
                 f"{call}: state must not be sharded; distributed.gather_state gives the full state; got params "
                 f"{params!r}"
@@ -47,7 +47,7 @@ class Parallel:
     def broadcast_first(self, tree: Tree) -> None:
         """Write the first rank's values into tensors that have the same names on all ranks."""
 
-    def own_part(self, params: Tree) -> Tree:
+    def own_part(self, params: Params) -> Params:
         """Return the part of the parameters that this rank stores."""
         return params
 

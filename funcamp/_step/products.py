@@ -16,7 +16,7 @@ from funcamp._autograd.loss import Loss
 from funcamp._autograd.tape import Tape
 from funcamp._layers import layer
 from funcamp._step.state import TrainState
-from funcamp._storage.compute_copies import Copies, Plan
+from funcamp._storage.inputs import Inputs
 from funcamp._storage.policy import Policy
 from funcamp._types import Tree
 
@@ -27,7 +27,7 @@ class Multiplying(Protocol):
     tape: Tape
 
     def begin(self, inputs: Sequence[Tensor], zeros: Tree) -> None:
-        """Take the inputs of the next forward pass (`compute_copies.for_loss`), and the zeros of the tape."""
+        """Take the inputs of the next forward pass (`Inputs.cast`), and the zeros of the tape."""
         ...
 
     def __enter__(self) -> object: ...
@@ -42,16 +42,15 @@ class Products(Protocol):
         """Return which layers they are in, as the end of a step's repr."""
         ...
 
-    def init(self, plan: Plan, device: torch.device) -> Tree:
+    def init(self, inputs: Inputs, device: torch.device) -> Tree:
         """Return the variables before the first step; `()` if there are none."""
         ...
 
-    def prepare(self, state: TrainState, copies: Copies, stored: Tree) -> Multiplying:
+    def prepare(self, state: TrainState, inputs: Inputs, values: Sequence[Tensor]) -> Multiplying:
         """Return the context of a step, with all that its micro-batches share.
 
-        state: with full parameters.
-        copies: their compute copies.
-        stored: the parameters as they are stored, perhaps sharded.
+        inputs: of the loss.
+        values: theirs.
         """
         ...
 
@@ -59,7 +58,7 @@ class Products(Protocol):
         """Return the next variables, from the record of all micro-batches and ranks."""
         ...
 
-    def scales(self, state: TrainState, plan: Plan) -> dict[str, Tensor]:
+    def scales(self, state: TrainState, inputs: Inputs) -> dict[str, Tensor]:
         """Return the scales among the variables by the path of their layer."""
         ...
 
@@ -71,11 +70,11 @@ class PlainProducts:
         """Return nothing."""
         return ""
 
-    def init(self, plan: Plan, device: torch.device) -> Tree:  # noqa: ARG002
+    def init(self, inputs: Inputs, device: torch.device) -> Tree:  # noqa: ARG002
         """Return no variables."""
         return ()
 
-    def prepare(self, state: TrainState, copies: Copies, stored: Tree) -> _Plain:  # noqa: ARG002
+    def prepare(self, state: TrainState, inputs: Inputs, values: Sequence[Tensor]) -> _Plain:  # noqa: ARG002
         """Return a context that changes nothing; a new one, because Dynamo enters none from outside its graph."""
         return _Plain()
 
@@ -83,7 +82,7 @@ class PlainProducts:
         """Return the state's variables as they are."""
         return state.float8
 
-    def scales(self, state: TrainState, plan: Plan) -> dict[str, Tensor]:  # noqa: ARG002
+    def scales(self, state: TrainState, inputs: Inputs) -> dict[str, Tensor]:  # noqa: ARG002
         """Return no scales."""
         return {}
 

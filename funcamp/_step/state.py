@@ -11,8 +11,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._optim.stateless import OptState
 from funcamp._scaler.state import ScalerState
-from funcamp._storage.compute_copies import clone
-from funcamp._storage.flat import FlatParams, is_sharded
+from funcamp._storage.params import Params, clone, collapse, expand
 from funcamp._types import Tree
 
 
@@ -25,8 +24,8 @@ class TrainState(NamedTuple):
     """int64, shape (): skipped calls so far."""
     consecutive_skips: Tensor
     """int64, shape (): calls skipped since the last applied step."""
-    params: Tree
-    """The parameters in full precision: a `FlatParams`, or a plain tree with flat=False."""
+    params: Params
+    """The parameters in full precision."""
     opt_state: Any
     """The optimizer's state; its count of applied steps excludes skipped ones."""
     scaler: ScalerState
@@ -127,7 +126,7 @@ _FROM_TORCH = (
 
 def export(call: str, state: TrainState) -> dict[str, Tensor]:
     """Return copies of all tensors under their dotted names."""
-    found: dict[str, Tensor] = clone(by_name(_tree.expand(gathered(call, state))))
+    found: dict[str, Tensor] = clone(by_name(expand(gathered(call, state))))
     return found
 
 
@@ -152,8 +151,8 @@ def restore(
         if not own.keys() & {name for name in saved if str(name).startswith("params.")}:
             raise ValueError(f"{call}: saved must hold at least one parameter of like; it holds none: {_FROM_TORCH}")
         saved = {name: saved.get(name, value) for name, value in own.items()}
-    full = _tree.map_nodes(FlatParams, lambda node: node.outline(), like)
-    tree = _tree.expand(full)
+    full = _tree.map_nodes(Params, lambda node: node.outline(), like)
+    tree = expand(full)
     leaves, spec = _tree.flatten(tree)
     names = [None if leaf is None else name for name, leaf in zip(_tree.names(tree), leaves)]
     odd = set(saved) ^ {name for name in names if name is not None}
@@ -171,21 +170,21 @@ def restore(
         check_like(call, name, value, leaf)
         new.append(value.detach().to(leaf.device, copy=True))
     values = _tree.unflatten(new, spec)
-    full = _tree.collapse(full, values)
+    full = collapse(full, values)
     check_values(call, full)
-    for name, given, kept in zip(names, new, _tree.leaves(_tree.expand(full))):
+    for name, given, kept in zip(names, new, _tree.leaves(expand(full))):
         if given is None or kept is None or kept is given or kept.dim():
             continue
         if not torch.allclose(given, kept, rtol=0, atol=0, equal_nan=True):
             # Flat storage has one count a group: parameters that were frozen or added later have another.
-            if isinstance(like.params, FlatParams):
+            if like.params.layout.flat:
                 return restore(saved, split(like, _counts(like, values)), split=split)
             raise ValueError(
                 f"{call}: saved must hold one count for all parameters that lie in one group of flat storage; "
                 f"got {given.item():g} for {name!r} and {kept.item():g} for another. Give parameters that were added "
                 "later a label of their own, init(group=...), or use init(flat=False)"
             )
-    state: TrainState = _tree.map_nodes(FlatParams, lambda node, part: node.cut_like(part), like, full)
+    state: TrainState = _tree.map_nodes(Params, lambda node, part: node.cut_like(part), like, full)
     return state
 
 
@@ -194,22 +193,22 @@ def _counts(like: TrainState, values: Tree) -> dict[str, object]:
     names = _tree.names(like.params.tree())
     found: list[list[float]] = [[] for _ in names]
 
-    def note(node: FlatParams, part: Tree) -> FlatParams:
+    def note(node: Params, part: Tree) -> Params:
         if all(group is None or group.dim() == 0 for group in node.groups):
             for numbers, leaf in zip(found, _tree.leaves(part)):
                 numbers += [] if leaf is None else [leaf.item()]
         return node
 
-    _tree.map_nodes(FlatParams, note, like, values)
+    _tree.map_nodes(Params, note, like, values)
     return dict(zip(names, found))
 
 
 def gathered(call: str, state: TrainState) -> TrainState:
     """Return the full state, as `distributed.gather_state` does."""
     check_train_state(call, "state", state)
-    if not is_sharded(state.params):
+    if state.params.ranks is None:
         return state
-    full: TrainState = _tree.map_nodes(FlatParams, lambda stored: stored.gathered(), state)
+    full: TrainState = _tree.map_nodes(Params, lambda params: params.gathered(), state)
     return full
 
 

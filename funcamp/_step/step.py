@@ -28,19 +28,8 @@ from funcamp._step.products import Multiplying, products_of
 from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, check_train_state, export, restore
 from funcamp._step.torch_checkpoint import from_torch, to_torch
-from funcamp._storage.compute_copies import (
-    Copies,
-    Plan,
-    cast,
-    clone,
-    for_loss,
-    full_size,
-    gather,
-    place_of,
-    plan_for,
-    store,
-)
-from funcamp._storage.flat import FlatParams, matrix_or_vector
+from funcamp._storage.inputs import Inputs, inputs_of, lay_out
+from funcamp._storage.params import Params, clone, expand, matrix_or_vector, stored
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
@@ -76,8 +65,8 @@ class TrainStep(Fixed):
 
     def __init__(self, loss_fn: Loss, optimizer: Any, config: ScalerConfig, options: Options) -> None:
         self.loss_fn, self.optimizer, self.config, self._options = loss_fn, optimizer, config, options
-        #: The last plan, and the key of the parameters that it was made for.
-        self._planned: tuple[Any, Plan] | None = None
+        #: What the loss gets of the last parameters, and their layout and dtypes.
+        self._known_inputs: tuple[Any, Inputs] | None = None
         self._products = products_of(options.policy, loss_fn)
 
     def python_parts(self) -> dict[str, Any]:
@@ -107,7 +96,7 @@ class TrainStep(Fixed):
             ValueError: the loss or a weight has a shape other than (); a weight is a negative number; the number of
                 micro-batches is 0, above accumulate, or differs between tensors.
         """
-        self.check_call("step", state, batch, *more)
+        state = self.check_call("step", state, batch, *more)
         by_dynamo = torch.compiler.is_dynamo_compiling()
         with contextlib.nullcontext() if by_dynamo else self.loss_fn.taking_step(), self._own_precision(state):
             after, metrics = self._step(state, batch)
@@ -120,10 +109,10 @@ class TrainStep(Fixed):
         self._check_options(state)
         device = state.scaler.scale.device
 
-        # Precision: the full parameters, their copies in the policy's dtype, and the products that read them.
-        full_params, copies = cast(state.params, self._plan("step", state.params))
-        full = state._replace(params=full_params)
-        multiplying = self._products.prepare(full, copies, state.params)
+        # Precision: the parameters as the loss gets them, and the products that read them.
+        inputs = self._inputs("step", state.params)
+        values = inputs.cast(state.params)
+        multiplying = self._products.prepare(state, inputs, values)
         tapes = (self.loss_fn.tape(device), multiplying.tape)
 
         # The scaled gradients, the loss, its variables and the records of the tapes.
@@ -132,13 +121,13 @@ class TrainStep(Fixed):
 
         def differentiate(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
             return self._differentiate(
-                full, copies, multiplying, tapes, buffers, piece, lambda loss: shares.weigh(loss, share)
+                state, inputs, values, multiplying, tapes, buffers, piece, lambda loss: shares.weigh(loss, share)
             )
 
         if options.accumulate == 1:
             result = differentiate(state.buffers, batch, None)
         else:
-            like = full_size(state.params)
+            like = state.params.outline()
             result = accumulate(differentiate, like, state.buffers, tapes, batch, pieces, shares, scan=options.scan)
 
         # The sum over ranks; the flag and the norm by one reading of the gradients.
@@ -220,7 +209,7 @@ class TrainStep(Fixed):
         """Return the results of the observe functions on the unscaled gradients, in the parameters' own tree."""
         if not self._options.observe:
             return {}
-        unscaled = _tree.expand(unscale(scaler, grads))
+        unscaled = expand(unscale(scaler, grads))
         found = {name: function(unscaled) for name, function in self._options.observe.items()}
         for index, leaf in enumerate(_tree.leaves(found)):
             if not isinstance(leaf, Tensor):
@@ -259,7 +248,8 @@ class TrainStep(Fixed):
     def _differentiate(
         self,
         state: TrainState,
-        copies: Copies,
+        inputs: Inputs,
+        values: list[Tensor],
         multiplying: Multiplying,
         tapes: tuple[Tape, Tape],
         buffers: dict[str, Tensor],
@@ -268,21 +258,19 @@ class TrainStep(Fixed):
     ) -> Result:
         """Differentiate weigh(loss) of one micro-batch with respect to the parameters and the tapes.
 
-        state: with full parameters.
-        copies: of them.
+        values: of the inputs.
         tapes: of the loss's taps, and of the products.
         """
-        inputs, build_params = for_loss(state.params, copies)
         zeros, spec = _tree.flatten(zeros_of(tapes))
-        count = len(inputs)
+        count = len(values)
         returns_more = self.loss_fn.has_buffers or self.loss_fn.has_aux
 
         def build(values: list[Tensor]) -> Tree:
-            params, (taps, _) = build_params(values[:count]), _tree.unflatten(values[count:], spec)
+            params, (taps, _) = inputs.tree(values[:count]), _tree.unflatten(values[count:], spec)
             return (params, taps) if self.loss_fn.probes else params
 
         def loss_of(values: list[Tensor]) -> Any:
-            params, (taps, amaxes) = build_params(values[:count]), _tree.unflatten(values[count:], spec)
+            params, (taps, amaxes) = inputs.tree(values[:count]), _tree.unflatten(values[count:], spec)
             multiplying.begin(values, amaxes)
             return self._call(params, taps, buffers, state.scaler, batch)
 
@@ -294,7 +282,7 @@ class TrainStep(Fixed):
                 "step",
                 state.scaler,
                 loss_of,
-                inputs + zeros,
+                values + zeros,
                 returns_more,
                 engine,
                 weigh=weigh,
@@ -303,7 +291,7 @@ class TrainStep(Fixed):
             )
         if self.loss_fn.has_buffers:
             buffers, aux = self._buffers_and_aux(buffers, aux)
-        gradients = gather(state.params, copies, grads[:count])
+        gradients = inputs.gradients(grads[:count])
         return Result(gradients, loss, buffers, _tree.unflatten(grads[count:], spec), clone(aux))
 
     def _buffers_and_aux(self, before: dict[str, Tensor], beside: Any) -> tuple[dict[str, Tensor], Any]:
@@ -348,12 +336,12 @@ class TrainStep(Fixed):
         sync.
 
         Args:
-            params: a pytree of floating-point or complex tensors, or a `FlatParams`; by default the module's, if the
-                loss is of `module_loss`. A `FlatParams` keeps its groups: neither the policy nor
+            params: a pytree of floating-point or complex tensors, or `Params`; by default the module's, if the
+                loss is of `module_loss`. `Params` keep their groups: neither the policy nor
                 `DataParallel(buckets=...)` splits them.
             buffers: tensors by name; by default the module's.
-            flat: store the parameters in a `FlatParams`, so that the number of kernel launches does not depend on the
-                number of tensors; False keeps the tree as it is.
+            flat: store the parameters in a few 1-D tensors, so that the number of kernel launches does not depend on
+                the number of tensors; False stores each tensor by itself.
             group: the groups of flat storage, as in `ravel`; by default those of the optimizer, or matrices and
                 vectors.
             consume: let the module share the state's memory, so that each value is in memory once. The module's
@@ -379,7 +367,7 @@ class TrainStep(Fixed):
                 not of `module_loss`, or for a module with DTensors or other tensor subclasses.
             ValueError: params has no tensor, or not the names of the module; a glob of the policy's keep or copy
                 matches no parameter; buffers are given for a loss without, or with other names than the module's; group
-                is given with a `FlatParams`; flat is False with a `FlatParams`, a group, or a sharded state; consume is
+                is given with `Params`; flat is False with `Params`, a group, or a sharded state; consume is
                 set with params or buffers, or for a sharded state.
 
         Example:
@@ -414,17 +402,26 @@ class TrainStep(Fixed):
         if known and consumed is None and buffers.keys() != known.keys():
             odd = min(buffers.keys() ^ known.keys())
             raise ValueError(f"init: buffers must have the names of the module's; they differ in {odd!r}")
-        tree = params.tree() if isinstance(params, FlatParams) else params
-        options.policy.check_names(call, self.loss_fn.all_names(tree))
+        options.policy.check_names(call, self.loss_fn.all_names(expand(params)))
         options.parallel.agree(described(self.loss_fn, self.optimizer, self.config, options, flat))
         with torch.no_grad():  # params may require grad
             parallel = options.parallel
-            stored, plan = store(call, params, options.policy, self.loss_fn, groups, parallel.buckets, consume=consume)
+            own = lay_out(
+                call,
+                params,
+                options.policy,
+                self.loss_fn,
+                groups,
+                flat=flat,
+                buckets=parallel.buckets,
+                consume=consume,
+            )
+            inputs = inputs_of(call, own, options.policy, self.loss_fn)
             buffers = clone(buffers) if consumed is None else consumed.take_buffers()
-            parallel.broadcast_first(stored)
+            parallel.broadcast_first(own)
             parallel.broadcast_first(buffers)
-            stored = parallel.own_part(stored)
-        device = next((leaf.device for leaf in _tree.leaves(stored) if leaf is not None), None)
+            own = parallel.own_part(own)
+        device = next((leaf.device for leaf in _tree.leaves(own) if leaf is not None), None)
         if device is None:
             raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}{self.loss_fn.why_empty()}")
         if of_module:
@@ -433,30 +430,31 @@ class TrainStep(Fixed):
             step=_count(device),
             skipped=_count(device),
             consecutive_skips=_count(device),
-            params=stored,
-            opt_state=self.optimizer.init(stored),
+            params=own,
+            opt_state=self.optimizer.init(own),
             scaler=init(self.config, device=device),
             buffers=buffers,
-            ema=() if options.ema_decay is None else clone(stored),
-            float8=self._products.init(plan, device),
+            ema=() if options.ema_decay is None else clone(own),
+            float8=self._products.init(inputs, device),
         )
 
     def _groups(
         self, call: str, params: Tree, flat: bool, group: Callable[[str, Tensor], str] | None
-    ) -> Callable[[str, Tensor], str] | None:
-        """Return the groups of flat storage; None for a plain tree."""
+    ) -> Callable[[str, Tensor], str]:
+        """Return the function that gives every parameter the label of its group."""
         if group is not None and not callable(group):
             raise TypeError(f"{call}: group must be callable; got {_tree.brief(group)}")
         if boolean(call, "flat", flat):
-            if group is not None and isinstance(params, FlatParams):
-                raise ValueError(f"{call}: group must be None with a FlatParams, which has groups; got {group!r}")
-            own = self.optimizer.group if isinstance(self.optimizer, GroupedOptimizer) else matrix_or_vector
-            return group or own
-        parallel = self._options.parallel
-        against = "a group" if group else "FlatParams" if isinstance(params, FlatParams) else ""
-        if against or parallel.shard:
-            raise ValueError(f"{call}: flat must be True with {against or repr(parallel)}; got False")
-        return None
+            if group is not None and isinstance(params, Params):
+                raise ValueError(f"{call}: group must be None with Params, which have groups; got {group!r}")
+        else:
+            parallel = self._options.parallel
+            against = "a group" if group else "Params" if isinstance(params, Params) else ""
+            if against or parallel.shard:
+                raise ValueError(f"{call}: flat must be True with {against or repr(parallel)}; got False")
+        if group is not None:
+            return group
+        return self.optimizer.group if isinstance(self.optimizer, GroupedOptimizer) else matrix_or_vector
 
     def _consumed(self, call: str, params: Tree, buffers: Any, consume: bool) -> ModuleLoss | None:
         if not boolean(call, "consume", consume):
@@ -508,37 +506,43 @@ class TrainStep(Fixed):
             >>> step.loss(step.init({"w": torch.ones(2)}), torch.tensor([1.0, 2.0]))
             tensor(3.)
         """
-        self.check_call("loss", state, batch, *more)
+        state = self.check_call("loss", state, batch, *more)
         mode = contextlib.nullcontext() if boolean("loss", "training", training) else self.loss_fn.evaluating()
         with torch.no_grad(), mode, self._own_precision(state):
-            params, copies = cast(state.params, self._plan("loss", state.params))
-            inputs, build = for_loss(params, copies)
-            multiplying = self._products.prepare(state._replace(params=params), copies, state.params)
-            multiplying.begin(inputs, multiplying.tape.zeros)
+            inputs = self._inputs("loss", state.params)
+            values = inputs.cast(state.params)
+            multiplying = self._products.prepare(state, inputs, values)
+            multiplying.begin(values, multiplying.tape.zeros)
             taps = self.loss_fn.tape(state.scaler.scale.device).zeros
             with multiplying:
-                returned = self._call(build(inputs), taps, state.buffers, state.scaler, _tree.plain(batch))
+                returned = self._call(inputs.tree(values), taps, state.buffers, state.scaler, _tree.plain(batch))
         return loss_and_aux("loss", returned, self.loss_fn.has_buffers or self.loss_fn.has_aux)[0]
 
-    def check_call(self, call: str, state: Any, batch: Any, *more: Any) -> None:
-        """Raise if a call did not get a state and one batch."""
-        self._check_state(call, state, batch)
+    def check_call(self, call: str, state: Any, batch: Any, *more: Any) -> TrainState:
+        """Return the state; raise if a call did not get a state and one batch."""
+        state = self._checked(call, state, batch)
         one_batch(call, batch, *more)
+        return state
 
-    def _check_state(self, call: str, state: Any, batch: Any = None) -> None:
+    def _checked(self, call: str, state: Any, batch: Any = None) -> TrainState:
+        """Return a state whose parameters are stored as this step has them; a user may have put a plain tree there."""
         swapped = "; the state goes first, then the batch" if isinstance(batch, TrainState) else ""
         check_train_state(call, "state", state, swapped)
-        self._options.parallel.check(call, state.params)
+        checked: TrainState = state
+        if not isinstance(checked.params, Params):
+            checked = checked._replace(params=stored(call, checked.params))
+        self._options.parallel.check(call, checked.params)
+        return checked
 
-    def _plan(self, call: str, params: Tree) -> Plan:
-        """Return which of these parameters the loss gets in low precision."""
-        place = place_of(params)
-        if self._planned is not None and self._planned[0] == place:
-            return self._planned[1]
-        plan = plan_for(call, params, self._options.policy, self.loss_fn)
+    def _inputs(self, call: str, params: Params) -> Inputs:
+        """Return what the loss gets of these parameters."""
+        key = params.layout, tuple([None if group is None else group.dtype for group in params.groups])
+        if self._known_inputs is not None and self._known_inputs[0] == key:
+            return self._known_inputs[1]
+        inputs = inputs_of(call, params, self._options.policy, self.loss_fn)
         if not compiling():
-            self._planned = place, plan
-        return plan
+            self._known_inputs = key, inputs
+        return inputs
 
     def compute_params(self, state: TrainState) -> Tree:
         """Return the parameters as the loss gets them: compute copies if the policy makes them.
@@ -552,11 +556,12 @@ class TrainStep(Fixed):
             >>> step.compute_params(step.init({"w": torch.ones(1, 2)}))
             {'w': tensor([[1., 1.]], dtype=torch.bfloat16)}
         """
-        self._check_state("compute_params", state)
-        inputs, build = for_loss(*cast(state.params, self._plan("compute_params", state.params)))
-        values = [value.detach() for value in inputs]
-        # Outside a compiled program the next donated step would overwrite these.
-        return build(values if torch.compiler.is_dynamo_compiling() else [value.clone() for value in values])
+        state = self._checked("compute_params", state)
+        inputs = self._inputs("compute_params", state.params)
+        values = [value.detach() for value in inputs.cast(state.params)]
+        if not torch.compiler.is_dynamo_compiling():  # the next donated step would overwrite these
+            values = [value.clone() for value in values]
+        return inputs.tree(values)
 
     def float8_scales(self, state: TrainState) -> dict[str, Tensor]:
         """Return the scales of delayed scaling, per layer path, for `NumericsReport.float8` or a log. No sync.
@@ -575,8 +580,8 @@ class TrainStep(Fixed):
             >>> step.float8_scales(step.init())
             {'': tensor([1., 1., 1.])}
         """
-        self._check_state("float8_scales", state)
-        return self._products.scales(state, self._plan("float8_scales", state.params))
+        state = self._checked("float8_scales", state)
+        return self._products.scales(state, self._inputs("float8_scales", state.params))
 
     def state_dict(self, state: TrainState) -> dict[str, Tensor]:
         """Return every tensor of a state by a dotted name, for torch.save.
@@ -635,17 +640,17 @@ class TrainStep(Fixed):
     @torch.no_grad()
     def _split(self, like: TrainState, by: Mapping[str, object]) -> TrainState:
         """Return a new state like a flat one, in which parameters with different values are in separate groups."""
-        flat: FlatParams = like.params
-        labels, options = flat.layout.label_of(), self._options
+        labels, options = like.params.layout.label_of(), self._options
 
         def group(name: str, _: Tensor) -> str:
             return labels[name]
 
         buckets = options.parallel.buckets
-        stored, _ = store("load_state_dict", flat.tree(), options.policy, self.loss_fn, group, buckets, split=by)
-        ema = clone(stored) if isinstance(like.ema, FlatParams) else like.ema
-        opt_state = self.optimizer.init(stored)
-        return like._replace(params=stored, opt_state=opt_state, ema=ema)
+        params = lay_out(
+            "load_state_dict", like.params.tree(), options.policy, self.loss_fn, group, buckets=buckets, split=by
+        )
+        ema = clone(params) if isinstance(like.ema, Params) else like.ema
+        return like._replace(params=params, opt_state=self.optimizer.init(params), ema=ema)
 
     def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Return the state_dicts with which a torch loop continues: its module, optimizer and scaler.

@@ -18,7 +18,6 @@ from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.stateless import APPLIED, StatelessOptimizer
 from funcamp._scaler.state_dict import from_state_dict, to_state_dict
 from funcamp._step.state import TrainState, check_train_state, export, gathered, restore
-from funcamp._storage.flat import FlatParams
 
 #: Entries of a torch group that do not affect the result: how the class runs, and what a scheduler stores there.
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr")
@@ -160,10 +159,7 @@ def _take(
 def parts_of(call: str, step: Any, state: TrainState, names: Iterable[str] | None) -> list[Part]:
     params, grouped = state.params, isinstance(step.optimizer, GroupedOptimizer)
     group = step.optimizer.group if grouped else lambda *_: None
-    if isinstance(params, FlatParams):
-        leaves: dict[str, Any] = dict(params.layout.label_of())
-    else:
-        leaves = {n: group(n, leaf) for n, leaf in zip(_tree.names(params), _tree.leaves(params)) if leaf is not None}
+    leaves: dict[str, Any] = dict(params.layout.label_of())
     frozen: dict[str, Any] = {}
     if isinstance(step.loss_fn, ModuleLoss):
         frozen = dict(step.loss_fn.model.named_parameters())

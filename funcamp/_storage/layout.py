@@ -1,12 +1,14 @@
-"""The position of every tensor of a tree in flat storage.
+"""The position of every tensor of a tree in stored parameters.
 
-A group, in elements of its one-dimensional tensor:
+In flat storage a group is a one-dimensional tensor, in elements:
 
     | w, n elements | 0 ... 0 | v, m elements | 0 ... 0 |
     0                         64 k                      size
 
 A matrix starts at a multiple of 128 elements (256 bytes in a two-byte copy of the group), a vector at a multiple of 64
 (256 bytes in float32). The rest is zero and has a zero gradient, so it affects no norm and no check.
+
+In storage that is not flat every tensor is a group of its own, in its own shape.
 """
 
 from __future__ import annotations
@@ -54,19 +56,23 @@ class Layout:
     """For every group the row length if all its tensors are matrices with rows of that length, else None."""
     buckets: tuple[int, ...]
     """For every group the number of its bucket: a consecutive part of the tree."""
+    flat: bool
+    """Whether a group is a one-dimensional tensor; else it is one tensor in its own shape."""
 
     def __init__(self, *content: Any) -> None:
-        self.spec, self.leaves, self.slots, self.labels, self.pieces, self.columns, self.buckets = content
+        self.spec, self.leaves, self.slots, self.labels, self.pieces, self.columns, self.buckets, self.flat = content
 
     def __reduce__(self) -> tuple[Any, ...]:
         numbers = _tree.unflatten(list(self.leaves), self.spec)  # a pickled TreeSpec depends on torch's version
-        return _restore, (numbers, self.slots, self.labels, self.pieces, self.columns, self.buckets)
+        return _restore, (numbers, self.slots, self.labels, self.pieces, self.columns, self.buckets, self.flat)
 
     def views(self, groups: Groups, wanted: Container[int] | None = None) -> list[Tensor | None]:
         """Return a view per slot; None if its group is None, the group itself if its shape is ().
 
         wanted: the numbers of the slots to view; None for all.
         """
+        if not self.flat:
+            return [groups[slot.group] for slot in self.slots]
         for group, columns in zip(groups, self.columns):
             if group is not None and group.dim() > (1 if columns is None else 2):
                 raise ValueError(
@@ -88,6 +94,8 @@ class Layout:
 
     def join(self, values: Sequence[Tensor | None]) -> Groups:
         """Return one tensor per group from one per slot, in one dtype; None for a group without values."""
+        if not self.flat:
+            return tuple(values)
         parts: list[list[Tensor]] = [[] for _ in self.pieces]
         for slot, value in zip(self.slots, values):
             if value is None:
@@ -100,6 +108,12 @@ class Layout:
 
     def take(self, tensors: Sequence[Tensor]) -> Groups:
         """Make groups as `join` does, but turn each tensor into a view of its group, one by one."""
+        if not self.flat:
+            copies = []
+            for tensor in tensors:
+                copies.append(tensor.detach().clone())
+                rebind(tensor, copies[-1])
+            return tuple(copies)
         groups: list[Tensor | None] = [None] * len(self.pieces)
         for number, sizes in enumerate(self.pieces):
             mine = [(slot, tensor) for slot, tensor in zip(self.slots, tensors) if slot.group == number]
@@ -141,53 +155,75 @@ def arrange(
     group: Callable[[str, Tensor], str],
     apart: Callable[[str, Tensor], object] = lambda *_: None,
     buckets: int = 1,
+    *,
+    flat: bool = True,
 ) -> tuple[Layout, list[Tensor]]:
     """Return the layout of a tree and its tensors, one per slot.
 
-    One group per label, dtype, device, value of apart and bucket; buckets are consecutive parts of the tree.
+    Flat: one group per label, dtype, device, value of apart and bucket; buckets are consecutive parts of the tree.
+    Else: one group per tensor.
     """
-    flat, spec = _tree.parameters(call, "params", params)
-    whole, before = sum(leaf.numel() for leaf in flat if leaf is not None), 0
+    leaves, spec = _tree.parameters(call, "params", params)
+    size_of_all = sum(leaf.numel() for leaf in leaves if leaf is not None)
+    size_before = 0
     first: dict[Any, int] = {}
-    leaves: list[int | None] = []
-    distinct: list[Tensor] = []
+    slot_of_leaf: list[int | None] = []
+    tensors: list[Tensor] = []
+    labels: list[str] = []
     keys: list[tuple[Any, ...]] = []
-    for name, leaf in zip(_tree.names(params), flat):
+    for name, leaf in zip(_tree.names(params), leaves):
         if leaf is None:
-            leaves.append(None)
+            slot_of_leaf.append(None)
             continue
         label = group(name, leaf)
         if not isinstance(label, str):
             raise TypeError(f"{call}: group must return a string; got {label!r} for {name!r}")
-        number = first.setdefault(identity(leaf), len(distinct))
-        leaves.append(number)
-        if number == len(distinct):
-            distinct.append(leaf)
-            keys.append((label, leaf.dtype, leaf.device, str(apart(name, leaf)), before * buckets // max(whole, 1)))
-            before += leaf.numel()
-        elif keys[number][0] != label:
+        number = first.setdefault(identity(leaf), len(tensors))
+        slot_of_leaf.append(number)
+        if number == len(tensors):
+            bucket = size_before * buckets // max(size_of_all, 1)
+            tensors.append(leaf)
+            labels.append(label)
+            keys.append((label, leaf.dtype, leaf.device, str(apart(name, leaf)), bucket))
+            size_before += leaf.numel()
+        elif labels[number] != label:
             raise ValueError(
-                f"{call}: group must return the same for every name of a tensor; got {keys[number][0]!r} and {label!r} "
+                f"{call}: group must return the same for every name of a tensor; got {labels[number]!r} and {label!r} "
                 f"for {name!r}"
             )
-    rows = _row_lengths(keys, distinct, _ROW_LENGTHS * buckets)
+    if not flat:
+        return _tensor_by_tensor(spec, slot_of_leaf, tensors, labels), tensors
+    rows = _row_lengths(keys, tensors, _ROW_LENGTHS * buckets)
     slots: list[Slot] = []
     pieces: dict[Any, list[int]] = {}
-    for key, length, leaf in zip(keys, rows, distinct):
+    for key, length, leaf in zip(keys, rows, tensors):
         sizes = pieces.setdefault((key, length), [])
         slots.append(Slot(list(pieces).index((key, length)), len(sizes), tuple(leaf.shape)))
         unit = _ALIGNMENT if leaf.dim() > 1 else _ALIGNMENT // 2
         sizes.append(-(-leaf.numel() // unit) * unit)
     layout = _intern(
         spec,
-        tuple(leaves),
+        tuple(slot_of_leaf),
         tuple(slots),
         tuple(key[0] for key, _ in pieces),
         tuple(tuple(sizes) for sizes in pieces.values()),
         tuple(length for _, length in pieces),
         tuple(key[-1] for key, _ in pieces),
+        True,
     )
-    return layout, distinct
+    return layout, tensors
+
+
+def _tensor_by_tensor(
+    spec: _tree.TreeSpec, slot_of_leaf: list[int | None], tensors: list[Tensor], labels: list[str]
+) -> Layout:
+    """Return the layout in which every tensor is a group of its own."""
+    count = len(tensors)
+    slots = [Slot(number, 0, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
+    pieces = [(tensor.numel(),) for tensor in tensors]
+    return _intern(
+        spec, tuple(slot_of_leaf), tuple(slots), tuple(labels), tuple(pieces), (None,) * count, (0,) * count, False
+    )
 
 
 def _row_lengths(keys: list[tuple[Any, ...]], tensors: list[Tensor], most: int) -> list[int | None]:

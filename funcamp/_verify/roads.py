@@ -15,7 +15,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
-from funcamp._storage.compute_copies import clone
+from funcamp._storage.params import clone
 from funcamp._verify.compare import Row
 from funcamp._verify.python_state import PythonState
 from funcamp._verify.torch_loop import TorchLoop

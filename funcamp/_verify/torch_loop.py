@@ -17,6 +17,7 @@ from funcamp._scaler.rules import TORCH_RULE
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
 from funcamp._step.torch_checkpoint import Part, hyperparameters_of, parts_of
+from funcamp._storage.params import expand
 from funcamp._verify.compare import Row
 
 
@@ -81,7 +82,7 @@ class TorchLoop:
             growth_interval=rule.growth_interval,
         )
         self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": int(state.scaler.growth_tracker)})
-        average = None if self._options.ema_decay is None else _tree.expand(state.ema)
+        average = None if self._options.ema_decay is None else expand(state.ema)
         self._average: dict[str, Tensor] | None = (
             None if average is None else {n: t.clone() for n, t in average.items()}
         )

@@ -17,9 +17,7 @@ from funcamp._step.state import (
     check_values,
     gathered,
 )
-from funcamp._storage.compute_copies import clone
-from funcamp._storage.flat import FlatParams
-from funcamp._types import Tree
+from funcamp._storage.params import Params, clone
 from funcamp.distributed.shards import joined_slice, slice_of
 
 
@@ -34,7 +32,7 @@ def gather_state(state: TrainState) -> TrainState:
         state: a state of a step with `DataParallel(shard=True)`; any other state is returned as it is.
 
     Returns:
-        The `TrainState` whose trees are `FlatParams`, with compute copies. No host sync.
+        The `TrainState` whose parameters are whole. No host sync.
 
     Raises:
         TypeError: state is not a `TrainState`.
@@ -59,7 +57,7 @@ def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
         state: a state of a step with `DataParallel`.
 
     Returns:
-        Tensors by dotted name; flat storage gives its groups, not single parameters. Compute copies are left out.
+        Tensors by dotted name; flat storage gives its groups, not single parameters.
 
     Raises:
         TypeError: state is not a `TrainState`.
@@ -80,15 +78,15 @@ _LAYOUT = "layout"
 
 def _slices(call: str, name: str, state: TrainState) -> dict[str, Tensor]:
     check_train_state(call, name, state)
-    tree = _tree.map_nodes(FlatParams, slice_of, state)
+    tree = _tree.map_nodes(Params, slice_of, state)
     return by_name(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
 
 
-def _fingerprint(params: Tree) -> int:
-    known: list[Any] = [_tree.names(params)]
-    if isinstance(params, FlatParams):
-        layout = params.layout
-        known = [_tree.names(layout.tree(range(len(layout.slots)))), layout.leaves, layout.slots, layout.pieces]
+def _fingerprint(params: Params) -> int:
+    layout = params.layout
+    known: list[Any] = [_tree.names(layout.tree(range(len(layout.slots))))]
+    if layout.flat:
+        known += [layout.leaves, layout.slots, layout.pieces]
     return int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[:7], "big")
 
 

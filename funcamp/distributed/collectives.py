@@ -26,6 +26,19 @@ class Ranks(NamedTuple):
     rank: int
     """This process's rank in the group."""
 
+    def gather(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        """Return the slices of all ranks, one after the other, by as few all-gathers as possible."""
+        return all_gather_each(slices, self)
+
+    def cut(self, group: Tensor) -> Tensor:
+        """Return this rank's slice of a group that every rank has in full, in memory of its own."""
+        return self.padded(group).tensor_split(self.size)[self.rank].clone()
+
+    def padded(self, group: Tensor) -> Tensor:
+        """Return a group with zeros at the end, so that every rank has a slice of one size."""
+        missing = -group.numel() % self.size
+        return torch.cat([group, group.new_zeros(missing)]) if missing else group
+
 
 def ranks_of(call: str, group: Any = None) -> Ranks:
     """Return the constants of a ProcessGroup, of a DeviceMesh of one dimension, or of the default group.

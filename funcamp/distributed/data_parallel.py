@@ -16,7 +16,7 @@ from funcamp._dtensor import as_dtensor_like, local, settled_sum
 from funcamp._step.accumulate import Result
 from funcamp._step.parallel import Parallel
 from funcamp._step.shares import Share, weighed
-from funcamp._storage.flat import FlatParams
+from funcamp._storage.params import Params, cut, expand
 from funcamp._types import Tree
 from funcamp.distributed.collectives import (
     Ranks,
@@ -29,7 +29,7 @@ from funcamp.distributed.collectives import (
     largest,
     ranks_of,
 )
-from funcamp.distributed.shards import Shards, cut, summed_slices
+from funcamp.distributed.shards import summed_slices
 
 _ONE = Ranks("", 1, 0)
 
@@ -108,9 +108,9 @@ class DataParallel(Parallel):
     def __repr__(self) -> str:
         return f"DataParallel(rank {self.ranks.rank} of {self.ranks.size}{', shard=True' if self.shard else ''})"
 
-    def check(self, call: str, params: Tree) -> None:
+    def check(self, call: str, params: Params) -> None:
         """Raise ValueError if the parameters are not laid out as `own_part` does it."""
-        if (params.ranks if isinstance(params, Shards) else None) == (self.ranks if self.shard else None):
+        if params.ranks == (self.ranks if self.shard else None):
             return
         rule = f"not be sharded; distributed.gather_state gives the full state; got params {params!r}"
         if self.shard:
@@ -128,7 +128,7 @@ class DataParallel(Parallel):
         """Write the first rank's values into tensors that have the same names on all ranks."""
         if self.ranks.size == 1:  # a tensor written onto itself would count as changed
             return
-        single = _tree.expand(tree)
+        single = expand(tree)
         named = zip(_tree.names(single), _tree.leaves(single))
         rule = "params and buffers must have the same names, shapes and dtypes on all ranks"
         described = [f"{name} is {_tree.describe(leaf).rpartition(' on ')[0]}" for name, leaf in named]
@@ -141,7 +141,7 @@ class DataParallel(Parallel):
         """Return the sum of a number over ranks."""
         return all_reduce(weight, "sum", self.ranks)
 
-    def own_part(self, params: Tree) -> Tree:
+    def own_part(self, params: Params) -> Params:
         """Return this rank's slices of flat parameters, or all of them."""
         return cut(params, self.ranks) if self.shard else params
 
@@ -203,7 +203,7 @@ class DataParallel(Parallel):
             new[name] = torch.where(sums[-1][place] == 0, old, sums[place].view(old.shape)).to(old.dtype)
         return result._replace(gradients=grads, loss=mean.reshape(()).to(loss.dtype), buffers={**after, **new})
 
-    def _summed(self, grads: Tree, more: list[Tensor]) -> tuple[Tree, list[Tensor]]:
+    def _summed(self, grads: Params, more: list[Tensor]) -> tuple[Params, list[Tensor]]:
         """Sum gradients and further tensors over ranks."""
         flat, spec = _tree.flatten(grads)
         values = [settled_sum(leaf) for leaf in flat]
@@ -211,10 +211,10 @@ class DataParallel(Parallel):
             values = [v if v is None or v.is_complex() else v.to(self.dtype) for v in values]
         if self.ranks.size == 1 and not self.shard:
             return _tree.unflatten(values, spec), more
-        if isinstance(grads, FlatParams) and self.shard:
-            slices = summed_slices(FlatParams(tuple(values), grads.layout), self.ranks)
+        if self.shard:
+            slices = summed_slices(Params(tuple(values), grads.layout), self.ranks)
             return slices, all_reduce_each(more, self.ranks)
-        order = grads.layout.last_first() if isinstance(grads, FlatParams) else range(len(values))
+        order = grads.layout.last_first()
         held = [number for number in order if values[number] is not None]
         sums = all_reduce_each([*[local(values[number]) for number in held], *more], self.ranks)
         for number, value in zip(held, sums):

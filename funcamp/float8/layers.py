@@ -6,7 +6,7 @@ gradient is divided by the loss scale before the step, and its amax is multiplie
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.tape import Tape
 from funcamp._scaler.precision import reciprocal
 from funcamp._step.state import TrainState
-from funcamp._storage.compute_copies import Copies, Plan, float8_inputs, float8_leaves
+from funcamp._storage.inputs import Inputs
 from funcamp._storage.policy import Policy
 from funcamp._tree import settled
 from funcamp._types import Tree
@@ -42,13 +42,13 @@ class Float8Layers:
         layers = [loss_fn.model.get_submodule(name.rpartition(".")[0]) for name in sorted(loss_fn.linear_names)]
         self._stand_ins = StandIns(loss_fn.holder, layers)
 
-    def init(self, plan: Plan, device: torch.device) -> Tree:
+    def init(self, inputs: Inputs, device: torch.device) -> Tree:
         """Return the state of delayed scaling, or ().
 
         Raises:
             ValueError: no layer multiplies in float8.
         """
-        count = len(float8_leaves(plan))
+        count = len(inputs.float8_inputs())
         if not count:
             raise ValueError(
                 f"init: policy must have float8 only with a layer to multiply in it; got {self._policy} and none: a "
@@ -68,24 +68,22 @@ class Float8Layers:
         others = "".join(f", not {name}: {reason}" for name, reason in reasons.items() if reason)
         return f"; float8 in {list(reasons.values()).count('')} of {len(reasons)} linear layers{others}"
 
-    def prepare(self, state: TrainState, copies: Copies, stored: Tree) -> Float8Linears:
+    def prepare(self, state: TrainState, inputs: Inputs, values: Sequence[Tensor]) -> Float8Linears:
         """Return the context of a step, with the operands of all weights.
 
-        state: with full parameters.
-        copies: their compute copies.
-        stored: the parameters as they are stored, perhaps sharded.
+        inputs: of the loss.
+        values: theirs.
         """
         delayed, tape = None, Tape(())
         if self._delayed:  # all layers' at once: a kernel for each number would take longer than the products
-            known = self._scale(state, copies.plan)
+            known = self._scale(state, inputs)
             tape = Tape(torch.zeros_like(known), over_micro_batches="max", over_ranks="max")
             scale = settled(with_loss_scale(known, state.scaler.scale))
             delayed = Scales(scale, settled(reciprocal(scale)))
-        weights = weights_in_float8(state.params, copies, stored, self.config, delayed)
-        places = float8_inputs(copies.plan)
-        return Float8Linears(self._stand_ins, self.config, delayed, weights, places, tape)
+        weights = weights_in_float8(state.params, inputs, values, self.config, delayed)
+        return Float8Linears(self._stand_ins, self.config, delayed, weights, inputs.float8_inputs(), tape)
 
-    def _scale(self, state: TrainState, plan: Plan) -> Tensor:
+    def _scale(self, state: TrainState, inputs: Inputs) -> Tensor:
         """Return the scales of delayed scaling.
 
         Raises:
@@ -93,7 +91,7 @@ class Float8Layers:
             ValueError: it is of another configuration, or of other layers.
         """
         scale = check_state("step", state.float8, self.config).scale
-        count = len(float8_leaves(plan))
+        count = len(inputs.float8_inputs())
         if scale.shape[0] != count:
             raise ValueError(
                 f"step: state.float8 must have a row for each of the {count} layers in float8; got {scale.shape[0]}: "
@@ -101,13 +99,16 @@ class Float8Layers:
             )
         return scale
 
-    def scales(self, state: TrainState, plan: Plan) -> dict[str, Tensor]:
+    def scales(self, state: TrainState, inputs: Inputs) -> dict[str, Tensor]:
         """Return the scales of delayed scaling by the path of the layer; empty without it."""
         if not self._delayed:
             return {}
-        rows: dict[Any, Tensor] = dict(zip(float8_leaves(plan), self._scale(state, plan)))
-        named = zip(plan.names or (), plan.uses)
-        return {name.rpartition(".")[0]: rows[use.leaf].clone() for name, use in named if use.float8}
+        rows: dict[int | None, Tensor] = dict(zip(inputs.float8_inputs(), self._scale(state, inputs)))
+        by_path: dict[str, Tensor] = {}
+        for name, number, in_float8 in zip(inputs.names or (), inputs.numbers, inputs.in_float8):
+            if in_float8:
+                by_path[name.rpartition(".")[0]] = rows[number].clone()
+        return by_path
 
     def after(self, state: TrainState, record: Tree) -> Tree:
         """Return the next state of delayed scaling from the amaxes of all micro-batches and ranks."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
-from funcamp import FlatParams, ScalerConfig, TrainState, clone, jit, stateless
+from funcamp import Params, ScalerConfig, TrainState, clone, jit, stateless
 from funcamp._jit import compile as compiler
 from funcamp._jit import jit_step
 from tests.support.helpers import assert_same
@@ -439,7 +439,7 @@ def test_a_flat_step_by_inductor_follows_the_eager_one() -> None:
     run = jit(step)
     state, found = trained(10, run, step.init(), task)
     assert isinstance(state, TrainState)
-    assert isinstance(state.params, FlatParams)
+    assert isinstance(state.params, Params)
     assert [row.scale.item() for row in found] == [row.scale.item() for row in rows]
     torch.testing.assert_close(state.params.groups, expected.params.groups, rtol=0.05, atol=1e-3)
 

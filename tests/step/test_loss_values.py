@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "group": (
         lambda: make_train_step(base, SGD).init(funcamp.ravel(params()), group=lambda name, leaf: "one"),
         ValueError,
-        "group must be None with a FlatParams",
+        "group must be None with Params",
     ),
 }
 

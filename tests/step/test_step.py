@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from funcamp import (
-    FlatParams,
+    Params,
     Metrics,
     ScalerConfig,
     TrainState,
@@ -368,7 +368,7 @@ def test_a_flat_tree_and_a_module_with_frozen_parts() -> None:
     step = build(task)
     state, _ = step(step.init(), task.batch(0))
     assert not any(name.startswith("0.") for name in state.params.tree())
-    assert isinstance(state.params, FlatParams)
+    assert isinstance(state.params, Params)
     assert_same(step.init(state.params).params, state.params)
 
 

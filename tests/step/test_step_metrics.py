@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcamp import (
-    FlatParams,
+    Params,
     MetricReader,
     ScalerConfig,
     by_group,
@@ -154,7 +154,7 @@ def test_metrics_as_a_dict() -> None:
 def test_a_parameter_by_its_name() -> None:
     step = make_train_step(loss_fn, stateless(torch.optim.AdamW))
     state = step.init(PARAMS)
-    assert isinstance(state.params, FlatParams)
+    assert isinstance(state.params, Params)
     assert_same(state.params["w"], PARAMS["w"])
     assert_same(state.opt_state.state["exp_avg"]["b"], torch.zeros(2))
     listed = step.init([PARAMS["w"], {"b": PARAMS["b"]}]).params

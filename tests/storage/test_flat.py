@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import funcamp
-from funcamp import FlatParams, clip_grad_norm, ema_update, ravel, skip_step, stateless, unscale_and_check
+from funcamp import Params, clip_grad_norm, ema_update, ravel, skip_step, stateless, unscale_and_check
 from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.models import Tied
 from tests.support.optimizers import CASES
@@ -154,7 +154,7 @@ def test_every_optimizer_steps_as_on_a_dict(case: str) -> None:
         grads = {name: torch.randn_like(value) for name, value in params.items()}
         params, opt_state = optimizer.update(params, grads, opt_state)
         flat, flat_state = optimizer.update(flat, flat.ravel(grads), flat_state)
-        assert isinstance(flat, FlatParams)
+        assert isinstance(flat, Params)
         assert_same(flat.tree(), params)
     assert_same(flat, flat.ravel(flat.tree()))  # the padding is still zero
 

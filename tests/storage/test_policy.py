@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from funcamp import Policy, ScalerConfig, jit, make_train_step, module_loss, stateless
-from funcamp._storage.compute_copies import cast, for_loss
 from tests.support.helpers import assert_same, clone
 from tests.support.models import Task, Tied, cnn, cross_entropy, mlp, tied
 
@@ -85,8 +84,8 @@ def test_globs_of_frozen_and_tied_parameters_match() -> None:
 def seen_by_loss(task: Task, policy: str, flat: bool) -> dict[str, torch.dtype]:
     step = make_train_step(module_loss(task.model, task.criterion), stateless(torch.optim.SGD), policy=policy)
     state = step.init(flat=flat)
-    inputs, build = for_loss(*cast(state.params, step._plan("step", state.params)))
-    return {name: value.dtype for name, value in build(inputs).items()}
+    inputs = step._inputs("step", state.params)
+    return {name: value.dtype for name, value in inputs.tree(inputs.cast(state.params)).items()}
 
 
 @pytest.mark.parametrize("flat", [True, False])

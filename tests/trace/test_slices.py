@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from funcamp import FlatParams, jit, loss, make_train_step, module_loss, ravel, stateless
+from funcamp import Params, jit, loss, make_train_step, module_loss, ravel, stateless
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
 X = torch.arange(6.0).reshape(2, 3)
 
 
-def flat() -> FlatParams:
+def flat() -> Params:
     return ravel({"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1.0, 2.0]), "s": torch.tensor(3.0)})
 
 
@@ -31,16 +31,16 @@ def written(params: Any, x: Tensor) -> tuple[Any, Tensor]:
 
 def differentiated(params: Any, x: Tensor) -> tuple[Any, Tensor]:
     groups = [group.detach().requires_grad_() for group in params.groups]
-    lost = product(FlatParams(tuple(groups), params.layout).tree(), x)
+    lost = product(Params(tuple(groups), params.layout).tree(), x)
     grads = torch.autograd.grad(lost, groups)
-    return FlatParams(tuple(g - 0.1 * d for g, d in zip(params.groups, grads)), params.layout), lost.detach()
+    return Params(tuple(g - 0.1 * d for g, d in zip(params.groups, grads)), params.layout), lost.detach()
 
 
 def transformed(params: Any, x: Tensor) -> tuple[Any, Tensor]:
     grads, lost = torch.func.grad_and_value(lambda p: product(p.tree(), x))(params)
     moved = torch.func.vmap(lambda row: product(params.tree(), row[None]))(x)
     tangent = torch.func.jvp(lambda p: product(p.tree(), x), (params,), (grads,))[1]
-    new = FlatParams(tuple(g - 0.1 * d for g, d in zip(params.groups, grads.groups)), params.layout)
+    new = Params(tuple(g - 0.1 * d for g, d in zip(params.groups, grads.groups)), params.layout)
     return new, torch.stack([lost, moved.sum(), tangent])
 
 

@@ -63,7 +63,7 @@ def compare(
 
 
 def tree(params: Any) -> Any:
-    return params.tree() if isinstance(params, funcamp.FlatParams) else params
+    return params.tree() if isinstance(params, funcamp.Params) else params
 
 
 @case(2, 4)

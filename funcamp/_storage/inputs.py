@@ -1,0 +1,255 @@
+"""The tensors that a loss gets: each a parameter, as it is stored or cast to the compute dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._storage.layout import Groups, Layout, arrange
+from funcamp._storage.params import Params, clone
+from funcamp._storage.policy import Policy
+from funcamp._types import Tree
+
+
+class KnowsNames(Protocol):
+    """What a loss says of its parameters (`_autograd.loss.Loss`)."""
+
+    @property
+    def names(self) -> dict[str, str] | None:
+        """Each name under which the loss gets a parameter, with the stored name; None if they are the tree's own."""
+        ...
+
+    @property
+    def cast_names(self) -> frozenset[str] | None:
+        """The names that autocast would cast; None if unknown."""
+        ...
+
+    @property
+    def linear_names(self) -> frozenset[str]:
+        """The names of the weights of linear layers."""
+        ...
+
+    @property
+    def hooked_names(self) -> frozenset[str]:
+        """The names of the parameters with a hook."""
+        ...
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes that the loss knows, by stored name."""
+        ...
+
+
+class Input(NamedTuple):
+    """A tensor that the loss gets, and with respect to which it is differentiated."""
+
+    slot: int
+    """The number of the parameter in the layout."""
+    is_cast: bool
+    """Whether it is in the compute dtype; else as it is stored."""
+
+
+class Inputs:
+    """What a loss gets of the parameters, in which precision, without values.
+
+    Made once for a layout. A step casts whole groups (`cast`), the loss gets views of them (`tree`), and the gradients
+    with respect to these go back into groups (`gradients`).
+    """
+
+    def __init__(
+        self, layout: Layout, dtype: torch.dtype, names: tuple[str, ...] | None, leaves: Sequence[_Leaf | None]
+    ) -> None:
+        self.layout = layout
+        self.dtype = dtype
+        self.names = names
+        """The keys of the dict that the loss gets; None if it gets the parameters' own tree."""
+        distinct: dict[Input, int] = {}
+        for leaf in leaves:
+            if leaf is not None:
+                distinct.setdefault(Input(leaf.slot, leaf.is_cast), len(distinct))
+        self.distinct = tuple(distinct)
+        """The inputs of the loss; a parameter with two names is one, unless they differ in precision."""
+        self.numbers = tuple([None if leaf is None else distinct[Input(leaf.slot, leaf.is_cast)] for leaf in leaves])
+        """For every leaf of the tree that the loss gets the number of its input."""
+        self.in_float8 = tuple([leaf is not None and leaf.in_float8 for leaf in leaves])
+        """For every leaf whether the loss multiplies by it in float8."""
+        self.cast_groups = frozenset([layout.slots[one.slot].group for one in self.distinct if one.is_cast])
+        """The groups that are cast."""
+
+    def cast(self, params: Params) -> list[Tensor]:
+        """Return the values of the inputs: views of the groups and of their casts; of slices by all-gathers."""
+        groups = params.groups if params.ranks is None else self._gathered(params)
+        cast: list[Tensor | None] = [None] * len(groups)
+        for number in sorted(self.cast_groups):
+            group = groups[number]
+            cast[number] = None if group is None else group.to(self.dtype)
+        views = self.layout.views(groups, {slot for slot, is_cast in self.distinct if not is_cast})
+        cast_views = self.layout.views(tuple(cast), {slot for slot, is_cast in self.distinct if is_cast})
+        values = [cast_views[slot] if is_cast else views[slot] for slot, is_cast in self.distinct]
+        return [value for value in values if value is not None]
+
+    def _gathered(self, params: Params) -> Groups:
+        """Return full groups, each sent in the precision in which it is used."""
+        slots = self.layout.slots
+        # The dtype in which a group is sent: None, its own, if any use of it reads full precision.
+        dtypes: dict[int, torch.dtype | None] = {}
+        for slot, is_cast in self.distinct:
+            if not is_cast:
+                dtypes[slots[slot].group] = None
+        for number in sorted(self.cast_groups):
+            dtypes.setdefault(number, self.dtype)
+        # By themselves: a trace drops what nothing reads besides products in float8.
+        separate = {number: dtypes.pop(number) for number in self.float8_groups()}
+        pairs = zip(params.gathered(dtypes).groups, params.gathered(separate).groups)
+        return tuple([group if other is None else other for group, other in pairs])
+
+    def tree(self, values: Sequence[Tensor]) -> Tree:
+        """Return the tree that the loss gets, of the values of the inputs."""
+        leaves = [None if number is None else values[number] for number in self.numbers]
+        if self.names is not None:
+            return dict(zip(self.names, leaves))
+        return _tree.unflatten(leaves, self.layout.spec)
+
+    def gradients(self, gradients: Sequence[Tensor]) -> Params:
+        """Return the gradients with respect to the inputs as parameters are stored; sum those of one parameter."""
+        by_slot: list[Tensor | None] = [None] * len(self.layout.slots)
+        for (slot, _), gradient in zip(self.distinct, gradients):
+            if gradient.layout != torch.strided:
+                raise TypeError(
+                    f"step: gradients must be dense (sparse=False in an embedding); got layout {gradient.layout} for "
+                    f"a parameter of shape {tuple(gradient.shape)}"
+                )
+            other = by_slot[slot]
+            by_slot[slot] = gradient if other is None else other + gradient
+        return Params(self.layout.join(by_slot), self.layout)
+
+    def float8_inputs(self) -> list[int]:
+        """Return the numbers of the inputs that multiply in float8."""
+        numbers = [number for number, in_float8 in zip(self.numbers, self.in_float8) if in_float8]
+        return list(dict.fromkeys([number for number in numbers if number is not None]))
+
+    def float8_groups(self) -> list[int]:
+        """Return the groups whose tensors the loss uses in float8 only."""
+        only_float8: dict[int, bool] = {}
+        for number, in_float8 in zip(self.numbers, self.in_float8):
+            if number is not None:
+                group = self.layout.slots[self.distinct[number].slot].group
+                only_float8[group] = only_float8.get(group, True) and in_float8
+        return [group for group, only in only_float8.items() if only]
+
+
+class _Leaf(NamedTuple):
+    """A leaf of the tree that the loss gets."""
+
+    slot: int
+    is_cast: bool
+    in_float8: bool
+
+
+def lay_out(
+    call: str,
+    params: Tree,
+    policy: Policy,
+    loss_fn: KnowsNames,
+    group: Callable[[str, Tensor], str],
+    *,
+    flat: bool = True,
+    buckets: int = 1,
+    consume: bool = False,
+    split: Mapping[str, object] | None = None,
+) -> Params:
+    """Return the parameters as a state stores them, in memory of their own.
+
+    With consume the given tensors get that memory too, instead of their own. Flat storage puts parameters that the loss
+    uses in different precisions into separate groups, and names with different values of split.
+    """
+    tree = params.tree() if isinstance(params, Params) else params
+    leaves, _ = _tree.parameters(call, "params", tree)
+    _check_kinds(call, _tree.names(tree), leaves, {})  # before they are consumed
+    if isinstance(params, Params):
+        copy: Params = clone(params)
+        return copy
+    aliases = _aliases(loss_fn)
+
+    def apart(name: str, leaf: Tensor) -> object:
+        uses = {_precision(policy, loss_fn, alias, leaf) for alias in aliases.get(name, [name])}
+        return leaf.dim() > 1 and sorted(uses), (split or {}).get(name)
+
+    layout, tensors = arrange(call, params, group, apart, buckets, flat=flat)
+    if consume:
+        return Params(layout.take(tensors), layout)
+    # A flat group is a copy by itself; a group that is one tensor is that tensor.
+    return Params(layout.join(tensors if flat else clone(tensors)), layout)
+
+
+def inputs_of(call: str, params: Params, policy: Policy, loss_fn: KnowsNames) -> Inputs:
+    """Return what a loss gets of stored parameters under a policy.
+
+    Raises:
+        ValueError: the parameters have other names or shapes than the loss knows, or one name twice.
+        TypeError: a parameter is in float16.
+    """
+    layout, tree = params.layout, params.outline().tree()
+    leaves, _ = _tree.parameters(call, "params", tree)
+    names = _tree.names(tree)
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{call}: every leaf of params must have a unique dotted name; got {twice!r} twice")
+    stored_names: dict[str, str] | None = loss_fn.names
+    if stored_names is not None and set(names) != set(_aliases(loss_fn)):
+        odd = sorted(set(names) ^ set(_aliases(loss_fn)))[0]
+        raise ValueError(f"{call}: params must have the names of {loss_fn!r}'s params(); they differ in {odd!r}")
+    _check_kinds(call, names, leaves, loss_fn.shapes())
+    by_name = {name: (slot, leaf) for name, slot, leaf in zip(names, layout.leaves, leaves)}
+    seen: list[_Leaf | None] = []
+    for name, stored_name in (stored_names or dict(zip(names, names))).items():
+        slot, leaf = by_name[stored_name]
+        seen.append(None if slot is None or leaf is None else _Leaf(slot, *_precision(policy, loss_fn, name, leaf)))
+    return Inputs(layout, policy.compute_dtype, None if stored_names is None else tuple(stored_names), seen)
+
+
+def _precision(policy: Policy, loss_fn: KnowsNames, name: str, leaf: Tensor) -> tuple[bool, bool]:
+    """Return whether the loss gets a parameter in the compute dtype, and whether it multiplies by it in float8."""
+    in_float8 = not policy.no_float8(name, leaf, loss_fn.linear_names)
+    return not in_float8 and policy.casts(name, leaf, _cast_names(policy, loss_fn)), in_float8
+
+
+def _cast_names(policy: Policy, loss_fn: KnowsNames) -> frozenset[str] | None:
+    """Return the names that autocast would cast, if the loss knows them, without parameters that have a hook.
+
+    A hook gets the gradient in the parameter's own precision, as in torch's loop: there autocast casts in the forward
+    pass, and its backward pass casts the gradient back before the hook.
+    """
+    names: frozenset[str] | None = loss_fn.cast_names
+    if names is None or not policy.autocast:
+        return names
+    return names - frozenset(loss_fn.hooked_names)
+
+
+def _aliases(loss_fn: KnowsNames) -> dict[str, list[str]]:
+    """Return, for each stored name, the names under which the loss gets the parameter."""
+    aliases: dict[str, list[str]] = {}
+    for name, source in (loss_fn.names or {}).items():
+        aliases.setdefault(source, []).append(name)
+    return aliases
+
+
+def _check_kinds(call: str, names: list[str], leaves: list[Tensor | None], shapes: dict[str, torch.Size]) -> None:
+    """Raise if a parameter is float16, as torch's scaler does, or has another shape than the module's."""
+    for name, leaf in zip(names, leaves):
+        if leaf is None:
+            continue
+        if leaf.dtype in (torch.float16, torch.complex32):
+            raise TypeError(
+                f"{call}: params[{name!r}] must not be float16, which rounds most updates of a step to nothing; got "
+                f"{_tree.describe(leaf)}: keep it in float32, model.float() (the policy casts for each step), or "
+                "freeze it"
+            )
+        if shapes.get(name, leaf.shape) != leaf.shape:
+            raise ValueError(
+                f"{call}: params[{name!r}] must have the shape of the module's, {tuple(shapes[name])}; got "
+                f"{tuple(leaf.shape)}"
+            )

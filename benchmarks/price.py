@@ -20,10 +20,10 @@ from _models import CPU_SIZES, GPU_SIZES, Size, build, cross_entropy
 from _plots import dots
 from _timing import Report, Variant, about, arguments, chosen, measured, torch_variant
 from _variants import LR, funcamp_step
-from funcamp._storage.inputs import inputs_of
 from torch import Tensor
 
 import funcamp
+from funcamp._storage.inputs import inputs_of
 from funcamp._types import name_of
 
 

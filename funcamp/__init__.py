@@ -15,6 +15,7 @@ from funcamp._io.checkpoint import load, save
 from funcamp._io.metric_reader import MetricReader
 from funcamp._jit.jit import jit
 from funcamp._optim.by_group import by_group
+from funcamp._optim.chain import average, chain, clip_by_norm, clip_by_value, every
 from funcamp._optim.clip import clip_grad_norm, clip_grad_value
 from funcamp._optim.ema import ema_update
 from funcamp._optim.schedule import schedule
@@ -48,12 +49,17 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "all_finite",
+    "average",
     "by_group",
+    "chain",
+    "clip_by_norm",
+    "clip_by_value",
     "clip_grad_norm",
     "clip_grad_value",
     "clone",
     "custom_function",
     "ema_update",
+    "every",
     "exhausted",
     "found_inf_by_leaf",
     "from_state_dict",

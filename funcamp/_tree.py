@@ -96,6 +96,12 @@ def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
     return unflatten([fn(n, *more) if isinstance(n, cls) else (more or [n])[0] for n, more in zip(nodes, rest)], spec)
 
 
+def select_nodes(cls: type, fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """Replace every node of a class by fn of it, and everything else by None."""
+    nodes, spec = flatten(tree, is_leaf=lambda node: isinstance(node, cls))
+    return unflatten([fn(node) if isinstance(node, cls) else None for node in nodes], spec)
+
+
 def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[Any, ...]]] | None:
     """Return every dict and list of a tree of tensors with its keys and items; None if another node may be mutable."""
     held: list[tuple[Any, list[Any] | None, tuple[Any, ...]]] = []

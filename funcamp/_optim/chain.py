@@ -84,7 +84,7 @@ class Chain(Fixed):
         states = iter(self._unpacked(state))
         after = []
         for part in self.parts:
-            if part in self._with_state:
+            if hasattr(part, "init"):
                 update, part_state = apply(part, update, next(states))
                 after.append(part_state)
             else:
@@ -176,8 +176,7 @@ class _ClipByNorm(NamedTuple):
 
     def __call__(self, update: Update) -> Update:
         if update.norm is None:
-            clipped, norm = clip_grad_norm(update.gradients, self.max_norm)
-            return update._replace(gradients=clipped)
+            return update._replace(gradients=clip_grad_norm(update.gradients, self.max_norm)[0])
         wide = coefficient(self.max_norm, update.norm)
         factor = _tree.settled(wide.float())
 

@@ -9,10 +9,20 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._optim.chain import Average, Every
 from funcamp._optim.stateless import OptState
 from funcamp._scaler.state import ScalerState
 from funcamp._storage.params import Params, clone, collapse, expand
 from funcamp._types import Tree
+
+
+class Variables(NamedTuple):
+    """What the loss reads and a step moves, besides the parameters."""
+
+    buffers: dict[str, Tensor]
+    """The module's buffers; empty if there are none."""
+    products: Any = ()
+    """What linear layers remember that multiply in float8: a `float8.Float8State`; `()` without delayed scaling."""
 
 
 class TrainState(NamedTuple):
@@ -27,15 +37,31 @@ class TrainState(NamedTuple):
     params: Params
     """The parameters in full precision."""
     opt_state: Any
-    """The optimizer's state; its count of applied steps excludes skipped ones."""
+    """The optimizer's state; its count of applied steps excludes skipped ones. With an average a tuple of both."""
     scaler: ScalerState
     """The scaler's state."""
-    buffers: dict[str, Tensor]
-    """The module's buffers; empty if there are none."""
-    ema: Tree
-    """The average of the parameters, in the same layout; `()` without ema_decay."""
-    float8: Any = ()
-    """The `float8.Float8State` of the layers that multiply in float8; `()` without delayed scaling."""
+    variables: Variables
+    """What the loss reads and a step moves, besides the parameters."""
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's buffers; empty if there are none."""
+        return self.variables.buffers
+
+    @property
+    def ema(self) -> Tree:
+        """The average of the parameters, of `ema_decay` or `average`, laid out as they are; `()` without one."""
+        for state in _states_of_parts(self.opt_state):
+            if isinstance(state, Every):  # an average that moves at every k-th step
+                state = state.state
+            if isinstance(state, Average):
+                return state.average
+        return ()
+
+    @property
+    def float8(self) -> Any:
+        """The `float8.Float8State` of the layers that multiply in float8; `()` without delayed scaling."""
+        return self.variables.products
 
 
 class Metrics(NamedTuple):
@@ -126,8 +152,38 @@ _FROM_TORCH = (
 
 def export(call: str, state: TrainState) -> dict[str, Tensor]:
     """Return copies of all tensors under their dotted names."""
-    found: dict[str, Tensor] = clone(by_name(expand(gathered(call, state))))
+    found: dict[str, Tensor] = clone(named(expand(gathered(call, state))))
     return found
+
+
+def named(state: TrainState) -> dict[str, Tensor]:
+    """Return the tensors of a state by the names under which they are saved."""
+    pairs = zip(saved_names(state), _tree.leaves(state))
+    return {name: leaf for name, leaf in pairs if leaf is not None}
+
+
+def saved_names(state: TrainState) -> list[str]:
+    """Return the name under which each leaf of a state is saved.
+
+    These are the names of the first format, in which buffers, average and float8 state were fields of the state.
+    """
+    renamed = {"variables.buffers.": "buffers.", "variables.products.": "float8."}
+    parts = list(enumerate(_states_of_parts(state.opt_state)))
+    averages = [number for number, part in parts if isinstance(part, Average)]
+    others = [number for number, part in parts if not isinstance(part, Average)]
+    if len(averages) == 1 and len(others) == 1:
+        renamed[f"opt_state.{averages[0]}.average."] = "ema."
+        renamed[f"opt_state.{others[0]}."] = "opt_state."
+    names = []
+    for name in _tree.names(state):
+        former = next((prefix for prefix in renamed if name.startswith(prefix)), "")
+        names.append(renamed.get(former, "") + name.removeprefix(former))
+    return names
+
+
+def _states_of_parts(opt_state: Any) -> tuple[Any, ...]:
+    """Return the states of the parts of a chain; none if only one has a state, which is then the chain's."""
+    return opt_state if type(opt_state) is tuple else ()
 
 
 @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
@@ -154,7 +210,7 @@ def restore(
     full = _tree.map_nodes(Params, lambda node: node.outline(), like)
     tree = expand(full)
     leaves, spec = _tree.flatten(tree)
-    names = [None if leaf is None else name for name, leaf in zip(_tree.names(tree), leaves)]
+    names = [None if leaf is None else name for name, leaf in zip(saved_names(tree), leaves)]
     odd = set(saved) ^ {name for name in names if name is not None}
     if odd:
         first = min(odd, key=str)
@@ -231,6 +287,9 @@ def check_values(call: str, state: TrainState) -> None:
         if not bool(holds.all()):
             raise ValueError(f"{call}: saved[{name!r}] must be {rule}; got {value[~holds].flatten()[0].item():g}")
 
+    def counts_of(opt_state: OptState) -> dict[str, Tree]:
+        return {"applied": opt_state.applied, "state.step": opt_state.state.get("step")}
+
     scaler = state.scaler
     check("scaler.scale", scaler.scale, (scaler.scale > 0) & scaler.scale.isfinite(), "above 0 and finite")
     check("scaler.found_inf", scaler.found_inf, (scaler.found_inf == 0) | (scaler.found_inf == 1), "0 or 1")
@@ -239,9 +298,7 @@ def check_values(call: str, state: TrainState) -> None:
     tree = {
         **{name: getattr(state, name) for name in ("step", "skipped", "consecutive_skips")},
         "scaler": {"growth_tracker": scaler.growth_tracker, "counters": counted},
-        "opt_state": _tree.map_nodes(
-            OptState, lambda node: {"applied": node.applied, "state.step": node.state.get("step")}, state.opt_state
-        ),
+        "opt_state": _tree.select_nodes(OptState, counts_of, state.opt_state),
     }
     for name, count in by_name(tree).items():
         check(name, count, count >= 0, "0 or more")

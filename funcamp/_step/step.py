@@ -16,22 +16,33 @@ from funcamp._autograd.scaled_grad import around_backward, choose, differentiate
 from funcamp._autograd.tape import Tape, zeros_of
 from funcamp._check import Fixed, boolean, one_batch
 from funcamp._optim.by_group import GroupedOptimizer
-from funcamp._optim.ema import ema_update
+from funcamp._optim.chain import Chain, Update, average, chain, clip_by_norm, clip_by_value
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.scale import unscale
 from funcamp._scaler.state import ScalerState
 from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
 from funcamp._step.accumulate import Result, accumulate, micro_batches
-from funcamp._step.check_and_clip import flag_and_norm, squares_and_finite, unscale_and_clip
+from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
 from funcamp._step.options import Options, described
 from funcamp._step.products import Multiplying, products_of
 from funcamp._step.shares import shares_of
-from funcamp._step.state import Metrics, TrainState, check_train_state, export, restore
+from funcamp._step.state import Metrics, TrainState, Variables, check_train_state, export, restore
 from funcamp._step.torch_checkpoint import from_torch, to_torch
 from funcamp._storage.inputs import Inputs, inputs_of, lay_out
 from funcamp._storage.params import Params, clone, expand, matrix_or_vector, stored
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
+
+
+def _clipping(options: Options) -> list[Any]:
+    """Return the part of the chain that clips; none without a limit."""
+    if options.max_norm is not None:
+        return [clip_by_norm(options.max_norm)]
+    return [] if options.max_value is None else [clip_by_value(options.max_value)]
+
+
+def _averaging(options: Options) -> list[Any]:
+    """Return the part of the chain that averages; none without a decay."""
+    return [] if options.ema_decay is None else [average(options.ema_decay)]
 
 
 def _count(device: torch.device) -> Tensor:
@@ -68,6 +79,7 @@ class TrainStep(Fixed):
         #: What the loss gets of the last parameters, and their layout and dtypes.
         self._known_inputs: tuple[Any, Inputs] | None = None
         self._products = products_of(options.policy, loss_fn)
+        self._transforms = chain(*_clipping(options), optimizer, *_averaging(options))
 
     def python_parts(self) -> dict[str, Any]:
         """Return the objects whose Python the step runs, by name: `jit` looks there for state besides its own."""
@@ -137,21 +149,22 @@ class TrainStep(Fixed):
         of_taps, of_products = records
         scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
 
-        # What the step changes, and the only skip. The variables are buffers and what the products remember.
-        gradients = unscale_and_clip(state.scaler, result.gradients, norm, options.max_norm, options.max_value)
-        params, opt_state = self.optimizer.update(state.params, gradients, state.opt_state)
-        ema = state.ema if options.ema_decay is None else ema_update(state.ema, params, options.ema_decay)
-        variables = (result.buffers, self._products.after(state, of_products))
-        old_variables = (result.buffers if self.loss_fn.keep_buffers else state.buffers, state.float8)
-        params, opt_state, ema, (buffers, float8) = skip_step(
+        # Clipping, the optimizer and the average.
+        gradients = unscaled_gradients(state.scaler, result.gradients)
+        changed, opt_state = self._transforms.transform(Update(state.params, gradients, norm), state.opt_state)
+        variables = Variables(result.buffers, self._products.after(state, of_products))
+
+        # The only skip.
+        old_variables = state.variables
+        if self.loss_fn.keep_buffers:
+            old_variables = old_variables._replace(buffers=result.buffers)
+        params, opt_state, variables = skip_step(
             scaler,
-            new=(params, opt_state, ema, variables),
-            old=(state.params, state.opt_state, state.ema, old_variables),
+            new=(changed.params, opt_state, variables),
+            old=(state.params, state.opt_state, old_variables),
         )
         if self.loss_fn.keep_buffers:
-            buffers = clone(buffers)  # a buffer may be a tensor of the batch
-        if options.ema_decay is None and not compiling():
-            ema = clone(ema)  # a later donated step writes the new state's memory
+            variables = variables._replace(buffers=clone(variables.buffers))  # a buffer may be a tensor of the batch
 
         # Counts and the scale, which move also when the step is skipped.
         found = scaler.found_inf.long()
@@ -163,22 +176,20 @@ class TrainStep(Fixed):
             params=params,
             opt_state=opt_state,
             scaler=update(scaler, self.config),
-            buffers=buffers,
-            ema=ema,
-            float8=float8,
+            variables=variables,
         )
         metrics = Metrics(
             loss=result.loss,
             grad_norm=norm.float(),
             scale=state.scaler.scale.clone(),
-            lr=self._learning_rate(state),
+            lr=self._transforms.learning_rate(state.opt_state),
             found_inf=scaler.found_inf,
             exhausted=exhausted(scaler, self.config).float(),
             saturated=saturated(scaler, self.config).float(),
             applied=step - skipped,
             skipped=skipped.clone(),
             consecutive_skips=after.consecutive_skips.clone(),
-            observed=self._observed(state.scaler, result.gradients),
+            observed=self._observed(gradients),
             records=self.loss_fn.collected(of_taps),
             aux=result.aux,
         )
@@ -186,13 +197,18 @@ class TrainStep(Fixed):
 
     def _check_options(self, state: TrainState) -> None:
         """Raise ValueError if the state or the loss does not fit the options."""
-        options = self._options
-        if options.ema_decay is not None and isinstance(state.ema, tuple) and not state.ema:
+        decay, has_average = self._options.ema_decay, isinstance(state.ema, Params)
+        if decay is not None and not has_average:
             raise ValueError(
-                f"step: state must have an average for ema_decay={options.ema_decay}; got a state without: "
-                "begin one with state._replace(ema=funcamp.clone(state.params))"
+                f"step: state must have an average for ema_decay={decay}; got a state without: begin one with "
+                f"state._replace(opt_state=(state.opt_state, funcamp.average({decay}).init(state.params)))"
             )
-        if options.accumulate > 1:
+        if decay is None and has_average and not isinstance(self.optimizer, Chain):
+            raise ValueError(
+                "step: state must have no average without ema_decay; got one: drop it with "
+                "state._replace(opt_state=state.opt_state[0])"
+            )
+        if self._options.accumulate > 1:
             self.loss_fn.check_accumulation()
 
     def _own_precision(self, state: TrainState) -> Any:
@@ -205,12 +221,12 @@ class TrainStep(Fixed):
             return torch.autocast(state.scaler.scale.device.type, enabled=False)
         return contextlib.nullcontext()
 
-    def _observed(self, scaler: ScalerState, grads: Tree) -> dict[str, Any]:
+    def _observed(self, gradients: Params) -> dict[str, Any]:
         """Return the results of the observe functions on the unscaled gradients, in the parameters' own tree."""
         if not self._options.observe:
             return {}
-        unscaled = expand(unscale(scaler, grads))
-        found = {name: function(unscaled) for name, function in self._options.observe.items()}
+        tree = expand(gradients)
+        found = {name: function(tree) for name, function in self._options.observe.items()}
         for index, leaf in enumerate(_tree.leaves(found)):
             if not isinstance(leaf, Tensor):
                 raise TypeError(
@@ -218,10 +234,6 @@ class TrainStep(Fixed):
                 )
         own: dict[str, Any] = clone(found)
         return own
-
-    def _learning_rate(self, state: TrainState) -> Any:
-        rate = getattr(self.optimizer, "learning_rate", None)
-        return () if rate is None else rate(state.opt_state)
 
     def _call(self, params: Tree, taps: Tree, buffers: dict[str, Tensor], scaler: ScalerState, batch: Any) -> Any:
         policy = self._options.policy
@@ -352,8 +364,7 @@ class TrainStep(Fixed):
                 module has the values of the last one. Eager steps and `jit(donate=False)` make new tensors: the module
                 stays behind, warns at its first evaluation, and keeps this state's memory alive. Writes into the module
                 (`load_state_dict`, a torch.optim optimizer, a forward pass in training mode with BatchNorm) change
-                this state, and the next step uses them. Writes through `.data` do
-                not reach the compute copies, because torch does not count them.
+                this state, and the next step uses them.
                 `model.load_state_dict(loss_fn.state_dict(...))` works as before. If the module gets other tensors or
                 other memory, the sharing ends without an error: `Module.to` with another dtype or device,
                 `share_memory`, `load_state_dict(assign=True)`. The module then has separate values that no step
@@ -431,11 +442,9 @@ class TrainStep(Fixed):
             skipped=_count(device),
             consecutive_skips=_count(device),
             params=own,
-            opt_state=self.optimizer.init(own),
+            opt_state=self._transforms.init(own),
             scaler=init(self.config, device=device),
-            buffers=buffers,
-            ema=() if options.ema_decay is None else clone(own),
-            float8=self._products.init(inputs, device),
+            variables=Variables(buffers, self._products.init(inputs, device)),
         )
 
     def _groups(
@@ -649,8 +658,7 @@ class TrainStep(Fixed):
         params = lay_out(
             "load_state_dict", like.params.tree(), options.policy, self.loss_fn, group, buckets=buckets, split=by
         )
-        ema = clone(params) if isinstance(like.ema, Params) else like.ema
-        return like._replace(params=params, opt_state=self.optimizer.init(params), ema=ema)
+        return like._replace(params=params, opt_state=self._transforms.init(params))
 
     def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> dict[str, Any]:
         """Return the state_dicts with which a torch loop continues: its module, optimizer and scaler.

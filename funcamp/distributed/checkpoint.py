@@ -11,11 +11,11 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._step.state import (
     TrainState,
-    by_name,
     check_like,
     check_train_state,
     check_values,
     gathered,
+    named,
 )
 from funcamp._storage.params import Params, clone
 from funcamp.distributed.shards import joined_slice, slice_of
@@ -79,7 +79,7 @@ _LAYOUT = "layout"
 def _slices(call: str, name: str, state: TrainState) -> dict[str, Tensor]:
     check_train_state(call, name, state)
     tree = _tree.map_nodes(Params, slice_of, state)
-    return by_name(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
+    return named(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
 
 
 def _fingerprint(params: Params) -> int:

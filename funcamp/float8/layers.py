@@ -95,7 +95,7 @@ class Float8Layers:
         if scale.shape[0] != count:
             raise ValueError(
                 f"step: state.float8 must have a row for each of the {count} layers in float8; got {scale.shape[0]}: "
-                "begin anew with state._replace(float8=step.init().float8)"
+                "begin anew with state._replace(variables=step.init().variables)"
             )
         return scale
 

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from funcamp import (
-    Params,
     Metrics,
+    Params,
     ScalerConfig,
     TrainState,
     by_group,

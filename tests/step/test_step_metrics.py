@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcamp import (
-    Params,
     MetricReader,
+    Params,
     ScalerConfig,
     by_group,
     found_inf_by_leaf,

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from funcamp._storage.params import matrix_or_vector
 from torch import nn
 
 import funcamp
 from funcamp import by_group, make_train_step, module_loss, stateless
+from funcamp._storage.params import matrix_or_vector
 from tests.support.helpers import assert_same, clone
 from tests.support.models import Task, cnn, mlp, tied
 

@@ -1,11 +1,10 @@
-"""Check, norm, unscale and clip in two readings of the gradients, the second inside the optimizer.
+"""Check, norm and unscale in two readings of the gradients, the second inside the optimizer.
 
     x         = f32(g) * inv_scale                      the unscaled gradients, never written to memory
     squares   = sum x^2                                 one pass
     check     = sum max(|x| * 2^-90, 2^-60)^2           the same pass
     found_inf = 1 if check is not finite
     norm      = sqrt(squares), or 2^90 * sqrt(check) in float64 if squares overflows float32
-    grad      = x * f32(min(1, max_norm / (norm + 1e-6)))
 
 The square of a finite float32 times 2^-180 is below 2^76, so check is finite if and only if every unscaled gradient is.
 If squares overflows, the elements that matter to it are far above the floor. The floor is there because products that
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._dtensor import any_rank, groups, local, total
-from funcamp._optim.clip import clamp, coefficient
 from funcamp._scaler.precision import reciprocal, widen
 from funcamp._scaler.scale import reduced, unscaled
 from funcamp._scaler.state import ScalerState, replace
@@ -82,22 +80,7 @@ def _sum(squares: Tensor) -> Tensor:
     return widen(squares.sum())
 
 
-def unscale_and_clip(
-    state: ScalerState, grads: Tree, norm: Tensor, max_norm: float | Tensor | None, max_value: float | Tensor | None
-) -> Tree:
-    """Return unscaled, clipped gradients; compiled, they are computed in the optimizer's loop."""
+def unscaled_gradients(state: ScalerState, grads: Tree) -> Tree:
+    """Return unscaled gradients; compiled, they are computed in the optimizer's loop."""
     inv_scale = _tree.settled(reciprocal(state.scale))
-    wide = None if max_norm is None else coefficient(max_norm, norm)
-    factor = None if wide is None else _tree.settled(wide.float())
-
-    def one(leaf: Tensor) -> Tensor:
-        grad = unscaled(leaf, inv_scale)
-        if factor is not None and wide is not None:
-            grad = grad * (wide if grad.dtype in (torch.float64, torch.complex128) else factor)
-        if max_value is None:
-            return grad
-        if grad.is_complex():
-            raise TypeError(f"step: max_value must not be given with complex parameters; got {_tree.describe(leaf)}")
-        return clamp(grad, max_value)
-
-    return _tree.map_leaves(one, *_tree.flatten(grads))
+    return _tree.map_leaves(lambda leaf: unscaled(leaf, inv_scale), *_tree.flatten(grads))

@@ -1,0 +1,236 @@
+"""`chain`: clip, step, average and delay as parts of one optimizer, against torch's loop written out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from funcamp import (
+    ScalerConfig,
+    average,
+    by_group,
+    chain,
+    clip_by_norm,
+    clip_by_value,
+    every,
+    jit,
+    make_train_step,
+    module_loss,
+    ravel,
+    stateless,
+)
+from funcamp._optim.chain import Update
+from tests.support.helpers import assert_close, assert_same
+
+ADAMW = stateless(torch.optim.AdamW, lr=0.1)
+SGD = stateless(torch.optim.SGD, lr=1.0)
+CONFIG = ScalerConfig(init_scale=2.0**10)
+
+
+def params() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {"b": torch.randn(3), "w": torch.randn(4, 3)}
+
+
+def gradients(number: int) -> dict[str, Tensor]:
+    torch.manual_seed(100 + number)
+    return {"b": torch.randn(3), "w": torch.randn(4, 3) * number}
+
+
+def by_torch(
+    steps: int, before_step: Callable[[list[nn.Parameter]], Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """AdamW on the same gradients; `before_step` may change them. Returns the parameters and their average."""
+    module = nn.ParameterDict({name: nn.Parameter(value) for name, value in params().items()})
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
+    averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    averaged.update_parameters(module)  # torch's average begins with the first parameters it gets
+    for number in range(steps):
+        for name, gradient in gradients(number).items():
+            module[name].grad = gradient.clone()
+        before_step(list(module.parameters()))
+        optimizer.step()
+        averaged.update_parameters(module)
+    both = (dict(module.items()), dict(averaged.module.items()))
+    now, mean = [{name: value.detach() for name, value in one.items()} for one in both]
+    return now, mean
+
+
+def by_chain(optimizer: Any, steps: int, start: Any) -> tuple[Any, Any]:
+    now, state = start, optimizer.init(start)
+    for number in range(steps):
+        grads = gradients(number)
+        now, state = optimizer.update(now, now.ravel(grads) if hasattr(now, "ravel") else grads, state)
+    return now, state
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_clipping_by_norm_is_torchs(flat: bool) -> None:
+    expected, _ = by_torch(5, lambda leaves: torch.nn.utils.clip_grad_norm_(leaves, 0.5))
+    now, _ = by_chain(chain(clip_by_norm(0.5), ADAMW), 5, ravel(params()) if flat else params())
+    assert_close(now.tree() if flat else now, expected, 1e-6)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_clipping_by_value_is_torchs(flat: bool) -> None:
+    expected, _ = by_torch(5, lambda leaves: torch.nn.utils.clip_grad_value_(leaves, 0.25))
+    now, _ = by_chain(chain(clip_by_value(0.25), ADAMW), 5, ravel(params()) if flat else params())
+    assert_same(now.tree() if flat else now, expected)
+
+
+def test_the_average_is_torchs() -> None:
+    expected, mean = by_torch(6, lambda _: None)
+    now, (_, state) = by_chain(chain(ADAMW, average(0.75)), 6, params())
+    assert_same((now, state.average), (expected, mean))
+
+
+def test_a_part_acts_at_every_second_update_and_rests_in_between() -> None:
+    """torch's loop, in which the optimizer steps at updates 2 and 4 only."""
+    module = nn.ParameterDict({name: nn.Parameter(value) for name, value in params().items()})
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
+    for number in (1, 3):
+        for name, gradient in gradients(number).items():
+            module[name].grad = gradient.clone()
+        optimizer.step()
+    now, state = by_chain(chain(every(2, ADAMW)), 5, params())
+    assert_same(now, {name: value.detach() for name, value in module.items()})
+    assert (state.count, state.state.applied) == (5, 2)
+
+
+def test_a_delayed_target_moves_at_every_third_update() -> None:
+    now, (_, delayed) = by_chain(chain(SGD, every(3, average(0.5))), 4, params())
+    third, _ = by_chain(chain(SGD), 3, params())
+    start = params()
+    assert_same(delayed.state.average, {name: torch.lerp(start[name], third[name], 0.5) for name in start})
+    assert_same(now, by_chain(SGD, 4, params())[0])
+
+
+def test_a_function_of_the_update_is_a_part() -> None:
+    def centralized(update: Update) -> Update:
+        matrix = update.gradients["w"]
+        return update._replace(gradients={**update.gradients, "w": matrix - matrix.mean(0)})
+
+    now, _ = by_chain(chain(centralized, SGD), 1, params())
+    matrix = gradients(0)["w"]
+    assert_same(now["w"], params()["w"] - (matrix - matrix.mean(0)))
+
+
+def test_one_state_is_the_chains_so_that_clipping_can_come_and_go() -> None:
+    now, state = by_chain(ADAMW, 2, params())
+    clipped = chain(clip_by_norm(1.0), ADAMW)
+    assert_same(clipped.init(params()), ADAMW.init(params()))
+    clipped.update(now, gradients(3), state)
+
+
+def test_each_group_has_a_chain_of_its_own() -> None:
+    labels = {"w": "critic", "b": "actor"}
+    both = by_group({"critic": SGD, "actor": chain(every(2, SGD))}, group=lambda name, _: labels[name])
+    now, state = by_chain(both, 3, params())
+    assert_same(now["w"], by_chain(SGD, 3, params())[0]["w"])
+    assert_same(now["b"], params()["b"] - gradients(1)["b"])
+    assert state["actor"].count == 3
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def batch(number: int, last: float = 1.0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(number)
+    x = torch.randn(8, 3)
+    x[-1, -1] *= last
+    return x, torch.randn(8, 1)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_steps_options_are_a_chain(flat: bool, wrap: Callable[[Any], Any]) -> None:
+    """max_norm and ema_decay are the same chain, bit for bit, with the same state and one skipped step."""
+
+    def trained(optimizer: Any, **options: Any) -> Any:
+        loss_fn = module_loss(model(), nn.functional.mse_loss)
+        step = make_train_step(loss_fn, optimizer, CONFIG, policy="bfloat16", **options)
+        state, run = step.init(flat=flat), wrap(step)
+        for number in range(4):
+            state, metrics = run(state, batch(number, torch.inf if number == 2 else 1.0))
+        return state, metrics
+
+    expected = trained(ADAMW, max_norm=0.3, ema_decay=0.5)
+    assert_same(trained(chain(clip_by_norm(0.3), ADAMW, average(0.5))), expected)
+    assert expected[0].skipped == 1
+    assert_same(trained(chain(clip_by_value(0.01), ADAMW)), trained(ADAMW, max_value=0.01))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"])
+def test_a_skipped_step_changes_no_state_of_a_chain(wrap: Callable[[Any], Any]) -> None:
+    optimizer = chain(clip_by_norm(1.0), every(2, ADAMW), average(0.5))
+    step = make_train_step(module_loss(model(), nn.functional.mse_loss), optimizer, CONFIG)
+    run, state = wrap(step), step.init()
+    state, _ = run(state, batch(0))
+    before = copy.deepcopy(state)
+    state, metrics = run(state, batch(1, torch.inf))
+    assert metrics.found_inf == 1.0
+    assert_same((state.params, state.opt_state), (before.params, before.opt_state))
+    state, _ = run(state, batch(2))
+    delayed, _ = state.opt_state
+    assert (delayed.count, delayed.state.applied) == (2, 1)
+    assert_same(step.load_state_dict(step.state_dict(state), like=step.init()), state)
+
+
+def test_the_rate_is_the_optimizers() -> None:
+    rate = stateless(torch.optim.SGD, lr=lambda applied: 0.5 / (1 + applied))
+    step = make_train_step(
+        module_loss(model(), nn.functional.mse_loss), chain(every(2, rate), average(0.5)), CONFIG, max_norm=1.0
+    )
+    state, rates = step.init(), []
+    for number in range(4):
+        state, metrics = step(state, batch(number))
+        rates.append(metrics.lr.item())
+    assert rates == [0.5, 0.5, 0.25, 0.25]
+
+
+def test_an_average_can_begin_and_end_in_mid_training() -> None:
+    loss_fn = module_loss(model(), nn.functional.mse_loss)
+    without, averaging = make_train_step(loss_fn, ADAMW), make_train_step(loss_fn, ADAMW, ema_decay=0.5)
+    state, _ = without(without.init(), batch(0))
+    with pytest.raises(ValueError, match=r"must have an average for ema_decay=0.5.*funcamp.average\(0.5\)"):
+        averaging(state, batch(1))
+    begun = state._replace(opt_state=(state.opt_state, average(0.5).init(state.params)))
+    after, _ = averaging(begun, batch(1))
+    assert_close(after.ema.tree(), {n: (v + after.params[n]) / 2 for n, v in state.params.tree().items()}, 1e-6)
+    with pytest.raises(ValueError, match=r"must have no average without ema_decay.*state.opt_state\[0\]"):
+        without(after, batch(2))
+    without(after._replace(opt_state=after.opt_state[0]), batch(2))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: chain(), TypeError, "chain: parts must be given"),
+        (lambda: chain(clip_by_norm(1.0), 3), TypeError, r"chain: parts\[1\] must have init and update"),
+        (lambda: chain(torch.optim.AdamW), TypeError, r"parts\[0\].*write stateless\(torch.optim.AdamW"),
+        (lambda: every(0, SGD), ValueError, "every: count must be 1 or more; got 0"),
+        (lambda: every(2, "sgd"), TypeError, "every: part must have init and update"),
+        (lambda: average(2), ValueError, "average: decay must be from 0 to 1; got 2"),
+        (lambda: clip_by_norm(0.0), ValueError, "clip_by_norm: max_norm must be positive"),
+        (lambda: clip_by_value(torch.ones(2)), ValueError, r"clip_by_value: max_value must have shape \(\)"),
+    ],
+)
+def test_what_is_no_part_is_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_state_of_another_chain_is_refused() -> None:
+    both = chain(ADAMW, average(0.5))
+    with pytest.raises(ValueError, match="opt_state must be a tuple with a state for each of"):
+        both.update(params(), gradients(0), ADAMW.init(params()))

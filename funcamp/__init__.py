@@ -15,7 +15,7 @@ from funcamp._io.checkpoint import load, save
 from funcamp._io.metric_reader import MetricReader
 from funcamp._jit.jit import jit
 from funcamp._optim.by_group import by_group
-from funcamp._optim.chain import average, chain, clip_by_norm, clip_by_value, every
+from funcamp._optim.chain import Update, average, chain, clip_by_norm, clip_by_value, every
 from funcamp._optim.clip import clip_grad_norm, clip_grad_value
 from funcamp._optim.ema import ema_update
 from funcamp._optim.schedule import schedule
@@ -38,7 +38,6 @@ __version__ = "0.1.0"
 FlatParams = Params
 
 __all__ = [
-    "FlatParams",
     "GradScaler",
     "MetricReader",
     "Metrics",
@@ -48,6 +47,7 @@ __all__ = [
     "ScalerState",
     "TrainState",
     "TrainStep",
+    "Update",
     "all_finite",
     "average",
     "by_group",

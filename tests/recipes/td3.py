@@ -1,4 +1,4 @@
-"""TD3's usual loop with autocast, detach, target networks copied by hand, and a torch.amp.GradScaler for each network."""
+"""TD3's usual loop with autocast, detach, targets copied by hand, and a torch.amp.GradScaler for each network."""
 
 from __future__ import annotations
 

@@ -34,6 +34,8 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _LIBRARIES = frozenset({"torch", "funcamp", "numpy", *sys.stdlib_module_names}) - {
     *("__main__", "argparse", "collections", "types")  # Namespace, UserDict and ChainMap, SimpleNamespace
 }
+#: What torch.fx sets on the function that takes the place of one that `torch.fx.wrap` registered, while it traces.
+_PATCHED_BY_FX = "_Patcher__fx_already_patched"
 #: The largest number of bytes of an array that are compared.
 _BYTES = 2**20
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -295,6 +297,8 @@ def _named(path: str, namespace: dict[str, Any], names: frozenset[str]) -> Itera
     """Yield the variables with these names in a namespace, and in a user's modules that they name there."""
     for name in names & namespace.keys():
         item = namespace[name]
+        if hasattr(item, _PATCHED_BY_FX):
+            item = item.__wrapped__
         if not isinstance(item, types.ModuleType):
             yield Slot(f"{path}.{name}", namespace, name, item)
         elif _is_users(item.__name__):

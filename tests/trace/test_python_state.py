@@ -267,3 +267,29 @@ def test_a_container_that_computes_its_contents_is_not_asked_for_them() -> None:
     found = survey({"table": table})
     assert found["table['kept']"].now() == 1
     assert Form(table).changed("table", Form(table)) is None
+
+
+@torch.fx.wrap
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+class Wrapping(nn.Module):
+    """A function of torch.fx.wrap, as timm has them: torch replaces it in this file while it traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.called = nn.Linear(4, 1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.called += 1
+        return doubled(self.linear(x))
+
+
+def test_a_function_that_torch_wraps_while_it_traces_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    step = make_train_step(module_loss(Wrapping(), nn.functional.mse_loss), stateless(torch.optim.SGD))
+    with caplog.at_level("WARNING", "funcamp"):
+        jit(step, backend="eager")(step.init(), (torch.ones(2, 4), torch.zeros(2, 1)))
+    (message,) = caplog.messages
+    assert "model.called" in message
+    assert "doubled" not in message

@@ -37,8 +37,8 @@ from funcamp import (
     update,
 )
 from funcamp._optim.stateless import OptState
+from funcamp._storage.params import cut
 from funcamp.distributed.collectives import Ranks
-from funcamp.distributed.shards import cut
 from funcamp.rules.fairseq import Fairseq
 from funcamp.rules.jmp import Jmp
 from funcamp.rules.megatron import Megatron
@@ -276,7 +276,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "compute_params sharded": (lambda: STEP.compute_params(SHARDED), ValueError, "^compute_params: state must not be sharded"),
     "flat name": (lambda: START.params["v"], KeyError, "'v' must be in .tree\\(\\), a dict with 'w'"),
     "flat iteration": (lambda: list(START.params), TypeError, r"must not be iterated over: .tree\(\) is the pytree of its tensors"),
-    "flat attribute": (lambda: START.params.items(), AttributeError, r"has no attribute 'items': .tree\(\) is the pytree"),
+    "flat attribute": (lambda: START.params.items(), AttributeError, r"has no attribute 'items': .tree\(\) is the pytree"),  # type: ignore[attr-defined]
     "jit module": (lambda: jit(torch.nn.Linear(1, 1)), TypeError, r"step must be a function \(state, batch\).*got the module Linear: write jit\(make_train_step"),
     "jit loss": (lambda: jit(MODULE), TypeError, "got the loss ModuleLoss: write jit"),
     "jit loss of a function": (lambda: jit(loss(LOSS)), TypeError, "got the loss Loss: write jit"),

@@ -61,7 +61,8 @@ def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "c
 
     def minus_value(move: Tensor, given: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
         place, params = given
-        return -functional_call(critics, params, (place, move))[:, 0].float().mean()
+        values: Tensor = functional_call(critics, params, (place, move))
+        return -values[:, 0].float().mean()
 
     def step_of(model: nn.Module, loss: Callable[..., Tensor], optimizer: Any) -> funcamp.TrainStep:
         return funcamp.make_train_step(funcamp.module_loss(model, loss), optimizer, CONFIG, policy="float16")

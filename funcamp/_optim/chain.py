@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -50,7 +51,7 @@ class Average(NamedTuple):
 class Every(NamedTuple):
     """The state of `every`."""
 
-    count: Tensor
+    updates: Tensor
     """int64, shape (): the updates so far."""
     state: Tree
     """The state of the part; `()` for one without."""
@@ -171,8 +172,12 @@ def check_part(call: str, name: str, part: Any) -> None:
     check_optimizer(call, name, part)
 
 
-class _ClipByNorm(NamedTuple):
+@dataclass(frozen=True)
+class _ClipByNorm:
     max_norm: float | Tensor
+
+    def __repr__(self) -> str:
+        return f"clip_by_norm({self.max_norm})"
 
     def __call__(self, update: Update) -> Update:
         if update.norm is None:
@@ -216,8 +221,12 @@ def clip_by_norm(max_norm: float | Tensor) -> Callable[[Update], Update]:
     return _ClipByNorm(max_norm)
 
 
-class _ClipByValue(NamedTuple):
+@dataclass(frozen=True)
+class _ClipByValue:
     max_value: float | Tensor
+
+    def __repr__(self) -> str:
+        return f"clip_by_value({self.max_value})"
 
     def __call__(self, update: Update) -> Update:
         return update._replace(gradients=clip_grad_value(update.gradients, self.max_value))
@@ -251,8 +260,12 @@ def clip_by_value(max_value: float | Tensor) -> Callable[[Update], Update]:
     return _ClipByValue(max_value)
 
 
-class _Averaging(NamedTuple):
+@dataclass(frozen=True)
+class _Averaging:
     decay: float
+
+    def __repr__(self) -> str:
+        return f"average({self.decay})"
 
     def init(self, params: Tree) -> Average:
         """Return the parameters themselves, in memory of their own."""
@@ -293,9 +306,13 @@ def average(decay: float) -> Transform:
     return _Averaging(decay)
 
 
-class _Delayed(NamedTuple):
-    count: int
+@dataclass(frozen=True)
+class _Delayed:
+    interval: int
     part: Any
+
+    def __repr__(self) -> str:
+        return f"every({self.interval}, {self.part!r})"
 
     def init(self, params: Tree) -> Every:
         """Return the part's state and a count of 0."""
@@ -304,14 +321,14 @@ class _Delayed(NamedTuple):
         return Every(torch.zeros((), dtype=torch.int64, device=device), state)
 
     def transform(self, update: Update, state: Every) -> tuple[Update, Every]:
-        """Compute the part's update, and keep it at every count-th call."""
+        """Compute the part's update, and keep it at every interval-th call."""
         after, part_state = apply(self.part, update, state.state)
-        count = state.count + 1
-        is_due = count % self.count == 0
+        updates = state.updates + 1
+        is_due = updates % self.interval == 0
         params = _select(is_due, after.params, update.params)
         gradients = _select(is_due, after.gradients, update.gradients)
         new = after._replace(params=params, gradients=gradients)
-        return new, Every(count, _select(is_due, part_state, state.state))
+        return new, Every(updates, _select(is_due, part_state, state.state))
 
     def learning_rate(self, state: Every) -> Any:
         """Return the part's learning rate; `()` if it has none."""
@@ -328,23 +345,23 @@ def _select(condition: Tensor, new: Tree, old: Tree) -> Tree:
     return _tree.unflatten(chosen, spec)
 
 
-def every(count: int, part: Any) -> Transform:
-    """Return a part of a chain that acts at every count-th update only; it and its state rest in between.
+def every(interval: int, part: Any) -> Transform:
+    """Return a part of a chain that acts at every interval-th update only; it and its state rest in between.
 
     For a delayed actor or target network: `by_group({"critic": adam, "actor": chain(every(2, adam))})`. The first
-    update that counts is number `count`. The part is computed at every update and selected, without a sync; a skipped
-    training step does not count.
+    update that counts is number `interval`. The part is computed at every update and selected, without a sync; a
+    skipped training step does not count.
 
     Args:
-        count: a positive integer.
+        interval: a positive integer.
         part: an optimizer or another part of a chain.
 
     Returns:
-        A part of a chain, whose state is an `Every`: the count of updates and the part's state.
+        A part of a chain, whose state is an `Every`: the number of updates and the part's state.
 
     Raises:
-        TypeError: count is not an integer, or part is no part of a chain.
-        ValueError: count is below 1.
+        TypeError: interval is not an integer, or part is no part of a chain.
+        ValueError: interval is below 1.
 
     Example:
         >>> delayed = chain(every(2, stateless(torch.optim.SGD, lr=1.0)))
@@ -357,6 +374,6 @@ def every(count: int, part: Any) -> Transform:
     References:
         Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods", 2018: the delayed actor.
     """
-    count = integer("every", "count", count, 1)
+    interval = integer("every", "interval", interval, 1)
     check_part("every", "part", part)
-    return _Delayed(count, part)
+    return _Delayed(interval, part)

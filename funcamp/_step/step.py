@@ -529,9 +529,9 @@ class TrainStep(Fixed):
 
     def check_call(self, call: str, state: Any, batch: Any, *more: Any) -> TrainState:
         """Return the state; raise if a call did not get a state and one batch."""
-        state = self._checked(call, state, batch)
+        checked = self._checked(call, state, batch)
         one_batch(call, batch, *more)
-        return state
+        return checked
 
     def _checked(self, call: str, state: Any, batch: Any = None) -> TrainState:
         """Return a state whose parameters are stored as this step has them; a user may have put a plain tree there."""

@@ -70,7 +70,7 @@ def run(
 
 
 def tree_of(state: TrainState) -> dict[str, Tensor]:
-    tree: dict[str, Tensor] = state.params.tree() if hasattr(state.params, "tree") else state.params
+    tree: dict[str, Tensor] = state.params.tree()
     return tree
 
 

@@ -49,7 +49,7 @@ def by_torch(
     """AdamW on the same gradients; `before_step` may change them. Returns the parameters and their average."""
     module = nn.ParameterDict({name: nn.Parameter(value) for name, value in params().items()})
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
-    averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    averaged: Any = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.75))
     averaged.update_parameters(module)  # torch's average begins with the first parameters it gets
     for number in range(steps):
         for name, gradient in gradients(number).items():
@@ -100,7 +100,7 @@ def test_a_part_acts_at_every_second_update_and_rests_in_between() -> None:
         optimizer.step()
     now, state = by_chain(chain(every(2, ADAMW)), 5, params())
     assert_same(now, {name: value.detach() for name, value in module.items()})
-    assert (state.count, state.state.applied) == (5, 2)
+    assert (state.updates, state.state.applied) == (5, 2)
 
 
 def test_a_delayed_target_moves_at_every_third_update() -> None:
@@ -134,7 +134,7 @@ def test_each_group_has_a_chain_of_its_own() -> None:
     now, state = by_chain(both, 3, params())
     assert_same(now["w"], by_chain(SGD, 3, params())[0]["w"])
     assert_same(now["b"], params()["b"] - gradients(1)["b"])
-    assert state["actor"].count == 3
+    assert state["actor"].updates == 3
 
 
 def model() -> nn.Module:
@@ -182,7 +182,7 @@ def test_a_skipped_step_changes_no_state_of_a_chain(wrap: Callable[[Any], Any]) 
     assert_same((state.params, state.opt_state), (before.params, before.opt_state))
     state, _ = run(state, batch(2))
     delayed, _ = state.opt_state
-    assert (delayed.count, delayed.state.applied) == (2, 1)
+    assert (delayed.updates, delayed.state.applied) == (2, 1)
     assert_same(step.load_state_dict(step.state_dict(state), like=step.init()), state)
 
 
@@ -218,7 +218,7 @@ def test_an_average_can_begin_and_end_in_mid_training() -> None:
         (lambda: chain(), TypeError, "chain: parts must be given"),
         (lambda: chain(clip_by_norm(1.0), 3), TypeError, r"chain: parts\[1\] must have init and update"),
         (lambda: chain(torch.optim.AdamW), TypeError, r"parts\[0\].*write stateless\(torch.optim.AdamW"),
-        (lambda: every(0, SGD), ValueError, "every: count must be 1 or more; got 0"),
+        (lambda: every(0, SGD), ValueError, "every: interval must be 1 or more; got 0"),
         (lambda: every(2, "sgd"), TypeError, "every: part must have init and update"),
         (lambda: average(2), ValueError, "average: decay must be from 0 to 1; got 2"),
         (lambda: clip_by_norm(0.0), ValueError, "clip_by_norm: max_norm must be positive"),

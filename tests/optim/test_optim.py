@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from funcamp import by_group, jit, make_train_step, skip_step, stateless
+from funcamp import average, by_group, jit, make_train_step, skip_step, stateless
 from funcamp._optim.stateless import OptState
 from tests.support.helpers import assert_close, assert_same, clone, together
 from tests.support.optimizers import CASES
@@ -375,7 +375,9 @@ def test_a_state_without_average_says_how_to_begin_one() -> None:
     steps = [make_train_step(lambda p, x: (p["w"] * x).sum(), STATES["sgd"], ema_decay=ema) for ema in (None, 0.5)]
     old, new = steps
     state = old.init({"w": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"ema_decay=0\.5; got a state without: begin one with state\._replace\(ema="):
+    begin = r"ema_decay=0\.5; got a state without: begin one with state\._replace\(opt_state="
+    with pytest.raises(ValueError, match=begin):
         new(state, torch.ones(2))
-    after, _ = new(state._replace(ema=clone(state.params)), torch.ones(2))
+    begun = state._replace(opt_state=(state.opt_state, average(0.5).init(state.params)))
+    after, _ = new(begun, torch.ones(2))
     assert_same(after.ema.tree()["w"], (after.params.tree()["w"] + 1) / 2)

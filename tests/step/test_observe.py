@@ -65,7 +65,7 @@ def test_observed_is_what_the_functions_say_of_the_gradients(
     state, names = step.init(flat=flat), leaf_names(step.init(flat=flat).params)
     for number in range(3):
         pieces = [task.batch(2 * number + part) for part in range(accumulate)]
-        params = clone(state.params.tree() if flat else state.params)
+        params = clone(state.params.tree())
         of_pieces = [grads_of(init(CONFIG), params, piece)[0][0] for piece in pieces]
         grads = _pytree.tree_map(lambda *parts: sum(parts[1:], parts[0]), *of_pieces)
         batch = tuple(torch.stack(column) for column in zip(*pieces)) if accumulate > 1 else pieces[0]

@@ -109,10 +109,9 @@ def test_average_is_torchs(flat: bool) -> None:
     average.update_parameters(model)  # the first call copies
     for index in range(5):
         state, _ = step(state, task.batch(index))
-        model.load_state_dict(state.params.state_dict() if flat else state.params)
+        model.load_state_dict(state.params.state_dict())
         average.update_parameters(model)
-    ema = state.ema.tree() if flat else state.ema
-    assert_close(ema, dict(average.module.named_parameters()), 1e-7)
+    assert_close(state.ema.tree(), dict(average.module.named_parameters()), 1e-7)
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -169,7 +168,7 @@ def test_a_norm_beyond_float32_clips(flat: bool, transform: Callable[..., Any]) 
         grads[0, 0] = -size
         after, metrics = run(state, grads[0], grads[1].reshape(2, 2))
         assert metrics.found_inf == 0, size
-        params = after.params.tree() if flat else after.params
+        params = after.params.tree()
         length = torch.cat([params["a"], params["b"].flatten()]).norm()
         assert length.item() == pytest.approx(1.0, rel=1e-5), size
         assert params["a"][0] > 0 > params["a"][1], size
@@ -327,7 +326,7 @@ def test_muon_for_matrices_adamw_for_vectors(flat: bool) -> None:
     task.criterion(model(task.batch(0)[0]), task.batch(0)[1]).backward()
     torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.01).step()
     torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2], lr=1e-2).step()
-    params = state.params.tree() if flat else state.params
+    params = state.params.tree()
     assert_close(params, dict(model.named_parameters()), 1e-6)
 
 
@@ -358,7 +357,7 @@ def test_other_trees_of_parameters() -> None:
     for flat in (True, False):
         step = make_train_step(loss_fn, ADAMW, policy="bf16")
         state, _ = step(step.init(params, flat=flat), torch.ones(2, 4))
-        results.append(state.params.tree() if flat else state.params)
+        results.append(state.params.tree())
     assert_same(results[0], results[1])
 
 

@@ -91,7 +91,7 @@ def batches(task: Task, step: int, parts: int) -> tuple[Tensor, Tensor]:
 
 
 def tree_of(state: TrainState) -> dict[str, Tensor]:
-    params: dict[str, Tensor] = state.params.tree() if hasattr(state.params, "tree") else state.params
+    params: dict[str, Tensor] = state.params.tree()
     return params
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 import funcamp
 from funcamp import by_group, make_train_step, module_loss, stateless
@@ -253,7 +254,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         with pytest.raises(error, match=message):
             step.from_torch(like, **arguments)
     with pytest.raises(TypeError, match="from_torch: like must be a TrainState, as init makes it"):
-        step.from_torch(like.params, optimizer=saved["optimizer"])
+        step.from_torch(like.params, optimizer=saved["optimizer"])  # type: ignore[arg-type]
     assert_same(like, before)
 
 
@@ -312,7 +313,7 @@ def test_layers_are_frozen_and_unfrozen_in_mid_run(flat: bool) -> None:
         layer.requires_grad_(False)
     _, step = build("SGD-momentum", task)
     state = step.load_state_dict(saved, like=step.init(flat=flat), strict=False)
-    assert "0.weight" not in state.params.tree() if flat else state.params
+    assert "0.weight" not in state.params.tree()
     loop.run(task, range(4, 7))
     state = step_through(step, state, task, range(4, 7))
 
@@ -375,3 +376,21 @@ def test_a_state_that_shares_no_parameter_is_refused() -> None:
     step, other = build("SGD", mlp())[1], make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(optim.SGD))
     with pytest.raises(ValueError, match="at least one parameter of like; it holds none"):
         step.load_state_dict(other.state_dict(other.init({"w": torch.ones(2)})), like=step.init(), strict=False)
+
+
+class Negated:
+    """An optimizer of a user's own, whose state is not an OptState and has negative numbers."""
+
+    def init(self, params: Any) -> Any:
+        return _pytree.tree_map(torch.zeros_like, params)
+
+    def update(self, params: Any, grads: Any, momentum: Any) -> Any:
+        momentum = _pytree.tree_map(lambda old, grad: old - grad, momentum, grads)
+        return _pytree.tree_map(lambda param, step: param + 0.1 * step, params, momentum), momentum
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.5])
+def test_the_state_of_an_optimizer_of_ones_own_is_no_count(ema_decay: float | None) -> None:
+    step = make_train_step(lambda p, x: (p["w"] * x).sum(), Negated(), ema_decay=ema_decay)
+    state, _ = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+    assert_same(step.load_state_dict(step.state_dict(state), like=step.init({"w": torch.ones(2)})), state)

@@ -132,6 +132,8 @@ def weights_that_are_not_finite_skip_as_alone() -> None:
         step = sharded("float8", net())
         state = step.init()
         if rank() == 1:
-            state.params.groups[0][-40:] = value
+            group = state.params.groups[0]
+            assert group is not None
+            group[-40:] = value
         for run in (step, funcamp.jit(step, backend="eager", donate=False)):
             assert run(state, mine(batch(0, 8)))[1].found_inf == 1

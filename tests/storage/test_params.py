@@ -206,3 +206,44 @@ def test_module_forward_on_views() -> None:
     flat = ravel(dict(model.named_parameters()))
     x = torch.randn(3, 8)
     assert torch.equal(torch.func.functional_call(model, flat.tree(), (x,)), model(x))
+
+
+def squares(params: Any, x: Tensor) -> Tensor:
+    return torch.stack([(leaf.float() * x).square().sum() for leaf in params.values()]).sum()
+
+
+@pytest.mark.parametrize("policy", [None, "float16"])
+def test_tensor_by_tensor_is_flat_storage_with_other_groups(policy: str | None) -> None:
+    """Each tensor is a group in its own shape, tied names are one tensor, and a step computes the same."""
+    weight = torch.randn(4, 3)
+    params = {"w": weight, "b": torch.randn(3), "tied": weight, "none": None}
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return squares({name: leaf for name, leaf in params.items() if leaf is not None}, x)
+
+    adam = stateless(torch.optim.AdamW, lr=0.1)
+    step = funcamp.make_train_step(loss_fn, adam, funcamp.ScalerConfig(2.0**8), policy=policy, ema_decay=0.5)
+    single, flat = step.init(params, flat=False), step.init(params)
+    assert [group.shape for group in single.params.groups if group is not None] == [(4, 3), (3,)]
+    assert repr(single.params) == "Params(2 tensors, each a group)"
+    for _ in range(3):
+        single, _ = step(single, torch.ones(()))
+        flat, _ = step(flat, torch.ones(()))
+    assert single.params["w"] is single.params["tied"]
+    assert_same(single.params.tree(), flat.params.tree())
+    assert_same(step.state_dict(single), step.state_dict(flat))
+    assert_same(step.load_state_dict(step.state_dict(flat), like=step.init(params, flat=False)), single)
+    assert_same(pickle.loads(pickle.dumps(single)), single)
+
+
+def test_a_plain_tree_in_a_state_is_taken_as_it_is() -> None:
+    step = funcamp.make_train_step(squares, stateless(torch.optim.SGD, lr=0.1), policy="bfloat16")
+    params = {"w": torch.randn(2, 3), "b": torch.randn(3)}
+    state = step.init(params)
+    replaced: Any = state._replace(params=params)
+    x = torch.ones(())
+    assert_same(step.loss(replaced, x), step.loss(state, x))
+    assert_same(step.compute_params(replaced), step.compute_params(state))
+    assert_same(step(replaced, x)[0].params.tree(), step(state, x)[0].params.tree())
+    with pytest.raises(TypeError, match=r"loss: params\['w'\] must not be float16"):
+        step.loss(state._replace(params={"w": params["w"].half()}), x)  # type: ignore[arg-type]

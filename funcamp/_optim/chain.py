@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import Fixed, integer
-from funcamp._optim.by_group import check_optimizer
+from funcamp._optim.by_group import GroupedOptimizer, check_optimizer
 from funcamp._optim.clip import check_limit, clip_grad_norm, clip_grad_value, coefficient
 from funcamp._optim.ema import check_decay, ema_update
 from funcamp._storage.params import clone
@@ -126,6 +126,26 @@ def apply(part: Any, update: Update, state: Tree) -> tuple[Update, Tree]:
         return changed
     params, state = part.update(update.params, update.gradients, state)
     return update._replace(params=params), state
+
+
+def group_of(optimizer: Any) -> Callable[[str, Tensor], str] | None:
+    """Return the function that gives parameters the labels of `by_group`, also of one in a chain; None without."""
+    if isinstance(optimizer, GroupedOptimizer):
+        return optimizer.group
+    parts: tuple[Any, ...] = ()
+    if isinstance(optimizer, Chain):
+        parts = optimizer.parts
+    elif isinstance(optimizer, _Delayed):
+        parts = (optimizer.part,)
+    return next((group for part in parts if (group := group_of(part)) is not None), None)
+
+
+def optimizer_in(optimizer: Any) -> Any:
+    """Return the optimizer of a chain whose other parts torch's checkpoints lack: clipping and averages; else as it is."""
+    if not isinstance(optimizer, Chain):
+        return optimizer
+    others = [part for part in optimizer.parts if hasattr(part, "init") and not isinstance(part, _Averaging)]
+    return others[0] if len(others) == 1 else optimizer
 
 
 def chain(*parts: Any) -> Chain:

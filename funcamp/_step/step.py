@@ -15,8 +15,7 @@ from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.scaled_grad import around_backward, choose, differentiate, loss_and_aux
 from funcamp._autograd.tape import Tape, zeros_of
 from funcamp._check import Fixed, boolean, one_batch
-from funcamp._optim.by_group import GroupedOptimizer
-from funcamp._optim.chain import Chain, Update, average, chain, clip_by_norm, clip_by_value
+from funcamp._optim.chain import Chain, Update, average, chain, clip_by_norm, clip_by_value, group_of
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.state import ScalerState
 from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
@@ -461,9 +460,7 @@ class TrainStep(Fixed):
             against = "a group" if group else "Params" if isinstance(params, Params) else ""
             if against or parallel.shard:
                 raise ValueError(f"{call}: flat must be True with {against or repr(parallel)}; got False")
-        if group is not None:
-            return group
-        return self.optimizer.group if isinstance(self.optimizer, GroupedOptimizer) else matrix_or_vector
+        return group or group_of(self.optimizer) or matrix_or_vector
 
     def _consumed(self, call: str, params: Tree, buffers: Any, consume: bool) -> ModuleLoss | None:
         if not boolean(call, "consume", consume):

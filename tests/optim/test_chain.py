@@ -137,6 +137,19 @@ def test_each_group_has_a_chain_of_its_own() -> None:
     assert state["actor"].updates == 3
 
 
+def test_a_step_stores_the_groups_of_an_optimizer_in_a_chain() -> None:
+    def layer(name: str, _: Tensor) -> str:
+        return name.partition(".")[0]
+
+    groups = by_group({"0": SGD, "2": chain(every(2, SGD))}, group=layer)
+    step = make_train_step(module_loss(model(), nn.functional.mse_loss), chain(clip_by_norm(1.0), groups))
+    start = step.init()
+    assert set(start.params.layout.labels) == {"0", "2"}
+    state, _ = step(start, batch(0))
+    assert_same(state.params["2.weight"], start.params["2.weight"])
+    assert not torch.equal(state.params["0.weight"], start.params["0.weight"])
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))

@@ -27,6 +27,7 @@ from torch.utils import _pytree
 
 import funcamp
 from funcamp._autograd.tape import Tape
+from funcamp._step.differentiate import Shared, differentiate_loss
 from funcamp._step.products import PlainProducts
 
 LOW = torch.bfloat16
@@ -124,9 +125,10 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
     inputs = step._inputs("step", state.params)
     values = inputs.cast(state.params)
     plain = PlainProducts().prepare(state, inputs, values)
-    result = step._differentiate(
-        state, inputs, values, plain, (nothing, nothing), state.buffers, (x, y), lambda loss: loss
+    shared = Shared(
+        step.loss_fn, step._options.policy, state.scaler, inputs, values, plain, (nothing, nothing), "autograd"
     )
+    result = differentiate_loss(shared, state.buffers, (x, y), lambda loss: loss)
     flat = {
         "parameters": size(state.params),
         "moments": size(state.opt_state),

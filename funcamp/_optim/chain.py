@@ -141,7 +141,7 @@ def group_of(optimizer: Any) -> Callable[[str, Tensor], str] | None:
 
 
 def optimizer_in(optimizer: Any) -> Any:
-    """Return the optimizer of a chain whose other parts torch's checkpoints lack: clipping and averages; else as it is."""
+    """Return the optimizer of a chain that besides only clips or averages; any other optimizer as it is."""
     if not isinstance(optimizer, Chain):
         return optimizer
     others = [part for part in optimizer.parts if hasattr(part, "init") and not isinstance(part, _Averaging)]

@@ -12,17 +12,16 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
-from funcamp._autograd.scaled_grad import around_backward, choose, differentiate, loss_and_aux
-from funcamp._autograd.tape import Tape, zeros_of
+from funcamp._autograd.scaled_grad import choose, loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
 from funcamp._optim.chain import Chain, Update, average, chain, clip_by_norm, clip_by_value, group_of
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.state import ScalerState
 from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
 from funcamp._step.accumulate import Result, accumulate, micro_batches
 from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
+from funcamp._step.differentiate import LossArguments, Shared, call_loss, differentiate_loss
 from funcamp._step.options import Options, described
-from funcamp._step.products import Multiplying, products_of
+from funcamp._step.products import products_of
 from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, Variables, check_train_state, export, restore
 from funcamp._step.torch_checkpoint import from_torch, to_torch
@@ -51,18 +50,6 @@ def _count(device: torch.device) -> Tensor:
 def _is_in_autocast(state: TrainState) -> bool:
     device_type = state.scaler.scale.device.type
     return device_type != "meta" and torch.is_autocast_enabled(device_type)  # autocast does not know the meta device
-
-
-def _refuse_no_tensors(batch: Any, error: Exception) -> None:
-    """Raise TypeError if a number or an array in the batch may be why a loss failed."""
-    if str(error).startswith("module_loss:"):
-        return
-    for index, leaf in enumerate(_tree.leaves(batch)):
-        if not isinstance(leaf, Tensor) and (hint := _tree.as_tensor_hint(leaf)):
-            raise TypeError(
-                f"step: batch{_tree.path_of(batch, index)} must be a tensor, as the loss uses it; got "
-                f"{_tree.describe(leaf)}{hint}. The loss raised: {error}"
-            ) from error
 
 
 class TrainStep(Fixed):
@@ -130,10 +117,11 @@ class TrainStep(Fixed):
         pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
         shares = shares_of(options.weight, pieces, parallel.size, parallel.total, device)
 
+        engine = choose(self.loss_fn.engine, state)
+        shared = Shared(self.loss_fn, options.policy, state.scaler, inputs, values, multiplying, tapes, engine)
+
         def differentiate(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
-            return self._differentiate(
-                state, inputs, values, multiplying, tapes, buffers, piece, lambda loss: shares.weigh(loss, share)
-            )
+            return differentiate_loss(shared, buffers, piece, lambda loss: shares.weigh(loss, share))
 
         if options.accumulate == 1:
             result = differentiate(state.buffers, batch, None)
@@ -233,102 +221,6 @@ class TrainStep(Fixed):
                 )
         own: dict[str, Any] = clone(found)
         return own
-
-    def _call(self, params: Tree, taps: Tree, buffers: dict[str, Tensor], scaler: ScalerState, batch: Any) -> Any:
-        policy = self._options.policy
-        region: Any = contextlib.nullcontext()
-        if policy.autocast and policy.compute_dtype != torch.float32:
-            device = next(leaf.device.type for leaf in _tree.leaves(params) if leaf is not None)
-            if device != "meta":  # autocast does not know the meta device
-                region = torch.autocast(device, policy.compute_dtype)
-        with region:
-            given = (
-                (taps, self.loss_fn.probes),
-                (self.loss_fn.fresh(buffers), self.loss_fn.has_buffers),
-                (scaler, self.loss_fn.has_scaler),
-            )
-            arguments = (params, *(value for value, wanted in given if wanted), batch)
-            if torch.compiler.is_dynamo_compiling():
-                return self.loss_fn(*arguments)
-            try:
-                return self.loss_fn(*arguments)
-            except (TypeError, AttributeError) as error:
-                _refuse_no_tensors(batch, error)
-                raise
-
-    def _differentiate(
-        self,
-        state: TrainState,
-        inputs: Inputs,
-        values: list[Tensor],
-        multiplying: Multiplying,
-        tapes: tuple[Tape, Tape],
-        buffers: dict[str, Tensor],
-        batch: Any,
-        weigh: Callable[[Tensor], Tensor],
-    ) -> Result:
-        """Differentiate weigh(loss) of one micro-batch with respect to the parameters and the tapes.
-
-        values: of the inputs.
-        tapes: of the loss's taps, and of the products.
-        """
-        zeros, spec = _tree.flatten(zeros_of(tapes))
-        count = len(values)
-        returns_more = self.loss_fn.has_buffers or self.loss_fn.has_aux
-
-        def build(values: list[Tensor]) -> Tree:
-            params, (taps, _) = inputs.tree(values[:count]), _tree.unflatten(values[count:], spec)
-            return (params, taps) if self.loss_fn.probes else params
-
-        def loss_of(values: list[Tensor]) -> Any:
-            params, (taps, amaxes) = inputs.tree(values[:count]), _tree.unflatten(values[count:], spec)
-            multiplying.begin(values, amaxes)
-            return self._call(params, taps, buffers, state.scaler, batch)
-
-        holding = around_backward(self.loss_fn, build)
-        engine = choose(self.loss_fn.engine, state)
-        low = (self._options.policy.compute_dtype,)
-        with multiplying:
-            grads, loss, aux = differentiate(
-                "step",
-                state.scaler,
-                loss_of,
-                values + zeros,
-                returns_more,
-                engine,
-                weigh=weigh,
-                holding=holding,
-                low=low,
-            )
-        if self.loss_fn.has_buffers:
-            buffers, aux = self._buffers_and_aux(buffers, aux)
-        gradients = inputs.gradients(grads[:count])
-        return Result(gradients, loss, buffers, _tree.unflatten(grads[count:], spec), clone(aux))
-
-    def _buffers_and_aux(self, before: dict[str, Tensor], beside: Any) -> tuple[dict[str, Tensor], Any]:
-        """Return the new buffers and aux of what a loss returned besides itself.
-
-        Raises:
-            TypeError: this is not a dict of buffers, or not a pair with one.
-            ValueError: the buffers have other names, shapes or dtypes than those given.
-        """
-        after, aux = beside, ()
-        if self.loss_fn.has_aux:
-            if not isinstance(beside, tuple) or len(beside) != 2:
-                got = _tree.brief(beside)
-                raise TypeError(f"step: loss_fn must return (loss, (buffers, aux)) with both; got {got} besides loss")
-            after, aux = beside
-        if not isinstance(after, dict):
-            raise TypeError(f"step: loss_fn must return its buffers as a dict; got {_tree.brief(after)}")
-        for name in {**before, **after}:
-            old, new = before.get(name), after.get(name)
-            if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
-                was, now = (_tree.describe(value) if value is not None else "nothing" for value in (old, new))
-                raise ValueError(
-                    f"step: loss_fn must return buffers like those given; {name!r} was {was}, is {now}; call a model "
-                    "that fills a buffer in its first call once before init"
-                )
-        return {name: after[name] for name in before}, aux
 
     @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
     def init(
@@ -521,7 +413,8 @@ class TrainStep(Fixed):
             multiplying.begin(values, multiplying.tape.zeros)
             taps = self.loss_fn.tape(state.scaler.scale.device).zeros
             with multiplying:
-                returned = self._call(inputs.tree(values), taps, state.buffers, state.scaler, _tree.plain(batch))
+                arguments = LossArguments(inputs.tree(values), taps, state.buffers, state.scaler, _tree.plain(batch))
+                returned = call_loss(self.loss_fn, self._options.policy, arguments)
         return loss_and_aux("loss", returned, self.loss_fn.has_buffers or self.loss_fn.has_aux)[0]
 
     def check_call(self, call: str, state: Any, batch: Any, *more: Any) -> TrainState:

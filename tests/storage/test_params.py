@@ -240,7 +240,8 @@ def test_a_plain_tree_in_a_state_is_taken_as_it_is() -> None:
     step = funcamp.make_train_step(squares, stateless(torch.optim.SGD, lr=0.1), policy="bfloat16")
     params = {"w": torch.randn(2, 3), "b": torch.randn(3)}
     state = step.init(params)
-    replaced: Any = state._replace(params=params)
+    tree: Any = params
+    replaced = state._replace(params=tree)
     x = torch.ones(())
     assert_same(step.loss(replaced, x), step.loss(state, x))
     assert_same(step.compute_params(replaced), step.compute_params(state))

@@ -1,0 +1,146 @@
+"""The scaled gradients of one micro-batch, and how the loss is called."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._autograd.loss import Loss
+from funcamp._autograd.scaled_grad import Engine, around_backward, differentiate
+from funcamp._autograd.tape import Tape, zeros_of
+from funcamp._scaler.state import ScalerState
+from funcamp._step.accumulate import Result
+from funcamp._step.products import Multiplying
+from funcamp._storage.inputs import Inputs
+from funcamp._storage.params import clone
+from funcamp._storage.policy import Policy
+from funcamp._types import Tree
+
+
+class Shared(NamedTuple):
+    """What all micro-batches of a step share."""
+
+    loss_fn: Loss
+    policy: Policy
+    scaler: ScalerState
+    inputs: Inputs
+    values: list[Tensor]
+    """The values of the inputs."""
+    multiplying: Multiplying
+    tapes: tuple[Tape, Tape]
+    """Of the loss's taps, and of the products."""
+    engine: Engine
+
+
+class LossArguments(NamedTuple):
+    """All that a loss may take."""
+
+    params: Tree
+    taps: Tree
+    buffers: dict[str, Tensor]
+    scaler: ScalerState
+    batch: Any
+
+
+def differentiate_loss(
+    shared: Shared, buffers: dict[str, Tensor], batch: Any, weigh: Callable[[Tensor], Tensor]
+) -> Result:
+    """Differentiate weigh(loss) of one micro-batch with respect to the inputs of the loss and the tapes."""
+    loss_fn, inputs = shared.loss_fn, shared.inputs
+    zeros, spec = _tree.flatten(zeros_of(shared.tapes))
+    count = len(shared.values)
+
+    def build(values: list[Tensor]) -> Tree:
+        params = inputs.tree(values[:count])
+        taps, _ = _tree.unflatten(values[count:], spec)
+        return (params, taps) if loss_fn.probes else params
+
+    def loss_of(values: list[Tensor]) -> Any:
+        params = inputs.tree(values[:count])
+        taps, amaxes = _tree.unflatten(values[count:], spec)
+        shared.multiplying.begin(values, amaxes)
+        return call_loss(loss_fn, shared.policy, LossArguments(params, taps, buffers, shared.scaler, batch))
+
+    with shared.multiplying:
+        gradients, loss, aux = differentiate(
+            "step",
+            shared.scaler,
+            loss_of,
+            shared.values + zeros,
+            loss_fn.has_buffers or loss_fn.has_aux,
+            shared.engine,
+            weigh=weigh,
+            holding=around_backward(loss_fn, build),
+            low=(shared.policy.compute_dtype,),
+        )
+    if loss_fn.has_buffers:
+        buffers, aux = _buffers_and_aux(loss_fn, buffers, aux)
+    records = _tree.unflatten(gradients[count:], spec)
+    return Result(inputs.gradients(gradients[:count]), loss, buffers, records, clone(aux))
+
+
+def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Any:
+    """Call a loss under the policy's autocast, with the arguments that it takes."""
+    region: Any = contextlib.nullcontext()
+    if policy.autocast and policy.compute_dtype != torch.float32:
+        device = next(leaf.device.type for leaf in _tree.leaves(arguments.params) if leaf is not None)
+        if device != "meta":  # autocast does not know the meta device
+            region = torch.autocast(device, policy.compute_dtype)
+    taken: list[Any] = [arguments.params]
+    if loss_fn.probes:
+        taken.append(arguments.taps)
+    if loss_fn.has_buffers:
+        taken.append(loss_fn.fresh(arguments.buffers))
+    if loss_fn.has_scaler:
+        taken.append(arguments.scaler)
+    with region:
+        if torch.compiler.is_dynamo_compiling():
+            return loss_fn(*taken, arguments.batch)
+        try:
+            return loss_fn(*taken, arguments.batch)
+        except (TypeError, AttributeError) as error:
+            _refuse_no_tensors(arguments.batch, error)
+            raise
+
+
+def _refuse_no_tensors(batch: Any, error: Exception) -> None:
+    """Raise TypeError if a number or an array in the batch may be why a loss failed."""
+    if str(error).startswith("module_loss:"):
+        return
+    for index, leaf in enumerate(_tree.leaves(batch)):
+        if not isinstance(leaf, Tensor) and (hint := _tree.as_tensor_hint(leaf)):
+            raise TypeError(
+                f"step: batch{_tree.path_of(batch, index)} must be a tensor, as the loss uses it; got "
+                f"{_tree.describe(leaf)}{hint}. The loss raised: {error}"
+            ) from error
+
+
+def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Any) -> tuple[dict[str, Tensor], Any]:
+    """Return the new buffers and aux of what a loss returned besides itself.
+
+    Raises:
+        TypeError: this is not a dict of buffers, or not a pair with one.
+        ValueError: the buffers have other names, shapes or dtypes than those given.
+    """
+    after, aux = beside, ()
+    if loss_fn.has_aux:
+        if not isinstance(beside, tuple) or len(beside) != 2:
+            got = _tree.brief(beside)
+            raise TypeError(f"step: loss_fn must return (loss, (buffers, aux)) with both; got {got} besides loss")
+        after, aux = beside
+    if not isinstance(after, dict):
+        raise TypeError(f"step: loss_fn must return its buffers as a dict; got {_tree.brief(after)}")
+    for name in {**before, **after}:
+        old, new = before.get(name), after.get(name)
+        if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
+            was, now = (_tree.describe(value) if value is not None else "nothing" for value in (old, new))
+            raise ValueError(
+                f"step: loss_fn must return buffers like those given; {name!r} was {was}, is {now}; call a model "
+                "that fills a buffer in its first call once before init"
+            )
+    return {name: after[name] for name in before}, aux

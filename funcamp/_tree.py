@@ -96,8 +96,8 @@ def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
     return unflatten([fn(n, *more) if isinstance(n, cls) else (more or [n])[0] for n, more in zip(nodes, rest)], spec)
 
 
-def select_nodes(cls: type, fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """Replace every node of a class by fn of it, and everything else by None."""
+def select_nodes(cls: type | tuple[type, ...], fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """Replace every node of a class, or of one of several, by fn of it, and everything else by None."""
     nodes, spec = flatten(tree, is_leaf=lambda node: isinstance(node, cls))
     return unflatten([fn(node) if isinstance(node, cls) else None for node in nodes], spec)
 

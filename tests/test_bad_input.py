@@ -285,7 +285,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "module_loss call": (lambda: BUFFERED({}, (W, W)), TypeError, "called with params, buffers and batch; got 2 arguments"),
     "module_loss max_norm": (lambda: module_loss(torch.nn.Embedding(3, 2, max_norm=1.0), torch.nn.functional.mse_loss), ValueError, "write its parameters in the forward pass; got max_norm=1.0"),
     "step sparse": (lambda: SPARSE(SPARSE.init(), (torch.arange(3), torch.ones(3, 2))), TypeError, "gradients must be dense.*sparse_coo"),
-    "step complex value": (lambda: CLAMPED(CLAMPED.init({"w": W.to(torch.complex64)}), W), TypeError, "max_value must not be given with complex"),
+    "step complex value": (lambda: CLAMPED(CLAMPED.init({"w": W.to(torch.complex64)}), W), TypeError, "clip_grad_value: grads.* must be real"),
     "step loss shape": (lambda: make_train_step(lambda p, b: p["w"] * b, SGD)(START, W), ValueError, r"loss of shape \(\); got \(2,\)"),
     "step window": (lambda: WINDOW(START, torch.ones(3, 2)), ValueError, r"1 to 2 micro-batches.*got \[\(3, 2\)\]"),
     "step window ragged": (lambda: WINDOW(START, (W, torch.ones(1))), ValueError, r"all the same number.*: stack them, \[torch.stack"),

@@ -163,7 +163,7 @@ def _by_inductor(program: Program, without: frozenset[str], headers: Callable[[]
             return compiled()
     except Exception as error:  # Python may be able to call what C++ cannot; else its error is the familiar one
         _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)
-    with config.patch({**options, "cpp_wrapper": False, "memory_planning": False}):
+    with config.patch({**options, "cpp_wrapper": False}):
         return compiled()
 
 

@@ -287,20 +287,23 @@ def check_values(call: str, state: TrainState) -> None:
         if not bool(holds.all()):
             raise ValueError(f"{call}: saved[{name!r}] must be {rule}; got {value[~holds].flatten()[0].item():g}")
 
-    def counts_of(opt_state: OptState) -> dict[str, Tree]:
-        return {"applied": opt_state.applied, "state.step": opt_state.state.get("step")}
+    def counts_of(node: OptState | Average) -> Any:
+        if isinstance(node, Average):  # it stays, because names depend on it
+            return Average(None)
+        return {"applied": node.applied, "state.step": node.state.get("step")}
 
     scaler = state.scaler
     check("scaler.scale", scaler.scale, (scaler.scale > 0) & scaler.scale.isfinite(), "above 0 and finite")
     check("scaler.found_inf", scaler.found_inf, (scaler.found_inf == 0) | (scaler.found_inf == 1), "0 or 1")
     counters: dict[str, Tensor] = getattr(scaler, "counters", {})
-    counted = {name: counters[name] for name in ("since_rescale", "overflows") if name in counters}  # others: any sign
-    tree = {
-        **{name: getattr(state, name) for name in ("step", "skipped", "consecutive_skips")},
-        "scaler": {"growth_tracker": scaler.growth_tracker, "counters": counted},
-        "opt_state": _tree.select_nodes(OptState, counts_of, state.opt_state),
-    }
-    for name, count in by_name(tree).items():
+    of_rule = {name: counters[name] for name in ("since_rescale", "overflows") if name in counters}  # others: any sign
+    counts: Any = state._replace(
+        params=None,  # type: ignore[arg-type]
+        opt_state=_tree.select_nodes((OptState, Average), counts_of, state.opt_state),
+        scaler={"growth_tracker": scaler.growth_tracker, "counters": of_rule},  # type: ignore[arg-type]
+        variables=None,  # type: ignore[arg-type]
+    )
+    for name, count in named(counts).items():
         check(name, count, count >= 0, "0 or more")
     for name, limit in (("skipped", "step"), ("consecutive_skips", "skipped")):
         part, whole_count = getattr(state, name), getattr(state, limit)

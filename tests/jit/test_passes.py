@@ -124,7 +124,7 @@ def test_the_list_for_a_cpu() -> None:
     lines = list(explain.lines(CPU))
     kinds = [line.split()[0] for line in lines]
     assert kinds == sorted(kinds, key=["pass", "option", "torch"].index)
-    assert {"part_inputs", "write_backs", "memory_planning"} <= {line.split()[1] for line in lines}
+    assert {"part_inputs", "write_backs", "cpp_wrapper"} <= {line.split()[1] for line in lines}
     exact = {line.split()[1] for line in explain.lines(CPU._replace(exact=True))}
     assert {"float16_sums", "emulate_precision_casts"} <= exact - {line.split()[1] for line in lines}
 

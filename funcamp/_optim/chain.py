@@ -366,7 +366,7 @@ def _select(condition: Tensor, new: Tree, old: Tree) -> Tree:
 
 
 def every(interval: int, part: Any) -> Transform:
-    """Return a part of a chain that acts at every interval-th update only; it and its state rest in between.
+    """Return a part of a chain that acts at every interval-th update, and rests in between with its state.
 
     For a delayed actor or target network: `by_group({"critic": adam, "actor": chain(every(2, adam))})`. The first
     update that counts is number `interval`. The part is computed at every update and selected, without a sync; a

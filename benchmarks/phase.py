@@ -20,7 +20,7 @@ from _timing import Report, Row, Variant, about, arguments, chosen, measured, to
 from torch import Tensor
 
 import funcamp
-from funcamp._step.check_and_clip import flag_and_norm, squares_and_finite, unscale_and_clip
+from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
 
 BYTES = 2 + 14 + 14  # a parameter
 LR, MAX_NORM = 1e-4, 1.0
@@ -78,6 +78,7 @@ def funcamp_iteration(size: Size, device: str, dtype: torch.dtype, *, flat: bool
     """The step builder's arithmetic, by `funcamp.jit`: check and norm, unscale and clip in AdamW, select, update."""
     config = funcamp.ScalerConfig(1.0, growth_interval=10**6)
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
+    clipped = funcamp.chain(funcamp.clip_by_norm(MAX_NORM), adamw)
     tree: Any = {f"p{index}": torch.randn(n, device=device) for index, n in enumerate(shapes(size))}
     params = funcamp.ravel(tree) if flat else tree
     grads = torch.utils._pytree.tree_map(lambda p: torch.randn_like(p).to(dtype), params)
@@ -85,9 +86,9 @@ def funcamp_iteration(size: Size, device: str, dtype: torch.dtype, *, flat: bool
     def step(state: Any, _: Any) -> tuple[Any, Tensor]:  # a batch would be copied into a captured step
         params, opt_state, scaler, _ = state
         checked, norm = flag_and_norm(scaler, *squares_and_finite(scaler, grads), None)
-        clipped = unscale_and_clip(scaler, grads, norm, MAX_NORM, None)
-        new = adamw.update(params, clipped, opt_state)
-        params, opt_state = funcamp.skip_step(checked, new=new, old=(params, opt_state))
+        update = funcamp.Update(params, unscaled_gradients(scaler, grads), norm)
+        update, new_opt_state = clipped.transform(update, opt_state)
+        params, opt_state = funcamp.skip_step(checked, new=(update.params, new_opt_state), old=(params, opt_state))
         low = torch.utils._pytree.tree_map(lambda p: p.to(dtype), params)
         return (params, opt_state, funcamp.update(checked, config), low), norm
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -11,22 +11,22 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.scaled_grad import choose, loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
-from funcamp._optim.chain import Chain, Update, average, chain, clip_by_norm, clip_by_value, group_of
+from funcamp._optim.chain import Chain, Update, average, chain, clip_by_norm, clip_by_value
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.update import exhausted, init, saturated, skip_step, update
+from funcamp._scaler.update import exhausted, saturated, skip_step, update
 from funcamp._step.accumulate import Result, accumulate, micro_batches
 from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
 from funcamp._step.differentiate import LossArguments, Shared, call_loss, differentiate_loss
-from funcamp._step.options import Options, described
+from funcamp._step.first_state import consumed_loss, first_state
+from funcamp._step.options import Options
 from funcamp._step.products import products_of
 from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, Variables, check_train_state, export, restore
 from funcamp._step.torch_checkpoint import from_torch, to_torch
 from funcamp._storage.inputs import Inputs, inputs_of, lay_out
-from funcamp._storage.params import Params, clone, expand, matrix_or_vector, stored
+from funcamp._storage.params import Params, clone, expand, stored
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
@@ -41,10 +41,6 @@ def _clipping(options: Options) -> list[Any]:
 def _averaging(options: Options) -> list[Any]:
     """Return the part of the chain that averages; none without a decay."""
     return [] if options.ema_decay is None else [average(options.ema_decay)]
-
-
-def _count(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _is_in_autocast(state: TrainState) -> bool:
@@ -283,97 +279,7 @@ class TrainStep(Fixed):
             >>> model.weight.data_ptr() == state.params["weight"].data_ptr()
             True
         """
-        options, call = self._options, "init"
-        if isinstance(params, (torch.nn.Module, Iterator)):
-            raise TypeError(
-                f"init: params must be a pytree of tensors, such as a dict; got {type(params).__name__}: a loss of "
-                "module_loss has its module's, init()"
-            )
-        groups = self._groups(call, params, flat, group)
-        consumed = self._consumed(call, params, buffers, consume)
-        of_module = params is None
-        if consumed is not None:
-            params, buffers = consumed.own_params(), {}
-        params = self.loss_fn.params() if params is None else params
-        known = self.loss_fn.buffers()
-        buffers = known if buffers is None else buffers
-        if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
-            raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
-        if buffers and not self.loss_fn.has_buffers:
-            raise ValueError(f"init: buffers must be None for a loss without; got {_tree.brief(buffers)}")
-        if known and consumed is None and buffers.keys() != known.keys():
-            odd = min(buffers.keys() ^ known.keys())
-            raise ValueError(f"init: buffers must have the names of the module's; they differ in {odd!r}")
-        options.policy.check_names(call, self.loss_fn.all_names(expand(params)))
-        options.parallel.agree(described(self.loss_fn, self.optimizer, self.config, options, flat))
-        with torch.no_grad():  # params may require grad
-            parallel = options.parallel
-            own = lay_out(
-                call,
-                params,
-                options.policy,
-                self.loss_fn,
-                groups,
-                flat=flat,
-                buckets=parallel.buckets,
-                consume=consume,
-            )
-            inputs = inputs_of(call, own, options.policy, self.loss_fn)
-            buffers = clone(buffers) if consumed is None else consumed.take_buffers()
-            parallel.broadcast_first(own)
-            parallel.broadcast_first(buffers)
-            own = parallel.own_part(own)
-        device = next((leaf.device for leaf in _tree.leaves(own) if leaf is not None), None)
-        if device is None:
-            raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}{self.loss_fn.why_empty()}")
-        if of_module:
-            self.loss_fn.state_was_made()
-        return TrainState(
-            step=_count(device),
-            skipped=_count(device),
-            consecutive_skips=_count(device),
-            params=own,
-            opt_state=self._transforms.init(own),
-            scaler=init(self.config, device=device),
-            variables=Variables(buffers, self._products.init(inputs, device)),
-        )
-
-    def _groups(
-        self, call: str, params: Tree, flat: bool, group: Callable[[str, Tensor], str] | None
-    ) -> Callable[[str, Tensor], str]:
-        """Return the function that gives every parameter the label of its group."""
-        if group is not None and not callable(group):
-            raise TypeError(f"{call}: group must be callable; got {_tree.brief(group)}")
-        if boolean(call, "flat", flat):
-            if group is not None and isinstance(params, Params):
-                raise ValueError(f"{call}: group must be None with Params, which have groups; got {group!r}")
-        else:
-            parallel = self._options.parallel
-            against = "a group" if group else "Params" if isinstance(params, Params) else ""
-            if against or parallel.shard:
-                raise ValueError(f"{call}: flat must be True with {against or repr(parallel)}; got False")
-        return group or group_of(self.optimizer) or matrix_or_vector
-
-    def _consumed(self, call: str, params: Tree, buffers: Any, consume: bool) -> ModuleLoss | None:
-        if not boolean(call, "consume", consume):
-            return None
-        if not isinstance(self.loss_fn, ModuleLoss):
-            raise TypeError(
-                f"{call}: consume must be False for a loss that module_loss did not make, as there is no module whose "
-                f"place the state could take; got True with {self.loss_fn!r}"
-            )
-        if params is not None or buffers is not None:
-            name = "buffers" if params is None else "params"
-            raise ValueError(
-                f"{call}: consume must be False if params or buffers are given, as it takes the module's own; got "
-                f"True and {name}={_tree.brief(buffers if params is None else params)}"
-            )
-        if self._options.parallel.shard:
-            raise ValueError(
-                f"{call}: consume must be False with {self._options.parallel!r}, because a parameter of the module "
-                'cannot be a view of a slice; got True. model.to("meta") after init frees the module\'s memory'
-            )
-        return self.loss_fn
+        return first_state(self, params, buffers, flat=flat, group=group, consume=consume)
 
     def loss(self, state: TrainState, batch: Any, *more: NoReturn, training: bool = False) -> Tensor:
         """Return the loss of a batch without a gradient, without dropout and without writing anything.
@@ -532,8 +438,8 @@ class TrainStep(Fixed):
     @torch.inference_mode(False)  # as `init`
     def _adopted(self, call: str, state: TrainState, consume: bool) -> TrainState:
         """Return a loaded state; with consume, its memory is the module's."""
-        if consumed := self._consumed(call, None, None, consume):
-            consumed.adopt(state.params, state.buffers)
+        if loss_fn := consumed_loss(call, self, None, None, consume):
+            loss_fn.adopt(state.params, state.buffers)
         return state
 
     @torch.no_grad()

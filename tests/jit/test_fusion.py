@@ -15,7 +15,7 @@ from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
 from funcamp import ScalerConfig, ScalerState, TrainState, TrainStep, init, jit, make_train_step, module_loss, stateless
 from funcamp._jit import options, session
-from funcamp._step.check_and_clip import flag_and_norm, squares_and_finite
+from funcamp._step.check import flag_and_norm, squares_and_finite
 from tests.support.generated import code_of, written
 
 pytestmark = pytest.mark.inductor

@@ -1,0 +1,134 @@
+"""The state before the first step: parameters laid out, optimizer and scaler begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._autograd.loss import Loss
+from funcamp._autograd.module_loss import ModuleLoss
+from funcamp._check import boolean
+from funcamp._optim.chain import group_of
+from funcamp._scaler.update import init
+from funcamp._step.options import described
+from funcamp._step.state import TrainState, Variables
+from funcamp._storage.inputs import inputs_of, lay_out
+from funcamp._storage.params import Params, clone, expand, matrix_or_vector
+from funcamp._types import Tree
+
+if TYPE_CHECKING:
+    from funcamp._step.step import TrainStep
+
+#: A label for a parameter's group, from its name and the tensor.
+Group = Callable[[str, Tensor], str]
+
+
+def first_state(
+    step: TrainStep, params: Tree, buffers: Any, *, flat: bool, group: Group | None, consume: bool
+) -> TrainState:
+    """Return the state of `TrainStep.init`."""
+    call, loss_fn, options, parallel = "init", step.loss_fn, step._options, step._options.parallel
+    if isinstance(params, (torch.nn.Module, Iterator)):
+        raise TypeError(
+            f"init: params must be a pytree of tensors, such as a dict; got {type(params).__name__}: a loss of "
+            "module_loss has its module's, init()"
+        )
+    labels = _labels(call, step, params, flat, group)
+    consumed = consumed_loss(call, step, params, buffers, consume)
+    of_module = params is None
+    if consumed is not None:
+        params, buffers = consumed.own_params(), {}
+    elif params is None:
+        params = loss_fn.params()
+    if buffers is None:
+        buffers = loss_fn.buffers()
+    if consumed is None:
+        _check_buffers(loss_fn, buffers)
+    options.policy.check_names(call, loss_fn.all_names(expand(params)))
+    parallel.agree(described(loss_fn, step.optimizer, step.config, options, flat))
+    with torch.no_grad():  # params may require grad
+        stored = lay_out(
+            call, params, options.policy, loss_fn, labels, flat=flat, buckets=parallel.buckets, consume=consume
+        )
+        inputs = inputs_of(call, stored, options.policy, loss_fn)
+        buffers = clone(buffers) if consumed is None else consumed.take_buffers()
+        parallel.broadcast_first(stored)
+        parallel.broadcast_first(buffers)
+        stored = parallel.own_part(stored)
+    device = next((group.device for group in stored.groups if group is not None), None)
+    if device is None:
+        raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}{loss_fn.why_empty()}")
+    if of_module:
+        loss_fn.state_was_made()
+    return TrainState(
+        step=_zero(device),
+        skipped=_zero(device),
+        consecutive_skips=_zero(device),
+        params=stored,
+        opt_state=step._transforms.init(stored),
+        scaler=init(step.config, device=device),
+        variables=Variables(buffers, step._products.init(inputs, device)),
+    )
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _check_buffers(loss_fn: Loss, buffers: object) -> None:
+    """Raise TypeError or ValueError if these are not the buffers that a loss takes."""
+    if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
+        raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
+    if buffers and not loss_fn.has_buffers:
+        raise ValueError(f"init: buffers must be None for a loss without; got {_tree.brief(buffers)}")
+    known = loss_fn.buffers()
+    if known and buffers.keys() != known.keys():
+        odd = min(buffers.keys() ^ known.keys())
+        raise ValueError(f"init: buffers must have the names of the module's; they differ in {odd!r}")
+
+
+def _labels(call: str, step: TrainStep, params: Tree, flat: bool, group: Group | None) -> Group:
+    """Return the function that gives every parameter the label of its group."""
+    if group is not None and not callable(group):
+        raise TypeError(f"{call}: group must be callable; got {_tree.brief(group)}")
+    if boolean(call, "flat", flat):
+        if group is not None and isinstance(params, Params):
+            raise ValueError(f"{call}: group must be None with Params, which have groups; got {group!r}")
+    else:
+        parallel = step._options.parallel
+        against = "a group" if group else "Params" if isinstance(params, Params) else ""
+        if against or parallel.shard:
+            raise ValueError(f"{call}: flat must be True with {against or repr(parallel)}; got False")
+    return group or group_of(step.optimizer) or matrix_or_vector
+
+
+def consumed_loss(call: str, step: TrainStep, params: Tree, buffers: Any, consume: bool) -> ModuleLoss | None:
+    """Return the loss whose module is to share the state's memory; None without consume.
+
+    Raises:
+        TypeError: consume is not a bool, or the loss has no module.
+        ValueError: params or buffers are given, or the state is sharded.
+    """
+    if not boolean(call, "consume", consume):
+        return None
+    if not isinstance(step.loss_fn, ModuleLoss):
+        raise TypeError(
+            f"{call}: consume must be False for a loss that module_loss did not make, as there is no module whose "
+            f"place the state could take; got True with {step.loss_fn!r}"
+        )
+    if params is not None or buffers is not None:
+        name = "buffers" if params is None else "params"
+        raise ValueError(
+            f"{call}: consume must be False if params or buffers are given, as it takes the module's own; got "
+            f"True and {name}={_tree.brief(buffers if params is None else params)}"
+        )
+    if step._options.parallel.shard:
+        raise ValueError(
+            f"{call}: consume must be False with {step._options.parallel!r}, because a parameter of the module "
+            'cannot be a view of a slice; got True. model.to("meta") after init frees the module\'s memory'
+        )
+    return step.loss_fn

@@ -123,16 +123,16 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
     state = step.init()
     nothing = Tape(())
     inputs = step._inputs("step", state.params)
-    values = inputs.cast(state.params)
-    plain = PlainProducts().prepare(state, inputs, values)
+    cast = inputs.cast(state.params)
+    plain = PlainProducts().prepare(state, inputs, cast)
     shared = Shared(
-        step.loss_fn, step._options.policy, state.scaler, inputs, values, plain, (nothing, nothing), "autograd"
+        step.loss_fn, step._options.policy, state.scaler, inputs, cast, plain, (nothing, nothing), "autograd"
     )
     result = differentiate_loss(shared, state.buffers, (x, y), lambda loss: loss)
     flat = {
         "parameters": size(state.params),
         "moments": size(state.opt_state),
-        "copies": size([value for value, one in zip(values, inputs.distinct) if one.is_cast]),
+        "copies": size(cast.casts),
         "gradients": size(result.gradients),
     }
     return {"eager": eager, "funcamp, flat": flat}, count

@@ -44,7 +44,7 @@ def unscaled(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:
                     return loss_fn(inputs.tree(values), buffers, batch)
                 return loss_fn(inputs.tree(values), batch), buffers
 
-        grads, (loss, after) = torch.func.grad_and_value(loss_of, has_aux=True)(inputs.cast(params))
+        grads, (loss, after) = torch.func.grad_and_value(loss_of, has_aux=True)(inputs.values(inputs.cast(params)))
         params, opt_state = adamw.update(params, inputs.gradients(grads), opt_state)
         return (params, opt_state, after), loss
 

@@ -16,7 +16,7 @@ from funcamp._autograd.tape import Tape, zeros_of
 from funcamp._scaler.state import ScalerState
 from funcamp._step.accumulate import Result
 from funcamp._step.products import Multiplying
-from funcamp._storage.inputs import Inputs
+from funcamp._storage.inputs import Cast, Inputs
 from funcamp._storage.params import clone
 from funcamp._storage.policy import Policy
 from funcamp._types import Tree
@@ -29,8 +29,8 @@ class Shared(NamedTuple):
     policy: Policy
     scaler: ScalerState
     inputs: Inputs
-    values: list[Tensor]
-    """The values of the inputs."""
+    cast: Cast
+    """The parameters, from `Inputs.cast`."""
     multiplying: Multiplying
     tapes: tuple[Tape, Tape]
     """Of the loss's taps, and of the products."""
@@ -53,7 +53,8 @@ def differentiate_loss(
     """Differentiate weigh(loss) of one micro-batch with respect to the inputs of the loss and the tapes."""
     loss_fn, inputs = shared.loss_fn, shared.inputs
     zeros, spec = _tree.flatten(zeros_of(shared.tapes))
-    count = len(shared.values)
+    inputs_of_loss = inputs.values(shared.cast)
+    count = len(inputs_of_loss)
 
     def build(values: list[Tensor]) -> Tree:
         params = inputs.tree(values[:count])
@@ -71,7 +72,7 @@ def differentiate_loss(
             "step",
             shared.scaler,
             loss_of,
-            shared.values + zeros,
+            inputs_of_loss + zeros,
             loss_fn.has_buffers or loss_fn.has_aux,
             shared.engine,
             weigh=weigh,

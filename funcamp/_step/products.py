@@ -16,7 +16,7 @@ from funcamp._autograd.loss import Loss
 from funcamp._autograd.tape import Tape
 from funcamp._layers import layer
 from funcamp._step.state import TrainState
-from funcamp._storage.inputs import Inputs
+from funcamp._storage.inputs import Cast, Inputs
 from funcamp._storage.policy import Policy
 from funcamp._types import Tree
 
@@ -27,7 +27,7 @@ class Multiplying(Protocol):
     tape: Tape
 
     def begin(self, inputs: Sequence[Tensor], zeros: Tree) -> None:
-        """Take the inputs of the next forward pass (`Inputs.cast`), and the zeros of the tape."""
+        """Take the inputs of the next forward pass (`Inputs.values`), and the zeros of the tape."""
         ...
 
     def __enter__(self) -> object: ...
@@ -46,11 +46,11 @@ class Products(Protocol):
         """Return the variables before the first step; `()` if there are none."""
         ...
 
-    def prepare(self, state: TrainState, inputs: Inputs, values: Sequence[Tensor]) -> Multiplying:
+    def prepare(self, state: TrainState, inputs: Inputs, cast: Cast) -> Multiplying:
         """Return the context of a step, with all that its micro-batches share.
 
         inputs: of the loss.
-        values: theirs.
+        cast: the parameters, from `Inputs.cast`.
         """
         ...
 
@@ -74,7 +74,7 @@ class PlainProducts:
         """Return no variables."""
         return ()
 
-    def prepare(self, state: TrainState, inputs: Inputs, values: Sequence[Tensor]) -> _Plain:  # noqa: ARG002
+    def prepare(self, state: TrainState, inputs: Inputs, cast: Cast) -> _Plain:  # noqa: ARG002
         """Return a context that changes nothing; a new one, because Dynamo enters none from outside its graph."""
         return _Plain()
 

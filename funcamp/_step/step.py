@@ -105,8 +105,8 @@ class TrainStep(Fixed):
 
         # Precision: the parameters as the loss gets them, and the products that read them.
         inputs = self._inputs("step", state.params)
-        values = inputs.cast(state.params)
-        multiplying = self._products.prepare(state, inputs, values)
+        cast = inputs.cast(state.params)
+        multiplying = self._products.prepare(state, inputs, cast)
         tapes = (self.loss_fn.tape(device), multiplying.tape)
 
         # The scaled gradients, the loss, its variables and the records of the tapes.
@@ -114,7 +114,7 @@ class TrainStep(Fixed):
         shares = shares_of(options.weight, pieces, parallel.size, parallel.total, device)
 
         engine = choose(self.loss_fn.engine, state)
-        shared = Shared(self.loss_fn, options.policy, state.scaler, inputs, values, multiplying, tapes, engine)
+        shared = Shared(self.loss_fn, options.policy, state.scaler, inputs, cast, multiplying, tapes, engine)
 
         def differentiate(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
             return differentiate_loss(shared, buffers, piece, lambda loss: shares.weigh(loss, share))
@@ -314,8 +314,9 @@ class TrainStep(Fixed):
         mode = contextlib.nullcontext() if boolean("loss", "training", training) else self.loss_fn.evaluating()
         with torch.no_grad(), mode, self._own_precision(state):
             inputs = self._inputs("loss", state.params)
-            values = inputs.cast(state.params)
-            multiplying = self._products.prepare(state, inputs, values)
+            cast = inputs.cast(state.params)
+            values = inputs.values(cast)
+            multiplying = self._products.prepare(state, inputs, cast)
             multiplying.begin(values, multiplying.tape.zeros)
             taps = self.loss_fn.tape(state.scaler.scale.device).zeros
             with multiplying:
@@ -363,7 +364,7 @@ class TrainStep(Fixed):
         """
         state = self._checked("compute_params", state)
         inputs = self._inputs("compute_params", state.params)
-        values = [value.detach() for value in inputs.cast(state.params)]
+        values = [value.detach() for value in inputs.values(inputs.cast(state.params))]
         if not torch.compiler.is_dynamo_compiling():  # the next donated step would overwrite these
             values = [value.clone() for value in values]
         return inputs.tree(values)

@@ -52,11 +52,20 @@ class Input(NamedTuple):
     """Whether it is in the compute dtype; else as it is stored."""
 
 
+class Cast(NamedTuple):
+    """The groups of parameters as a step reads them."""
+
+    groups: Groups
+    """Full groups in the dtype in which they are stored; None for one that is read in the compute dtype only."""
+    casts: Groups
+    """Groups in the compute dtype; None for one that is not cast."""
+
+
 class Inputs:
     """What a loss gets of the parameters, in which precision, without values.
 
-    Made once for a layout. A step casts whole groups (`cast`), the loss gets views of them (`tree`), and the gradients
-    with respect to these go back into groups (`gradients`).
+    Made once for a layout. A step casts whole groups (`cast`), the loss gets views of them (`values`) as a tree
+    (`tree`), and the gradients with respect to these go back into groups (`gradients`).
     """
 
     def __init__(
@@ -79,16 +88,23 @@ class Inputs:
         self.cast_groups = frozenset([layout.slots[one.slot].group for one in self.distinct if one.is_cast])
         """The groups that are cast."""
 
-    def cast(self, params: Params) -> list[Tensor]:
-        """Return the values of the inputs: views of the groups and of their casts; of slices by all-gathers."""
+    def cast(self, params: Params) -> Cast:
+        """Return full groups and their casts: the work that a step does once; of slices by all-gathers."""
         groups = params.groups if params.ranks is None else self._gathered(params)
-        cast: list[Tensor | None] = [None] * len(groups)
+        casts: list[Tensor | None] = [None] * len(groups)
         for number in sorted(self.cast_groups):
             group = groups[number]
-            cast[number] = None if group is None else group.to(self.dtype)
-        views = self.layout.views(groups, {slot for slot, is_cast in self.distinct if not is_cast})
-        cast_views = self.layout.views(tuple(cast), {slot for slot, is_cast in self.distinct if is_cast})
-        values = [cast_views[slot] if is_cast else views[slot] for slot, is_cast in self.distinct]
+            casts[number] = None if group is None else group.to(self.dtype)
+        return Cast(groups, tuple(casts))
+
+    def values(self, cast: Cast) -> list[Tensor]:
+        """Return the values of the inputs: views of the groups and of their casts.
+
+        Each micro-batch makes its own: Dynamo's scan takes no tensors from outside that share memory.
+        """
+        views = self.layout.views(cast.groups, {slot for slot, is_cast in self.distinct if not is_cast})
+        views_of_casts = self.layout.views(cast.casts, {slot for slot, is_cast in self.distinct if is_cast})
+        values = [views_of_casts[slot] if is_cast else views[slot] for slot, is_cast in self.distinct]
         return [value for value in values if value is not None]
 
     def _gathered(self, params: Params) -> Groups:

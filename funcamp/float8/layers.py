@@ -6,8 +6,6 @@ gradient is divided by the loss scale before the step, and its amax is multiplie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,7 @@ from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.tape import Tape
 from funcamp._scaler.precision import reciprocal
 from funcamp._step.state import TrainState
-from funcamp._storage.inputs import Inputs
+from funcamp._storage.inputs import Cast, Inputs
 from funcamp._storage.policy import Policy
 from funcamp._tree import settled
 from funcamp._types import Tree
@@ -68,11 +66,11 @@ class Float8Layers:
         others = "".join(f", not {name}: {reason}" for name, reason in reasons.items() if reason)
         return f"; float8 in {list(reasons.values()).count('')} of {len(reasons)} linear layers{others}"
 
-    def prepare(self, state: TrainState, inputs: Inputs, values: Sequence[Tensor]) -> Float8Linears:
+    def prepare(self, state: TrainState, inputs: Inputs, cast: Cast) -> Float8Linears:
         """Return the context of a step, with the operands of all weights.
 
         inputs: of the loss.
-        values: theirs.
+        cast: the parameters, from `Inputs.cast`.
         """
         delayed, tape = None, Tape(())
         if self._delayed:  # all layers' at once: a kernel for each number would take longer than the products
@@ -80,7 +78,7 @@ class Float8Layers:
             tape = Tape(torch.zeros_like(known), over_micro_batches="max", over_ranks="max")
             scale = settled(with_loss_scale(known, state.scaler.scale))
             delayed = Scales(scale, settled(reciprocal(scale)))
-        weights = weights_in_float8(state.params, inputs, values, self.config, delayed)
+        weights = weights_in_float8(state.params, inputs, inputs.values(cast), self.config, delayed)
         return Float8Linears(self._stand_ins, self.config, delayed, weights, inputs.float8_inputs(), tape)
 
     def _scale(self, state: TrainState, inputs: Inputs) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import funcamp
 from funcamp import ScalerConfig, float8, jit, make_train_step, module_loss, stateless
+from funcamp._step.state import Variables
 from tests.float8.models import Net, batch, net, trained
 from tests.support.helpers import assert_close, assert_same
 
@@ -133,7 +134,7 @@ def test_evaluation_reads_the_scales_and_moves_nothing() -> None:
     loss = step.loss(state, batch(1))
     assert_same(tuple(state.float8), before)
     assert loss == step(state, batch(1))[1].loss
-    other = state._replace(float8=state.float8._replace(scale=state.float8.scale / 64))
+    other = state._replace(variables=Variables({}, state.float8._replace(scale=state.float8.scale / 64)))
     assert step.loss(other, batch(1)) != loss
 
 
@@ -172,7 +173,7 @@ def test_a_state_without_or_with_another_history_says_how_to_begin() -> None:
     step, plain = made(), made(policy="bf16")
     with pytest.raises(TypeError, match=r"step: state must be a Float8State, as float8.init makes it; got \(\)"):
         step(plain.init(), batch(0))
-    state = plain.init()._replace(float8=step.init().float8)
+    state = plain.init()._replace(variables=step.init().variables)
     assert step(state, batch(0))[1].found_inf == 0
     carried = plain(state, batch(0))[0].float8
     assert carried.history is state.float8.history

@@ -85,7 +85,7 @@ def seen_by_loss(task: Task, policy: str, flat: bool) -> dict[str, torch.dtype]:
     step = make_train_step(module_loss(task.model, task.criterion), stateless(torch.optim.SGD), policy=policy)
     state = step.init(flat=flat)
     inputs = step._inputs("step", state.params)
-    return {name: value.dtype for name, value in inputs.tree(inputs.cast(state.params)).items()}
+    return {name: value.dtype for name, value in inputs.tree(inputs.values(inputs.cast(state.params))).items()}
 
 
 @pytest.mark.parametrize("flat", [True, False])

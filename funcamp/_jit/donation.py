@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._dtensor import is_distributed
-from funcamp._jit.signature import Kind, check_like
+from funcamp._jit.kinds import Kind, check_like
 from funcamp._memory import Memory, is_private, overlaps_itself
 from funcamp._types import Tree
 

@@ -13,22 +13,14 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._check import Fixed, one_batch
 from funcamp._jit import cuda_graph
+from funcamp._jit.arguments import check_batch, check_state
 from funcamp._jit.captured_tensors import CapturedTensors
 from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_instead, target_of
 from funcamp._jit.donation import Layout, Owned, arranged, layouts_for, own
+from funcamp._jit.kinds import check_like, kinds
 from funcamp._jit.passes.program import Flat, Target
 from funcamp._jit.session import CompileSession, keeping_generators
-from funcamp._jit.signature import (
-    check_batch,
-    check_like,
-    check_state,
-    difference,
-    flat,
-    key_of,
-    kinds,
-    padding,
-    shapes,
-)
+from funcamp._jit.signature import difference, flat, key_of, padding, shapes
 from funcamp._jit.training_modes import TrainingModes
 from funcamp._jit.unroll import check_steps, unrolled
 from funcamp._jit.written_inputs import WrittenInputs, written_inputs

@@ -70,7 +70,8 @@ def jit(
         explain: print each of them that a program gets to stderr, with its reason, when it is compiled.
 
     Returns:
-        A `JitStep`: call it like step. On CUDA a state from elsewhere (a checkpoint) is copied into its storage.
+        A `JitStep`: call it like step. On CUDA a state from elsewhere (a checkpoint) is copied into its storage. Its
+        method `also` compiles another step on the same state, such as an evaluation.
 
     Raises:
         TypeError: step is not callable, or is a module, a loss or a class; an argument is not of the type given above.

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
-from funcamp._check import Fixed, one_batch
+from funcamp._check import Fixed, integer, one_batch
 from funcamp._jit.arguments import check_batch, check_state
 from funcamp._jit.captured_tensors import CapturedTensors
 from funcamp._jit.donation import Owned, arranged
 from funcamp._jit.executable import Arguments, Executable, Options, make_executable
+from funcamp._jit.jit import check_step
 from funcamp._jit.session import CompileSession
 from funcamp._jit.signature import Key, difference, flattened, key_of, padding, shapes
 from funcamp._jit.state_memory import StateMemory
@@ -115,6 +116,36 @@ class JitStep(Fixed):
             one_batch("jit", batch, *more)
         with self._turn:
             return self._call(state, batch)
+
+    def also(self, step: Callable[[Any, Any], tuple[Any, Any]], *, unroll: int | None = None) -> JitStep:
+        """Compile another step on the same state: an evaluation, another loss, the other half of a GAN.
+
+        The two share the memory of the state, so that a state goes from one to the other without a copy, also on CUDA.
+        An evaluation returns the state that it got, `(state, metrics)`; its program writes no state. No sync.
+
+        Args:
+            step: `(state, batch) -> (state, metrics)`, as for `jit`, on a state of the same kind.
+            unroll: number of steps in a call. All other options are those of this step.
+
+        Raises:
+            TypeError: step is not callable, or is a module, a loss or a class; unroll is not an integer.
+            ValueError: unroll is below 1.
+
+        Example:
+            >>> def count(state, batch):
+            ...     return {"total": state["total"] + batch.sum()}, None
+            >>> run = jit(count, backend="eager")
+            >>> report = run.also(lambda state, batch: (state, state["total"] - batch.sum()))
+            >>> state, _ = run({"total": torch.zeros(())}, torch.ones(4))
+            >>> state, left = report(state, torch.ones(3))
+            >>> left
+            tensor(1.)
+        """
+        check_step("also", step)
+        if unroll is not None:
+            integer("also", "unroll", unroll, 1)
+        with self._turn:
+            return JitStep(step, self._options._replace(unroll=unroll), self._sharing)
 
     def _call(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
         path = self._carried.replaced()

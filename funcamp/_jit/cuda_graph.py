@@ -57,6 +57,10 @@ class CudaGraphs:
                 raise
         return graph.replay, outputs
 
+    def wait(self) -> None:
+        """Wait until the device has done all replays."""
+        torch.cuda.synchronize(self._device)
+
 
 def graphs_for(devices: list[torch.device]) -> CudaGraphs | None:
     """Return the capture interface of the device of a state's leaves; None if it has none.

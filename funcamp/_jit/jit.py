@@ -71,7 +71,8 @@ def jit(
 
     Returns:
         A `JitStep`: call it like step. On CUDA a state from elsewhere (a checkpoint) is copied into its storage. Its
-        method `also` compiles another step on the same state, such as an evaluation.
+        method `also` compiles another step on the same state, such as an evaluation; `release` frees programs, graphs
+        and memory, for example before `destroy_process_group()`.
 
     Raises:
         TypeError: step is not callable, or is a module, a loss or a class; an argument is not of the type given above.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import weakref
@@ -146,6 +147,23 @@ class JitStep(Fixed):
             integer("also", "unroll", unroll, 1)
         with self._turn:
             return JitStep(step, self._options._replace(unroll=unroll), self._sharing)
+
+    def release(self) -> None:
+        """Free the programs, CUDA graphs and memory of this step, and of all steps on the same state.
+
+        Call it before `torch.distributed.destroy_process_group()`: with NCCL that waits forever while a CUDA graph that
+        contains collectives exists. The state stays valid. A later call compiles and captures again. Syncs with CUDA
+        graphs, whose replays must end first.
+        """
+        with self._turn:
+            memory = self._sharing.memory
+            if memory is not None and memory.graphs is not None:
+                memory.graphs.wait()
+            del memory
+            self._sharing.memory = None
+            for step in self._sharing.steps:
+                step._forget_programs()
+            gc.collect()  # graphs and results may be in cycles, as programs of torch.fx are
 
     def _call(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
         path = self._carried.replaced()

@@ -72,7 +72,8 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     text, _ = load_bytes()
     step = make_step(args)
     state = load_checkpoint(step, args)
-    run = funcamp.jit(step) if args.compile else step
+    compiled = funcamp.jit(step) if args.compile else None
+    run = compiled or step
     first = int(state.step)
     if rank == 0:
         print(f"processes {world}, from step {first}", flush=True)
@@ -94,6 +95,8 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         if (number + 1) % args.save_every == 0 or number + 1 == args.steps:
             save_checkpoint(args.out, number + 1, distributed.sharded_state_dict(state))
     log(reader.drain())
+    if compiled is not None:
+        compiled.release()  # NCCL's group does not end while a CUDA graph that contains its collectives exists
     return last
 
 

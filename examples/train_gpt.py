@@ -171,7 +171,8 @@ def train(
     state = step.init(consume=True)
     if args.resume:
         state = step.load_state_dict(saved["state"], like=state)
-    run = funcamp.jit(step) if args.compile else step
+    compiled = funcamp.jit(step) if args.compile else None
+    run = compiled or step
 
     first = len(history["loss"])
     reader = funcamp.MetricReader()
@@ -206,6 +207,8 @@ def train(
     finally:
         signal.signal(signal.SIGINT, before)
     log(reader.drain())
+    if compiled is not None:
+        compiled.release()  # NCCL's group does not end while a CUDA graph that contains its collectives exists
     picture = ""
     if rank == 0:
         save_checkpoint(file, step.state_dict(state), history, args)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp._jit.signature import Kind, kind_of
+from funcamp._jit.kinds import Kind, kind_of
 
 _dtype: Any = torch.Tensor.dtype
 _read_dtype: Callable[[Tensor], object] = _dtype.__get__

@@ -57,6 +57,10 @@ class CudaGraphs:
                 raise
         return graph.replay, outputs
 
+    def wait(self) -> None:
+        """Wait until the device has done all replays."""
+        torch.cuda.synchronize(self._device)
+
 
 def graphs_for(devices: list[torch.device]) -> CudaGraphs | None:
     """Return the capture interface of the device of a state's leaves; None if it has none.
@@ -82,7 +86,7 @@ class Captured:
         run: Flat,
         state: list[Tensor],
         batch: list[Tensor],
-        metrics: int,
+        state_results: int,
         written: WrittenInputs | None = None,
     ) -> None:
         """Warm up on clones and capture; no input keeps a write, even if this fails.
@@ -92,7 +96,7 @@ class Captured:
             run: the compiled function of state and batch.
             state: its static storage.
             batch: tensors like those of every later call.
-            metrics: the number of its last results that are metrics.
+            state_results: the number of its first results that are the next state; the others are metrics.
             written: the inputs that it writes, besides giving the state its new values.
 
         Raises:
@@ -102,12 +106,14 @@ class Captured:
         captured = [] if written is None else written.captured
         before = [leaf.clone() for leaf in captured]
         try:
-            self._prepare(graphs, run, state, batch, metrics)
+            self._prepare(graphs, run, state, batch, state_results)
         finally:
             for leaf, value in zip(captured, before):
                 leaf.detach().copy_(value)
 
-    def _prepare(self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor], metrics: int) -> None:
+    def _prepare(
+        self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor], state_results: int
+    ) -> None:
         self._run = run  # a graph keeps no memory that it reads, such as a program's constants
         self._batch = [leaf.clone() for leaf in batch]
         state = [leaf.detach() for leaf in state]  # separate references to the static storage
@@ -119,9 +125,9 @@ class Captured:
 
         def body() -> list[Tensor]:
             results = run([*state, *self._batch])
-            later = range(len(results) - metrics, len(results))
-            alike = [[i for i in later if not results[i].dim() and results[i].dtype == dtype] for dtype in _PACKED]
-            self._packed = [indices for indices in alike if len(indices) > 1]
+            scalars = [i for i in range(state_results, len(results)) if not results[i].dim()]
+            by_dtype = ([i for i in scalars if results[i].dtype == dtype] for dtype in _PACKED)
+            self._packed = [indices for indices in by_dtype if len(indices) > 1]
             return [*results, *(torch.stack([results[i] for i in indices]) for indices in self._packed)]
 
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._dtensor import is_distributed
-from funcamp._jit.signature import Kind, check_like
+from funcamp._jit.kinds import Kind, check_like
 from funcamp._memory import Memory, is_private, overlaps_itself
 from funcamp._types import Tree
 
@@ -31,10 +31,10 @@ class Owned:
     def __init__(self, tree: Tree, strides: list[tuple[int, ...]] | None = None, *, written: bool = True) -> None:
         self.tree = tree
         flat, self.spec = _tree.flatten(tree)
-        self._places = [index for index, leaf in enumerate(flat) if leaf is not None]
-        self.leaves: list[Tensor] = [flat[index] for index in self._places]
+        self._positions = [index for index, leaf in enumerate(flat) if leaf is not None]
+        self.leaves: list[Tensor] = [flat[index] for index in self._positions]
         self.strides = [leaf.stride() for leaf in self.leaves] if strides is None else strides
-        self._contents = _tree.contents(tree)
+        self._containers = _tree.contents(tree)
         self.watch(len(self.leaves) or 1)
         # Callers may give their handles of it other memory; these references keep the original.
         self._statics = [leaf.detach() for leaf in self.leaves] if written else []
@@ -47,45 +47,52 @@ class Owned:
         Raises:
             RuntimeError: a leaf was given other memory or strides at a call that did not check it.
         """
-        if state is not self.tree or not self._holds(state):
+        if state is not self.tree or not self._has_leaves_of(state):
             return False
-        leaves, addresses, strides = next(self._parts)
+        leaves, addresses, strides = next(self._turns)
         if list(map(Tensor.data_ptr, leaves)) == addresses and list(map(Tensor.stride, leaves)) == strides:
             return True
-        if self._part >= len(self.leaves):
+        if self._in_turn >= len(self.leaves):
             return False
-        now = zip(self._places, self.leaves, self._statics)
-        place = next(place for place, *pair in now if len({(leaf.data_ptr(), leaf.stride()) for leaf in pair}) > 1)
+        position = next(
+            position
+            for position, leaf, static in zip(self._positions, self.leaves, self._statics)
+            if (leaf.data_ptr(), leaf.stride()) != (static.data_ptr(), static.stride())
+        )
         raise RuntimeError(
-            f"jit: state{_tree.path_of(state, place)} must stay where it is in memory, as a CUDA graph writes there; "
-            "it was given other memory or strides (by .data, set_, t_): put another tensor in its place"
+            f"jit: state{_tree.path_of(state, position)} must stay where it is in memory, as a CUDA graph writes "
+            "there; it was given other memory or strides (by .data, set_, t_): put another tensor in its place"
         )
 
-    def watch(self, part: int) -> None:
-        """Check `part` leaves per call, in turn; only for steps that do not read the callers' tensors."""
-        self._part = part
-        starts = range(0, len(self.leaves), part)
-        parts = [(self.leaves[i : i + part], self.strides[i : i + part]) for i in starts] or [([], [])]
-        held = [(leaves, list(map(Tensor.data_ptr, leaves)), strides) for leaves, strides in parts]
-        self._parts = itertools.cycle(held)
+    def watch(self, count: int) -> None:
+        """Check `count` leaves per call, in turn; only for steps that do not read the callers' tensors."""
+        self._in_turn = count
+        turns: list[tuple[list[Tensor], list[int], list[tuple[int, ...]]]] = []
+        for start in range(0, len(self.leaves), count):
+            leaves = self.leaves[start : start + count]
+            addresses = list(map(Tensor.data_ptr, leaves))
+            turns.append((leaves, addresses, self.strides[start : start + count]))
+        self._turns = itertools.cycle(turns or [([], [], [])])
 
-    def _holds(self, state: Tree) -> bool:
-        if self._contents is None:
-            flat, spec = _tree.flatten(state)
-            return spec == self.spec and all(flat[place] is leaf for place, leaf in zip(self._places, self.leaves))
-        for node, keys, held in self._contents:
-            if len(node) != len(held) or (keys is not None and list(node) != keys):
+    def _has_leaves_of(self, state: Tree) -> bool:
+        """Return whether the leaves of a state are still this one's tensors."""
+        if self._containers is None:
+            leaves, spec = _tree.flatten(state)
+            own_leaves = zip(self._positions, self.leaves)
+            return spec == self.spec and all(leaves[position] is leaf for position, leaf in own_leaves)
+        for node, keys, values in self._containers:
+            if len(node) != len(values) or (keys is not None and list(node) != keys):
                 return False
-            if not all(map(operator.is_, node if keys is None else node.values(), held)):
+            if not all(map(operator.is_, node if keys is None else node.values(), values)):
                 return False
         return True
 
     def filled(self, leaves: list[Tensor]) -> Tree:
         """Return a state of the same structure with other tensors."""
-        flat: list[Tensor | None] = [None] * self.spec.num_leaves
-        for place, leaf in zip(self._places, leaves):
-            flat[place] = leaf
-        return _tree.unflatten(flat, self.spec)
+        all_leaves: list[Tensor | None] = [None] * self.spec.num_leaves
+        for position, leaf in zip(self._positions, leaves):
+            all_leaves[position] = leaf
+        return _tree.unflatten(all_leaves, self.spec)
 
     def refill(self, state: Tree, like: Tree) -> None:
         """Copy another state into this one's storage; tensors that callers still have keep their values."""
@@ -93,8 +100,8 @@ class Owned:
         values = [leaf for leaf in _tree.leaves(state) if leaf is not None]
         values = [leaf.detach().clone() if self.memory.meets(leaf) else leaf.detach() for leaf in values]
         statics, self._statics = self._statics, [leaf.detach() for leaf in self._statics]
-        handles, self.leaves, self.tree, self._contents = self.leaves, statics, None, []
-        self._parts = itertools.cycle([])
+        handles, self.leaves, self.tree, self._containers = self.leaves, statics, None, []
+        self._turns = itertools.cycle([])
         while handles:
             handle = handles.pop()
             if sys.getrefcount(handle) > 2:  # more than this name and the call's argument
@@ -102,11 +109,11 @@ class Owned:
         for static, value in zip(statics, values):
             static.copy_(value)
         self.tree = self.filled(statics)
-        self._contents = _tree.contents(self.tree)
-        self.watch(self._part)
+        self._containers = _tree.contents(self.tree)
+        self.watch(self._in_turn)
 
 
-def own(state: Tree, like: Tree | None, avoid: Memory, *, copy: bool = False, written: bool = True) -> Owned:
+def take_over(state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = False, written: bool = True) -> Owned:
     """Take over a state: use its memory if torch allocated it and no two leaves share it, else copy.
 
     Args:
@@ -121,16 +128,20 @@ def own(state: Tree, like: Tree | None, avoid: Memory, *, copy: bool = False, wr
     """
     if like is not None:
         check_like(_NAMES, like, state)
-    flat, spec = _tree.flatten(state)
-    wanted: list[Kind | None] = [None] * len(flat) if like is None else _tree.leaves(like)
+    leaves, spec = _tree.flatten(state)
+    expected: list[Kind | None] = [None] * len(leaves) if like is None else _tree.leaves(like)
     seen = Memory()
-    taken: list[Tensor | None] = []
-    for leaf, kind in zip(flat, wanted):
+    owned: list[Tensor | None] = []
+    for leaf, kind in zip(leaves, expected):
         if leaf is None:
-            taken.append(None)
+            owned.append(None)
             continue
         overlaps = overlaps_itself(leaf)
-        stride = kind.stride if kind is not None else None if overlaps else leaf.stride()
+        stride: tuple[int, ...] | None = None
+        if kind is not None:
+            stride = kind.stride
+        elif not overlaps:
+            stride = leaf.stride()
         unfit = copy or overlaps or leaf.requires_grad or leaf.is_inference() or leaf.is_conj() or leaf.is_neg()
         unfit = unfit or leaf.stride() != stride
         if not unfit and written:
@@ -138,9 +149,9 @@ def own(state: Tree, like: Tree | None, avoid: Memory, *, copy: bool = False, wr
         if unfit:
             leaf = _laid_out(leaf.detach(), stride)
         seen.add(leaf)
-        taken.append(leaf)
-    same = all(a is b for a, b in zip(flat, taken))
-    return Owned(state if same else _tree.unflatten(taken, spec), written=written)
+        owned.append(leaf)
+    is_same = all(map(operator.is_, leaves, owned))
+    return Owned(state if is_same else _tree.unflatten(owned, spec), written=written)
 
 
 class Layout(NamedTuple):

@@ -70,7 +70,9 @@ def jit(
         explain: print each of them that a program gets to stderr, with its reason, when it is compiled.
 
     Returns:
-        A `JitStep`: call it like step. On CUDA a state from elsewhere (a checkpoint) is copied into its storage.
+        A `JitStep`: call it like step. On CUDA a state from elsewhere (a checkpoint) is copied into its storage. Its
+        method `also` compiles another step on the same state, such as an evaluation; `release` frees programs, graphs
+        and memory, for example before `destroy_process_group()`.
 
     Raises:
         TypeError: step is not callable, or is a module, a loss or a class; an argument is not of the type given above.
@@ -84,19 +86,10 @@ def jit(
         >>> state["total"], metrics["mean"]
         (tensor(4.), tensor(1.))
     """
-    from funcamp._jit.jit_step import JitStep, Options  # imports torch's compiler, which takes seconds
+    from funcamp._jit.executable import Options  # imports torch's compiler, which takes seconds
+    from funcamp._jit.jit_step import JitStep
 
-    if not callable(step):
-        raise TypeError(f"jit: step must be callable; got {_tree.brief(step)}")
-    if isinstance(step, (nn.Module, Loss, type)):
-        kind = "class" if isinstance(step, type) else "loss" if isinstance(step, Loss) else "module"
-        name = step.__name__ if isinstance(step, type) else type(step).__name__
-        raise TypeError(
-            f"jit: step must be a function (state, batch) -> (state, metrics); got the {kind} {name}: write "
-            "jit(make_train_step(module_loss(model, criterion), optimizer)); a forward pass is for torch.compile"
-        )
-    if isinstance(step, JitStep):
-        raise TypeError(f"jit: step must not be compiled already; got {step!r}")
+    check_step("jit", step)
     for name, flag in (("donate", donate), ("capture", capture), ("exact", exact), ("explain", explain)):
         boolean("jit", name, flag)
     if unroll is not None:
@@ -108,6 +101,23 @@ def jit(
     left_out = _left_out(without)
     options = Options(donate, capture, unroll, exact, backend, compile_after, max_signatures, left_out, explain)
     return JitStep(step, options)
+
+
+def check_step(call: str, step: object) -> None:
+    """Raise TypeError if this is no step that can be compiled."""
+    from funcamp._jit.jit_step import JitStep
+
+    if not callable(step):
+        raise TypeError(f"{call}: step must be callable; got {_tree.brief(step)}")
+    if isinstance(step, (nn.Module, Loss, type)):
+        kind = "class" if isinstance(step, type) else "loss" if isinstance(step, Loss) else "module"
+        name = step.__name__ if isinstance(step, type) else type(step).__name__
+        raise TypeError(
+            f"{call}: step must be a function (state, batch) -> (state, metrics); got the {kind} {name}: write "
+            "jit(make_train_step(module_loss(model, criterion), optimizer)); a forward pass is for torch.compile"
+        )
+    if isinstance(step, JitStep):
+        raise TypeError(f"{call}: step must not be compiled already; got {step!r}")
 
 
 def _left_out(without: Collection[str]) -> frozenset[str]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._jit.passes.program import Flat
+from funcamp._trace.interface import Outputs
 from funcamp._types import Tree
 
 
@@ -20,22 +21,25 @@ def check_steps(batch: Tree, unroll: int) -> None:
             )
 
 
-def unrolled(one: Flat, state: int, metrics: int, unroll: int) -> Flat:
+def unrolled(one_step: Flat, state_leaves: int, outputs: Outputs, unroll: int) -> Flat:
     """Return a function that calls a compiled step `unroll` times, each on the previous call's state.
 
     Args:
-        one: the compiled function of state and batch; returns the new state, unless donated, and the metrics.
-        state: the number of its first arguments that are the state.
-        metrics: the number of its last results that are metrics.
+        one_step: the compiled function of state and batch.
+        state_leaves: the number of its first arguments that are the state.
+        outputs: what its results are; those of the returned function are the same, with stacked metrics.
         unroll: the number of calls.
     """
 
     def run(values: list[Tensor]) -> list[Tensor]:
-        held, batches, rows, out = values[:state], values[state:], [], []
+        state, batches = values[:state_leaves], values[state_leaves:]
+        metrics: list[list[Tensor]] = []
+        next_state: list[Tensor] = []
         for index in range(unroll):
-            out = one([*held, *[leaf[index] for leaf in batches]])
-            held = out[: len(out) - metrics] or held
-            rows.append(out[len(out) - metrics :])
-        return [*out[: len(out) - metrics], *(torch.stack(column) for column in zip(*rows))]
+            results = one_step([*state, *[leaf[index] for leaf in batches]])
+            next_state = outputs.state_of(results)
+            state = next_state or state  # a donated step has written into the state
+            metrics.append(results[outputs.state :])
+        return [*next_state, *(torch.stack(column) for column in zip(*metrics))]
 
     return run

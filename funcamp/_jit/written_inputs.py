@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from funcamp import _tree
 from funcamp._memory import Memory, overlaps, overlaps_itself
 from funcamp._trace.aliases import Aliases
-from funcamp._trace.trace import Graph, parts
+from funcamp._trace.interface import Input
+from funcamp._trace.trace import Graph
 from funcamp._types import Tree
 
 _COPY = torch.ops.aten.copy_.default
@@ -46,38 +47,38 @@ class WrittenInputs:
         self._captured_memory: Memory | None = None
         self._written_memory = Memory()
 
-    def check(self, state: Tree, batch: Tree, own: Memory, *, owned: bool) -> None:
+    def check(self, state: Tree, batch: Tree, state_memory: Memory, *, is_there: bool) -> None:
         """Refuse inputs that share memory with one that is written.
 
         Args:
             state: the state.
             batch: the batch.
-            own: the memory that jit's programs write the state to; no captured tensor is there.
-            owned: whether the state is in that memory, so that no two of its leaves share any.
+            state_memory: the memory that programs write the state to; no captured tensor is there.
+            is_there: whether the state is in that memory, so that no two of its leaves share any.
 
         Raises:
             ValueError: two inputs share memory, and the program writes one of them; or elements of one share a place.
         """
-        given = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
-        leaves = None if owned else [leaf for leaf in _tree.leaves(state) if leaf is not None]
-        if self._captured_memory is None or self._may_share(leaves, given, own):
+        tensors = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
+        leaves = None if is_there else [leaf for leaf in _tree.leaves(state) if leaf is not None]
+        if self._captured_memory is None or self._may_share(leaves, tensors, state_memory):
             self._refuse_shared(state, batch)
             self._captured_memory, self._written_memory = Memory(self._captured), Memory(self.captured)
 
-    def _may_share(self, leaves: list[Tensor] | None, given: list[Tensor], own: Memory) -> bool:
+    def _may_share(self, leaves: list[Tensor] | None, tensors: list[Tensor], state_memory: Memory) -> bool:
         """Return False if no input shares memory with a written one; True if the bytes must be compared."""
         assert self._captured_memory is not None
         memory = Memory()
         for number in self.batch:
-            leaf = given[number]
-            if memory.meets(leaf) or own.meets(leaf) or self._captured_memory.meets(leaf):
+            leaf = tensors[number]
+            if memory.meets(leaf) or state_memory.meets(leaf) or self._captured_memory.meets(leaf):
                 return True
             if not leaf.is_contiguous():
                 return True
             memory.add(leaf)
-        others = [leaf for number, leaf in enumerate(given) if number not in self.batch]
+        others = [leaf for number, leaf in enumerate(tensors) if number not in self.batch]
         if self._state:
-            if leaves is not None or any(map(own.meets, given)):
+            if leaves is not None or any(map(state_memory.meets, tensors)):
                 return True
         elif leaves is not None:
             others += leaves
@@ -119,34 +120,24 @@ class WrittenInputs:
                 leaf.detach().copy_(written)
 
 
-def written_inputs(graph: Graph, arguments: list[Tensor], state_leaves: int, *, donated: bool) -> WrittenInputs | None:
-    """Return the inputs that a traced step writes; None if it writes none.
-
-    Args:
-        graph: the step's.
-        arguments: the leaves of the state, and the batch's tensors.
-        state_leaves: the number of the former.
-        donated: whether the graph ends with copies of the new state to the old one.
-    """
+def written_inputs(graph: Graph) -> WrittenInputs | None:
+    """Return the inputs that a traced step writes, besides giving the state its new values; None if it writes none."""
     nodes = graph.module.graph.find_nodes(op="placeholder")
-    # A DTensor is a placeholder for each of its parts.
-    numbers = [number for number, argument in enumerate(arguments) for _ in parts(argument)]
-    numbers += range(len(arguments), len(arguments) + len(graph.captured))
-    results: set[fx.Node] = set()
-    if donated:
-        state_nodes = [node for node, number in zip(nodes, numbers) if number < state_leaves]
-        results = _final_copies(graph.module.graph, set(state_nodes))
+    state_nodes = {node for node, argument in zip(nodes, graph.inputs) if argument.kind == "state"}
+    is_donated = not graph.outputs.state
+    final_copies = _final_copies(graph.module.graph, state_nodes) if is_donated else set()
     writers = Aliases(graph.module.graph).writers
-    written: set[int] = set()
-    for node, number in zip(nodes, numbers):
-        if any(writer not in results for writer in writers.get(node, ())):
-            written.add(number)
+    written: set[Input] = set()
+    for node, argument in zip(nodes, graph.inputs):
+        if any(writer not in final_copies for writer in writers.get(node, ())):
+            written.add(argument)
     if not written:
         return None
-    state = sorted(number for number in written if number < state_leaves)
-    batch = sorted(number - state_leaves for number in written if state_leaves <= number < len(arguments))
-    captured = sorted(number - len(arguments) for number in written if number >= len(arguments))
-    return WrittenInputs(state, batch, graph.captured, captured)
+
+    def numbers_of(kind: str) -> list[int]:
+        return sorted(argument.number for argument in written if argument.kind == kind)
+
+    return WrittenInputs(numbers_of("state"), numbers_of("batch"), graph.captured, numbers_of("captured"))
 
 
 def _final_copies(graph: fx.Graph, targets: set[fx.Node]) -> set[fx.Node]:

@@ -37,6 +37,7 @@ from funcamp._trace.as_compiled import as_compiled
 from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.host_draws import HostDraws
 from funcamp._trace.inner_casts import InnerCasts, watch_autocast
+from funcamp._trace.interface import Input, Outline, Outputs
 from funcamp._trace.kept_tensors import settle
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.random_numbers import Draws
@@ -100,16 +101,6 @@ _ASKED = (
 )
 
 
-class Outline(NamedTuple):
-    """A pytree without its tensors."""
-
-    spec: _tree.TreeSpec
-    constants: list[Any]
-    """Its leaves, with None instead of every tensor."""
-    tensors: list[int]
-    """The positions of the tensors."""
-
-
 class Wrapper(NamedTuple):
     """Everything about a tensor subclass (DTensor) except its plain tensors."""
 
@@ -127,6 +118,8 @@ class Graph(NamedTuple):
 
     module: torch.fx.GraphModule
     """From the plain parts of the arguments and captured tensors to the plain parts of the results; not recompiled."""
+    inputs: list[Input]
+    """What each of its inputs is."""
     examples: list[Tensor]
     """Fake tensors like its inputs."""
     mode: FakeTensorMode
@@ -136,9 +129,9 @@ class Graph(NamedTuple):
     kept: list[Tensor]
     """Tensors that Python has kept of this run, and that follow from arguments that change from call to call."""
     wrappers: list[Wrapper | None]
-    """The wrappers of its results: the list's, then the pytree's."""
-    rest: Outline
-    """The pytree that the function returned with its list."""
+    """The wrappers of its results."""
+    outputs: Outputs
+    """What each of its results is."""
     wrapped: bool
     """Whether an argument or a result is not a plain tensor."""
     is_open: bool
@@ -157,7 +150,8 @@ def trace(
     """Trace fn for arguments like these.
 
     Args:
-        fn: a function from a list of tensors to a list of tensors and a pytree; may write to its arguments.
+        fn: a function from a list of tensors, state and batch, to a list of tensors, the next state, and a pytree, the
+            metrics; may write to its arguments.
         args: distinct tensors without aliases.
         home: the types of device that it must not leave.
         fixed_shapes: whether it must have no tensor whose shape follows from values, such as `x[x > 0]`.
@@ -219,13 +213,20 @@ def _traced(
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     watch = _Watch(home, fake)
     around = [wrapper_of(arg) for arg in args]
-    plain = [part for arg in args for part in parts(arg)]
+    plain: list[Tensor] = []
+    inputs: list[Input] = []
+    for number, arg in enumerate(args):
+        part_input = Input("state", number) if number < state_count else Input("batch", number - state_count)
+        for part in parts(arg):
+            plain.append(part)
+            inputs.append(part_input)
     with fake:  # new tensors, because it is unknown what later arguments share with each other
         examples: list[Tensor] = [
             torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device) for part in plain
         ]
     wrappers: list[Wrapper | None] = []
-    outlines: list[Outline] = []
+    outputs: list[Outputs] = []
+    returned_parts: list[int] = []
 
     def flat(*given: Tensor) -> list[Tensor]:
         with watch.on():
@@ -241,7 +242,9 @@ def _traced(
                         "mask.sum() for the size of x[mask]"
                     )
             tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            outlines.append(Outline(spec, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], tensors))
+            constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            outputs.append(Outputs(len(first), Outline(spec, constants, tensors)))
+            returned_parts.append(sum(len(parts(leaf)) for leaf in first))
             results = [*first, *[leaves[index] for index in tensors]]
             wrappers.extend(wrapper_of(result) for result in results)
         return [part for result in results for part in parts(result)]
@@ -256,7 +259,7 @@ def _traced(
         ):
             module = _recorded(flat, examples)
     except Exception as error:
-        watch.settle(plain, failed=True)
+        watch.settle(plain, inputs, failed=True)
         if isinstance(error, _SHAPE):
             where = "in a CUDA graph" if fixed_shapes else f"by {error.func}"
             instead = f"{FIXED}, or pass capture=False" if fixed_shapes else FIXED
@@ -270,8 +273,9 @@ def _traced(
     _name_dtypes(module.graph)
     real = watch.real()
     _refuse_gradients(real)
-    kept = watch.settle(plain, state_count=state_count, returned=len(wrappers) - len(outlines[0].tensors))
+    kept = watch.settle(plain, inputs, returned=returned_parts[0])
     captured = _lift(module, real)
+    inputs += [Input("captured", number) for number in range(len(captured))]
     if any(isinstance(leaf, FakeTensor) for leaf in captured):
         raise RuntimeError(
             "jit: step must not read a tensor that Python kept of an earlier trace, and that has no values"
@@ -282,7 +286,7 @@ def _traced(
     with fake:
         examples += [fake.from_tensor(leaf.detach(), static_shapes=True) for leaf in captured]
     wrapped, has_open = any([*around, *wrappers]), any(map(is_open_node, module.graph.nodes))
-    return Graph(module, examples, fake, captured, kept, wrappers, outlines[0], wrapped, has_open)
+    return Graph(module, inputs, examples, fake, captured, kept, wrappers, outputs[0], wrapped, has_open)
 
 
 def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[torch.fx.GraphModule, list[Tensor]]:
@@ -643,14 +647,14 @@ class _Watch(LetsDynamoIn, TorchDispatchMode):
                 self._made_in_part[id(out)] = weakref.ref(out), slot.proxy.node
 
     def settle(
-        self, given: list[Tensor], *, failed: bool = False, state_count: int = 0, returned: int = 0
+        self, given: list[Tensor], inputs: list[Input], *, failed: bool = False, returned: int = 0
     ) -> list[Tensor]:
         """Give the tensors of a trace that Python has kept their values, computed from these arguments.
 
         Args:
             given: the arguments.
+            inputs: what each of them is.
             failed: whether the trace failed.
-            state_count: the number of arguments, the first ones, that are the state.
             returned: the number of results, the first ones, that are the next state.
 
         Returns:
@@ -675,7 +679,8 @@ class _Watch(LetsDynamoIn, TorchDispatchMode):
                 values[node] = real[id(value)].detach()
         constant: set[torch.fx.Node] = set()
         if not failed:
-            state, results = placeholders[:state_count], graph.output_node().args[0][:returned]
+            state = [node for node, argument in zip(placeholders, inputs) if argument.kind == "state"]
+            results = graph.output_node().args[0][:returned]
             constant = set(state) - Aliases(graph).changed(state, results)
         return settle(kept, root, values, failed=failed, constant=constant)
 

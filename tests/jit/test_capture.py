@@ -304,7 +304,7 @@ class Program:
 def test_a_graph_keeps_the_program_that_has_its_constants() -> None:
     program, graphs = Program(), cast("cuda_graph.CudaGraphs", Forgetful())
     alive = weakref.ref(program)
-    captured = cuda_graph.Captured(graphs, program, [torch.zeros(2)], [torch.ones(2)], 1)
+    captured = cuda_graph.Captured(graphs, program, [torch.zeros(2)], [torch.ones(2)], 0)
     del program
     gc.collect()
     assert alive() is not None

@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 from funcamp import Params, ScalerConfig, TrainState, clone, jit, stateless
 from funcamp._jit import compile as compiler
-from funcamp._jit import jit_step
+from funcamp._jit import executable
 from tests.support.helpers import assert_same
 from tests.support.models import cnn, mlp
 from tests.support.steps import build
@@ -494,7 +494,7 @@ class Backends:
             self.asked.append(target.backend)
             return compiler.compile_graph(graph, target._replace(backend="eager"))
 
-        monkeypatch.setattr(jit_step, "compile_graph", compile_graph)
+        monkeypatch.setattr(executable, "compile_graph", compile_graph)
 
 
 @pytest.mark.parametrize("unroll", [None, 2])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from funcamp._jit import cuda_graph, jit_step
+from funcamp._jit import cuda_graph, executable
 from funcamp._memory import Memory
 from tests.support.helpers import assert_same, clone
 from tests.support.stand_in import StandIn
@@ -183,6 +183,29 @@ def test_a_later_state_over_the_memory_of_a_tensor_that_the_step_reads(name: str
     assert anchor.tolist() == [0, 1, 2, 3]
 
 
+def test_a_tensor_in_the_memory_of_the_state_that_a_later_program_reads(
+    compiled: Callable[..., Any], request: pytest.FixtureRequest
+) -> None:
+    state: Any = {"a": torch.zeros(4)}
+    anchor = state["a"].detach()
+
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"a": state["a"] + 1}, anchor.sum() if len(batch) == 3 else None
+
+    run = compiled(step)
+    state, _ = run(state, torch.ones(2))
+    if request.node.callspec.params["compiled"] == "captured":  # the graph of the first program would write into it
+        with pytest.raises(RuntimeError, match=r"jit: step must read no tensor .* in the memory of the state, where"):
+            run(state, torch.ones(3))
+        assert run(state, torch.ones(2))[0]["a"].tolist() == [2] * 4
+        return
+    for size in (3, 2, 3):
+        before = anchor.sum()
+        state, metric = run(state, torch.ones(size))
+        assert metric is None or metric == before
+    assert state["a"].tolist() == [4] * 4
+
+
 def total(state: Any, batch: Tensor) -> Any:
     return {"a": state["a"] + batch.sum()}, None
 
@@ -280,7 +303,7 @@ def test_a_tensor_that_the_step_reads_is_later_given_the_memory_of_the_state(
     run = compiled(step)
     state, _ = run({"a": torch.arange(4.0)}, torch.ones(1))
     REBOUND[name](target, state["a"])
-    if run._graphs is not None:  # the graph reads the old address
+    if run._sharing.memory.graphs is not None:  # the graph reads the old address
         with pytest.raises(RuntimeError, match=r"jit: step must find .*float32 tensor of shape \(4,\) .*\.data"):
             run(state, torch.ones(1))
         assert state["a"].tolist() == [1, 2, 3, 4]
@@ -447,7 +470,7 @@ def test_a_tensor_that_a_failed_compilation_read_may_get_other_strides(monkeypat
 
     run = jit(lambda state, batch: (state + table, batch * 1), backend="aot_eager")
     with monkeypatch.context() as patch:
-        patch.setattr(jit_step, "compile_graph", fail)
+        patch.setattr(executable, "compile_graph", fail)
         with pytest.raises(RuntimeError, match="cannot be compiled: no space left"):
             run(torch.zeros(2, 2), torch.ones(()))
     table.t_()

@@ -276,4 +276,4 @@ def test_a_step_that_writes_no_input_checks_none(donate: bool) -> None:
     captured = torch.ones(4)
     run = jit(lambda state, batch: ({"w": state["w"] + batch + captured}, None), backend="eager", donate=donate)
     run({"w": torch.zeros(4)}, torch.ones(4))
-    assert [program.written for program in run._programs.values()] == [None]
+    assert [executable.written for executable in run._executables.values()] == [None]

@@ -26,12 +26,14 @@ from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from funcamp import jit
+from funcamp._jit import executable as _executable
 from funcamp._jit import jit_step as _jit_step
 from funcamp._jit.compile import target_of
 from funcamp._jit.passes.program import Flat, Target
 from tests.support import triton_cpu
 from tests.support.fake_cuda import pretended
 
+executable: Any = _executable
 jit_step: Any = _jit_step
 
 _BYTES = {"fp64": 8, "i64": 8, "fp32": 4, "i32": 4, "u32": 4, "fp16": 2, "bf16": 2, "i16": 2, "i8": 1, "u8": 1, "i1": 1}
@@ -152,11 +154,12 @@ def program_of(step: Callable[[Any, Any], Any], state: Any, batch: Any, **option
     owned: Any = types.SimpleNamespace(leaves=[flat[place] for place in places], filled=filled)
     given = [leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     with on_gpu(stop):
-        graph = run._trace(owned, batch, given)
+        graph = executable.trace_step(step, run._options, owned, None, batch, given, run._carried)
         with pretended(), graph.mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
             graph.module(*graph.examples)
         try:
-            run._compile_graph(graph, target_of(graph, "inductor", frozenset({"cuda"}), exact=False), _NO_SESSION)
+            target = target_of(graph, "inductor", frozenset({"cuda"}), exact=False)
+            executable.compile_traced(graph, target, run._options, _NO_SESSION)
         except _Written as written:
             return Program(str(written), counter.get_total_flops())
     raise AssertionError("nothing was compiled")
@@ -174,8 +177,8 @@ def gpu_backend(module: fx.GraphModule, examples: list[Tensor]) -> Flat:
         return list(module(*leaves)), ()
 
     with torch._guards.tracing(None), on_gpu():
-        graph = jit_step.trace(flat, examples, {"cpu"})
-        call = jit_step.compile_graph(graph, target_of(graph, "inductor", frozenset({"cuda"}), exact=True))
+        graph = executable.trace(flat, examples, {"cpu"})
+        call = executable.compile_graph(graph, target_of(graph, "inductor", frozenset({"cuda"}), exact=True))
     return lambda *values: call(list(values))
 
 
@@ -187,7 +190,7 @@ def _on_cuda(value: Any) -> Any:
 def on_gpu(written: Callable[[str], None] = lambda code: None) -> Iterator[None]:
     """A region in which steps are compiled for the GPU; written is called with the text of each program."""
     triton_cpu.complete()
-    trace, compile_graph = jit_step.trace, jit_step.compile_graph
+    trace, compile_graph = executable.trace, executable.compile_graph
 
     def traced(fn: Any, args: list[Tensor], home: Any, **options: Any) -> Any:
         with pretended(), _chosen_attention():
@@ -209,9 +212,8 @@ def on_gpu(written: Callable[[str], None] = lambda code: None) -> Iterator[None]
         "trace": traced,
         "compile_graph": compiled,
         "check_like": lambda *_: None,
-        "_on_cpu": lambda owned: False,
     }
-    with mock.patch.multiple(jit_step, **names):
+    with mock.patch.multiple(executable, **names), mock.patch.object(jit_step, "_on_cpu", return_value=False):
         yield
 
 

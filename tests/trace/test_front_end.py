@@ -225,7 +225,7 @@ def test_what_is_traced_as_in_eager_mode_is_the_programs_step(monkeypatch: pytes
         graphs.append(graph.module.graph)
         return compile_graph(graph, *args, **options)
 
-    monkeypatch.setattr("funcamp._jit.jit_step.compile_graph", noted)
+    monkeypatch.setattr("funcamp._jit.executable.compile_graph", noted)
     loss_fn = module_loss(Asking(8, 8), nn.functional.mse_loss)
     sgd = stateless(torch.optim.SGD, lr=0.1)
     step = make_train_step(loss_fn, sgd, policy="bfloat16", accumulate=2, scan=True)

@@ -1,0 +1,285 @@
+"""`Executable`: a step that is compiled for one signature, ready to run; and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_instead, target_of
+from funcamp._jit.cuda_graph import Captured
+from funcamp._jit.donation import Layout, Owned, arranged, layouts_for
+from funcamp._jit.kinds import check_like
+from funcamp._jit.passes.program import Flat, Target
+from funcamp._jit.session import CompileSession, keeping_generators
+from funcamp._jit.state_memory import StateMemory
+from funcamp._jit.unroll import check_steps, unrolled
+from funcamp._jit.written_inputs import WrittenInputs, written_inputs
+from funcamp._trace.carried_state import CarriedState
+from funcamp._trace.interface import Outputs
+from funcamp._trace.open_shapes import is_open
+from funcamp._trace.trace import Graph, trace
+from funcamp._trace.tracing import HostError
+from funcamp._types import Tree
+from funcamp._upstream.advice import advise
+
+
+class Options(NamedTuple):
+    """The arguments of `jit`, checked."""
+
+    donate: bool
+    capture: bool
+    unroll: int | None
+    exact: bool
+    backend: str
+    compile_after: int
+    max_signatures: int
+    without: frozenset[str]
+    explain: bool
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call."""
+
+    state: Tree
+    """As it was passed; the memory may have a copy of it."""
+    batch: Tree
+    tensors: list[Tensor]
+    """The batch's."""
+
+
+class Executable(NamedTuple):
+    """A step that is compiled for one signature."""
+
+    run: Flat
+    """From the state's leaves and the batch's tensors, in these layouts, to the results."""
+    outputs: Outputs
+    layouts: list[Layout]
+    captured: list[Tensor]
+    """The tensors that it reads besides its arguments."""
+    written: WrittenInputs | None
+    """The inputs that it writes, besides giving the state its new values; None for most."""
+
+
+class CompiledLater:
+    """Runs the traced operations one by one, and compiles them once it has been called often enough.
+
+    Args:
+        one_by_one: runs them.
+        compile_traced: compiles them.
+        calls: the number of calls before that.
+        task: what is compiled, for the report.
+    """
+
+    def __init__(
+        self, one_by_one: Flat, compile_traced: Callable[[CompileSession], Flat], calls: int, task: str
+    ) -> None:
+        self._run = one_by_one
+        self._compile_traced: Callable[[CompileSession], Flat] | None = compile_traced
+        self._calls_left, self._task = calls, task
+
+    def __call__(self, values: list[Tensor]) -> list[Tensor]:
+        """Return the results of the step."""
+        if self._calls_left:
+            self._calls_left -= 1
+        elif self._compile_traced is not None:
+            with CompileSession(self._task) as session:
+                session.progress.phase("compiling")
+                self._run = self._compile_traced(session)
+            self._compile_traced = None
+        return self._run(values)
+
+
+def make_executable(
+    step: Callable[[Any, Any], Any],
+    options: Options,
+    memory: StateMemory,
+    arguments: Arguments,
+    carried: CarriedState,
+    session: CompileSession,
+    *,
+    compile_at_once: bool,
+) -> Executable:
+    """Trace a step and compile it; with CUDA graphs, capture it. The program does not run.
+
+    Args:
+        step: the step.
+        options: those of `jit`.
+        memory: where the state is.
+        arguments: of the call that it is made for.
+        carried: the state that the step's Python keeps from call to call.
+        session: the surroundings.
+        compile_at_once: whether not to wait for `compile_after` calls.
+
+    Raises:
+        Exception: any error of the step, of the compiler or of the capture.
+    """
+    assert memory.current is not None
+    if options.unroll is not None:
+        check_steps(arguments.batch, options.unroll)
+    graphs, leaves = memory.graphs, memory.current.leaves
+    inputs = arguments.tensors
+    if graphs is not None:
+        inputs = [tensor.to(leaves[0].device) for tensor in inputs]
+    check_compiler(options.backend, leaves + inputs)
+    layouts = layouts_for(inputs)
+    inputs = arranged(inputs, layouts, memory.current.memory)
+    examples = inputs if options.unroll is None else [tensor[0] for tensor in inputs]
+    graph = trace_step(
+        step,
+        options,
+        memory.current,
+        memory.kinds,
+        arguments.batch,
+        examples,
+        carried,
+        fixed_shapes=graphs is not None,
+    )
+    written = written_inputs(graph)
+    if written is not None:
+        is_passed = memory.current.tree is arguments.state
+        memory.check_written(written, arguments.state, arguments.batch, known=is_passed)
+    memory.move_away_from(graph.captured)
+    run = _compiled(graph, options, memory.current, session, compile_at_once=compile_at_once or graphs is not None)
+    if graphs is not None:
+        run = Captured(graphs, run, memory.current.leaves, inputs, graph.outputs.state, written)
+        memory.pin()
+    return Executable(run, graph.outputs, layouts, graph.captured, written)
+
+
+def trace_step(
+    step: Callable[[Any, Any], Any],
+    options: Options,
+    owned: Owned,
+    state_kinds: Tree,
+    batch: Tree,
+    tensors: list[Tensor],
+    carried: CarriedState,
+    *,
+    fixed_shapes: bool = False,
+) -> Graph:
+    """Run a step once without values, and return its operations.
+
+    Args:
+        step: the step.
+        options: those of `jit`.
+        owned: the state.
+        state_kinds: the kinds of its leaves, which the next state must have too.
+        batch: the batch.
+        tensors: its tensors, of one step.
+        carried: the state that the step's Python keeps from call to call.
+        fixed_shapes: whether it must have no tensor whose shape follows from values.
+
+    Raises:
+        TypeError: the step returns no pair.
+        ValueError: the next state is unlike the state.
+        RuntimeError: the step reads a value on the host, or keeps state in Python that a program cannot.
+        Exception: any error of the step.
+    """
+    state_count, state_of = len(owned.leaves), owned.filled
+    batch_leaves, batch_spec = _tree.flatten(batch)
+    positions = [index for index, leaf in enumerate(batch_leaves) if isinstance(leaf, Tensor)]
+
+    def batch_of(values: list[Tensor]) -> Tree:
+        filled = list(batch_leaves)
+        for position, value in zip(positions, values):
+            needs_gradient = batch_leaves[position].requires_grad
+            filled[position] = value.detach().requires_grad_() if needs_gradient else value
+        return _tree.unflatten(filled, batch_spec)
+
+    def on_tensors(values: list[Tensor]) -> tuple[list[Tensor], Tree]:
+        state_values = values[:state_count]
+        next_leaves, metrics = _taken(step, state_of(state_values), batch_of(values[state_count:]), state_kinds)
+        metric_leaves, metric_spec = _tree.flatten(metrics)
+        if options.unroll is not None:
+            _check_stackable(metric_leaves)
+        metric_leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in metric_leaves]
+        metrics = _tree.unflatten(metric_leaves, metric_spec)
+        if not options.donate:
+            # A leaf of the old state or of the batch is copied: a later donated step writes the new state's memory.
+            return [leaf.detach().clone() for leaf in next_leaves], metrics
+        # Compute all values before the first write; a clone of a computed value costs nothing.
+        pairs = zip(next_leaves, state_values)
+        writes = [(leaf.detach().clone(), former) for leaf, former in pairs if leaf is not former]
+        for value, former in writes:
+            former.copy_(value)
+        return [], metrics
+
+    try:
+        return trace(
+            on_tensors,
+            [*owned.leaves, *tensors],
+            {leaf.device.type for leaf in owned.leaves},
+            fixed_shapes=fixed_shapes,
+            carried=carried,
+            state_count=state_count,
+        )
+    except HostError as error:
+        raise RuntimeError(f"jit: step must {error}") from None
+
+
+def _taken(step: Callable[[Any, Any], Any], state: Tree, batch: Tree, state_kinds: Tree) -> tuple[list[Tensor], Tree]:
+    """Return the leaves of the next state, and the metrics."""
+    result = step(state, batch)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"jit: step must return the pair (state, metrics); got {type(result).__name__}")
+    next_state, metrics = result
+    check_like(("state", "the step's new state"), state_kinds, next_state)
+    return [leaf for leaf in _tree.leaves(next_state) if leaf is not None], metrics
+
+
+def _check_stackable(metric_leaves: list[Any]) -> None:
+    for leaf in metric_leaves:
+        if is_open(leaf):
+            raise HostError(
+                "return metrics of fixed shapes with unroll, which stacks those of several steps; got "
+                f"{_tree.describe(leaf)}"
+            )
+
+
+def _compiled(graph: Graph, options: Options, owned: Owned, session: CompileSession, *, compile_at_once: bool) -> Flat:
+    """Return a function from the leaves of the state and the batch's tensors to the results."""
+    # What is compiled later must not keep this state alive, so no function below refers to `owned`.
+    state_count = len(owned.leaves)
+    gpus = frozenset(leaf.device for leaf in owned.leaves if leaf.device.type == "cuda")
+    devices = frozenset(leaf.device.type for leaf in owned.leaves)
+    target = target_of(graph, options.backend, devices, exact=options.exact)
+
+    def compiled_for(target: Target, session: CompileSession) -> Flat:
+        with keeping_generators(gpus):
+            one_step = compile_traced(graph, target, options, session)
+        if options.unroll is None:
+            return one_step
+        return unrolled(one_step, state_count, graph.outputs, options.unroll)
+
+    if compile_at_once or not options.compile_after or target.backend == "eager":
+        session.progress.phase("compiling")
+        run = compiled_for(target, session)
+        session.progress.phase("running")
+        return run
+    session.progress.phase("running operation by operation")
+    one_by_one = compiled_for(target._replace(backend="eager"), session)
+    return CompiledLater(
+        one_by_one, lambda later: compiled_for(target, later), options.compile_after, session.progress.task
+    )
+
+
+def compile_traced(graph: Graph, target: Target, options: Options, session: CompileSession) -> Flat:
+    """Compile a traced step; one with open shapes that Inductor cannot compile runs operation by operation.
+
+    Raises:
+        RuntimeError: it cannot be compiled.
+    """
+    try:
+        return compile_graph(graph, target, options.without, explained=options.explain, headers=session.headers)
+    except Exception as error:
+        if target.backend == "eager":  # nothing is compiled
+            raise
+        if target.by_inductor and target.is_open:
+            one_by_one_instead(f"Inductor raises {type(error).__name__}")
+            return compile_traced(graph, target._replace(backend="eager"), options, session)
+        advise("jit", error)
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error

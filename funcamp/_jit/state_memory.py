@@ -1,0 +1,141 @@
+"""`StateMemory`: where compiled steps keep a state between calls."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._jit import cuda_graph
+from funcamp._jit.captured_tensors import CapturedTensors
+from funcamp._jit.donation import Owned, take_over
+from funcamp._jit.kinds import kinds
+from funcamp._jit.written_inputs import WrittenInputs
+from funcamp._memory import Memory
+from funcamp._types import Tree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: Number of leaves whose memory a call of a captured step checks, at 0.15 µs each.
+_WATCHED = 16
+
+
+class StateMemory:
+    """The memory in which programs read a state and write its successor: donated, or static for CUDA graphs.
+
+    It knows no programs. All steps that share it have a state of one kind, that of the first.
+
+    Args:
+        state: the first state.
+        donate: whether programs write the next state into this memory.
+        capture: whether programs are captured, on a device that can.
+
+    Raises:
+        RuntimeError: the state is on several GPUs and is to be captured.
+    """
+
+    def __init__(self, state: Tree, *, donate: bool, capture: bool) -> None:
+        devices = [leaf.device for leaf in _tree.leaves(state) if isinstance(leaf, Tensor)]
+        self.graphs = cuda_graph.graphs_for(devices) if capture else None
+        """Captures and replays; None without CUDA graphs."""
+        self.captured: weakref.WeakSet[CapturedTensors] = weakref.WeakSet()
+        """The tensors that programs read besides their arguments, which are never written as a state."""
+        self.kinds: Tree = None
+        """The kinds of the first state, with the strides that programs are compiled for."""
+        self.current: Owned | None = None
+        """The state of the last call; None if its memory is now that of a captured tensor."""
+        self._donate = donate
+        self._is_pinned = False
+        with torch.inference_mode(False), torch.no_grad():
+            self.current = self._taken_over(state)
+        self.kinds = kinds(self.current.tree)
+
+    def take(self, state: Tree) -> Owned:
+        """Return another state in memory that programs may write; with CUDA graphs, copied into their static memory.
+
+        Raises:
+            ValueError: it is unlike the first state in structure, shape, dtype or device.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if self.current is not None and self.graphs is not None:
+                self.current.refill(state, self.kinds)
+            else:
+                self.current = self._taken_over(state)
+        return self.current
+
+    def _taken_over(self, state: Tree) -> Owned:
+        is_static = self.graphs is not None
+        return take_over(
+            state,
+            self.kinds,
+            avoid=Memory(self._captured_tensors()),
+            copy=is_static and not self._donate,
+            written=is_static or self._donate,
+        )
+
+    def _captured_tensors(self) -> Iterator[Tensor]:
+        for captured in self.captured:
+            yield from captured.tensors
+
+    def keep(self, leaves: list[Tensor]) -> Tree:
+        """Return the next state, of which a program that does not donate has made the leaves."""
+        assert self.current is not None
+        next_state = Owned(self.current.filled(leaves), self.current.strides, written=False)
+        if self.graphs is None:  # else it is copied into the static memory at its own call
+            self.current = next_state
+        return next_state.tree
+
+    def pin(self) -> None:
+        """Let the state stay where it is, because a CUDA graph has its addresses."""
+        assert self.current is not None
+        self._is_pinned = True
+        self.current.watch(_WATCHED)
+
+    def move_away_from(self, tensors: list[Tensor]) -> None:
+        """Copy the state elsewhere if it shares memory with tensors that a new program reads besides its arguments.
+
+        Raises:
+            RuntimeError: it must stay where it is.
+        """
+        assert self.current is not None
+        shared = next(filter(self.current.memory.meets, tensors), None)
+        if shared is None:
+            return
+        if self._is_pinned:
+            raise RuntimeError(
+                "jit: step must read no tensor besides its arguments that is in the memory of the state, where an "
+                f"earlier CUDA graph writes; got {_tree.describe(shared)}: take it from the state that step gets, or "
+                "read a clone() of it"
+            )
+        self.current = take_over(self.current.tree, self.kinds, avoid=Memory(), copy=True)
+
+    def follow(self, captured: CapturedTensors) -> None:
+        """Adopt captured tensors that were given other memory; give up the state's memory if it is now theirs.
+
+        Raises:
+            RuntimeError: a CUDA graph reads the former memory, or a program the former kind of tensor.
+        """
+        captured.follow(may_move=self.graphs is None)
+        if self.current is not None and any(map(self.current.memory.meets, captured.tensors)):
+            self.current = None
+
+    def check_written(self, written: WrittenInputs, state: Tree, batch: Tree, *, known: bool) -> None:
+        """Refuse inputs that share memory with one that a program writes.
+
+        Args:
+            written: what it writes, besides giving the state its new values.
+            state: the state, as it was passed.
+            batch: the batch.
+            known: whether the state is the current one.
+
+        Raises:
+            ValueError: two inputs share memory, and the program writes one of them.
+        """
+        if self.current is None:
+            written.check(state, batch, Memory(), is_there=False)
+        else:
+            written.check(state, batch, self.current.memory, is_there=known and self._donate)

@@ -1,0 +1,48 @@
+"""What the inputs and the results of a traced step are."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._types import Tree
+
+
+class Outline(NamedTuple):
+    """A pytree without its tensors."""
+
+    spec: _tree.TreeSpec
+    constants: list[Any]
+    """Its leaves, with None instead of every tensor."""
+    tensors: list[int]
+    """The positions of the tensors."""
+
+
+class Input(NamedTuple):
+    """What an input of a program is."""
+
+    kind: Literal["state", "batch", "captured"]
+    """A leaf of the state, a tensor of the batch, or a tensor that the step reads besides its arguments."""
+    number: int
+    """Its number among those of its kind. The plain parts of a DTensor have one number."""
+
+
+class Outputs(NamedTuple):
+    """What the results of a program are: leaves of the next state, then the tensors of the metrics."""
+
+    state: int
+    """The number of the former; 0 if the program writes them into the memory of the state."""
+    metrics: Outline
+
+    def state_of(self, results: list[Tensor]) -> list[Tensor]:
+        """Return the leaves of the next state."""
+        return results[: self.state]
+
+    def metrics_of(self, results: list[Tensor]) -> Tree:
+        """Return the metrics."""
+        leaves = list(self.metrics.constants)
+        for position, tensor in zip(self.metrics.tensors, results[self.state :]):
+            leaves[position] = tensor
+        return _tree.unflatten(leaves, self.metrics.spec)

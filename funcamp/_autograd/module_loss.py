@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,27 +16,23 @@ from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from funcamp import _tree
-from funcamp._autograd.first_call_watch import FirstCallWatch, Places, memory_of, written_error
+from funcamp._autograd.cast_names import cast_by_autocast, linear_weights
+from funcamp._autograd.first_call_watch import FirstCallWatch, written_error
 from funcamp._autograd.left_behind import LeftBehind, in_step_of
 from funcamp._autograd.loss import Loss
+from funcamp._autograd.module_batch import arguments_of, fits, form, loss_in
+from funcamp._autograd.module_checks import check_identities, has_compiled_part, kind_of, trainable_besides
+from funcamp._autograd.module_tensors import form_of, join, names_among, parts_of, slots_of, tensors_of, ties_of
+from funcamp._autograd.named_storages import NamedStorages, memory_of
 from funcamp._autograd.passed_values import has_hooks, like_own_tensors, with_hooks
 from funcamp._autograd.scaled_grad import Engine, check_engine, nodes, pair
 from funcamp._check import boolean
-from funcamp._memory import identity, overlaps, rebind
-from funcamp._trace.python_state import Slot, survey
+from funcamp._memory import rebind
+from funcamp._trace.python_state import survey
 from funcamp._trace.tracing import running
 
 _log = logging.getLogger("funcamp")
-_LAYER = frozenset({"weight", "bias"})
 
-#: Per module class, the parameters that its forward uses only in operations that torch.autocast casts.
-_CAST: dict[type[nn.Module], frozenset[str]] = {
-    **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), _LAYER),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _LAYER),
-    nn.MultiheadAttention: frozenset(
-        {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"}
-    ),
-}
 
 #: While a thread calls a module with other tensors, others wait: torch puts the tensors into the module itself.
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -64,7 +59,7 @@ class ModuleLoss(Loss):
         self._made_of = model
         self.holder = Holder(model, model)
         reached = list(survey({"criterion": criterion}).values())
-        self._untrained = _trainable_besides(model, reached)
+        self._untrained = trainable_besides(model, reached)
         """Tensors that the first call must not find in the loss's graph, because no step trains them."""
         self._watched: set[bool] = set()
         """The values of model.training with which an eager call was watched."""
@@ -72,31 +67,31 @@ class ModuleLoss(Loss):
         """Tensors in the memory of the last call's parameters, which the next call must not read."""
         self._watched_backward: set[bool] = set()
         """The same for a backward pass."""
-        self._parts = _parts(model)
+        self._parts = parts_of(model)
         self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
         self.names: dict[str, str] = {}
         """The name of every trainable parameter, to the name under which it is stored (different for tied ones)."""
         self.buffer_names: dict[str, str] = {}
         """The same for buffers, and for frozen parameters that share memory with a buffer."""
-        self.names, self.buffer_names = _ties(model)
+        self.names, self.buffer_names = ties_of(model)
         self.cast_names = frozenset(
-            _join(prefix, name) for prefix, module in model.named_modules() for name in _cast_by_autocast(module)
-        ) - _names_among(model, reached)
+            join(prefix, name) for prefix, module in model.named_modules() for name in cast_by_autocast(module)
+        ) - names_among(model, reached)
         """The names of the parameters that torch.autocast would cast.
 
         Without those that the criterion reaches: a penalty reads them in full precision, and its gradient must not be
         rounded.
         """
         self.hooked_names = frozenset(
-            name for name, own in _tensors(model).items() if name in self.names and has_hooks(own)
+            name for name, own in tensors_of(model).items() if name in self.names and has_hooks(own)
         )
-        self.linear_names = frozenset(_linear_weights(model)) - self.hooked_names
+        self.linear_names = frozenset(linear_weights(model)) - self.hooked_names
         """The names of the weights that only a linear layer's own forward multiplies by."""
         self.has_buffers = bool(self.buffer_names)
-        self._own_slots = _slots(model, self.names.keys() | self.buffer_names.keys())
+        self._own_slots = slots_of(model, self.names.keys() | self.buffer_names.keys())
         self._trained_at = [(held, key) for name, held, key in self._own_slots if name in self.names]
-        self._form = _form_of(model)
-        self._own_places = Places(self._own_tensors())
+        self._form = form_of(model)
+        self._own_places = NamedStorages(self._own_tensors())
         self._left_behind: LeftBehind | None = None
         self._told_of_eval_mode = False
 
@@ -120,7 +115,7 @@ class ModuleLoss(Loss):
             raise TypeError(f"{self!r}: must be called with {wanted}; got {1 + len(buffers_and_batch)} arguments")
         if torch.compiler.is_dynamo_compiling():
             self._check_unchanged(called=True)
-        elif (form := _form_of(self._made_of)) != self._form:
+        elif (form := form_of(self._made_of)) != self._form:
             self._check_unchanged(called=True)
             self._form = form
         values = dict(params)
@@ -158,7 +153,7 @@ class ModuleLoss(Loss):
         before = {name: memory_of(value) for name, value in params.items()}
         trained = [name for name, value in params.items() if value.requires_grad]
         watch = FirstCallWatch({**self._own_tensors(), **self._kept}, self._own_places, params, buffers)
-        if running() is None and _has_compiled_part(self.holder):
+        if running() is None and has_compiled_part(self.holder):
             returned = self._loss(values, batch)
             watch.check_graph(returned, (values, batch))
         else:
@@ -188,7 +183,7 @@ class ModuleLoss(Loss):
         They are the parameters of one call. In torch's loop they would follow the parameters, so the next call is
         watched for reading them.
         """
-        places, own = Places(params), set(map(id, self._own_tensors().values()))
+        places, own = NamedStorages(params), set(map(id, self._own_tensors().values()))
         return {
             path: slot.value
             for path, slot in survey(self.python_parts()).items()
@@ -204,7 +199,7 @@ class ModuleLoss(Loss):
             if path is not None:
                 raise ValueError(
                     f"module_loss: criterion must have no trainable parameter, which no step would train; got {path!r} "
-                    f"in {_kind(self.criterion)}: make it a part of the model, whose forward takes the target, or "
+                    f"in {kind_of(self.criterion)}: make it a part of the model, whose forward takes the target, or "
                     "freeze it, requires_grad_(False); what another step trains (a GAN's discriminator) comes in the "
                     "batch, other_step.compute_params(state), for functional_call"
                 )
@@ -217,10 +212,10 @@ class ModuleLoss(Loss):
             try:
                 outputs = self.holder.model(*inputs, **named)
             except TypeError as error:
-                if _fits(self.model, inputs, named):
+                if fits(self.model, inputs, named):
                     raise
                 raise TypeError(
-                    f"module_loss: batch must be {_form(self.criterion is not None)}, as "
+                    f"module_loss: batch must be {form(self.criterion is not None)}, as "
                     f"{type(self.model).__name__}.forward{inspect.signature(self.model.forward)} takes them; "
                     f"got {_tree.brief(batch)}: {error}"
                 ) from error
@@ -271,7 +266,7 @@ class ModuleLoss(Loss):
 
     def _check_unchanged(self, *, called: bool = False) -> None:
         """Raise ValueError if the module's parameters, buffers or requires_grad flags have changed."""
-        now = _parts(self._made_of)
+        now = parts_of(self._made_of)
         if called:  # a new buffer may be a cache that the forward pass registered
             now = {name: part for name, part in now.items() if name in self._parts or part != "a buffer"}
         if now == self._parts:
@@ -386,7 +381,7 @@ class ModuleLoss(Loss):
             ValueError: since the loss was made, the module got other parameters or buffers, or froze or tied one.
         """
         self._check_unchanged()
-        if (self.names, self.buffer_names) != _ties(self._made_of):
+        if (self.names, self.buffer_names) != ties_of(self._made_of):
             raise ValueError(
                 "module_loss: model must have the ties it had when the loss was made; tensors were tied or parted "
                 "since (Module.to may part them): make the loss again, module_loss(model, ...), and the step of it"
@@ -432,7 +427,7 @@ class ModuleLoss(Loss):
     def _set_buffers(self, values: dict[str, Tensor]) -> None:
         """Make buffers, by stored name, and frozen parameters that are tied to them, share the memory of values."""
         held = {name: value.detach() for name, value in values.items()}
-        tensors = _tensors(self._made_of)
+        tensors = tensors_of(self._made_of)
         now = {id(tensors[name]): held[stored] for name, stored in self.buffer_names.items()}
         for name, stored in self.buffer_names.items():
             if held[stored] is not tensors[name]:
@@ -476,7 +471,7 @@ class ModuleLoss(Loss):
         values = {name: tree[stored] for name, stored in self.names.items()}
         if buffers is not None:
             values |= {name: buffers[stored] for name, stored in self.buffer_names.items()}
-        held = {id(value): values[name] for name, value in _tensors(self.model).items() if name in values}
+        held = {id(value): values[name] for name, value in tensors_of(self.model).items() if name in values}
         own = self.model.state_dict(keep_vars=True)
         return {
             name: held.get(id(value), value).detach().clone() if isinstance(value, Tensor) else value
@@ -582,230 +577,10 @@ def module_loss(
                 f"module_loss: model must not write its parameters in the forward pass; got max_norm={module.max_norm} "
                 f"in {name or 'the module'}, which renormalizes its weight in place"
             )
-    for name, value in _tensors(model).items():
+    for name, value in tensors_of(model).items():
         if nn.parameter.is_lazy(value):
             raise ValueError(
                 f"module_loss: model must have its shapes; {name!r} is lazy: call the model on a batch once, before"
             )
-    _check_identities(model, criterion)
+    check_identities(model, criterion)
     return ModuleLoss(model, criterion, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter and buffer by name, a shared module once."""
-    # functional_call is wrong if one place is given under two names, hence named_modules without duplicates.
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None:
-                found[_join(prefix, name)] = value
-    return found
-
-
-def _has_compiled_part(model: nn.Module) -> bool:
-    """Return whether torch.compile compiles the model or a part of it (recognized without importing Dynamo)."""
-    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in model.modules())
-
-
-def _names_among(model: nn.Module, slots: list[Slot]) -> frozenset[str]:
-    """Return the names of the model's tensors that are in these places."""
-    there = {id(slot.value) for slot in slots}
-    return frozenset(name for name, value in _tensors(model).items() if id(value) in there)
-
-
-def _trainable_besides(model: nn.Module, slots: list[Slot]) -> dict[int, tuple[str, Tensor]]:
-    """Return the trainable tensors in a criterion's places that are not the model's, by id, with their paths."""
-    own = set(map(id, _tensors(model).values()))
-    found: dict[int, tuple[str, Tensor]] = {}
-    for slot in slots:
-        value = slot.value
-        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf and id(value) not in own:
-            found.setdefault(id(value), (slot.path.removeprefix("criterion."), value))
-    return found
-
-
-def _check_identities(model: nn.Module, criterion: Callable[[Any, Any], Any] | None) -> None:
-    """Raise ValueError if the model or the criterion knows a parameter by its identity."""
-    own = {id(value): name for name, value in _tensors(model).items()}
-    for slot in survey({"model": model, "criterion": criterion}).values():
-        value = slot.value
-        in_a_dict = isinstance(slot.owner, dict) and isinstance(slot.key, (Tensor, int))
-        in_a_set = slot.path.endswith("}") and isinstance(value, Tensor)
-        keys = [id(slot.key) if isinstance(slot.key, Tensor) else slot.key] if in_a_dict else []
-        if in_a_set:
-            keys.append(id(value))
-        if type(value) is int:
-            keys.append(value)
-        name = next((own[key] for key in keys if key in own), None)
-        if name is not None:
-            raise ValueError(
-                "module_loss: model and criterion must not know a parameter by its identity (id(), a key of a dict, "
-                f"in a set), because a step passes other tensors; got {name!r} in {slot.path}: use its name, or an "
-                "attribute of the parameter"
-            )
-
-
-def _kind(criterion: Any) -> str:
-    return getattr(criterion, "__name__", type(criterion).__name__)
-
-
-def _form_of(model: nn.Module) -> list[Any]:
-    """Return what changes if a module gets or loses a parameter or buffer, or freezes one: `_parts` in less time."""
-    form: list[Any] = []
-    left, seen = [model], {id(model)}
-    while left:
-        module = left.pop()
-        form += module._parameters.keys()  # a module of TorchScript iterates otherwise
-        form += [None if value is None else value.requires_grad for value in module._parameters.values()]
-        for name, value in module._buffers.items():
-            form += (name, value is None)
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                left.append(child)
-    return form
-
-
-def _slots(model: nn.Module, names: Set[str]) -> list[tuple[str, dict[str, Any], str]]:
-    """Return, for each of these names, the dict of a module that has the tensor, and the key in it."""
-    found: list[tuple[str, dict[str, Any], str]] = []
-    for prefix, module in model.named_modules():
-        for held in (module._parameters, module._buffers):
-            found += [(_join(prefix, key), held, key) for key in held.keys() if _join(prefix, key) in names]  # noqa: SIM118  of TorchScript
-    return found
-
-
-def _attributes(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that modules have as plain attributes, without those that hooks recompute."""
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            # torch's prune and older spectral_norm leave `weight` beside `weight_orig` until the next forward pass. An
-            # attribute that requires a gradient is found in the graph.
-            if isinstance(value, Tensor) and not value.requires_grad and f"{name}_orig" not in module._parameters:
-                found[_join(prefix, name)] = value
-    return found
-
-
-def _parts(model: nn.Module) -> dict[str, str]:
-    """Return every parameter and buffer by name, and whether it is trained."""
-    parts = {}
-    for prefix, module in model.named_modules():
-        for name, value in module._parameters.items():
-            if value is not None:
-                parts[_join(prefix, name)] = "a trainable parameter" if value.requires_grad else "a frozen parameter"
-        parts |= {_join(prefix, name): "a buffer" for name, value in module._buffers.items() if value is not None}
-    return parts
-
-
-def _ties(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the stored names of trainable parameters, and of buffers with frozen parameters tied to them.
-
-    Raises:
-        ValueError: two of them share memory and are not one tensor.
-    """
-    parts, tensors = _parts(model), _tensors(model)
-    # Two Parameters on one memory are two for an optimizer; for the others only memory counts.
-    keys = {name: id(t) if parts[name] == "a trainable parameter" else identity(t) for name, t in tensors.items()}
-    buffers = [name for name, part in parts.items() if part == "a buffer"]
-    trained = [name for name, part in parts.items() if part == "a trainable parameter"]
-    distinct = set({key: name for name, key in reversed(keys.items())}.values())
-    attributes = {name: value for name, value in _attributes(model).items() if name not in tensors}
-    parts |= dict.fromkeys(attributes, "a plain attribute")
-    held = {name: tensor for name, tensor in tensors.items() if name in distinct} | attributes
-    for one, other in overlaps(held):
-        kinds = {parts[one], parts[other]}
-        # A constant may have two names, as a buffer and an attribute; a step changes what is trained.
-        if kinds != {"a frozen parameter"} and ("a plain attribute" not in kinds or "a trainable parameter" in kinds):
-            raise ValueError(
-                f"module_loss: parameters and buffers must be one tensor or share no memory; got {parts[one]} {one!r} "
-                f"and {parts[other]} {other!r}: assign the one to the other (layer.weight = other.weight), compute it "
-                "in forward, or clone() it"
-            )
-    first_trained = {keys[name]: name for name in reversed(trained)}
-    first_kept = {keys[name]: name for name in reversed(buffers)}
-    frozen = [name for name, part in parts.items() if part == "a frozen parameter" and keys[name] in first_kept]
-    return (
-        {name: first_trained[keys[name]] for name in trained},
-        {name: first_kept[keys[name]] for name in (*buffers, *frozen)},
-    )
-
-
-def _form(has_target: bool) -> str:
-    if has_target:
-        return "a tuple or list (*inputs, target) with a criterion"
-    return "a mapping of keyword arguments, a tuple or list of arguments, or a tensor"
-
-
-def arguments_of(batch: Any, *, has_target: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return the model's positional and keyword arguments from a batch, and the target."""
-    if isinstance(batch, (tuple, list)) and (batch or not has_target):
-        return (tuple(batch[:-1]), {}, batch[-1]) if has_target else (tuple(batch), {}, None)
-    if not has_target and isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
-        return (), dict(batch), None
-    if not has_target and isinstance(batch, Tensor):
-        return (batch,), {}, None
-    also = ""
-    if has_target and isinstance(batch, Mapping):
-        also = "; module_loss(model) without a criterion passes a mapping on, for a model that returns its loss"
-    raise TypeError(f"module_loss: batch must be {_form(has_target)}; got {_tree.brief(batch)}{also}")
-
-
-def _fits(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    try:
-        inspect.signature(model.forward).bind(*inputs, **named)
-    except TypeError:
-        return False
-    return True
-
-
-def loss_in(outputs: Any) -> Tensor:
-    """Return the loss in a model's output.
-
-    Raises:
-        TypeError: there is none.
-    """
-    if isinstance(outputs, Tensor):
-        loss: Any = outputs
-    elif isinstance(outputs, Mapping):
-        loss = outputs.get("loss")
-    else:
-        loss = getattr(outputs, "loss", None)
-    if not isinstance(loss, Tensor) or loss.dim():
-        raise TypeError(
-            "module_loss: model must return its loss if there is no criterion: a tensor of shape (), an object with "
-            f".loss or a dict with 'loss'; got {_tree.brief(outputs)}{_loss_of(outputs, loss)}. Pass labels in the "
-            "batch if the model wants them for it, or module_loss a criterion"
-        )
-    return loss
-
-
-def _loss_of(outputs: Any, loss: Any) -> str:
-    return "" if loss is outputs else f", its loss {_tree.brief(loss)}"
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
-def _cast_by_autocast(module: nn.Module) -> frozenset[str]:
-    """Return the names of a module's own parameters that only operations which autocast casts use."""
-    # GPT-2's layers: a product with the weight transposed. There is none in the model if it was not imported.
-    transposed = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    for kind, names in (_CAST if transposed is None else _CAST | {transposed: _LAYER}).items():
-        if isinstance(module, kind):
-            own = all(
-                name not in vars(module) and getattr(type(module), name, None) is getattr(kind, name, None)
-                for name in ("forward", "_conv_forward")
-            )
-            return frozenset(n for n in names if module._parameters.get(n) is not None) if own else frozenset()
-    return frozenset()
-
-
-def _linear_weights(model: nn.Module) -> Iterator[str]:
-    attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
-    inner = {id(part) for module in attention for part in module.children()}
-    for prefix, module in model.named_modules():
-        # Attention reads the weight of its projection and does not call the layer.
-        if isinstance(module, nn.Linear) and id(module) not in inner and "weight" in _cast_by_autocast(module):
-            yield _join(prefix, "weight")

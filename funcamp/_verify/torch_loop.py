@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.module_loss import ModuleLoss, arguments_of, loss_in
+from funcamp._autograd.module_batch import arguments_of, loss_in
+from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.rules import TORCH_RULE
 from funcamp._step.state import TrainState

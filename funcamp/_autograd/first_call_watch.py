@@ -9,20 +9,21 @@ call runs under a mode of torch that sees what it calls. Later calls run without
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from funcamp import _tree, _upstream
+from funcamp import _upstream
 from funcamp._autograd.low_copies import LowCopies
-from funcamp._autograd.named_storages import NamedStorages, shares_memory
+from funcamp._autograd.named_storages import NamedStorages, share_memory
 from funcamp._autograd.scaled_grad import nodes
 from funcamp._trace.schema import aliased, reads_no_value
 from funcamp._trace.tracing import LetsDynamoIn
 from funcamp._trace.user_line import in_stack
+from funcamp._tree import tensors_in
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,13 +32,22 @@ else:
 
 _DEVICE = torch.ops.prim.device.default
 
+#: Methods that read values and return no tensor.
+_READS = frozenset(
+    ("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__", "__int__", "__index__")
+)
+#: Methods that write no values, although they are named like an operator that does (`__iadd__`) or like one in place.
+_WRITE_NOTHING = frozenset(
+    ("__index__", "__int__", "__invert__", "__iter__", "requires_grad_", "detach_", "share_memory_")
+)
+
 
 class FirstCallWatch:
     """Refuses operations that read a module's own tensors, or write the values passed as its parameters.
 
     Args:
         own: the module's own parameters and buffers for which values are passed.
-        own_places: where these were in memory when the loss was made.
+        own_at_creation: where these were in memory when the loss was made.
         parameters: the values passed as parameters.
         buffers: the values passed as buffers, which the module may write.
     """
@@ -45,20 +55,25 @@ class FirstCallWatch:
     def __init__(
         self,
         own: Mapping[str, Tensor],
-        own_places: NamedStorages,
+        own_at_creation: NamedStorages,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
     ) -> None:
         self._parameters = NamedStorages(parameters)
-        passed = NamedStorages({**parameters, **buffers})
         # With init(consume=True) the module's own tensors are in the memory of the values: only the objects differ.
-        self._own_places = [places.without_storages_of(passed) for places in (own_places, NamedStorages(own))]
-        passed_objects = {id(value) for value in (*parameters.values(), *buffers.values())}
-        self._own_objects = {id(value): name for name, value in own.items() if id(value) not in passed_objects}
-        self.copies = LowCopies(own, parameters)
-        self._empty = {id(value): name for name, value in buffers.items() if not value.numel()}
-        self._views: list[Any] = []
-        """Views of own tensors, kept so that no other tensor gets their id."""
+        passed = NamedStorages({**parameters, **buffers})
+        self._own_storages = (
+            own_at_creation.without_storages_of(passed),
+            NamedStorages(own).without_storages_of(passed),
+        )
+        passed_ids = {id(value) for value in (*parameters.values(), *buffers.values())}
+        self._own_ids = {id(tensor): name for name, tensor in own.items() if id(tensor) not in passed_ids}
+        """The names of own tensors and of their views, by id."""
+        self._views: list[Tensor] = []
+        """The views, so that no other tensor gets their id."""
+        self._empty_ids = {id(value): name for name, value in buffers.items() if not value.numel()}
+        """The names of buffers without elements, by id."""
+        self._low_copies = LowCopies(own, parameters)
 
     def mode(self, *, in_trace: bool) -> contextlib.AbstractContextManager[Any]:
         """Return the context manager that watches.
@@ -68,38 +83,43 @@ class FirstCallWatch:
         """
         stack = contextlib.ExitStack()
         stack.enter_context(_DispatchWatch(self) if in_trace else _FunctionWatch(self))
-        if self.copies.exist:
-            stack.enter_context(self.copies)
+        if self._low_copies.exist:
+            stack.enter_context(self._low_copies)
         return stack
 
-    def check_graph(self, returned: Any, given: Any) -> None:
+    def check_graph(self, returned: Any, arguments: Any) -> None:
         """Raise ValueError if what a compiled module returned depends on an own tensor through autograd.
 
         Dynamo would compile a function that runs under a mode once more, so these are not watched.
+
+        Args:
+            returned: what the loss returned.
+            arguments: what it was called with, whose own graphs do not count.
         """
-        outside = {leaf.grad_fn for leaf in _tree.leaves(given) if isinstance(leaf, Tensor)}
-        for leaf in _tree.leaves(returned):
-            for node in nodes(getattr(leaf, "grad_fn", None), outside):
-                name = self._own_objects.get(id(getattr(node, "variable", None)))
+        outside = {tensor.grad_fn for tensor in tensors_in(arguments)}
+        for result in tensors_in(returned):
+            for node in nodes(result.grad_fn, outside):
+                name = self._own_ids.get(id(getattr(node, "variable", None)))
                 if name is not None:
                     self.refuse_read(name)
 
     def own_name(self, arguments: Any) -> str | None:
         """Return the name of an own tensor among the arguments, if there is one."""
-        for leaf in _tree.leaves(arguments):
-            if isinstance(leaf, Tensor):
-                names = (places.name_of(leaf) for places in self._own_places)
-                found = self._own_objects.get(id(leaf)) or next(filter(None, names), None)
-                if found is not None:
-                    return found
+        for tensor in tensors_in(arguments):
+            name = self._own_ids.get(id(tensor))
+            if name is not None:
+                return name
+            for storages in self._own_storages:
+                name = storages.name_of(tensor)
+                if name is not None:
+                    return name
         return None
 
-    def note_views(self, name: str, out: Any) -> None:
-        """Take what an operation returned for the own tensor of this name."""
-        for leaf in _tree.leaves(out):
-            if isinstance(leaf, Tensor):
-                self._own_objects[id(leaf)] = name
-                self._views.append(leaf)
+    def note_views(self, name: str, returned: Any) -> None:
+        """Take what an operation returned for the own tensor of this name: it is this tensor, too."""
+        for view in tensors_in(returned):
+            self._own_ids[id(view)] = name
+            self._views.append(view)
 
     def refuse_read(self, name: str) -> NoReturn:
         """Raise the error for a read of an own tensor."""
@@ -109,19 +129,20 @@ class FirstCallWatch:
             f"by {in_stack()}, whose values no step changes: read it in the call, or keep a clone() if it is a constant"
         )
 
-    def refuse_resize(self, written: Any) -> None:
+    def refuse_resize(self, written: Iterable[object]) -> None:
         """Raise an error if an operation writes an empty buffer: it gives it a size, which no trace sees."""
         for leaf in written:
-            if id(leaf) in self._empty:
+            name = self._empty_ids.get(id(leaf))
+            if name is not None:
                 raise ValueError(
-                    f"module_loss: model must have the shapes of its buffers; {self._empty[id(leaf)]!r} is empty, and "
+                    f"module_loss: model must have the shapes of its buffers; {name!r} is empty, and "
                     "the first call fills it: call the model on a batch once, before init (after prepare_qat, too)"
                 )
 
     def refuse_write(self, written: Any) -> None:
         """Raise an error if one of these is in the memory of the parameters passed."""
-        for leaf in _tree.leaves(written):
-            name = self._parameters.name_of(leaf) if isinstance(leaf, Tensor) else None
+        for tensor in tensors_in(written):
+            name = self._parameters.name_of(tensor)
             if name is not None:
                 raise written_error(name, f", at {in_stack()}")
 
@@ -140,20 +161,26 @@ class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):
         if func is _DEVICE:
             return func(*args, **kwargs)
         schema = getattr(func, "_schema", None)
-        name = self._watch.own_name((args, kwargs))
-        if name is not None and reads_no_value(schema.name if schema else ""):
-            name = None
-        is_view = schema is not None and not schema.is_mutable and any(one.alias_info for one in schema.returns)
-        if name is not None and not is_view:
-            self._watch.refuse_read(name)
+        own_name = self._watch.own_name((args, kwargs))
+        if own_name is not None and reads_no_value(schema.name if schema else ""):
+            own_name = None
+        if own_name is not None and not _returns_views(schema):
+            self._watch.refuse_read(own_name)
         if schema is not None and schema.is_mutable:
             written = aliased(func, args, kwargs, written=True)
             self._watch.refuse_write(written)
             self._watch.refuse_resize(written)
         out = func(*args, **kwargs)
-        if name is not None:
-            self._watch.note_views(name, out)
+        if own_name is not None:
+            self._watch.note_views(own_name, out)
         return out
+
+
+def _returns_views(schema: Any) -> bool:
+    """Return whether an operation writes nothing and returns views of its arguments."""
+    if schema is None or schema.is_mutable:
+        return False
+    return any(result.alias_info for result in schema.returns)
 
 
 class _FunctionWatch(TorchFunctionMode):
@@ -168,35 +195,30 @@ class _FunctionWatch(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
         called = getattr(func, "__name__", "")
-        name = self._watch.own_name((args, kwargs))
+        own_name = self._watch.own_name((args, kwargs))
         if _writes(called):
-            if name is not None:
-                self._watch.refuse_read(name)
+            if own_name is not None:
+                self._watch.refuse_read(own_name)
             self._watch.refuse_write(args[:1])
         if "out" in kwargs:
             self._watch.refuse_write(kwargs["out"])
         out = func(*args, **kwargs)
-        if name is None or reads_no_value(called):
+        if own_name is None or reads_no_value(called):
             return out
-        results = [leaf for leaf in _tree.leaves(out) if isinstance(leaf, Tensor)]
-        if called in _READS or not shares_memory(results, (args, kwargs)):
-            self._watch.refuse_read(name)
-        self._watch.note_views(name, results)
+        results = tensors_in(out)
+        if called in _READS or not share_memory(results, tensors_in((args, kwargs))):
+            self._watch.refuse_read(own_name)
+        self._watch.note_views(own_name, results)
         return out
-
-
-#: Methods that read values and return no tensor.
-_READS = frozenset(
-    ("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__", "__int__", "__index__")
-)
 
 
 def _writes(called: str) -> bool:
     """Return whether a function of this name writes its first argument."""
-    if called.startswith("__i") and called not in ("__index__", "__int__", "__invert__", "__iter__"):
+    if called in _WRITE_NOTHING:
+        return False
+    if called == "__setitem__" or called.startswith("__i"):
         return True
-    in_place = called.endswith("_") and not called.endswith("__")
-    return called == "__setitem__" or (in_place and called not in ("requires_grad_", "detach_", "share_memory_"))
+    return called.endswith("_") and not called.endswith("__")
 
 
 def written_error(name: str, where: str = "") -> ValueError:

@@ -1,15 +1,15 @@
-"""Tensors in memory by storage: the name of a tensor that shares bytes with another."""
+"""Tensors in memory, by storage: the name of a tensor that shares bytes with another, and what a write changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from funcamp import _tree, _upstream
+from funcamp import _upstream
 from funcamp._memory import extent
 
 if TYPE_CHECKING:
@@ -17,16 +17,23 @@ if TYPE_CHECKING:
 else:
     FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
 
-
+#: The classes of tensors that have one storage with their bytes.
 _WITH_STORAGE = (Tensor, nn.Parameter, FakeTensor)
 
 
-class Place(NamedTuple):
-    """The bytes of a tensor in its storage."""
+class ByteRange(NamedTuple):
+    """The bytes of a named tensor in its storage."""
 
     start: int
     end: int
     name: str
+
+
+class MemoryMark(NamedTuple):
+    """What changes if a tensor is written in place, or is given other memory."""
+
+    version: int
+    storage: int | None
 
 
 class NamedStorages:
@@ -37,41 +44,58 @@ class NamedStorages:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
-        self._places: dict[int, list[Place]] = {}
-        for name, tensor in tensors.items():
-            tensor = _without_transforms(tensor)
-            if type(tensor) in _WITH_STORAGE and tensor.layout == torch.strided:
-                storage = tensor.untyped_storage()
-                self._storages.setdefault(storage._cdata, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-                self._places.setdefault(storage._cdata, []).append(Place(*_bytes_in_storage(tensor), name))
+        self._ranges: dict[int, list[ByteRange]] = {}
+        for name, wrapped in tensors.items():
+            tensor = _without_transforms(wrapped)
+            if not _has_storage(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            self._storages.setdefault(key, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+            self._ranges.setdefault(key, []).append(ByteRange(*_bytes_in_storage(tensor), name))
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the name of a tensor that shares memory with this one, if there is one."""
         tensor = _without_transforms(tensor)
-        storage = _storage_of(tensor)
-        places = () if storage is None else self._places.get(storage, ())
-        start, end = _bytes_in_storage(tensor) if places else (0, 0)
-        return next((place.name for place in places if place.start < end and start < place.end), None)
+        storage = storage_of(tensor)
+        if storage is None or storage not in self._ranges:
+            return None
+        start, end = _bytes_in_storage(tensor)
+        for byte_range in self._ranges[storage]:
+            if byte_range.start < end and start < byte_range.end:
+                return byte_range.name
+        return None
 
     def without_storages_of(self, other: NamedStorages) -> NamedStorages:
-        """Return these places without the storages that others are in too."""
-        left = NamedStorages({})
-        for cdata in self._storages.keys() - other._storages.keys():
-            left._storages[cdata], left._places[cdata] = self._storages[cdata], self._places[cdata]
-        return left
+        """Return these without the storages that others are in too."""
+        remaining = NamedStorages({})
+        for key in self._storages.keys() - other._storages.keys():
+            remaining._storages[key] = self._storages[key]
+            remaining._ranges[key] = self._ranges[key]
+        return remaining
 
 
-def memory_of(value: Tensor) -> tuple[int, int | None]:
+def memory_of(tensor: Tensor) -> MemoryMark:
     """Return what changes if a tensor is written in place or is given other memory."""
-    value = _without_transforms(value)
-    return 0 if value.is_inference() else value._version, _storage_of(value)
-
-
-def _storage_of(tensor: Tensor) -> int | None:
     tensor = _without_transforms(tensor)
-    if type(tensor) not in _WITH_STORAGE or tensor.layout != torch.strided:
-        return None
-    return int(tensor.untyped_storage()._cdata)
+    version = 0 if tensor.is_inference() else tensor._version
+    return MemoryMark(version, storage_of(tensor))
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """Return a number for the storage of a tensor; None for one without a storage of its own."""
+    tensor = _without_transforms(tensor)
+    return int(tensor.untyped_storage()._cdata) if _has_storage(tensor) else None
+
+
+def share_memory(results: Iterable[Tensor], arguments: Iterable[Tensor]) -> bool:
+    """Return whether all results are in the memory of arguments: views, or no results at all."""
+    storages = set(map(storage_of, arguments)) - {None}
+    return all(storage_of(result) in storages for result in results)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return type(tensor) in _WITH_STORAGE and tensor.layout == torch.strided
 
 
 def _bytes_in_storage(tensor: Tensor) -> tuple[int, int]:
@@ -83,10 +107,3 @@ def _without_transforms(tensor: Tensor) -> Tensor:
     while _upstream.is_wrapped(tensor):
         tensor = _upstream.unwrapped(tensor)
     return tensor
-
-
-def shares_memory(results: list[Tensor], arguments: Any) -> bool:
-    """Return whether all results are in the memory of arguments: views, or none at all."""
-    sources = [leaf for leaf in _tree.leaves(arguments) if isinstance(leaf, Tensor)]
-    storages = {storage for storage in map(_storage_of, sources) if storage is not None}
-    return all(_storage_of(result) in storages for result in results)

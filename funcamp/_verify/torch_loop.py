@@ -25,7 +25,7 @@ def why_not(step: TrainStep) -> str:
     """Return why there is no torch loop that computes what this step does; "" if there is one."""
     loss_fn, options = step.loss_fn, step._options
     policy, parallel = options.policy, options.parallel
-    if not isinstance(loss_fn, ModuleLoss) or loss_fn.model is not loss_fn.holder.made_of:
+    if not isinstance(loss_fn, ModuleLoss) or loss_fn.model is not loss_fn.made_of:
         return "the loss is not of module_loss"
     if policy.float8 is not None:
         return "torch's loop has no float8 products"

@@ -1,0 +1,89 @@
+"""Walks through a module: its parameters and buffers by dotted name, and where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from typing import Literal, NamedTuple
+
+from torch import Tensor, nn
+
+#: What a tensor is in its module, in the words of error messages.
+Kind = Literal["a trainable parameter", "a frozen parameter", "a buffer", "a plain attribute"]
+TRAINED: Kind = "a trainable parameter"
+FROZEN: Kind = "a frozen parameter"
+BUFFER: Kind = "a buffer"
+ATTRIBUTE: Kind = "a plain attribute"
+
+
+class TensorSlot(NamedTuple):
+    """Where a module has a parameter or buffer."""
+
+    name: str
+    """Its dotted name in the model."""
+    owner: dict[str, Tensor | None]
+    """The dict of parameters or of buffers of one module."""
+    key: str
+    """Its name there."""
+
+
+def join(prefix: str, key: str) -> str:
+    """Return the dotted name of a module's entry."""
+    return f"{prefix}.{key}" if prefix else key
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter and buffer by name, those of a shared module once."""
+    # functional_call is wrong if one place is given under two names, hence named_modules without duplicates.
+    tensors: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                tensors[join(prefix, key)] = tensor
+    return tensors
+
+
+def kinds_of(model: nn.Module) -> dict[str, Kind]:
+    """Return what every parameter and buffer is, by name."""
+    kinds: dict[str, Kind] = {}
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                kinds[join(prefix, key)] = TRAINED if parameter.requires_grad else FROZEN
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                kinds[join(prefix, key)] = BUFFER
+    return kinds
+
+
+def slots_of(model: nn.Module, names: AbstractSet[str]) -> tuple[TensorSlot, ...]:
+    """Return where a model has the parameters and buffers of these names."""
+    slots: list[TensorSlot] = []
+    for prefix, module in model.named_modules():
+        for owner in (module._parameters, module._buffers):
+            for key in owner.keys():  # noqa: SIM118  the dicts of a scripted module iterate otherwise
+                name = join(prefix, key)
+                if name in names:
+                    slots.append(TensorSlot(name, owner, key))
+    return tuple(slots)
+
+
+def names_among(model: nn.Module, objects: Iterable[object]) -> frozenset[str]:
+    """Return the names of the model's tensors that are among these objects."""
+    ids = set(map(id, objects))
+    return frozenset(name for name, tensor in tensors_of(model).items() if id(tensor) in ids)
+
+
+def plain_attributes(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that modules have as plain attributes, without those that hooks recompute."""
+    attributes: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            # An attribute that requires a gradient is found in the graph.
+            if not isinstance(value, Tensor) or value.requires_grad:
+                continue
+            # torch's prune and older spectral_norm leave `weight` beside `weight_orig` until the next forward pass.
+            if f"{key}_orig" in module._parameters:
+                continue
+            attributes[join(prefix, key)] = value
+    return attributes

@@ -17,7 +17,7 @@ from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.rules import TORCH_RULE
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
-from funcamp._step.torch_checkpoint import Part, hyperparameters_of, parts_of
+from funcamp._step.torch_checkpoint import TorchGroup, groups_of, hyperparameters_of
 from funcamp._verify.compare import Row
 
 
@@ -34,7 +34,7 @@ def why_not(step: TrainStep) -> str:
     if parallel.size > 1 or parallel.shard or parallel.reduce is not None:
         return "the step communicates with other processes"
     try:
-        parts_of("verify", step, step.init(), None)
+        groups_of("verify", step, step.init(), None)
     except TypeError:
         return "the optimizer is not made by stateless"
     return ""
@@ -62,7 +62,7 @@ class TorchLoop:
                 buffer.copy_(state.buffers[name])
         named = dict(self._model.named_parameters())
         self._trained = {stored: named[stored] for stored in dict.fromkeys(self._loss_fn.names.values())}
-        self._parts = parts_of("verify", step, state, None)
+        self._parts = groups_of("verify", step, state, None)
         self._calls, self._skips, self._skips_in_a_row = (
             int(state.step),
             int(state.skipped),
@@ -105,9 +105,9 @@ class TorchLoop:
 
     def _make_optimizers(
         self, named: Mapping[str, Tensor], saved: Any, *, is_new: bool
-    ) -> list[tuple[torch.optim.Optimizer, list[Part]]]:
+    ) -> list[tuple[torch.optim.Optimizer, list[TorchGroup]]]:
         """Return torch's optimizers, each with its parameter groups: one, or one per label if the classes differ."""
-        by_class: dict[Any, list[Part]] = {}
+        by_class: dict[Any, list[TorchGroup]] = {}
         several = len({part.optimizer._cls for part in self._parts}) > 1
         for part in self._parts:
             by_class.setdefault(part.label if several else None, []).append(part)
@@ -120,7 +120,7 @@ class TorchLoop:
             made.append((optimizer, parts))
         return made
 
-    def _numbers(self, part: Part) -> dict[str, Any]:
+    def _numbers(self, part: TorchGroup) -> dict[str, Any]:
         """Return the hyperparameters of a group at this step: schedules evaluated, tensors as numbers."""
         numbers = hyperparameters_of(part.optimizer, torch.tensor(self._applied, device=self._device))
         if "foreach" in numbers:  # the arithmetic of one tensor at a time, as in the step
@@ -247,7 +247,7 @@ class TorchLoop:
                         continue
                     for entry, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, Tensor):
-                            yield part.entry(entry, name), value
+                            yield part.key(entry, name), value
 
 
 def is_torchs_rule(config: ScalerConfig) -> bool:

@@ -218,26 +218,56 @@ def _read_optimizer(
         if not _is_trained(name, saved):
             continue
         group = groups_by_name[name]
-        known = entry_names[group.prefix]
         # Once for all parameters of two groups, because it makes an optimizer of torch's class.
         both_groups = (group.prefix, id(torch_groups[number]))
         if both_groups not in checked_groups:
             checked_groups.add(both_groups)
             _check_hyperparameters(call, group.optimizer, torch_groups[number], name)
-        entries = {entry: value for entry, value in state_dict["state"].get(number, {}).items() if value is not None}
+        entries = state_dict["state"].get(number, {})
+        known = entry_names[group.prefix]
+        tensors.update(_read_parameter(call, group, known, name, entries, saved))
         if "step" in known:
-            counts[group.prefix] = max(counts.get(group.prefix, 0), int(entries.get("step", 0)))
-        if APPLIED in known:
-            # torch has no entries of a parameter that no step has changed.
-            entries[APPLIED] = 1 if entries else 0
-        for entry, value in entries.items():
-            key = group.key(entry, name)
-            if key not in saved:
-                raise ValueError(
-                    f"{call}: optimizer must be of the step's class, which keeps {known} for {name!r}; got {entry!r}"
-                )
-            tensors[key] = torch.as_tensor(value).to(saved[key].device, saved[key].dtype)
+            # A parameter that was frozen for a while has a lower count than its group.
+            count = int(entries.get("step") or 0)
+            counts[group.prefix] = max(counts.get(group.prefix, 0), count)
     return _Entries(tensors, counts)
+
+
+def _read_parameter(
+    call: str,
+    group: TorchGroup,
+    known: Sequence[str],
+    name: str,
+    entries: Mapping[str, Any],
+    saved: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return torch's state of one parameter by exported names.
+
+    Args:
+        call: the public function, for errors.
+        group: the parameter's group.
+        known: the entries that the step's optimizer has.
+        name: the parameter's name.
+        entries: torch's state of the parameter.
+        saved: tensors of the same names, for dtype and device.
+
+    Raises:
+        ValueError: torch's class has other entries.
+    """
+    # torch saves None for what a class does not use, such as SGD's momentum_buffer without momentum.
+    values = {entry: value for entry, value in entries.items() if value is not None}
+    if APPLIED in known:
+        # torch has no entries of a parameter that no step has changed.
+        values[APPLIED] = 1 if values else 0
+    tensors: dict[str, Tensor] = {}
+    for entry, value in values.items():
+        key = group.key(entry, name)
+        if key not in saved:
+            raise ValueError(
+                f"{call}: optimizer must be of the step's class, which keeps {known} for {name!r}; got {entry!r}"
+            )
+        tensors[key] = torch.as_tensor(value).to(saved[key].device, saved[key].dtype)
+    return tensors
 
 
 def names_by_number(

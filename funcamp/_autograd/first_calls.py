@@ -89,7 +89,9 @@ class FirstCalls:
         watch = FirstCallWatch(own, self._at_creation, params, buffers)
         marks_before = {name: memory_of(value) for name, value in params.items()}
         trained = [name for name, value in params.items() if value.requires_grad]
+        training = holder.model.training
 
+        # A mode makes Dynamo compile once more what it has compiled, so there only the graph is looked at.
         if running() is None and _has_compiled_module(holder):
             returned = evaluate()
             watch.check_graph(returned, (values, batch))
@@ -104,8 +106,8 @@ class FirstCalls:
             check_no_other_is_trained(graph, self._criterion_tensors, self._python_parts["criterion"])
         # flatten_parameters gives a recurrent layer's parameters other memory with the same values.
         _refuse_written(params, marks_before, may_move=bool(recurrent_layers(holder)))
+        # A trace runs once: what it leaves behind, jit compares itself.
         if running() is None:
-            training = holder.model.training
             is_first = training not in self._seen_forward
             self._kept_tensors = self._tensors_kept_of(params) if is_first else {}
             self._seen_forward.add(training)
@@ -142,6 +144,8 @@ class FirstCalls:
         """
         before = {name: values[name] for name in self._tensors.buffer_names}
         marks_before = {name: memory_of(buffer) for name, buffer in before.items()}
+        training = holder.model.training
+        # Only a global hook of torch sees every call of a module.
         called_modules: list[nn.Module] = []
         handle = register_module_forward_pre_hook(lambda module, _: called_modules.append(module))
         try:
@@ -159,7 +163,7 @@ class FirstCalls:
                         "is a plain attribute and not a buffer"
                     )
         if running() is None:
-            self._seen_backward.add(holder.model.training)
+            self._seen_backward.add(training)
         return returned
 
 

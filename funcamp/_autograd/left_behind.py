@@ -51,7 +51,7 @@ class LeftBehind:
     """
 
     def __init__(self, module: nn.Module, slot: TensorSlot) -> None:
-        parameter = slot.owner[slot.key]
+        parameter = slot.tensor()
         assert parameter is not None
         self._slot = slot
         self._parameter = parameter
@@ -85,10 +85,7 @@ class LeftBehind:
 
     def _has_other_values(self) -> bool:
         """Return whether the module is part of a model whose step has put its values there."""
-        # Not owner.get(key): the dicts of a scripted module have no such method.
-        if self._slot.key not in self._slot.owner:
-            return True
-        return self._slot.owner[self._slot.key] is not self._parameter
+        return self._slot.tensor() is not self._parameter
 
     def remove(self) -> None:
         """Take the hooks off the module."""

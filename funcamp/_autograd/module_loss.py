@@ -131,7 +131,7 @@ class ModuleLoss(Loss):
             returned = self._evaluate(values, batch)
         else:
             with self._swap.lock():
-                self._form.check_in_call_if_touched()
+                self._check_form()
                 values = with_hooks(values, self.tensors.own())
                 returned = self._evaluate_checked(params, values, batch)
         loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
@@ -141,6 +141,17 @@ class ModuleLoss(Loss):
         if self.has_aux:
             return loss, (new_buffers, aux)
         return loss, new_buffers
+
+    def _check_form(self) -> None:
+        """Raise ValueError if the module's parameters or buffers have changed; follow any other change of the module.
+
+        At every call, because nothing reports that a parameter is frozen.
+        """
+        if self._form.is_touched():
+            self._form.check_in_call()
+            self._form.accept()
+            self.tensors.slots.find()
+            self._swap.find_slots()
 
     def _values(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors for the module by its names, in which a tied one has several.
@@ -277,12 +288,13 @@ class ModuleLoss(Loss):
 
     def check_accumulation(self) -> None:
         """Raise ValueError if a parameter has a hook that gets the sum of the micro-batches' gradients."""
-        for slot in self.tensors.trained_slots:
-            parameter: Any = slot.owner[slot.key]
-            if parameter._post_accumulate_grad_hooks:
+        own = self.tensors.own()
+        for name in self.tensors.names:
+            if own[name]._post_accumulate_grad_hooks:
+                key = name.rpartition(".")[2]
                 raise ValueError(
                     "module_loss: model's parameters must have no hook of register_post_accumulate_grad_hook with "
-                    f"accumulate above 1, because it gets the gradient of one micro-batch; got one on {slot.key!r}: "
+                    f"accumulate above 1, because it gets the gradient of one micro-batch; got one on {key!r}: "
                     "use register_hook, or accumulate=1"
                 )
 
@@ -291,10 +303,10 @@ class ModuleLoss(Loss):
         if self._left_behind is not None:
             self._left_behind.remove()
             self._left_behind = None
-        slots = self.tensors.trained_slots
+        first_name = next(iter(self.tensors.names), None)
         # torch gives a scripted module no hooks.
-        if slots and not isinstance(self.made_of, torch.jit.ScriptModule):
-            self._left_behind = LeftBehind(self.made_of, slots[0])
+        if first_name is not None and not isinstance(self.made_of, torch.jit.ScriptModule):
+            self._left_behind = LeftBehind(self.made_of, self.tensors.slots.by_name[first_name])
 
     def taking_step(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: the state moves on. Says once that the module is in eval mode."""

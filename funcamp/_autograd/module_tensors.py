@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from torch import Size, Tensor, nn
 
 from funcamp._autograd.cast_names import cast_by_autocast, read_by_linear_layers
-from funcamp._autograd.module_walk import TensorSlot, names_among, slots_of, tensors_of
+from funcamp._autograd.module_walk import TensorSlots, names_among, tensors_of
 from funcamp._autograd.passed_values import has_hooks
 from funcamp._autograd.ties import find_ties
 
@@ -27,27 +27,17 @@ class ModuleTensors:
     """The names of the weights that only a linear layer's own forward multiplies by."""
     hooked_names: frozenset[str]
     """The names of the parameters with a hook, which gets the gradient in the parameter's own precision."""
-    slots: tuple[TensorSlot, ...]
-    """Where the module has these parameters and buffers."""
+    slots: TensorSlots
+    """Where the module has the parameters and buffers of `names` and `buffer_names`."""
 
     tied_names: dict[str, str]
     """The part of `names` in which the stored name is another."""
     tied_buffer_names: dict[str, str]
     """The part of `buffer_names` in which the stored name is another."""
-    trained_slots: tuple[TensorSlot, ...]
-    """Where the module has its trainable parameters."""
 
     def own(self) -> dict[str, Tensor]:
         """Return the tensors that the module has there now, by name."""
-        tensors: dict[str, Tensor] = {}
-        for name, owner, key in self.slots:
-            # Not owner.get(key): the dicts of a scripted module have no such method.
-            if key not in owner:
-                continue
-            tensor = owner[key]
-            if tensor is not None:
-                tensors[name] = tensor
-        return tensors
+        return self.slots.tensors()
 
     def own_params(self) -> dict[str, Tensor]:
         """Return the module's trainable parameters by their stored names."""
@@ -75,7 +65,6 @@ def describe(model: nn.Module, reached: Iterable[object]) -> ModuleTensors:
     """
     ties = find_ties(model)
     tensors = tensors_of(model)
-    slots = slots_of(model, ties.names.keys() | ties.buffer_names.keys())
     hooked_names = frozenset(name for name in ties.names if has_hooks(tensors[name]))
     return ModuleTensors(
         names=ties.names,
@@ -83,10 +72,9 @@ def describe(model: nn.Module, reached: Iterable[object]) -> ModuleTensors:
         cast_names=cast_by_autocast(model) - names_among(model, reached),
         linear_names=read_by_linear_layers(model) - hooked_names,
         hooked_names=hooked_names,
-        slots=slots,
+        slots=TensorSlots(model, ties.names.keys() | ties.buffer_names.keys()),
         tied_names=_with_another_name(ties.names),
         tied_buffer_names=_with_another_name(ties.buffer_names),
-        trained_slots=tuple(slot for slot in slots if slot.name in ties.names),
     )
 
 

@@ -19,12 +19,15 @@ ATTRIBUTE: Kind = "a plain attribute"
 class TensorSlot(NamedTuple):
     """Where a module has a parameter or buffer."""
 
-    name: str
-    """Its dotted name in the model."""
     owner: dict[str, Tensor | None]
     """The dict of parameters or of buffers of one module."""
     key: str
     """Its name there."""
+
+    def tensor(self) -> Tensor | None:
+        """Return the tensor that is there now."""
+        # Not owner.get(key): the dicts of a scripted module have no such method.
+        return self.owner[self.key] if self.key in self.owner else None  # noqa: SIM401
 
 
 def join(prefix: str, key: str) -> str:
@@ -56,18 +59,6 @@ def kinds_of(model: nn.Module) -> dict[str, Kind]:
     return kinds
 
 
-def slots_of(model: nn.Module, names: AbstractSet[str]) -> tuple[TensorSlot, ...]:
-    """Return where a model has the parameters and buffers of these names."""
-    slots: list[TensorSlot] = []
-    for prefix, module in model.named_modules():
-        for owner in (module._parameters, module._buffers):
-            for key in owner.keys():  # noqa: SIM118  the dicts of a scripted module iterate otherwise
-                name = join(prefix, key)
-                if name in names:
-                    slots.append(TensorSlot(name, owner, key))
-    return tuple(slots)
-
-
 def names_among(model: nn.Module, objects: Iterable[object]) -> frozenset[str]:
     """Return the names of the model's tensors that are among these objects."""
     ids = set(map(id, objects))
@@ -87,3 +78,40 @@ def plain_attributes(model: nn.Module) -> dict[str, Tensor]:
                 continue
             attributes[join(prefix, key)] = value
     return attributes
+
+
+class TensorSlots:
+    """Where a model has its parameters and buffers, by name.
+
+    Found once, because torch takes longer to follow a dotted name than to run a small layer. `find` has to be called
+    again if the model got another module or another dict in the place of one (`ModuleForm` notices it).
+
+    Args:
+        model: the model.
+        names: the names of these tensors; None for all.
+    """
+
+    def __init__(self, model: nn.Module, names: AbstractSet[str] | None = None) -> None:
+        self._model = model
+        self._names = names
+        self.by_name: dict[str, TensorSlot] = {}
+        self.find()
+
+    def find(self) -> None:
+        """Look for the tensors in the model as it is now."""
+        self.by_name.clear()
+        for prefix, module in self._model.named_modules():
+            for owner in (module._parameters, module._buffers):
+                for key in owner.keys():  # noqa: SIM118  the dicts of a scripted module iterate otherwise
+                    name = join(prefix, key)
+                    if self._names is None or name in self._names:
+                        self.by_name[name] = TensorSlot(owner, key)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are there now, by name."""
+        tensors: dict[str, Tensor] = {}
+        for name, slot in self.by_name.items():
+            tensor = slot.tensor()
+            if tensor is not None:
+                tensors[name] = tensor
+        return tensors

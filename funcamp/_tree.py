@@ -42,6 +42,11 @@ def leaves(tree: Tree) -> list[Any]:
     return flatten(tree)[0]
 
 
+def tensors_in(tree: Tree) -> list[Tensor]:
+    """Return the tensors among the leaves of a pytree."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def path_of(tree: Tree, index: int) -> str:
     """Return the path of the leaf at a position, as Python indexes it; the empty string for a bare leaf."""
     try:

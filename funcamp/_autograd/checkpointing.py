@@ -33,29 +33,29 @@ def same_parameters() -> Iterator[Callable[[], None]]:
         return
     thread = threading.get_ident()
     seen: dict[nn.Module, set[tuple[int, ...]]] = {}
-    backward = False
+    is_backward = False
 
-    def begin() -> None:
-        nonlocal backward
-        backward = True
+    def begin_backward() -> None:
+        nonlocal is_backward
+        is_backward = True
 
-    def look(module: nn.Module, _: Any) -> None:
+    def check_parameters(module: nn.Module, _: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
-        held = tuple(id(value) for value in module._parameters.values())
-        if not backward:
+        parameter_ids = tuple(id(value) for value in module._parameters.values())
+        if not is_backward:
             if threading.get_ident() == thread:
-                seen.setdefault(module, set()).add(held)
-        elif seen.get(module, {held}) != {held}:  # of two sets it is unknown which one is right
+                seen.setdefault(module, set()).add(parameter_ids)
+        elif seen.get(module, {parameter_ids}) != {parameter_ids}:  # of two sets it is unknown which one is right
             raise RuntimeError(
                 f"step: a {type(module).__name__} must be computed again with the parameters of the forward pass, and "
                 "have had one set of them there; functional_call has put its own back: checkpoint functional_call "
                 "itself, checkpoint(functional_call, module, params, x, use_reentrant=False), or use module_loss"
             )
 
-    handle = register_module_forward_pre_hook(look)
+    handle = register_module_forward_pre_hook(check_parameters)
     try:
-        yield begin
+        yield begin_backward
     finally:
         handle.remove()
 

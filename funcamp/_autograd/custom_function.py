@@ -14,11 +14,15 @@ from torch.autograd import Function
 from funcamp import _tree, _upstream
 
 F = TypeVar("F", bound=type[Function])
+#: Attributes of a decorated class: the argument cast_inputs, and the classes that run instead of it.
 _CAST = "_funcamp_cast_inputs"
 _KINDS = "_funcamp_kinds"
 
+#: The methods of ctx that a forward may call under torch.func.
+_METHODS_OF_CTX = ("save_for_backward", "save_for_forward", "mark_non_differentiable", "set_materialize_grads")
 
-class _Place:
+
+class _SavedTensor:
     """Stands for a tensor that forward saved: its position among the leaves of the inputs and then the outputs."""
 
     def __init__(self, index: int) -> None:
@@ -33,69 +37,93 @@ class _Notes:
         self.needs_input_grad = tuple(
             isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex()) for arg in args
         )
-        self._done: dict[str, tuple[Any, ...]] = {}
+        self._method_calls: dict[str, tuple[Any, ...]] = {}
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        if name not in ("save_for_backward", "save_for_forward", "mark_non_differentiable", "set_materialize_grads"):
+        if name not in _METHODS_OF_CTX:
             raise AttributeError(f"custom_function: ctx has no {name!r} in a forward that runs under torch.func")
-        return lambda *args: self._done.__setitem__(name, args)
+
+        def note(*args: Any) -> None:
+            self._method_calls[name] = args
+
+        return note
+
+
+# Not a method: a forward may set any attribute of ctx.
+def _attributes_of(notes: _Notes) -> dict[str, Any]:
+    """Return the attributes that forward set."""
+    known = ("needs_input_grad", "_method_calls")
+    return {name: value for name, value in vars(notes).items() if name not in known}
 
 
 class _Call:
     """One call under torch.func of a forward that takes ctx; torch runs it as forward, setup_context and backward."""
 
-    def __init__(self, own: Any, backward: Callable[..., Any]) -> None:
-        self._own, self._backward = own, backward
+    def __init__(self, function: Any, backward: Callable[..., Any]) -> None:
+        self._function = function
+        self._backward = backward
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
-        """Return the outputs of own's forward, followed by the intermediates that it saved."""
+        """Return the outputs of the function's forward, followed by the intermediates that it saved."""
         notes = _Notes(args)
-        result = self._own.forward(notes, *args)
-        self._single, self._arguments = not isinstance(result, tuple), len(args)
-        outputs = [result] if self._single else list(result)
-        self._outputs = len(outputs)
-        known = [*_tree.leaves(args), *outputs]
+        result = self._function.forward(notes, *args)
+        self._has_one_output = not isinstance(result, tuple)
+        outputs = [result] if self._has_one_output else list(result)
+        self._argument_count = len(args)
+        self._output_count = len(outputs)
+        known_tensors = [*_tree.leaves(args), *outputs]
 
-        def place(value: Any) -> Any:
+        def stand_in(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            for index, other in enumerate(known):
-                if other is value:
-                    return _Place(index)
-            known.append(value)
+            for index, known_tensor in enumerate(known_tensors):
+                if known_tensor is value:
+                    return _SavedTensor(index)
+            known_tensors.append(value)
             outputs.append(value.detach())  # an alias, because the tensor itself may be another module's parameter
-            return _Place(len(known) - 1)
+            return _SavedTensor(len(known_tensors) - 1)
 
-        attributes = {name: value for name, value in vars(notes).items() if name not in ("needs_input_grad", "_done")}
-        self._kept = _tree.map_leaves(place, *_tree.flatten((notes._done, attributes)))
+        leaves, spec = _tree.flatten((notes._method_calls, _attributes_of(notes)))
+        self._notes = _tree.map_leaves(stand_in, leaves, spec)
         return tuple(outputs)
 
     def set_up(self, ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-        """Repeat on ctx what own's forward did to it."""
-        ctx.funcamp_region, known = _region(inputs), [*_tree.leaves(inputs), *outputs]
-        done, attributes = _tree.map_leaves(
-            lambda value: known[value.index] if isinstance(value, _Place) else value, *_tree.flatten(self._kept)
-        )
-        if intermediates := outputs[self._outputs :]:
-            done["mark_non_differentiable"] = (*done.get("mark_non_differentiable", ()), *intermediates)
-        for name, given in done.items():
-            getattr(ctx, name)(*given)
+        """Repeat on ctx what the function's forward did to it."""
+        ctx.funcamp_region = _region(inputs)
+        known_tensors = [*_tree.leaves(inputs), *outputs]
+
+        def saved_tensor(value: Any) -> Any:
+            return known_tensors[value.index] if isinstance(value, _SavedTensor) else value
+
+        method_calls, attributes = _tree.map_leaves(saved_tensor, *_tree.flatten(self._notes))
+        intermediates = outputs[self._output_count :]
+        if intermediates:
+            not_differentiable = method_calls.get("mark_non_differentiable", ())
+            method_calls["mark_non_differentiable"] = (*not_differentiable, *intermediates)
+        for name, arguments in method_calls.items():
+            getattr(ctx, name)(*arguments)
         for name, value in attributes.items():
             setattr(ctx, name, value)
 
     def backward(self, ctx: Any, *grads: Any) -> Any:
-        """Return own's backward, with a None for each argument that it leaves out."""
-        result = self._backward(ctx, *grads[: self._outputs])
-        result = result if isinstance(result, tuple) else (result,)
-        return (*result, *[None] * (self._arguments - len(result)))
+        """Return the function's backward, with a None for each argument that it leaves out."""
+        result = self._backward(ctx, *grads[: self._output_count])
+        if not isinstance(result, tuple):
+            result = (result,)
+        missing_count = self._argument_count - len(result)
+        return (*result, *[None] * missing_count)
 
-    def run(self, body: dict[str, Any], name: str, args: Any) -> Any:
-        """Apply own without ctx in its forward."""
-        methods = {"forward": staticmethod(self.forward), "setup_context": staticmethod(self.set_up)}
-        body = {**body, **methods, name: staticmethod(self.backward), "generate_vmap_rule": True}
-        runs: Any = type(self._own.__name__, (self._own,), body)
+    def run(self, body: dict[str, Any], backward_name: str, args: Any) -> Any:
+        """Apply the function without ctx in its forward."""
+        methods = {
+            "forward": staticmethod(self.forward),
+            "setup_context": staticmethod(self.set_up),
+            backward_name: staticmethod(self.backward),
+            "generate_vmap_rule": True,
+        }
+        runs: Any = type(self._function.__name__, (self._function,), {**body, **methods})
         out = runs.apply(*args)
-        return out[0] if self._single else out[: self._outputs]
+        return out[0] if self._has_one_output else out[: self._output_count]
 
 
 class _Kinds(NamedTuple):
@@ -109,83 +137,99 @@ class _Kinds(NamedTuple):
     takes_ctx: bool
 
 
-def _kinds_of(own: Any) -> _Kinds:
-    known: _Kinds | None = vars(own).get(_KINDS)
+def _kinds_of(function: Any) -> _Kinds:
+    """Return what runs instead of a decorated class, made at its first call."""
+    known: _Kinds | None = vars(function).get(_KINDS)
     if known is not None:
         return known
-    takes_ctx = own.setup_context is Function.setup_context
-    name = "backward" if own.vjp is Function.vjp else "vjp"
-    backward_of = getattr(own, name)
+    takes_ctx = function.setup_context is Function.setup_context
+    backward_name = "backward" if function.vjp is Function.vjp else "vjp"
+    users_backward = getattr(function, backward_name)
 
     def forward(ctx: Any, *args: Any) -> Any:
         ctx.funcamp_region = _region(args)
-        return own.forward(ctx, *args)
+        return function.forward(ctx, *args)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.funcamp_region = _region(inputs)
-        own.setup_context(ctx, inputs, output)
+        function.setup_context(ctx, inputs, output)
 
     def backward(ctx: Any, *grads: Any) -> Any:
         with _autocast(ctx.funcamp_region):
-            return backward_of(ctx, *grads)
+            return users_backward(ctx, *grads)
 
     # torch.func calls apply again at every nested level: this must be torch's own, on the class that runs.
     body: dict[str, Any] = {
         "apply": vars(Function)["apply"],
-        "__module__": own.__module__,
-        name: staticmethod(backward),
+        "__module__": function.__module__,
+        backward_name: staticmethod(backward),
     }
-    more: dict[str, Any] = {"forward": staticmethod(forward)}
-    if not takes_ctx:
-        more = {"setup_context": staticmethod(setup_context), "generate_vmap_rule": own.vmap is Function.vmap}
-    plain: Any = type(own.__name__, (own,), body | more)
+    plain_body = dict(body)
+    if takes_ctx:
+        plain_body["forward"] = staticmethod(forward)
+    else:
+        plain_body["setup_context"] = staticmethod(setup_context)
+        plain_body["generate_vmap_rule"] = function.vmap is Function.vmap
+    plain: Any = type(function.__name__, (function,), plain_body)
 
     def under_func(*args: Any) -> Any:
-        return _Call(own, backward).run(body, name, args) if takes_ctx else plain.apply(*args)
+        if takes_ctx:
+            return _Call(function, backward).run(body, backward_name, args)
+        return plain.apply(*args)
 
-    kinds = _Kinds(plain, under_func, inspect.signature(own.forward), takes_ctx)
-    setattr(own, _KINDS, kinds)
+    kinds = _Kinds(plain, under_func, inspect.signature(function.forward), takes_ctx)
+    setattr(function, _KINDS, kinds)
     return kinds
 
 
 def apply(own: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a decorated class as its `apply` classmethod; Dynamo matches `self.fn = F.apply` by this name."""
     kinds = _kinds_of(own)
-    bound = kinds.signature.bind(*((None,) if kinds.takes_ctx else ()), *args, **kwargs)
+    # A stand-in for ctx, so that the signature binds.
+    leading = (None,) if kinds.takes_ctx else ()
+    bound = kinds.signature.bind(*leading, *args, **kwargs)
     if bound.kwargs:
         bound.apply_defaults()
     if bound.kwargs:
         raise TypeError(f"{own.__name__}.apply: forward must not have keyword-only arguments; got {bound.kwargs}")
-    values, region = _cast(bound.args[kinds.takes_ctx :], getattr(own, _CAST))
+    values, region = _cast(bound.args[len(leading) :], getattr(own, _CAST))
+    run = kinds.under_func if _upstream.transforms_active() else kinds.plain.apply
     with _autocast(region):
-        return (kinds.under_func if _upstream.transforms_active() else kinds.plain.apply)(*values)
+        return run(*values)
 
 
-_Region = tuple[str, torch.dtype, bool]
+class _Region(NamedTuple):
+    """An autocast region."""
+
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool
 
 
 def _region(args: Any) -> _Region | None:
-    """Return the current autocast: device type, dtype, whether it is on; None if not available."""
-    kind = next((leaf.device.type for leaf in _tree.leaves(args) if isinstance(leaf, Tensor)), "meta")
-    if not torch.amp.is_autocast_available(kind):
+    """Return the current autocast region of the arguments' type of device; None if autocast does not know it."""
+    device_type = next((tensor.device.type for tensor in _tree.tensors_in(args)), "meta")
+    if not torch.amp.is_autocast_available(device_type):
         return None
-    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return _Region(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
 
 
-def _autocast(region: _Region | None) -> Any:
-    return contextlib.nullcontext() if region is None else torch.autocast(region[0], region[1], enabled=region[2])
+def _autocast(region: _Region | None) -> contextlib.AbstractContextManager[Any]:
+    if region is None:
+        return contextlib.nullcontext()
+    return torch.autocast(region.device_type, region.dtype, enabled=region.enabled)
 
 
 def _cast(args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[tuple[Any, ...], _Region | None]:
-    """Return forward's arguments and the autocast around it; None keeps the caller's."""
+    """Return forward's arguments and the autocast region around it; None keeps the caller's."""
     region = None if dtype is None else _region(args)
-    if dtype is None or region is None or not region[2]:
+    if dtype is None or region is None or not region.enabled:
         return args, None
     leaves, spec = _tree.flatten(args)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
-            leaves[index] = leaf.to(dtype) if leaf.device.type == region[0] else leaf
-    return _tree.unflatten(leaves, spec), (region[0], region[1], False)
+            leaves[index] = leaf.to(dtype) if leaf.device.type == region.device_type else leaf
+    return _tree.unflatten(leaves, spec), region._replace(enabled=False)
 
 
 def _put_in_graphs(cls: Any) -> None:
@@ -247,7 +291,7 @@ def custom_function(cls: Any = None, *, cast_inputs: torch.dtype | None = None) 
     if cast_inputs is not None and not (isinstance(cast_inputs, torch.dtype) and cast_inputs.is_floating_point):
         raise TypeError(f"{call}: cast_inputs must be a floating-point dtype or None; got {cast_inputs!r}")
     if cls is None:
-        return lambda given: custom_function(given, cast_inputs=cast_inputs)
+        return lambda decorated: custom_function(decorated, cast_inputs=cast_inputs)
     if not (isinstance(cls, type) and issubclass(cls, Function)):
         raise TypeError(f"{call}: cls must be a subclass of torch.autograd.Function; got {cls!r}")
     body = {
@@ -258,6 +302,6 @@ def custom_function(cls: Any = None, *, cast_inputs: torch.dtype | None = None) 
         "apply": classmethod(apply),
         _CAST: getattr(cls, _CAST, None) if cast_inputs is None else cast_inputs,
     }
-    made = type(cls.__name__, (cls,), body)
-    _put_in_graphs(made)
-    return made
+    decorated = type(cls.__name__, (cls,), body)
+    _put_in_graphs(decorated)
+    return decorated

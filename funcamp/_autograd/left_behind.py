@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from funcamp._autograd.module_walk import TensorSlot
 
 _OUTSIDE = (
     "validate with step.loss(state, batch), or call "
@@ -19,24 +21,22 @@ _IN_STEP = "pass its parameters to this step in the batch, step.compute_params(s
 
 
 class _ThisThread(threading.local):
-    #: Whether a step is being taken.
-    in_step = False
-    #: The module that the step trains, if the loss knows one.
-    module_of_step: nn.Module | None = None
+    #: What the step trains that is being taken: a module, or a loss that knows no module. None outside of a step.
+    trained: object | None = None
 
 
 _this_thread = _ThisThread()
 
 
 @contextlib.contextmanager
-def in_step_of(module: nn.Module | None) -> Iterator[None]:
-    """Context manager: a step is taken in this thread, which trains the module."""
-    before = _this_thread.in_step, _this_thread.module_of_step
-    _this_thread.in_step, _this_thread.module_of_step = True, module
+def in_step_of(trained: object) -> Iterator[None]:
+    """Context manager: a step is taken in this thread, which trains this module, or this loss without one."""
+    before = _this_thread.trained
+    _this_thread.trained = trained
     try:
         yield
     finally:
-        _this_thread.in_step, _this_thread.module_of_step = before
+        _this_thread.trained = before
 
 
 class LeftBehind:
@@ -47,32 +47,29 @@ class LeftBehind:
 
     Args:
         module: the module.
-        place: the dict that holds one of its trainable parameters.
-        name: the name there.
+        slot: where it has one of its trainable parameters.
     """
 
-    def __init__(self, module: nn.Module, place: dict[str, Tensor], name: str) -> None:
-        self._place, self._name = place, name
-        self._parameter = place[name]
-        self._version = self._parameter._version
+    def __init__(self, module: nn.Module, slot: TensorSlot) -> None:
+        parameter = slot.tensor()
+        assert parameter is not None
+        self._slot = slot
+        self._parameter = parameter
+        self._version = parameter._version
         self.a_step_was_taken = False
-        self._handles = (
-            module.register_forward_pre_hook(self),
-            module.register_load_state_dict_post_hook(self.loaded),  # type: ignore[no-untyped-call]
-        )
+        self._handle = module.register_forward_pre_hook(self)
+        module.register_load_state_dict_post_hook(self.loaded)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002
         """Warn if a step was taken and nothing was written into the module since `init`."""
         if torch.compiler.is_dynamo_compiling() or not self.a_step_was_taken:
             return
-        if module is _this_thread.module_of_step:
-            return
-        if self._place.get(self._name) is not self._parameter:  # part of a model whose step puts its values there
+        if module is _this_thread.trained or self._has_other_values():
             return
         # The criterion of another step may call it: a generator's its discriminator.
-        in_other_step = _this_thread.in_step
-        if not in_other_step and (torch.compiler.is_compiling() or (module.training and torch.is_grad_enabled())):
-            return  # another loop trains the module itself
+        in_other_step = _this_thread.trained is not None
+        if not in_other_step and _is_trained_itself(module):
+            return
         self.remove()
         if self._parameter._version == self._version:
             warnings.warn(
@@ -84,14 +81,22 @@ class LeftBehind:
     def __reduce__(self) -> tuple[Any, ...]:
         return _OfACopy, ()
 
+    def _has_other_values(self) -> bool:
+        """Return whether the module is part of a model whose step has put its values there."""
+        return self._slot.tensor() is not self._parameter
+
     def remove(self) -> None:
-        """Take the hooks off the module."""
-        for handle in self._handles:
-            handle.remove()
+        """Take the hook off the module. That of `load_state_dict` stays: torch may be iterating over its kind."""
+        self._handle.remove()
 
     def loaded(self, *_: Any) -> None:
         """Follow `load_state_dict`, after which the module has the caller's values."""
         self.remove()
+
+
+def _is_trained_itself(module: nn.Module) -> bool:
+    """Return whether another loop may train the module that is called."""
+    return torch.compiler.is_compiling() or (module.training and torch.is_grad_enabled())
 
 
 class _OfACopy:

@@ -21,14 +21,6 @@ from funcamp._types import Tree
 class Loss:
     """A loss function with a description of its inputs and outputs; made by `loss`."""
 
-    #: The module's parameter names, and the names that autocast would cast; None for other losses.
-    names: dict[str, str] | None = None
-    cast_names: frozenset[str] | None = None
-    #: The names of the weights of a module's linear layers.
-    linear_names: frozenset[str] = frozenset()
-    #: The names of a module's parameters with a hook, which gets the gradient in the parameter's own precision.
-    hooked_names: frozenset[str] = frozenset()
-
     def __init__(
         self,
         function: Callable[..., Any],
@@ -41,8 +33,12 @@ class Loss:
         engine: Engine | None = None,
     ) -> None:
         self.function = function
-        self.has_aux, self.has_buffers, self.keep_buffers = has_aux, has_buffers, keep_buffers
-        self.has_scaler, self.taps, self.engine = has_scaler, taps, engine
+        self.has_aux = has_aux
+        self.has_buffers = has_buffers
+        self.keep_buffers = keep_buffers
+        self.has_scaler = has_scaler
+        self.taps = taps
+        self.engine = engine
         put_leaves_in_graphs()
 
     def __repr__(self) -> str:
@@ -51,6 +47,26 @@ class Loss:
     def __call__(self, *args: Any) -> Any:
         """Return what the function returns."""
         return self.function(*args)
+
+    @property
+    def names(self) -> dict[str, str] | None:
+        """Return the names of a module's parameters, each with the stored name; None for any other loss."""
+        return None
+
+    @property
+    def cast_names(self) -> frozenset[str] | None:
+        """Return the names of a module's parameters that autocast would cast; None for any other loss."""
+        return None
+
+    @property
+    def linear_names(self) -> frozenset[str]:
+        """Return the names of the weights of a module's linear layers."""
+        return frozenset()
+
+    @property
+    def hooked_names(self) -> frozenset[str]:
+        """Return the names of a module's parameters with a hook."""
+        return frozenset()
 
     @property
     def probes(self) -> tuple[str, ...]:
@@ -94,8 +110,8 @@ class Loss:
         return {}
 
     def code_parts(self) -> dict[str, Any]:
-        """Return the objects whose Python the loss runs, by name."""
-        return {"loss": self.function}
+        """Return the objects whose Python the loss runs, by name: the same, or a function without such objects."""
+        return self.python_parts() or {"loss": self.function}
 
     def check_accumulation(self) -> None:
         """Raise if the loss cannot be differentiated by micro-batches."""
@@ -105,7 +121,7 @@ class Loss:
 
     def taking_step(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: a state moves on."""
-        return in_step_of(None)
+        return in_step_of(self)
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: dropout and similar layers are off, if the loss knows its module."""

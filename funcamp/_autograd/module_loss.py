@@ -1,47 +1,37 @@
-"""A torch.nn.Module and a criterion as a loss function of parameters."""
+"""A torch.nn.Module and a criterion as a loss function of parameters.
+
+`ModuleLoss.__call__` is the whole of it: check that the module is the one that the loss was made of, give the passed
+tensors the hooks of its own, put them into it, call it and the criterion, and return the loss with the new buffers.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from funcamp import _tree
-from funcamp._autograd.first_call_watch import FirstCallWatch, Places, memory_of, written_error
+from funcamp._autograd.first_calls import FirstCalls
 from funcamp._autograd.left_behind import LeftBehind, in_step_of
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.passed_values import has_hooks, like_own_tensors, with_hooks
-from funcamp._autograd.scaled_grad import Engine, check_engine, nodes, pair
-from funcamp._check import boolean
-from funcamp._memory import identity, overlaps, rebind
+from funcamp._autograd.module_batch import arguments_of, check_fit, loss_in
+from funcamp._autograd.module_checks import check_arguments, check_identities, trainable_tensors_of
+from funcamp._autograd.module_form import ModuleForm
+from funcamp._autograd.module_memory import check_memory_can_be_shared, share_buffers, share_params, state_dict_with
+from funcamp._autograd.module_tensors import describe
+from funcamp._autograd.named_storages import NamedStorages
+from funcamp._autograd.passed_values import with_hooks
+from funcamp._autograd.scaled_grad import Engine, pair
+from funcamp._autograd.tensor_swap import Holder, TensorSwap
+from funcamp._autograd.ties import find_ties
 from funcamp._storage.params import expand
-from funcamp._trace.python_state import Slot, survey
-from funcamp._trace.tracing import running
+from funcamp._trace.python_state import survey
 
 _log = logging.getLogger("funcamp")
-_LAYER = frozenset({"weight", "bias"})
-
-#: Per module class, the parameters that its forward uses only in operations that torch.autocast casts.
-_CAST: dict[type[nn.Module], frozenset[str]] = {
-    **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), _LAYER),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _LAYER),
-    nn.MultiheadAttention: frozenset(
-        {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"}
-    ),
-}
-
-#: While a thread calls a module with other tensors, others wait: torch puts the tensors into the module itself.
-_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 class ModuleLoss(Loss):
@@ -61,49 +51,64 @@ class ModuleLoss(Loss):
         engine: Engine | None = None,
     ) -> None:
         super().__init__(model, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
-        self.model, self.criterion = model, criterion
-        self._made_of = model
-        self.holder = Holder(model, model)
-        reached = list(survey({"criterion": criterion}).values())
-        self._untrained = _trainable_besides(model, reached)
-        """Tensors that the first call must not find in the loss's graph, because no step trains them."""
-        self._watched: set[bool] = set()
-        """The values of model.training with which an eager call was watched."""
-        self._kept: dict[str, Tensor] = {}
-        """Tensors in the memory of the last call's parameters, which the next call must not read."""
-        self._watched_backward: set[bool] = set()
-        """The same for a backward pass."""
-        self._parts = _parts(model)
-        self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
-        self.names: dict[str, str] = {}
-        """The name of every trainable parameter, to the name under which it is stored (different for tied ones)."""
-        self.buffer_names: dict[str, str] = {}
-        """The same for buffers, and for frozen parameters that share memory with a buffer."""
-        self.names, self.buffer_names = _ties(model)
-        self.cast_names = frozenset(
-            _join(prefix, name) for prefix, module in model.named_modules() for name in _cast_by_autocast(module)
-        ) - _names_among(model, reached)
-        """The names of the parameters that torch.autocast would cast.
-
-        Without those that the criterion reaches: a penalty reads them in full precision, and its gradient must not be
-        rounded.
-        """
-        self.hooked_names = frozenset(
-            name for name, own in _tensors(model).items() if name in self.names and has_hooks(own)
-        )
-        self.linear_names = frozenset(_linear_weights(model)) - self.hooked_names
-        """The names of the weights that only a linear layer's own forward multiplies by."""
-        self.has_buffers = bool(self.buffer_names)
-        self._own_slots = _slots(model, self.names.keys() | self.buffer_names.keys())
-        self._trained_at = [(held, key) for name, held, key in self._own_slots if name in self.names]
-        self._form = _form_of(model)
-        self._own_places = Places(self._own_tensors())
+        criterion_slots = list(survey({"criterion": criterion}).values())
+        check_identities(model, criterion_slots)
+        self.made_of = model
+        """The module that the loss was made of. `model` is the one that it calls: the same, or a copy with taps."""
+        self.criterion = criterion
+        self.tensors = describe(model, [slot.value for slot in criterion_slots])
+        self.has_buffers = bool(self.tensors.buffer_names)
+        self._form = ModuleForm(model)
         self._left_behind: LeftBehind | None = None
-        self._told_of_eval_mode = False
+        self._has_logged_eval_mode = False
+        self._set_model(model)
+        self._first_calls = FirstCalls(
+            self.tensors,
+            NamedStorages(self.tensors.own()),
+            trainable_tensors_of(criterion_slots, model),
+            self.python_parts(),
+        )
+
+    def _set_model(self, model: nn.Module) -> None:
+        """Set the module that is called."""
+        self.model = model
+        self._swap = TensorSwap(model, self.made_of, self.tensors)
+
+    def call_copy(self, model: nn.Module) -> None:
+        """From now on call a copy of the module, which has the same tensors under the same names."""
+        self._set_model(model)
+        self._first_calls = self._first_calls.restarted(self.python_parts())
+
+    @property
+    def holder(self) -> Holder:
+        """The modules of the loss as one."""
+        return self._swap.holder
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The name of every trainable parameter, to the name under which it is stored (different for tied ones)."""
+        return self.tensors.names
+
+    @property
+    def cast_names(self) -> frozenset[str]:
+        """The names of the parameters that torch.autocast would cast."""
+        return self.tensors.cast_names
+
+    @property
+    def linear_names(self) -> frozenset[str]:
+        """The names of the weights that only a linear layer's own forward multiplies by."""
+        return self.tensors.linear_names
+
+    @property
+    def hooked_names(self) -> frozenset[str]:
+        """The names of the parameters with a hook."""
+        return self.tensors.hooked_names
 
     def __repr__(self) -> str:
         criterion = "" if self.criterion is None else f", {self.criterion!r}"
         return f"module_loss({type(self.model).__name__}{criterion})"
+
+    # The call.
 
     def __call__(self, params: dict[str, Tensor], *buffers_and_batch: Any) -> Any:
         """Return the loss; for a module with buffers, the loss and the buffers after the forward pass.
@@ -115,121 +120,80 @@ class ModuleLoss(Loss):
                 mode, and in every trace: the forward pass writes a parameter, or reads a parameter or buffer through
                 a tensor kept from before the call.
         """
-        *given, batch = buffers_and_batch
-        if len(given) != self.has_buffers:
-            wanted = "params, buffers and batch" if self.has_buffers else "params and batch"
-            raise TypeError(f"{self!r}: must be called with {wanted}; got {1 + len(buffers_and_batch)} arguments")
+        *passed_buffers, batch = buffers_and_batch
+        if len(passed_buffers) != int(self.has_buffers):
+            expected = "params, buffers and batch" if self.has_buffers else "params and batch"
+            raise TypeError(f"{self!r}: must be called with {expected}; got {1 + len(buffers_and_batch)} arguments")
+        buffers: dict[str, Tensor] = passed_buffers[0] if self.has_buffers else {}
+        copies = {name: value.clone() for name, value in buffers.items()}
+        values = self._values(params, copies)
         if torch.compiler.is_dynamo_compiling():
-            self._check_unchanged(called=True)
-        elif (form := _form_of(self._made_of)) != self._form:
-            self._check_unchanged(called=True)
-            self._form = form
-        values = dict(params)
-        for name, stored in self.names.items():
-            if name not in params and stored in params:
-                values[name] = params[stored]
-        if self.has_buffers:
-            fresh = {name: value.clone() for name, value in given[0].items()}
-            values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
-        if not torch.compiler.is_dynamo_compiling() and any(has_hooks(held[key]) for held, key in self._trained_at):
-            values = with_hooks(values, self._own_tensors())
-        returned = self._watched_loss(values, params, batch)
+            self._form.check_in_call()
+            returned = self._evaluate(values, batch)
+        else:
+            with self._swap.lock():
+                self._check_form()
+                values = with_hooks(values, self.tensors.own())
+                returned = self._evaluate_checked(params, values, batch)
         loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
         if not self.has_buffers:
             return returned
-        after = self._after(values, given[0])
-        return loss, ((after, aux) if self.has_aux else after)
+        new_buffers = self._new_buffers(values, buffers)
+        if self.has_aux:
+            return loss, (new_buffers, aux)
+        return loss, new_buffers
 
-    def _own_tensors(self) -> dict[str, Tensor]:
-        """Return the module's own parameters and buffers for which values are passed, by name."""
-        found: dict[str, Tensor] = {}
-        for name, held, key in self._own_slots:
-            if key in held and held[key] is not None:
-                found[name] = held[key]
-        return found
+    def _check_form(self) -> None:
+        """Raise ValueError if the module's parameters or buffers have changed; follow any other change of the module.
 
-    def _watched_loss(self, values: dict[str, Tensor], params: dict[str, Tensor], batch: Any) -> Any:
-        """Return the loss of a batch; watch the first call in training or eval mode, and every trace."""
-        if torch.compiler.is_dynamo_compiling():
-            return self._loss(values, batch)
-        training = self.holder.model.training
-        if training in self._watched and running() is None and not self._kept:
-            return self._loss(values, batch)
-        buffers = {name: values[name] for name in self.buffer_names}
-        before = {name: memory_of(value) for name, value in params.items()}
-        trained = [name for name, value in params.items() if value.requires_grad]
-        watch = FirstCallWatch({**self._own_tensors(), **self._kept}, self._own_places, params, buffers)
-        if running() is None and _has_compiled_part(self.holder):
-            returned = self._loss(values, batch)
-            watch.check_graph(returned, (values, batch))
-        else:
-            with watch.mode(in_trace=running() is not None):
-                returned = self._loss(values, batch)
-        frozen = next((name for name in trained if not params[name].requires_grad), None)
-        if frozen is not None:
-            raise ValueError(
-                "module_loss: model must not freeze a parameter in the forward pass, because the step trains it; got "
-                f"requires_grad=False on {frozen!r}: freeze it before module_loss is called, or take p.detach() in "
-                "the forward pass"
-            )
-        self._refuse_untrained(returned[0] if isinstance(returned, tuple) else returned)
-        for name, value in params.items():
-            version, storage = memory_of(value)
-            # flatten_parameters gives a recurrent layer's parameters other memory with the same values.
-            if version != before[name][0] or (storage != before[name][1] and not self._recurrent):
-                raise written_error(name)  # inside of a function of torch, or by `.data = value`
-        if running() is None:
-            self._kept = {} if training in self._watched else self._kept_of(params)
-            self._watched.add(training)
-        return returned
-
-    def _kept_of(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors, by path, that model and criterion have kept in the memory of the values passed.
-
-        They are the parameters of one call. In torch's loop they would follow the parameters, so the next call is
-        watched for reading them.
+        At every call, because nothing reports that a parameter is frozen.
         """
-        places, own = Places(params), set(map(id, self._own_tensors().values()))
-        return {
-            path: slot.value
-            for path, slot in survey(self.python_parts()).items()
-            if isinstance(slot.value, Tensor) and id(slot.value) not in own and places.name_of(slot.value) is not None
-        }
+        if self._form.is_touched():
+            self._form.check_in_call()
+            self._form.accept()
+            self.tensors.slots.find()
+            self._swap.find_slots()
 
-    def _refuse_untrained(self, loss: Any) -> None:
-        """Raise ValueError if a loss depends on a trainable tensor of the criterion, through autograd."""
-        if not self._untrained:
-            return
-        for node in nodes(getattr(loss, "grad_fn", None)):
-            path, _ = self._untrained.get(id(getattr(node, "variable", None)), (None, None))
-            if path is not None:
-                raise ValueError(
-                    f"module_loss: criterion must have no trainable parameter, which no step would train; got {path!r} "
-                    f"in {_kind(self.criterion)}: make it a part of the model, whose forward takes the target, or "
-                    "freeze it, requires_grad_(False); what another step trains (a GAN's discriminator) comes in the "
-                    "batch, other_step.compute_params(state), for functional_call"
-                )
+    def _values(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors for the module by its names, in which a tied one has several.
 
-    def _loss(self, values: dict[str, Tensor], batch: Any) -> Any:
-        """Return the loss of a batch; write buffers that the module assigned into values."""
-        inputs, named, target = arguments_of(batch, has_target=self.criterion is not None)
+        Args:
+            params: by stored name; a tied parameter may have a value for each of its names, in two precisions.
+            buffers: by stored name.
+        """
+        values = dict(params)
+        for name, stored in self.tensors.tied_names.items():
+            if name not in params and stored in params:
+                values[name] = params[stored]
+        for name, stored in self.tensors.buffer_names.items():
+            values[name] = buffers[stored]
+        return values
 
-        def run() -> Any:
+    def _evaluate_checked(self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Any) -> Any:
+        """Return the loss of a batch as `_evaluate` does, with the checks of a first call if it is one."""
+        if self._first_calls.forward_is_checked(training=self.holder.model.training):
+            return self._evaluate(values, batch)
+        return self._first_calls.check_forward(
+            self.holder, lambda: self._evaluate(values, batch), params, values, batch
+        )
+
+    def _evaluate(self, values: dict[str, Tensor], batch: Any) -> Any:
+        """Return the loss of a batch, and aux if the criterion returns it; write assigned buffers into values."""
+        has_target = self.criterion is not None
+        arguments = arguments_of(batch, has_target=has_target)
+
+        def call() -> Any:
             try:
-                outputs = self.holder.model(*inputs, **named)
+                outputs = self.holder.model(*arguments.positional, **arguments.by_name)
             except TypeError as error:
-                if _fits(self.model, inputs, named):
-                    raise
-                raise TypeError(
-                    f"module_loss: batch must be {_form(self.criterion is not None)}, as "
-                    f"{type(self.model).__name__}.forward{inspect.signature(self.model.forward)} takes them; "
-                    f"got {_tree.brief(batch)}: {error}"
-                ) from error
-            return loss_in(outputs) if self.criterion is None else self._criterion_of(outputs, target)
+                check_fit(self.model, batch, arguments, error, has_target=has_target)
+                raise
+            return self._criterion_of(outputs, arguments.target) if has_target else loss_in(outputs)
 
-        return self._with(values, run)
+        return self._swap.run(values, call)
 
     def _criterion_of(self, outputs: Any, target: Any) -> Any:
+        """Return what the criterion returns."""
         criterion: Any = self.criterion
         if torch.compiler.is_dynamo_compiling():
             return criterion(outputs, target)
@@ -241,28 +205,9 @@ class ModuleLoss(Loss):
                 f"{_tree.brief(outputs)} and {_tree.brief(target)}, for which torch says: {error}"
             ) from error
 
-    def _with(self, values: dict[str, Tensor], run: Callable[[], Any]) -> Any:
-        """Call run while the module has these tensors; write tensors that run assigned there into values."""
-        held = {f"model.{name}": value for name, value in values.items()}
-        if self.model is not self._made_of:  # the criterion may read the original module
-            both = self.names.keys() | self.buffer_names.keys()
-            held |= {f"made_of.{name}": value for name, value in values.items() if name in both}
-        # Without torch's tying, which would replace the two precisions of a tied tensor by one.
-        if torch.compiler.is_dynamo_compiling():
-            out = functional_call(self.holder, held, (run,), tie_weights=False)
-        else:
-            with _locks.setdefault(self._made_of, threading.RLock()):
-                try:
-                    with like_own_tensors(values, self._own_tensors()):
-                        out = functional_call(self.holder, held, (run,), tie_weights=False)
-                finally:
-                    for layer in self._recurrent:  # an RNN keeps a list of its last tensors; __getstate__ resets it
-                        layer.__getstate__()  # type: ignore[no-untyped-call]
-        values |= {name: held[f"model.{name}"] for name in values}
-        return out
-
-    def _after(self, values: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name, stored in self.buffer_names.items():
+    def _new_buffers(self, values: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the buffers after a forward pass, by the stored names that they had before."""
+        for name, stored in self.tensors.tied_buffer_names.items():
             if values[name] is not values[stored]:
                 raise ValueError(
                     f"module_loss: buffers that are one tensor must stay one; got {stored!r} and {name!r}, and the "
@@ -270,115 +215,29 @@ class ModuleLoss(Loss):
                 )
         return {name: values[name] for name in before}
 
-    def _check_unchanged(self, *, called: bool = False) -> None:
-        """Raise ValueError if the module's parameters, buffers or requires_grad flags have changed."""
-        now = _parts(self._made_of)
-        if called:  # a new buffer may be a cache that the forward pass registered
-            now = {name: part for name, part in now.items() if name in self._parts or part != "a buffer"}
-        if now == self._parts:
-            return
-        name = next(name for name in {**self._parts, **now} if now.get(name) != self._parts.get(name))
-        was, found = (parts.get(name, "not in it") for parts in (self._parts, now))
-        raise ValueError(
-            f"module_loss: model must stay as it was when the loss was made; {name!r} was {was} and is {found}: make "
-            "the loss again, module_loss(model, ...), and the step of it"
-        )
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Context manager: every submodule in eval mode; the flags are restored afterwards.
-
-        Sets the flags without calling `train` or `eval`, because a class may do more there, such as merging weights.
-        """
-        flags = [(part, part.training) for part in self.holder.modules()]
-        try:
-            for part, _ in flags:
-                part.training = False
-            yield
-        finally:
-            for part, flag in flags:
-                part.training = flag
-
-    def state_was_made(self) -> None:
-        """Watch for a call of the module outside of steps, which move the state on and not the module."""
-        if self._left_behind is not None:
-            self._left_behind.remove()
-        can_be_watched = self._trained_at and not isinstance(self._made_of, torch.jit.ScriptModule)
-        self._left_behind = LeftBehind(self._made_of, *self._trained_at[0]) if can_be_watched else None
-
-    def taking_step(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: the state moves on. Says once that the module is in eval mode."""
-        if self._left_behind is not None:
-            self._left_behind.a_step_was_taken = True
-        if not self._told_of_eval_mode and not self.holder.model.training:
-            self._told_of_eval_mode = True
-            _log.warning(
-                "module_loss: %s is in eval mode, so that steps train without dropout and with BatchNorm's running "
-                "statistics: call model.train() first, unless you want this",
-                type(self._made_of).__name__,
-            )
-        return in_step_of(self._made_of)
-
-    def check_accumulation(self) -> None:
-        """Raise ValueError if a parameter has a hook that gets the sum of the micro-batches' gradients."""
-        for held, key in self._trained_at:
-            if held[key]._post_accumulate_grad_hooks:
-                raise ValueError(
-                    "module_loss: model's parameters must have no hook of register_post_accumulate_grad_hook with "
-                    f"accumulate above 1, because it gets the gradient of one micro-batch; got one on {key!r}: use "
-                    "register_hook, or accumulate=1"
-                )
-
-    def code_parts(self) -> dict[str, Any]:
-        """Return the objects whose Python the loss runs, by name."""
-        return self.python_parts()
-
-    def python_parts(self) -> dict[str, Any]:
-        """Return the objects that may keep state besides the loss's arguments, by name."""
-        parts = {"model": self.model, "criterion": self.criterion, "made_of": self._made_of}
-        return {name: part for name, part in parts.items() if name != "made_of" or part is not self.model}
-
     def holding(self, params: dict[str, Tensor], after: Any, run: Callable[[], Any]) -> Any:
         """Call run while the module has these parameters and copies of the buffers after its forward pass.
 
         For a backward pass that calls the module again (`torch.utils.checkpoint`): recomputation needs the same values
         as in torch's own loop, and may write into buffers that are discarded.
+
+        Args:
+            params: the parameters of the forward pass.
+            after: what the loss returned beside itself.
+            run: runs the backward pass.
         """
-        values = {name: params[name if name in params else stored] for name, stored in self.names.items()}
-        buffers = (after[0] if self.has_aux else after) if self.has_buffers else {}
-        fresh = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        values |= {name: fresh[stored] for name, stored in self.buffer_names.items()}
-        values |= {name: value for name, value in params.items() if name not in self.names}  # read by taps
-        known = torch.compiler.is_dynamo_compiling() or self.holder.model.training in self._watched_backward
-        if (known and running() is None) or not fresh:
-            return self._with(values, run)
-        given = {stored: (value, memory_of(value)) for stored, value in fresh.items()}
-        calls: list[nn.Module] = []
-        handle = register_module_forward_pre_hook(lambda module, _: calls.append(module))
-        try:
-            out = self._with(values, run)
-        finally:
-            handle.remove()
-        for name, stored in self.buffer_names.items():
-            value, memory = given[stored]
-            # A checkpoint calls modules again, which write their buffers as in the forward pass.
-            if not calls and (values[name] is not value or memory_of(value) != memory):
-                raise ValueError(
-                    "module_loss: model must not write its buffers in the backward pass, because the step's buffers "
-                    f"are those after the forward pass; a hook wrote {name!r}: keep it in a tensor that is a plain "
-                    "attribute and not a buffer"
-                )
-        if running() is None:
-            self._watched_backward.add(self.holder.model.training)
-        return out
+        buffers: dict[str, Tensor] = {}
+        if self.has_buffers:
+            buffers = after[0] if self.has_aux else after
+        copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        values = self._values(params, copies)
+        with self._swap.lock():
+            is_checked = self._first_calls.backward_is_checked(training=self.holder.model.training)
+            if is_checked or not buffers or torch.compiler.is_dynamo_compiling():
+                return self._swap.run(values, run)
+            return self._first_calls.check_backward(self.holder, lambda: self._swap.run(values, run), values)
 
-    def fresh(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the buffers as they are: a call copies them."""
-        return buffers
-
-    def all_names(self, params: Any) -> list[str]:  # noqa: ARG002
-        """Return the names of all parameters, including frozen ones."""
-        return [name for name, part in self._parts.items() if part != "a buffer"]
+    # What a step asks of a loss.
 
     def params(self) -> dict[str, Tensor]:
         """Return the module's trainable parameters by name, tied ones once, detached.
@@ -387,26 +246,98 @@ class ModuleLoss(Loss):
             ValueError: since the loss was made, the module got other parameters or buffers, or froze or tied one.
         """
         self._check_unchanged()
-        if (self.names, self.buffer_names) != _ties(self._made_of):
+        return {name: parameter.detach() for name, parameter in self.tensors.own_params().items()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the module's buffers by name, shared ones once, detached."""
+        return {name: buffer.detach() for name, buffer in self.tensors.own_buffers().items()}
+
+    def _check_unchanged(self) -> None:
+        """Raise ValueError if the module's parameters, buffers, requires_grad flags or ties have changed."""
+        self._form.check()
+        ties = find_ties(self.made_of)
+        if (ties.names, ties.buffer_names) != (self.tensors.names, self.tensors.buffer_names):
             raise ValueError(
                 "module_loss: model must have the ties it had when the loss was made; tensors were tied or parted "
                 "since (Module.to may part them): make the loss again, module_loss(model, ...), and the step of it"
             )
-        return {name: value.detach() for name, value in self._trained().items()}
-
-    def _trained(self) -> dict[str, Tensor]:
-        # Not get_parameter, which a scripted module does not have.
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        return {stored: parameters[stored] for stored in dict.fromkeys(self.names.values())}
-
-    def why_empty(self) -> str:
-        """Return why there are no parameters, for an error message."""
-        frozen = any(True for _ in self._made_of.parameters())
-        return f": {'every parameter of the module is frozen' if frozen else 'the module has no parameter'}"
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the module's parameters and buffers, by name."""
-        return {name: value.shape for name, value in self._own_tensors().items()}
+        return self.tensors.shapes()
+
+    def fresh(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the buffers as they are: a call copies them."""
+        return buffers
+
+    def all_names(self, params: Any) -> list[str]:  # noqa: ARG002
+        """Return the names of all parameters, including frozen ones."""
+        return self._form.names()
+
+    def why_empty(self) -> str:
+        """Return why there are no parameters, for an error message."""
+        if any(True for _ in self.made_of.parameters()):
+            return ": every parameter of the module is frozen"
+        return ": the module has no parameter"
+
+    def python_parts(self) -> dict[str, Any]:
+        """Return the objects that may keep state besides the loss's arguments, by name."""
+        parts = {"model": self.model, "criterion": self.criterion}
+        if self.made_of is not self.model:
+            parts["made_of"] = self.made_of
+        return parts
+
+    def check_accumulation(self) -> None:
+        """Raise ValueError if a parameter has a hook that gets the sum of the micro-batches' gradients."""
+        own = self.tensors.own()
+        for name in self.tensors.names:
+            if own[name]._post_accumulate_grad_hooks:
+                key = name.rpartition(".")[2]
+                raise ValueError(
+                    "module_loss: model's parameters must have no hook of register_post_accumulate_grad_hook with "
+                    f"accumulate above 1, because it gets the gradient of one micro-batch; got one on {key!r}: "
+                    "use register_hook, or accumulate=1"
+                )
+
+    def state_was_made(self) -> None:
+        """Watch for a call of the module outside of steps, which move the state on and not the module."""
+        if self._left_behind is not None:
+            self._left_behind.remove()
+            self._left_behind = None
+        first_name = next(iter(self.tensors.names), None)
+        # torch gives a scripted module no hooks.
+        if first_name is not None and not isinstance(self.made_of, torch.jit.ScriptModule):
+            self._left_behind = LeftBehind(self.made_of, self.tensors.slots.by_name[first_name])
+
+    def taking_step(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: the state moves on. Says once that the module is in eval mode."""
+        if self._left_behind is not None:
+            self._left_behind.a_step_was_taken = True
+        if not self._has_logged_eval_mode and not self.holder.model.training:
+            self._has_logged_eval_mode = True
+            _log.warning(
+                "module_loss: %s is in eval mode, so that steps train without dropout and with BatchNorm's running "
+                "statistics: call model.train() first, unless you want this",
+                type(self.made_of).__name__,
+            )
+        return in_step_of(self.made_of)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context manager: every submodule in eval mode; the flags are restored afterwards.
+
+        Sets the flags without calling `train` or `eval`, because a class may do more there, such as merging weights.
+        """
+        flags = [(module, module.training) for module in self.holder.modules()]
+        try:
+            for module, _ in flags:
+                module.training = False
+            yield
+        finally:
+            for module, flag in flags:
+                module.training = flag
+
+    # The module's memory.
 
     def own_params(self) -> dict[str, Tensor]:
         """Return the module's trainable parameters themselves, for a state that replaces their memory.
@@ -415,35 +346,16 @@ class ModuleLoss(Loss):
             TypeError: a parameter or buffer is a tensor subclass of several parts, whose memory cannot be replaced.
             ValueError: as in `params`.
         """
-        for name, value in (*self.params().items(), *self.buffers().items()):
-            if hasattr(type(value), "__tensor_flatten__"):
-                raise TypeError(
-                    "init: consume must be False if a parameter or buffer of the module is a DTensor or another "
-                    f"tensor subclass; got True, and {name!r} is a {type(value).__name__}"
-                )
+        self._check_unchanged()
+        check_memory_can_be_shared(self.tensors)
         torch.clear_autocast_cache()  # it contains casts of the previous memory
-        return self._trained()
+        return self.tensors.own_params()
 
     def take_buffers(self) -> dict[str, Tensor]:
         """Return copies of the module's buffers by name, and make the module's buffers share their memory."""
-        fresh = {name: value.clone() for name, value in self.buffers().items()}
-        self._set_buffers(fresh)
-        return fresh
-
-    def _set_buffers(self, values: dict[str, Tensor]) -> None:
-        """Make buffers, by stored name, and frozen parameters that are tied to them, share the memory of values."""
-        held = {name: value.detach() for name, value in values.items()}
-        tensors = _tensors(self._made_of)
-        now = {id(tensors[name]): held[stored] for name, stored in self.buffer_names.items()}
-        for name, stored in self.buffer_names.items():
-            if held[stored] is not tensors[name]:
-                held[stored].__dict__.update(tensors[name].__dict__)  # attributes that a user set
-        # New objects, as Module.to creates: a buffer that is a view would keep its base's memory alive.
-        for part in (*self._made_of.modules(), *self.model.modules()):
-            part._buffers.update({name: now.get(id(value), value) for name, value in part._buffers.items()})
-            for value in part._parameters.values():
-                if value is not None and id(value) in now:
-                    rebind(value, now[id(value)])
+        copies = {name: buffer.clone() for name, buffer in self.buffers().items()}
+        share_buffers(self.holder, self.tensors, copies)
+        return copies
 
     def adopt(self, params: Any, buffers: dict[str, Tensor]) -> None:
         """Make the module's trainable parameters and its buffers share the memory of a state's.
@@ -451,15 +363,8 @@ class ModuleLoss(Loss):
         Raises:
             TypeError, ValueError: as in `own_params`.
         """
-        stored = expand(params)
-        for name, value in self.own_params().items():
-            rebind(value, stored[name])
-        self._set_buffers(buffers)
-
-    def buffers(self) -> dict[str, Tensor]:
-        """Return the module's buffers by name, shared ones once, detached."""
-        held = dict(self.model.named_buffers(remove_duplicate=False))  # get_buffer is not for scripted modules
-        return {stored: held[stored].detach() for stored in dict.fromkeys(self.buffer_names.values())}
+        share_params(self.own_params(), expand(params))
+        share_buffers(self.holder, self.tensors, buffers)
 
     def state_dict(self, params: Any, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the module's own `state_dict` with these values.
@@ -474,26 +379,11 @@ class ModuleLoss(Loss):
             KeyError: a parameter or buffer is missing.
         """
         tree = expand(params)
-        values = {name: tree[stored] for name, stored in self.names.items()}
+        values: dict[str, Tensor] = {name: tree[stored] for name, stored in self.tensors.names.items()}
         if buffers is not None:
-            values |= {name: buffers[stored] for name, stored in self.buffer_names.items()}
-        held = {id(value): values[name] for name, value in _tensors(self.model).items() if name in values}
-        own = self.model.state_dict(keep_vars=True)
-        return {
-            name: held.get(id(value), value).detach().clone() if isinstance(value, Tensor) else value
-            for name, value in own.items()
-        }
-
-
-class Holder(nn.Module):
-    """Calls a function inside `functional_call`, without running a hook."""
-
-    def __init__(self, model: nn.Module, made_of: nn.Module) -> None:
-        super().__init__()
-        self.model, self.made_of = model, made_of
-
-    def __call__(self, run: Callable[[], Any]) -> Any:
-        return run()
+            for name, stored in self.tensors.buffer_names.items():
+                values[name] = buffers[stored]
+        return state_dict_with(self.made_of, values)
 
 
 def module_loss(
@@ -553,260 +443,5 @@ def module_loss(
         >>> module_loss(Own(2, 1))(zeros, {"x": torch.ones(3, 2), "labels": torch.ones(3, 1)})
         tensor(1.)
     """
-    if not isinstance(model, nn.Module):
-        fix = ""
-        if isinstance(criterion, nn.Module) or callable(model):
-            made = f" with {model.__name__}(...)" if isinstance(model, type) else ""
-            fix = f": write module_loss(model, criterion){made}"
-        raise TypeError(f"module_loss: model must be a torch.nn.Module; got {_tree.brief(model)}{fix}")
-    if criterion is not None and not callable(criterion):
-        raise TypeError(f"module_loss: criterion must be callable; got {_tree.brief(criterion)}")
-    if isinstance(criterion, type) and issubclass(criterion, nn.Module):
-        name = criterion.__name__
-        raise TypeError(f"module_loss: criterion must be a function or an object; got the class {name}: pass {name}()")
-    if isinstance(criterion, Loss):
-        raise TypeError(f"module_loss: criterion must be a plain function; pass has_aux here; got {criterion!r}")
-    for name, flag in (("has_aux", has_aux), ("keep_buffers", keep_buffers)):
-        boolean("module_loss", name, flag)
-    if has_aux and criterion is None:
-        raise ValueError("module_loss: has_aux must be False without a criterion, which returns aux; got True")
-    check_engine("module_loss", engine)
-    for name, module in model.named_modules():
-        if hasattr(module, "set_requires_gradient_sync") or hasattr(module, "no_sync"):
-            raise TypeError(
-                "module_loss: model must be the module itself, not under fully_shard, DDP or FSDP, whose hooks on own "
-                f"parameters a function of parameters passes by; got {name or 'the module'} so. "
-                "Use make_train_step(..., parallel=distributed.DataParallel(shard=True)), or their loop with GradScaler"
-            )
-        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise ValueError(
-                f"module_loss: model must not write its parameters in the forward pass; got max_norm={module.max_norm} "
-                f"in {name or 'the module'}, which renormalizes its weight in place"
-            )
-    for name, value in _tensors(model).items():
-        if nn.parameter.is_lazy(value):
-            raise ValueError(
-                f"module_loss: model must have its shapes; {name!r} is lazy: call the model on a batch once, before"
-            )
-    _check_identities(model, criterion)
+    check_arguments(model, criterion, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
     return ModuleLoss(model, criterion, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter and buffer by name, a shared module once."""
-    # functional_call is wrong if one place is given under two names, hence named_modules without duplicates.
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None:
-                found[_join(prefix, name)] = value
-    return found
-
-
-def _has_compiled_part(model: nn.Module) -> bool:
-    """Return whether torch.compile compiles the model or a part of it (recognized without importing Dynamo)."""
-    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in model.modules())
-
-
-def _names_among(model: nn.Module, slots: list[Slot]) -> frozenset[str]:
-    """Return the names of the model's tensors that are in these places."""
-    there = {id(slot.value) for slot in slots}
-    return frozenset(name for name, value in _tensors(model).items() if id(value) in there)
-
-
-def _trainable_besides(model: nn.Module, slots: list[Slot]) -> dict[int, tuple[str, Tensor]]:
-    """Return the trainable tensors in a criterion's places that are not the model's, by id, with their paths."""
-    own = set(map(id, _tensors(model).values()))
-    found: dict[int, tuple[str, Tensor]] = {}
-    for slot in slots:
-        value = slot.value
-        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf and id(value) not in own:
-            found.setdefault(id(value), (slot.path.removeprefix("criterion."), value))
-    return found
-
-
-def _check_identities(model: nn.Module, criterion: Callable[[Any, Any], Any] | None) -> None:
-    """Raise ValueError if the model or the criterion knows a parameter by its identity."""
-    own = {id(value): name for name, value in _tensors(model).items()}
-    for slot in survey({"model": model, "criterion": criterion}).values():
-        value = slot.value
-        in_a_dict = isinstance(slot.owner, dict) and isinstance(slot.key, (Tensor, int))
-        in_a_set = slot.path.endswith("}") and isinstance(value, Tensor)
-        keys = [id(slot.key) if isinstance(slot.key, Tensor) else slot.key] if in_a_dict else []
-        if in_a_set:
-            keys.append(id(value))
-        if type(value) is int:
-            keys.append(value)
-        name = next((own[key] for key in keys if key in own), None)
-        if name is not None:
-            raise ValueError(
-                "module_loss: model and criterion must not know a parameter by its identity (id(), a key of a dict, "
-                f"in a set), because a step passes other tensors; got {name!r} in {slot.path}: use its name, or an "
-                "attribute of the parameter"
-            )
-
-
-def _kind(criterion: Any) -> str:
-    return getattr(criterion, "__name__", type(criterion).__name__)
-
-
-def _form_of(model: nn.Module) -> list[Any]:
-    """Return what changes if a module gets or loses a parameter or buffer, or freezes one: `_parts` in less time."""
-    form: list[Any] = []
-    left, seen = [model], {id(model)}
-    while left:
-        module = left.pop()
-        form += module._parameters.keys()  # a module of TorchScript iterates otherwise
-        form += [None if value is None else value.requires_grad for value in module._parameters.values()]
-        for name, value in module._buffers.items():
-            form += (name, value is None)
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                left.append(child)
-    return form
-
-
-def _slots(model: nn.Module, names: Set[str]) -> list[tuple[str, dict[str, Any], str]]:
-    """Return, for each of these names, the dict of a module that has the tensor, and the key in it."""
-    found: list[tuple[str, dict[str, Any], str]] = []
-    for prefix, module in model.named_modules():
-        for held in (module._parameters, module._buffers):
-            found += [(_join(prefix, key), held, key) for key in held.keys() if _join(prefix, key) in names]  # noqa: SIM118  of TorchScript
-    return found
-
-
-def _attributes(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that modules have as plain attributes, without those that hooks recompute."""
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            # torch's prune and older spectral_norm leave `weight` beside `weight_orig` until the next forward pass. An
-            # attribute that requires a gradient is found in the graph.
-            if isinstance(value, Tensor) and not value.requires_grad and f"{name}_orig" not in module._parameters:
-                found[_join(prefix, name)] = value
-    return found
-
-
-def _parts(model: nn.Module) -> dict[str, str]:
-    """Return every parameter and buffer by name, and whether it is trained."""
-    parts = {}
-    for prefix, module in model.named_modules():
-        for name, value in module._parameters.items():
-            if value is not None:
-                parts[_join(prefix, name)] = "a trainable parameter" if value.requires_grad else "a frozen parameter"
-        parts |= {_join(prefix, name): "a buffer" for name, value in module._buffers.items() if value is not None}
-    return parts
-
-
-def _ties(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the stored names of trainable parameters, and of buffers with frozen parameters tied to them.
-
-    Raises:
-        ValueError: two of them share memory and are not one tensor.
-    """
-    parts, tensors = _parts(model), _tensors(model)
-    # Two Parameters on one memory are two for an optimizer; for the others only memory counts.
-    keys = {name: id(t) if parts[name] == "a trainable parameter" else identity(t) for name, t in tensors.items()}
-    buffers = [name for name, part in parts.items() if part == "a buffer"]
-    trained = [name for name, part in parts.items() if part == "a trainable parameter"]
-    distinct = set({key: name for name, key in reversed(keys.items())}.values())
-    attributes = {name: value for name, value in _attributes(model).items() if name not in tensors}
-    parts |= dict.fromkeys(attributes, "a plain attribute")
-    held = {name: tensor for name, tensor in tensors.items() if name in distinct} | attributes
-    for one, other in overlaps(held):
-        kinds = {parts[one], parts[other]}
-        # A constant may have two names, as a buffer and an attribute; a step changes what is trained.
-        if kinds != {"a frozen parameter"} and ("a plain attribute" not in kinds or "a trainable parameter" in kinds):
-            raise ValueError(
-                f"module_loss: parameters and buffers must be one tensor or share no memory; got {parts[one]} {one!r} "
-                f"and {parts[other]} {other!r}: assign the one to the other (layer.weight = other.weight), compute it "
-                "in forward, or clone() it"
-            )
-    first_trained = {keys[name]: name for name in reversed(trained)}
-    first_kept = {keys[name]: name for name in reversed(buffers)}
-    frozen = [name for name, part in parts.items() if part == "a frozen parameter" and keys[name] in first_kept]
-    return (
-        {name: first_trained[keys[name]] for name in trained},
-        {name: first_kept[keys[name]] for name in (*buffers, *frozen)},
-    )
-
-
-def _form(has_target: bool) -> str:
-    if has_target:
-        return "a tuple or list (*inputs, target) with a criterion"
-    return "a mapping of keyword arguments, a tuple or list of arguments, or a tensor"
-
-
-def arguments_of(batch: Any, *, has_target: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return the model's positional and keyword arguments from a batch, and the target."""
-    if isinstance(batch, (tuple, list)) and (batch or not has_target):
-        return (tuple(batch[:-1]), {}, batch[-1]) if has_target else (tuple(batch), {}, None)
-    if not has_target and isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
-        return (), dict(batch), None
-    if not has_target and isinstance(batch, Tensor):
-        return (batch,), {}, None
-    also = ""
-    if has_target and isinstance(batch, Mapping):
-        also = "; module_loss(model) without a criterion passes a mapping on, for a model that returns its loss"
-    raise TypeError(f"module_loss: batch must be {_form(has_target)}; got {_tree.brief(batch)}{also}")
-
-
-def _fits(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    try:
-        inspect.signature(model.forward).bind(*inputs, **named)
-    except TypeError:
-        return False
-    return True
-
-
-def loss_in(outputs: Any) -> Tensor:
-    """Return the loss in a model's output.
-
-    Raises:
-        TypeError: there is none.
-    """
-    if isinstance(outputs, Tensor):
-        loss: Any = outputs
-    elif isinstance(outputs, Mapping):
-        loss = outputs.get("loss")
-    else:
-        loss = getattr(outputs, "loss", None)
-    if not isinstance(loss, Tensor) or loss.dim():
-        raise TypeError(
-            "module_loss: model must return its loss if there is no criterion: a tensor of shape (), an object with "
-            f".loss or a dict with 'loss'; got {_tree.brief(outputs)}{_loss_of(outputs, loss)}. Pass labels in the "
-            "batch if the model wants them for it, or module_loss a criterion"
-        )
-    return loss
-
-
-def _loss_of(outputs: Any, loss: Any) -> str:
-    return "" if loss is outputs else f", its loss {_tree.brief(loss)}"
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
-
-
-def _cast_by_autocast(module: nn.Module) -> frozenset[str]:
-    """Return the names of a module's own parameters that only operations which autocast casts use."""
-    # GPT-2's layers: a product with the weight transposed. There is none in the model if it was not imported.
-    transposed = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    for kind, names in (_CAST if transposed is None else _CAST | {transposed: _LAYER}).items():
-        if isinstance(module, kind):
-            own = all(
-                name not in vars(module) and getattr(type(module), name, None) is getattr(kind, name, None)
-                for name in ("forward", "_conv_forward")
-            )
-            return frozenset(n for n in names if module._parameters.get(n) is not None) if own else frozenset()
-    return frozenset()
-
-
-def _linear_weights(model: nn.Module) -> Iterator[str]:
-    attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
-    inner = {id(part) for module in attention for part in module.children()}
-    for prefix, module in model.named_modules():
-        # Attention reads the weight of its projection and does not call the layer.
-        if isinstance(module, nn.Linear) and id(module) not in inner and "weight" in _cast_by_autocast(module):
-            yield _join(prefix, "weight")

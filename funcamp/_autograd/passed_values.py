@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_NONE: frozenset[str] = frozenset()
+_NO_NAMES: frozenset[str] = frozenset()
 #: The flag by which torch takes a tensor that is not of the class Parameter for one.
 _IS_PARAMETER = "_is_param"
 
@@ -29,23 +29,31 @@ def with_hooks(values: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str
     A hook is registered on a view that only this call has: the value itself may be a tensor of the caller, who would
     get a further hook at each call. The hook gets the gradient in the dtype of the module's own parameter.
     """
+    # At every call, because a caller may register or remove a hook between any two.
     hooked = [name for name, tensor in own.items() if has_hooks(tensor)]
     if not hooked or not torch.is_grad_enabled():
         return values
-    found, views = dict(values), {}
+    with_views = dict(values)
+    views: dict[int, Tensor] = {}
     for name in hooked:
-        value, parameter = values[name], own[name]
-        if value is parameter or not value.requires_grad:
+        value = values[name]
+        if value is own[name] or not value.requires_grad:
             continue
         if id(value) not in views:  # tied parameters: the hook gets the sum of their gradients
-            view = value.view_as(value) if value.dtype == parameter.dtype else value.to(parameter.dtype)
-            for hook in (parameter._backward_hooks or {}).values():
-                view.register_hook(hook)  # type: ignore[no-untyped-call]
-            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-                view.register_hook(_after_accumulation(hook, view.detach(), name))  # type: ignore[no-untyped-call]
-            views[id(value)] = view if value.dtype == view.dtype else view.to(value.dtype)
-        found[name] = views[id(value)]
-    return found
+            views[id(value)] = _hooked_view(name, value, own[name])
+        with_views[name] = views[id(value)]
+    return with_views
+
+
+def _hooked_view(name: str, value: Tensor, parameter: Tensor) -> Tensor:
+    """Return a view of a value, whose gradient passes the hooks of a parameter in the parameter's dtype."""
+    is_in_other_precision = value.dtype != parameter.dtype
+    view = value.to(parameter.dtype) if is_in_other_precision else value.view_as(value)
+    for hook in (parameter._backward_hooks or {}).values():
+        view.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        view.register_hook(_after_accumulation(hook, view.detach(), name))  # type: ignore[no-untyped-call]
+    return view.to(value.dtype) if is_in_other_precision else view
 
 
 def _after_accumulation(hook: Callable[[Tensor], None], value: Tensor, name: str) -> Callable[[Tensor], Tensor]:
@@ -84,25 +92,27 @@ def like_own_tensors(values: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
     Afterwards the values are as before, because a caller or a state has them. Attributes that the call sets on a value
     stay on the module's own tensor, as they do if it is called itself.
     """
-    given: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = []
+    # For each value: its attributes, those of the module's own tensor, and the names that it had before.
+    changed: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = []
     for name, tensor in own.items():
         value = values.get(name)
         if value is None or value is tensor:
             continue
         attributes = value.__dict__
-        known = frozenset(attributes) if attributes else _NONE
+        own_attributes = tensor.__dict__
+        names_before = frozenset(attributes) if attributes else _NO_NAMES
+        # The exact class first: isinstance of a Parameter runs Python.
         if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter):
             attributes[_IS_PARAMETER] = True
-        kept = tensor.__dict__
-        for key, item in kept.items():
+        for key, item in own_attributes.items():
             attributes.setdefault(key, item)
-        given.append((attributes, kept, known))
+        changed.append((attributes, own_attributes, names_before))
     try:
         yield
     finally:
-        for attributes, kept, known in given:
-            for key in [key for key in attributes if key not in known]:
+        for attributes, own_attributes, names_before in changed:
+            for key in [key for key in attributes if key not in names_before]:
                 if key == _IS_PARAMETER:
                     del attributes[key]
-                elif key in kept or not key.startswith("_"):  # others are of torch's own subclasses
-                    kept[key] = attributes.pop(key)
+                elif key in own_attributes or not key.startswith("_"):  # others are of torch's own subclasses
+                    own_attributes[key] = attributes.pop(key)

@@ -181,41 +181,55 @@ def _by_autograd(
             return torch.autograd.grad(scaled, leaves, allow_unused=True)
 
         begin_backward()
-        if not torch.compiler.is_dynamo_compiling():
+        by_dynamo = torch.compiler.is_dynamo_compiling()
+        if not by_dynamo:
             for leaf in leaves:
                 leaf.grad = None  # of a backward() in the forward pass, which is not scaled
-        found: Sequence[Tensor | None] = backward() if holding is None else holding(leaves, aux, backward)
-    if not torch.compiler.is_dynamo_compiling():
-        # An autograd.Function whose backward calls backward() adds to .grad.
-        inner = [leaf.grad for leaf in leaves]
-        found = [one if other is None else other if one is None else one + other for one, other in zip(found, inner)]
-        # torch.autograd.grad passes over a reentrant checkpoint that has no parameter before it.
-        if any(grad is None for grad in found) and "CheckpointFunctionBackward" in map(_kind, nodes(scaled.grad_fn)):
-            advise(call, RuntimeError("incompatible with .grad()"))
-    if all(grad is None for grad in found):
+        gradients: Sequence[Tensor | None] = backward() if holding is None else holding(leaves, aux, backward)
+    if not by_dynamo:
+        gradients = [_plus(gradient, leaf.grad) for gradient, leaf in zip(gradients, leaves)]
+        _advise_if_passed_over(call, scaled, gradients)
+    if all(gradient is None for gradient in gradients):
         raise ValueError(
             f"{call}: loss_fn must return a loss that depends on the parameters it is given; it uses none: take "
             "them from the argument, or write module_loss(model, criterion), which puts them into the module"
         )
-    grads = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(found, inputs)]
-    grads = [
-        grad.detach() if grad.requires_grad else grad for grad in grads
-    ]  # a sparse one cannot be detached in a trace
-    return grads, loss.detach(), _tree.map_leaves(Tensor.detach, *_tree.flatten(aux))
+    results = [_result(gradient, value) for gradient, value in zip(gradients, inputs)]
+    return results, loss.detach(), _tree.map_leaves(Tensor.detach, *_tree.flatten(aux))
 
 
-def _kind(node: Any) -> str:
-    return type(node).__name__
+def _plus(gradient: Tensor | None, accumulated: Tensor | None) -> Tensor | None:
+    """Add what a backward() inside of the backward pass, of an autograd.Function, has put into `.grad`."""
+    if accumulated is None:
+        return gradient
+    return accumulated if gradient is None else gradient + accumulated
+
+
+def _advise_if_passed_over(call: str, scaled: Tensor, gradients: Sequence[Tensor | None]) -> None:
+    """Raise an error with advice if a reentrant checkpoint has no parameter before it: torch passes over it."""
+    if all(gradient is not None for gradient in gradients):
+        return
+    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes(scaled.grad_fn)):
+        advise(call, RuntimeError("incompatible with .grad()"))
+
+
+def _result(gradient: Tensor | None, value: Tensor) -> Tensor:
+    """Return a gradient as a result: without a graph, and zeros if the loss does not depend on the value."""
+    if gradient is None:
+        return torch.zeros_like(value)
+    # A sparse gradient cannot be detached in a trace, and requires no gradient.
+    return gradient.detach() if gradient.requires_grad else gradient
 
 
 def nodes(grad_fn: Any, without: Iterable[Any] = ()) -> Iterator[Any]:
     """Yield the nodes of an autograd graph, as far as they are not behind others."""
-    seen, left = set(without), [grad_fn]
-    while left:
-        node = left.pop()
+    seen = set(without)
+    waiting = [grad_fn]
+    while waiting:
+        node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            left += [function for function, _ in node.next_functions]
+            waiting += [function for function, _ in node.next_functions]
             yield node
 
 

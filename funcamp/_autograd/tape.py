@@ -51,12 +51,13 @@ class Taps(Protocol):
 
 def merged(tapes: Sequence[Tape], before: Sequence[Tree], after: Sequence[Tree]) -> tuple[Tree, ...]:
     """Merge the records of micro-batches with those of the next one, tape by tape."""
-    found = []
+    merged_records: list[Tree] = []
     for tape, old, new in zip(tapes, before, after):
-        leaves, spec = _tree.flatten(new)
         merge = _MERGE[tape.over_micro_batches]
-        found.append(_tree.unflatten([merge(one, other) for one, other in zip(_tree.leaves(old), leaves)], spec))
-    return tuple(found)
+        new_leaves, spec = _tree.flatten(new)
+        leaves = [merge(old_leaf, new_leaf) for old_leaf, new_leaf in zip(_tree.leaves(old), new_leaves)]
+        merged_records.append(_tree.unflatten(leaves, spec))
+    return tuple(merged_records)
 
 
 def zeros_of(tapes: Sequence[Tape]) -> tuple[Tree, ...]:

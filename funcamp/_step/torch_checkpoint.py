@@ -1,69 +1,140 @@
 """Conversion of a training state to and from the state_dicts of a torch loop.
 
-Both directions rename the tensors that `state_dict` exports: torch numbers parameters in the order in which the
-optimizer got them; funcamp uses their names.
+Both directions rename the tensors that `state_dict` exports. torch numbers parameters in the order in which the
+optimizer got them; funcamp uses their names. `names_by_number` is the only place that maps one to the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcamp import _tree
+from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.by_group import GroupedOptimizer
+from funcamp._optim.chain import optimizer_in
 from funcamp._optim.stateless import APPLIED, StatelessOptimizer
+from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.state_dict import from_state_dict, to_state_dict
 from funcamp._step.state import TrainState, check_train_state, export, gathered, restore
 
 #: Entries of a torch group that do not affect the result: how the class runs, and what a scheduler stores there.
-_HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+_WITHOUT_EFFECT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+#: The constants of a configuration that torch's scaler has, too.
+_SCALER_CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
-class Part(NamedTuple):
+class Step(Protocol):
+    """What the conversion asks of a `TrainStep`."""
+
+    loss_fn: Loss
+    optimizer: Any
+    config: ScalerConfig
+
+    @property
+    def _split(self) -> Callable[[TrainState, Mapping[str, object]], TrainState]: ...
+
+
+class TorchGroup(NamedTuple):
     """One parameter group of torch's optimizer."""
 
     label: str | None
+    """Its label in `by_group`; None without."""
     optimizer: StatelessOptimizer
     prefix: str
     """The prefix of its entries among the exported names."""
     names: list[str]
     """The names of its parameters, in torch's order."""
 
-    def entry(self, entry: str, name: str) -> str:
+    def key(self, entry: str, name: str) -> str:
         """Return the exported name of an optimizer entry of a parameter."""
         return f"{self.prefix}state.{entry}.{name}"
 
+    def entries_in(self, saved: Iterable[str]) -> list[str]:
+        """Return the names of the optimizer's entries, as in torch, that are among exported names."""
+        start = f"{self.prefix}state."
+        entries: dict[str, None] = {}
+        for key in saved:
+            if key.startswith(start):
+                entries[key.removeprefix(start).partition(".")[0]] = None
+        return list(entries)
 
-def to_torch(step: Any, state: TrainState, names: Iterable[str] | None) -> dict[str, Any]:
+
+# To torch.
+
+
+def to_torch(step: Step, state: TrainState, names: Iterable[str] | None) -> dict[str, Any]:
     """Return the state_dicts of `TrainStep.to_torch`."""
-    saved, several = export("to_torch", state), _several(step.optimizer)
-    found: dict[str | None, dict[str, Any]] = {}
-    for part in parts_of("to_torch", step, state, names):
-        one = found.setdefault(part.label if several else None, {"state": {}, "param_groups": []})
-        first = sum(len(group["params"]) for group in one["param_groups"])
-        numbers = dict(enumerate(part.names, first))
-        one["param_groups"].append(
-            hyperparameters_of(part.optimizer, saved[f"{part.prefix}applied"]) | {"params": list(numbers)}
-        )
-        kept = _entries(saved, part.prefix)
-        for number, name in numbers.items():
-            entries = {entry: saved[part.entry(entry, name)] for entry in kept if part.entry(entry, name) in saved}
-            if entries and entries.pop(APPLIED, 1) != 0:  # torch stores the step counter on the host
-                one["state"][number] = {entry: v.cpu() if entry == "step" else v for entry, v in entries.items()}
-    params, scaler = gathered("to_torch", state).params, to_state_dict(state.scaler, step.config)
-    if isinstance(step.loss_fn, ModuleLoss):
-        model = step.loss_fn.state_dict(params, state.buffers)
+    saved = export("to_torch", state)
+    groups = groups_of("to_torch", step, state, names)
+    optimizer: dict[Any, Any]
+    if _has_several_classes(optimizer_in(step.optimizer)):
+        optimizer = {group.label: _optimizer_state_dict([group], saved) for group in groups}
     else:
-        model = {name.partition(".")[2]: saved[name] for name in saved if name.startswith(("params.", "buffers."))}
-    return {"model": model, "optimizer": found if several else found[None], "scaler": scaler}
+        optimizer = _optimizer_state_dict(groups, saved)
+    return {
+        "model": _model_state_dict(step.loss_fn, state, saved),
+        "optimizer": optimizer,
+        "scaler": to_state_dict(state.scaler, step.config),
+    }
+
+
+def _model_state_dict(loss_fn: Loss, state: TrainState, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the module's state_dict; for a loss without a module, parameters and buffers by name."""
+    if isinstance(loss_fn, ModuleLoss):
+        return loss_fn.state_dict(gathered("to_torch", state).params, state.buffers)
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in saved.items():
+        field, _, name = key.partition(".")
+        if field in ("params", "buffers") and name:
+            tensors[name] = tensor
+    return tensors
+
+
+def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the state_dict of one torch optimizer."""
+    state: dict[int, dict[str, Tensor]] = {}
+    param_groups: list[dict[str, Any]] = []
+    next_number = 0
+    for group in groups:
+        entries = group.entries_in(saved)
+        numbers = list(range(next_number, next_number + len(group.names)))
+        next_number += len(numbers)
+        hyperparameters = hyperparameters_of(group.optimizer, saved[f"{group.prefix}applied"])
+        param_groups.append({**hyperparameters, "params": numbers})
+        for number, name in zip(numbers, group.names):
+            parameter_state = _parameter_state(group, entries, name, saved)
+            if parameter_state:
+                state[number] = parameter_state
+    return {"state": state, "param_groups": param_groups}
+
+
+def _parameter_state(
+    group: TorchGroup, entries: Iterable[str], name: str, saved: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return torch's state of one parameter; empty for a frozen one, and for one that no step has changed."""
+    parameter_state: dict[str, Tensor] = {}
+    for entry in entries:
+        key = group.key(entry, name)
+        if key in saved:
+            parameter_state[entry] = saved[key]
+    # The count of steps that changed the parameter, for classes whose first step differs; torch has no such entry.
+    if APPLIED in parameter_state and parameter_state.pop(APPLIED) == 0:
+        return {}
+    if "step" in parameter_state:
+        parameter_state["step"] = parameter_state["step"].cpu()  # torch stores the step counter on the host
+    return parameter_state
+
+
+# From torch.
 
 
 def from_torch(
-    step: Any,
+    step: Step,
     like: TrainState,
     optimizer: Mapping[Any, Any] | None,
     scaler: dict[str, Any] | None,
@@ -75,143 +146,333 @@ def from_torch(
     check_train_state(call, "like", like)
     saved = export(call, like)
     if optimizer is not None:
-        parts, labels = parts_of(call, step, like, names), [None]
-        if _several(step.optimizer):
-            labels = list(step.optimizer.optimizers)
-            if not isinstance(optimizer, Mapping) or set(optimizer) != set(labels):
-                raise ValueError(
-                    f"{call}: optimizer must have a state_dict for each of {labels}; got {list(optimizer)}"
-                )
+        groups = groups_of(call, step, like, names)
         counts: dict[str, int] = {}
-        for label in labels:
-            given = optimizer if label is None else optimizer[label]
-            if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
-                got = _tree.brief_or_class(given)
-                raise TypeError(f"{call}: optimizer must be a state_dict of a torch.optim.Optimizer; got {got}")
-            mine = [part for part in parts if label in (None, part.label)]
-            counts |= _take(call, given, mine, names is not None, saved)
-        for part in parts:
-            if steps is None and not counts and _has_schedule(part.optimizer._hyperparameters.values()):
-                raise ValueError(
-                    f"{call}: steps must be given, the number of steps applied, as a schedule counts them and torch's "
-                    f"{part.optimizer._cls.__name__} does not"
-                )
-        applied = max(counts.values(), default=0) if steps is None else steps
-        numbers = {"step": applied, "skipped": 0, "consecutive_skips": 0}
-        numbers |= {f"{p.prefix}applied": counts.get(p.prefix, applied) if steps is None else steps for p in parts}
-        saved |= {name: torch.full_like(saved[name], number) for name, number in numbers.items()}
+        for label in _labels_of_optimizers(call, optimizer_in(step.optimizer), optimizer):
+            state_dict = optimizer if label is None else optimizer[label]
+            _check_state_dict(call, state_dict)
+            of_label = [group for group in groups if label is None or group.label == label]
+            entries = _read_optimizer(call, state_dict, of_label, saved, names_are_given=names is not None)
+            saved.update(entries.tensors)
+            counts.update(entries.counts)
+        if steps is None and not counts:
+            _refuse_schedules(call, groups)
+        saved.update(_counts(groups, counts, steps, saved))
     if scaler is not None:
-        held, config = from_state_dict(scaler, step.config, device=like.scaler.scale.device)
-        for name in ("growth_factor", "backoff_factor", "growth_interval"):
-            own, value = getattr(step.config, name), getattr(config, name)
-            if own != value:
-                raise ValueError(
-                    f"{call}: scaler must have the step's {name}, {own}; got {value}: make the step with "
-                    f"ScalerConfig({name}={value})"
-                )
-        saved |= {f"scaler.{name}": value for name, value in held._asdict().items()}
+        saved.update(_read_scaler(call, step.config, scaler, like.scaler.scale.device))
     return restore(saved, like, split=step._split)
 
 
-def _take(
-    call: str, given: Mapping[str, Any], parts: list[Part], named: bool, saved: dict[str, Tensor]
-) -> dict[str, int]:
-    """Write a torch optimizer's state into the exported tensors; return the step count of each part."""
-    groups = given["param_groups"]
-    numbers = [number for group in groups for number in group["params"]]
-    order = [name for part in parts for name in part.names]
-    own = [name for group in groups for name in group.get("param_names") or ()]
-    if not named and len(own) == len(numbers):
-        order = own
-    elif not named and len(order) != len(numbers):  # torch's optimizer got only the trainable parameters
-        order = [name for name in order if f"params.{name}" in saved]
-    if len(order) != len(numbers) or (not named and not own and len(groups) != len(parts)):
+def _labels_of_optimizers(call: str, optimizer: Any, state_dicts: Mapping[Any, Any]) -> list[str | None]:
+    """Return the labels under which torch's optimizers have their state_dicts; [None] for one optimizer.
+
+    Raises:
+        ValueError: there are several optimizers, and not a state_dict for each.
+    """
+    if not _has_several_classes(optimizer):
+        return [None]
+    labels: list[str | None] = list(optimizer.optimizers)
+    if not isinstance(state_dicts, Mapping) or set(state_dicts) != set(labels):
+        raise ValueError(f"{call}: optimizer must have a state_dict for each of {labels}; got {list(state_dicts)}")
+    return labels
+
+
+def _check_state_dict(call: str, state_dict: object) -> None:
+    if isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys():
+        return
+    got = _tree.brief_or_class(state_dict)
+    raise TypeError(f"{call}: optimizer must be a state_dict of a torch.optim.Optimizer; got {got}")
+
+
+class _Entries(NamedTuple):
+    """What a torch optimizer's state becomes."""
+
+    tensors: dict[str, Tensor]
+    """By exported name."""
+    counts: dict[str, int]
+    """The number of applied steps by the prefix of a group, if torch's class counts them."""
+
+
+def _read_optimizer(
+    call: str,
+    state_dict: Mapping[str, Any],
+    groups: Sequence[TorchGroup],
+    saved: Mapping[str, Tensor],
+    *,
+    names_are_given: bool,
+) -> _Entries:
+    """Return a torch optimizer's state by exported names.
+
+    Raises:
+        ValueError: its parameters are not the step's, or its class or hyperparameters are others.
+    """
+    torch_groups = {number: group for group in state_dict["param_groups"] for number in group["params"]}
+    groups_by_name = {name: group for group in groups for name in group.names}
+    entry_names = {group.prefix: group.entries_in(saved) for group in groups}
+    tensors: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    checked_groups: set[tuple[str, int]] = set()
+    for number, name in names_by_number(call, state_dict, groups, saved, names_are_given=names_are_given).items():
+        if name not in groups_by_name:
+            raise ValueError(f"{call}: names must be of the step's parameters; got {name!r}")
+        if not _is_trained(name, saved):
+            continue
+        group = groups_by_name[name]
+        # Once for all parameters of two groups, because it makes an optimizer of torch's class.
+        both_groups = (group.prefix, id(torch_groups[number]))
+        if both_groups not in checked_groups:
+            checked_groups.add(both_groups)
+            _check_hyperparameters(call, group.optimizer, torch_groups[number], name)
+        entries = state_dict["state"].get(number, {})
+        known = entry_names[group.prefix]
+        tensors.update(_read_parameter(call, group, known, name, entries, saved))
+        if "step" in known:
+            # A parameter that was frozen for a while has a lower count than its group.
+            count = int(entries.get("step") or 0)
+            counts[group.prefix] = max(counts.get(group.prefix, 0), count)
+    return _Entries(tensors, counts)
+
+
+def _read_parameter(
+    call: str,
+    group: TorchGroup,
+    known: Sequence[str],
+    name: str,
+    entries: Mapping[str, Any],
+    saved: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return torch's state of one parameter by exported names.
+
+    Args:
+        call: the public function, for errors.
+        group: the parameter's group.
+        known: the entries that the step's optimizer has.
+        name: the parameter's name.
+        entries: torch's state of the parameter.
+        saved: tensors of the same names, for dtype and device.
+
+    Raises:
+        ValueError: torch's class has other entries.
+    """
+    # torch saves None for what a class does not use, such as SGD's momentum_buffer without momentum.
+    values = {entry: value for entry, value in entries.items() if value is not None}
+    if APPLIED in known:
+        # torch has no entries of a parameter that no step has changed.
+        values[APPLIED] = 1 if values else 0
+    tensors: dict[str, Tensor] = {}
+    for entry, value in values.items():
+        key = group.key(entry, name)
+        if key not in saved:
+            raise ValueError(
+                f"{call}: optimizer must be of the step's class, which keeps {known} for {name!r}; got {entry!r}"
+            )
+        tensors[key] = torch.as_tensor(value).to(saved[key].device, saved[key].dtype)
+    return tensors
+
+
+def names_by_number(
+    call: str,
+    state_dict: Mapping[str, Any],
+    groups: Sequence[TorchGroup],
+    saved: Mapping[str, Tensor],
+    *,
+    names_are_given: bool,
+) -> dict[int, str]:
+    """Return the name of each parameter that a torch optimizer has by a number.
+
+    The order is the caller's, which the groups have, if it gave the names; else that of the names that torch saved, of
+    an optimizer created with `named_parameters()`; else the module's, with or without its frozen parameters.
+
+    Raises:
+        ValueError: the numbers of parameters or of groups differ, so that the order is not known.
+    """
+    torch_groups = state_dict["param_groups"]
+    numbers: list[int] = []
+    saved_names: list[str] = []
+    for torch_group in torch_groups:
+        numbers += torch_group["params"]
+        saved_names += torch_group.get("param_names") or ()
+    names = [name for group in groups for name in group.names]
+    has_saved_names = bool(saved_names)
+    if not names_are_given:
+        if len(saved_names) == len(numbers):
+            names = saved_names
+        elif len(names) != len(numbers):
+            # torch's optimizer got only the trainable parameters.
+            names = [name for name in names if _is_trained(name, saved)]
+    # Parameters of several groups are not in the module's order.
+    is_known_order = names_are_given or has_saved_names or len(torch_groups) == len(groups)
+    if len(names) != len(numbers) or not is_known_order:
         raise ValueError(
             f"{call}: names must be given, the names of all parameters in the order in which torch's optimizer was "
-            f"given them; it has {len(numbers)} in {len(groups)} groups, the step {len(order)} in {len(parts)}"
+            f"given them; it has {len(numbers)} in {len(torch_groups)} groups, the step {len(names)} in {len(groups)}"
         )
-    group_of = {number: group for group in groups for number in group["params"]}
-    part_of = {name: part for part in parts for name in part.names}
-    counts: dict[str, int] = {}
-    for number, name in zip(numbers, order):
-        if name not in part_of:
-            raise ValueError(f"{call}: names must be of the step's parameters; got {name!r}")
-        if f"params.{name}" not in saved:  # frozen
-            continue
-        part = part_of[name]
-        _check_group(call, part.optimizer, group_of[number], name)
-        entries = {entry: value for entry, value in given["state"].get(number, {}).items() if value is not None}
-        kept = _entries(saved, part.prefix)
-        if APPLIED in kept:
-            entries = {APPLIED: 1, **entries} if entries else {APPLIED: 0}
-        for entry, value in entries.items():
-            if part.entry(entry, name) not in saved:
-                raise ValueError(
-                    f"{call}: optimizer must be of the step's class, which keeps {kept} for {name!r}; got {entry!r}"
-                )
-            like = saved[part.entry(entry, name)]
-            saved[part.entry(entry, name)] = torch.as_tensor(value).to(like.device, like.dtype)
-        if "step" in kept:
-            counts[part.prefix] = max(counts.get(part.prefix, 0), int(entries.get("step", 0)))
-    return counts
+    return dict(zip(numbers, names))
 
 
-def parts_of(call: str, step: Any, state: TrainState, names: Iterable[str] | None) -> list[Part]:
-    params, grouped = state.params, isinstance(step.optimizer, GroupedOptimizer)
-    group = step.optimizer.group if grouped else lambda *_: None
-    leaves: dict[str, Any] = dict(params.layout.label_of())
-    frozen: dict[str, Any] = {}
+def _is_trained(name: str, saved: Mapping[str, Tensor]) -> bool:
+    """Return whether the state has a parameter; frozen ones are only in the module."""
+    return f"params.{name}" in saved
+
+
+def _refuse_schedules(call: str, groups: Iterable[TorchGroup]) -> None:
+    """Raise ValueError if a hyperparameter follows a count of steps, which torch's optimizers do not have."""
+    for group in groups:
+        if _has_schedule(group.optimizer._hyperparameters.values()):
+            raise ValueError(
+                f"{call}: steps must be given, the number of steps applied, as a schedule counts them and torch's "
+                f"{group.optimizer._cls.__name__} does not"
+            )
+
+
+def _has_schedule(values: Iterable[object]) -> bool:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            if _has_schedule(value):
+                return True
+        elif callable(value):
+            return True
+    return False
+
+
+def _counts(
+    groups: Iterable[TorchGroup], counts: Mapping[str, int], steps: int | None, saved: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the counts of a state, by exported name.
+
+    Args:
+        groups: the groups.
+        counts: the numbers of applied steps that torch's optimizers have, by the prefix of a group.
+        steps: the number that the caller gave, which counts for all.
+        saved: tensors of the same names, for dtype and device.
+    """
+    applied = max(counts.values(), default=0) if steps is None else steps
+    numbers = {"step": applied, "skipped": 0, "consecutive_skips": 0}
+    for group in groups:
+        numbers[f"{group.prefix}applied"] = counts.get(group.prefix, applied) if steps is None else steps
+    return {key: torch.full_like(saved[key], number) for key, number in numbers.items()}
+
+
+def _read_scaler(
+    call: str, config: ScalerConfig, state_dict: dict[str, Any], device: torch.device
+) -> dict[str, Tensor]:
+    """Return the state of a torch scaler by exported names.
+
+    Raises:
+        ValueError: its constants are not the step's.
+    """
+    scaler_state, saved_config = from_state_dict(state_dict, config, device=device)
+    for name in _SCALER_CONSTANTS:
+        own = getattr(config, name)
+        value = getattr(saved_config, name)
+        if own != value:
+            raise ValueError(
+                f"{call}: scaler must have the step's {name}, {own}; got {value}: make the step with "
+                f"ScalerConfig({name}={value})"
+            )
+    return {f"scaler.{name}": value for name, value in scaler_state._asdict().items()}
+
+
+# The groups of torch's optimizer.
+
+
+def groups_of(call: str, step: Step, state: TrainState, names: Iterable[str] | None) -> list[TorchGroup]:
+    """Return the parameter groups of torch's optimizer: one, or one for each label of `by_group`.
+
+    Args:
+        call: the public function, for errors.
+        step: the step.
+        state: a state of it.
+        names: the parameters in the order in which torch's optimizer got them; None for the module's.
+
+    Raises:
+        TypeError: an optimizer was not made by `stateless`.
+        ValueError: names are not those of the step's parameters.
+    """
+    labels = state.params.layout.label_of()
+    optimizer = optimizer_in(step.optimizer)
+    module_parameters: dict[str, nn.Parameter] = {}
     if isinstance(step.loss_fn, ModuleLoss):
-        frozen = dict(step.loss_fn.model.named_parameters())
-    order = list(names) if names is not None else list(frozen) if frozen else list(leaves)
-    if len(set(order)) < len(order) or not set(leaves) <= set(order) <= {*leaves, *frozen}:
-        odd = sorted(set(leaves) ^ set(order))
-        raise ValueError(f"{call}: names must be those of the step's parameters, each once; got {order}, odd is {odd}")
-    labels = {n: leaves[n] if n in leaves else group(n, frozen[n]) for n in order} if grouped else {}
-    parts = []
-    for label, optimizer in (step.optimizer.optimizers if grouped else {None: step.optimizer}).items():
-        if not isinstance(optimizer, StatelessOptimizer):
-            raise TypeError(f"{call}: the step's optimizer must be made by stateless; got {optimizer!r}")
-        prefix = "opt_state." if label is None else f"opt_state.{label}."
-        parts.append(Part(label, optimizer, prefix, [name for name in order if labels.get(name) == label]))
-    return parts
+        module_parameters = dict(step.loss_fn.model.named_parameters())
+    if names is not None:
+        order = list(names)
+    else:
+        order = list(module_parameters) or list(labels)
+    _check_order(call, order, set(labels), set(module_parameters))
+
+    if not isinstance(optimizer, GroupedOptimizer):
+        _check_optimizer(call, optimizer)
+        return [TorchGroup(None, optimizer, "opt_state.", order)]
+    for name in order:
+        if name not in labels:  # a frozen parameter of the module
+            labels[name] = optimizer.group(name, module_parameters[name])
+    groups: list[TorchGroup] = []
+    for label, of_label in optimizer.optimizers.items():
+        _check_optimizer(call, of_label)
+        names_of_label = [name for name in order if labels[name] == label]
+        groups.append(TorchGroup(label, of_label, f"opt_state.{label}.", names_of_label))
+    return groups
 
 
-def _several(optimizer: Any) -> bool:
+def _check_order(call: str, order: Sequence[str], trained: set[str], of_module: set[str]) -> None:
+    names = set(order)
+    is_repeated = len(names) < len(order)
+    if is_repeated or not trained <= names <= trained | of_module:
+        odd = sorted(trained ^ names)
+        raise ValueError(
+            f"{call}: names must be those of the step's parameters, each once; got {list(order)}, odd is {odd}"
+        )
+
+
+def _check_optimizer(call: str, optimizer: object) -> None:
+    if not isinstance(optimizer, StatelessOptimizer):
+        raise TypeError(f"{call}: the step's optimizer must be made by stateless; got {optimizer!r}")
+
+
+def _has_several_classes(optimizer: object) -> bool:
     """Return whether torch needs one optimizer per group, because their classes differ."""
-    return isinstance(optimizer, GroupedOptimizer) and len({one._cls for one in optimizer.optimizers.values()}) > 1
+    if not isinstance(optimizer, GroupedOptimizer):
+        return False
+    classes = {grouped._cls for grouped in optimizer.optimizers.values()}
+    return len(classes) > 1
 
 
-def _entries(saved: Mapping[str, Tensor], prefix: str) -> list[str]:
-    """Return the names of an optimizer's entries, as in torch."""
-    start = f"{prefix}state."
-    return list(dict.fromkeys(name[len(start) :].partition(".")[0] for name in saved if name.startswith(start)))
+# Hyperparameters.
 
 
 def hyperparameters_of(optimizer: StatelessOptimizer, applied: Tensor) -> dict[str, Any]:
     """Return the numbers of a torch.optim group after some applied steps."""
-    numbers = optimizer._hyperparameters | optimizer._hyper(applied, [applied])
-    made = optimizer._cls([torch.zeros(2, 2)], **{name: _plain(value) for name, value in numbers.items()})
-    return {name: value for name, value in made.param_groups[0].items() if name != "params"}
+    arguments: dict[str, object] = {}
+    for name, value in (optimizer._hyperparameters | optimizer._hyper(applied, [applied])).items():
+        arguments[name] = _plain(value)
+    group = _torch_group(optimizer, arguments)
+    return {name: value for name, value in group.items() if name != "params"}
 
 
-def _check_group(call: str, optimizer: StatelessOptimizer, group: Mapping[str, Any], name: str) -> None:
+def _check_hyperparameters(call: str, optimizer: StatelessOptimizer, torch_group: Mapping[str, Any], name: str) -> None:
     """Raise ValueError if torch's group has another number than the step would continue with."""
-    made = optimizer._cls([torch.zeros(2, 2)], **optimizer._traits.arguments).param_groups[0]
-    for key, own in made.items():
-        if key in group and key not in (*_HOW, *optimizer._traits.dynamic) and _plain(group[key]) != _plain(own):
-            value = _plain(group[key])
+    # Dynamic ones are tensors and schedules: the step goes on with its own.
+    ignored = (*_WITHOUT_EFFECT, *optimizer._traits.dynamic)
+    for key, own in _torch_group(optimizer, optimizer._traits.arguments).items():
+        if key not in torch_group or key in ignored:
+            continue
+        value = _plain(torch_group[key])
+        if value != _plain(own):
             raise ValueError(
                 f"{call}: optimizer must have the step's {key}, {own!r}; got {value!r} for {name!r}: make the step "
                 f"with stateless(..., {key}={value!r}), or change it in optimizer['param_groups']"
             )
 
 
-def _plain(value: Any) -> Any:
+def _torch_group(optimizer: StatelessOptimizer, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameter group of torch's class with these arguments, defaults included."""
+    torch_optimizer = optimizer._cls([torch.zeros(2, 2)], **arguments)
+    group: dict[str, Any] = torch_optimizer.param_groups[0]
+    return group
+
+
+def _plain(value: object) -> Any:
+    """Return a hyperparameter as a number, or as a tuple of numbers."""
     if isinstance(value, (tuple, list)):
         return tuple(_plain(item) for item in value)
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _has_schedule(values: Iterable[Any]) -> bool:
-    return any(_has_schedule(v) if isinstance(v, (tuple, list)) else callable(v) for v in values)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.module_loss import ModuleLoss, arguments_of, loss_in
+from funcamp._autograd.module_batch import arguments_of, loss_in
+from funcamp._autograd.module_loss import ModuleLoss
+from funcamp._optim.chain import Chain
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.rules import TORCH_RULE
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
-from funcamp._step.torch_checkpoint import Part, hyperparameters_of, parts_of
+from funcamp._step.torch_checkpoint import TorchGroup, groups_of, hyperparameters_of
 from funcamp._storage.params import expand
 from funcamp._verify.compare import Row
 
@@ -25,7 +27,7 @@ def why_not(step: TrainStep) -> str:
     """Return why there is no torch loop that computes what this step does; "" if there is one."""
     loss_fn, options = step.loss_fn, step._options
     policy, parallel = options.policy, options.parallel
-    if not isinstance(loss_fn, ModuleLoss) or loss_fn.model is not loss_fn.holder.made_of:
+    if not isinstance(loss_fn, ModuleLoss) or loss_fn.model is not loss_fn.made_of:
         return "the loss is not of module_loss"
     if policy.float8 is not None:
         return "torch's loop has no float8 products"
@@ -33,8 +35,10 @@ def why_not(step: TrainStep) -> str:
         return "the policy names parameters, which torch.autocast cannot"
     if parallel.size > 1 or parallel.shard or parallel.reduce is not None:
         return "the step communicates with other processes"
+    if isinstance(step.optimizer, Chain):
+        return "the optimizer is a chain"
     try:
-        parts_of("verify", step, step.init(), None)
+        groups_of("verify", step, step.init(), None)
     except TypeError:
         return "the optimizer is not made by stateless"
     return ""
@@ -62,7 +66,7 @@ class TorchLoop:
                 buffer.copy_(state.buffers[name])
         named = dict(self._model.named_parameters())
         self._trained = {stored: named[stored] for stored in dict.fromkeys(self._loss_fn.names.values())}
-        self._parts = parts_of("verify", step, state, None)
+        self._parts = groups_of("verify", step, state, None)
         self._calls, self._skips, self._skips_in_a_row = (
             int(state.step),
             int(state.skipped),
@@ -105,9 +109,9 @@ class TorchLoop:
 
     def _make_optimizers(
         self, named: Mapping[str, Tensor], saved: Any, *, is_new: bool
-    ) -> list[tuple[torch.optim.Optimizer, list[Part]]]:
+    ) -> list[tuple[torch.optim.Optimizer, list[TorchGroup]]]:
         """Return torch's optimizers, each with its parameter groups: one, or one per label if the classes differ."""
-        by_class: dict[Any, list[Part]] = {}
+        by_class: dict[Any, list[TorchGroup]] = {}
         several = len({part.optimizer._cls for part in self._parts}) > 1
         for part in self._parts:
             by_class.setdefault(part.label if several else None, []).append(part)
@@ -120,7 +124,7 @@ class TorchLoop:
             made.append((optimizer, parts))
         return made
 
-    def _numbers(self, part: Part) -> dict[str, Any]:
+    def _numbers(self, part: TorchGroup) -> dict[str, Any]:
         """Return the hyperparameters of a group at this step: schedules evaluated, tensors as numbers."""
         numbers = hyperparameters_of(part.optimizer, torch.tensor(self._applied, device=self._device))
         if "foreach" in numbers:  # the arithmetic of one tensor at a time, as in the step
@@ -247,7 +251,7 @@ class TorchLoop:
                         continue
                     for entry, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, Tensor):
-                            yield part.entry(entry, name), value
+                            yield part.key(entry, name), value
 
 
 def is_torchs_rule(config: ScalerConfig) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from funcamp import _tree
-from funcamp._autograd.module_loss import Holder, ModuleLoss
+from funcamp._autograd.module_loss import ModuleLoss
 from funcamp.numerics.counting import WIDTH, check_sample, has_values
 from funcamp.numerics.record import Record, Taps, probe
 from funcamp.numerics.statistics import Stats
@@ -55,10 +55,10 @@ class TrackedLoss(ModuleLoss):
     """
 
     def __init__(self, loss_fn: ModuleLoss, chosen: Chosen, sample: int | None) -> None:
-        vars(self).update(vars(loss_fn), _watched=set())  # the module is not read again
-        self.model, names = _with_taps(loss_fn.model, chosen, sample)
+        vars(self).update(vars(loss_fn))  # the module is not read again
+        skeleton, names = _with_taps(loss_fn.model, chosen, sample)
         self.taps = Taps(names)
-        self.holder = Holder(self.model, loss_fn.model)
+        self.call_copy(skeleton)
 
     def __repr__(self) -> str:
         return f"track_scales({super().__repr__()}, {len(self.probes)} modules)"

@@ -129,3 +129,12 @@ def test_a_new_step_of_a_module_that_was_left_behind_is_silent() -> None:
     taken(module)
     module[0].weight.requires_grad_(False)  # it is in its place during the new step, too
     taken(module)
+
+
+def test_a_module_that_two_steps_left_behind_loads_a_state_dict() -> None:
+    module = model()
+    taken(module)
+    step, state = taken(module)
+    module.load_state_dict(step.loss_fn.state_dict(state.params, state.buffers))
+    module.eval()
+    assert torch.equal(F.mse_loss(module(X), Y), step.loss(state, (X, Y)))

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -368,6 +369,53 @@ def test_threads_call_one_module_with_parameters_of_their_own() -> None:
         together = list(pool.map(lambda state: step(state, batch), states))
     assert_same(together, alone)
     assert_same(dict(model.state_dict()), before)
+
+
+def test_a_thread_steps_while_another_evaluates() -> None:
+    """The evaluation's values require no gradient, which is no change of the module."""
+    model = Paused()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    state, batch = step.init(), (torch.ones(2, 4), torch.zeros(2, 4))
+    alone = step.loss(state, batch), step(state, batch)
+    model.barrier = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        evaluated = pool.submit(step.loss, state, batch)
+        time.sleep(0.2)  # it waits in its forward pass now
+        trained = pool.submit(step, state, batch)
+        together = evaluated.result(), trained.result()
+    assert_same(together, alone)
+
+
+def _replace_module(model: nn.Sequential) -> None:
+    model[1] = nn.Linear(4, 4)
+
+
+def _replace_dict(model: nn.Sequential) -> None:
+    vars(model[1])["_parameters"] = dict(model[1]._parameters)
+
+
+@pytest.mark.parametrize("replace", [_replace_module, _replace_dict])
+@pytest.mark.parametrize("tracked", [False, True], ids=["plain", "tracked"])
+def test_a_layer_that_another_one_replaces_has_the_states_values(replace: Any, tracked: bool) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    loss_fn = module_loss(model, lambda out, y: F.mse_loss(out, y) + model[1].weight.square().sum())
+    step = make_train_step(track_scales(loss_fn) if tracked else loss_fn, SGD)
+    batch = (torch.randn(2, 4), torch.randn(2, 4))
+    state, _ = step(step.init(), batch)
+    expected = step(state, batch)
+    replace(model)
+    assert_same(step(state, batch), expected)
+
+
+def test_a_tensor_that_is_no_part_of_the_module_is_its_attribute_during_a_call() -> None:
+    model: Any = nn.Linear(4, 4)
+    loss_fn = module_loss(model, lambda out, y: F.mse_loss(out, y) * model.factor)
+    values = {**loss_fn.params(), "factor": torch.tensor(2.0)}
+    batch = (torch.ones(2, 4), torch.zeros(2, 4))
+    expected = 2 * F.mse_loss(model(batch[0]), batch[1])
+    for _ in range(2):
+        assert_same(loss_fn(values, batch), expected.detach())
+    assert not hasattr(model, "factor")
 
 
 def _prepared_for_quantization(fake_quantize: Any) -> nn.Module:

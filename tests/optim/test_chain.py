@@ -26,6 +26,7 @@ from funcamp import (
     stateless,
 )
 from funcamp._optim.chain import Update
+from funcamp._verify.torch_loop import why_not
 from tests.support.helpers import assert_close, assert_same
 
 ADAMW = stateless(torch.optim.AdamW, lr=0.1)
@@ -247,3 +248,27 @@ def test_a_state_of_another_chain_is_refused() -> None:
     both = chain(ADAMW, average(0.5))
     with pytest.raises(ValueError, match="opt_state must be a tuple with a state for each of"):
         both.update(params(), gradients(0), ADAMW.init(params()))
+
+
+def test_a_torch_loop_goes_on_from_a_chain_and_back() -> None:
+    """Clipping and an average are no part of torch's checkpoints; another part that remembers something refuses."""
+    loss_fn = module_loss(model(), nn.functional.mse_loss)
+    step = make_train_step(loss_fn, chain(clip_by_norm(1.0), ADAMW, average(0.5)), CONFIG)
+    state, _ = step(step.init(), batch(0))
+    saved = step.to_torch(state)
+    assert_same(saved, make_train_step(loss_fn, ADAMW, CONFIG, max_norm=1.0, ema_decay=0.5).to_torch(state))
+    other = model()
+    other.load_state_dict(saved["model"])
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+    optimizer.load_state_dict(saved["optimizer"])
+    back = step.from_torch(step.init(), optimizer=optimizer.state_dict())
+    assert back.opt_state[0].applied == 1
+    assert_same(back.opt_state[0].state, state.opt_state[0].state)
+    delayed = make_train_step(loss_fn, chain(every(2, ADAMW)), CONFIG)
+    with pytest.raises(TypeError, match="must be made by stateless; got every"):
+        delayed.to_torch(delayed.init())
+
+
+def test_verify_has_no_torch_loop_for_a_chain() -> None:
+    step = make_train_step(module_loss(model(), nn.functional.mse_loss), chain(clip_by_norm(1.0), ADAMW), CONFIG)
+    assert why_not(step) == "the optimizer is a chain"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import funcamp
-from funcamp._autograd import module_loss
+from funcamp._autograd import module_loss, tensor_swap
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._jit import jit_step
 from funcamp._trace.carried_state import CarriedState
@@ -346,13 +346,13 @@ def test_a_function_that_counts_in_python() -> None:
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch off everything that refuses or mends what a module keeps outside of the state."""
 
-    def call(self: ModuleLoss, values: Any, params: Any, batch: Any) -> Any:
-        return self._loss(values, batch)
+    def call(self: ModuleLoss, params: Any, values: Any, batch: Any) -> Any:
+        return self._evaluate(values, batch)
 
-    monkeypatch.setattr(ModuleLoss, "_watched_loss", call)
-    monkeypatch.setattr(module_loss, "_check_identities", lambda *args: None)
+    monkeypatch.setattr(ModuleLoss, "_evaluate_checked", call)
+    monkeypatch.setattr(module_loss, "check_identities", lambda *args: None)
     monkeypatch.setattr(module_loss, "with_hooks", lambda values, own: values)
-    monkeypatch.setattr(module_loss, "like_own_tensors", lambda values, own: contextlib.nullcontext())
+    monkeypatch.setattr(tensor_swap, "like_own_tensors", lambda values, own: contextlib.nullcontext())
     monkeypatch.setattr(jit_step, "_python_parts", lambda step: {})
     monkeypatch.setattr(CarriedState, "traced", lambda self, trace_once: trace_once())
 

@@ -1,0 +1,101 @@
+"""The batch of a module's loss: how it becomes arguments of the module, and the loss in what a model returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from funcamp import _tree
+
+
+class Arguments(NamedTuple):
+    """What a module and its criterion are called with."""
+
+    positional: tuple[Any, ...]
+    by_name: dict[str, Any]
+    target: Any
+    """The criterion's second argument; None without a criterion."""
+
+
+def arguments_of(batch: object, *, has_target: bool) -> Arguments:
+    """Return the arguments of model and criterion that a batch contains.
+
+    Args:
+        batch: what the loss is called with.
+        has_target: whether there is a criterion, which takes the batch's last entry.
+
+    Raises:
+        TypeError: the batch has another form.
+    """
+    if has_target:
+        if not isinstance(batch, (tuple, list)) or not batch:
+            raise _wrong_form(batch, has_target=True)
+        return Arguments(tuple(batch[:-1]), {}, batch[-1])
+    if isinstance(batch, (tuple, list)):
+        return Arguments(tuple(batch), {}, None)
+    if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
+        return Arguments((), dict(batch), None)
+    if isinstance(batch, Tensor):
+        return Arguments((batch,), {}, None)
+    raise _wrong_form(batch, has_target=False)
+
+
+def _wrong_form(batch: object, *, has_target: bool) -> TypeError:
+    hint = ""
+    if has_target and isinstance(batch, Mapping):
+        hint = "; module_loss(model) without a criterion passes a mapping on, for a model that returns its loss"
+    return TypeError(f"module_loss: batch must be {_accepted_forms(has_target)}; got {_tree.brief(batch)}{hint}")
+
+
+def _accepted_forms(has_target: bool) -> str:
+    if has_target:
+        return "a tuple or list (*inputs, target) with a criterion"
+    return "a mapping of keyword arguments, a tuple or list of arguments, or a tensor"
+
+
+def check_fit(model: nn.Module, batch: object, arguments: Arguments, error: TypeError, *, has_target: bool) -> None:
+    """Raise TypeError if an error of a call is because the model does not take these arguments.
+
+    Args:
+        model: the module that was called.
+        batch: the batch that the arguments are from.
+        arguments: of `arguments_of`.
+        error: what the call raised. If the arguments fit, it is the model's own.
+        has_target: as in `arguments_of`.
+    """
+    try:
+        inspect.signature(model.forward).bind(*arguments.positional, **arguments.by_name)
+    except TypeError:
+        raise TypeError(
+            f"module_loss: batch must be {_accepted_forms(has_target)}, as "
+            f"{type(model).__name__}.forward{inspect.signature(model.forward)} takes them; "
+            f"got {_tree.brief(batch)}: {error}"
+        ) from error
+
+
+def loss_in(outputs: object) -> Tensor:
+    """Return the loss in a model's output.
+
+    Raises:
+        TypeError: there is none.
+    """
+    loss: object
+    if isinstance(outputs, Tensor):
+        loss = outputs
+    elif isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    else:
+        loss = getattr(outputs, "loss", None)
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    got = _tree.brief(outputs)
+    if loss is not outputs:
+        got = f"{got}, its loss {_tree.brief(loss)}"
+    raise TypeError(
+        "module_loss: model must return its loss if there is no criterion: a tensor of shape (), an object with "
+        f".loss or a dict with 'loss'; got {got}. Pass labels in the batch if the model wants them for it, or "
+        "module_loss a criterion"
+    )

@@ -1,0 +1,90 @@
+"""The form of a module: which parameters and buffers it has, and which of them are trained. A loss refuses a change.
+
+This is the one check of a loss that is made at every call: a caller may freeze a parameter between any two steps, and
+no event of torch reports it. The step would go on training the parameter without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from funcamp._autograd.module_walk import BUFFER, Kind, kinds_of
+
+
+class ModuleForm:
+    """The form that a module had when its loss was made.
+
+    Args:
+        model: the module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kinds: dict[str, Kind] = kinds_of(model)
+        """What each parameter and buffer is, by name."""
+        self._model = model
+        self.accept()
+
+    def names(self) -> list[str]:
+        """Return the names of all parameters, including frozen ones."""
+        return [name for name, kind in self.kinds.items() if kind != BUFFER]
+
+    def check(self) -> None:
+        """Raise ValueError if the module has another form."""
+        self._compare(kinds_of(self._model))
+
+    def check_in_call(self) -> None:
+        """Raise ValueError if the module has another form, except new buffers: a forward pass may have cached them."""
+        current: dict[str, Kind] = {}
+        for name, kind in kinds_of(self._model).items():
+            if kind != BUFFER or name in self.kinds:
+                current[name] = kind
+        self._compare(current)
+
+    def is_touched(self) -> bool:
+        """Return whether something was added, removed, replaced or frozen since the last `accept`."""
+        return _fingerprint(self._modules) != self._fingerprint
+
+    def accept(self) -> None:
+        """Take the module as it is now: what changed is no matter to the loss, such as a cache in a buffer."""
+        self._modules = list(self._model.modules())
+        self._fingerprint = _fingerprint(self._modules)
+
+    def _compare(self, current: dict[str, Kind]) -> None:
+        if current == self.kinds:
+            return
+        for name in {**self.kinds, **current}:
+            before = self.kinds.get(name, "not in it")
+            now = current.get(name, "not in it")
+            if before != now:
+                raise ValueError(
+                    f"module_loss: model must stay as it was when the loss was made; {name!r} was {before} and is "
+                    f"{now}: make the loss again, module_loss(model, ...), and the step of it"
+                )
+
+
+def _fingerprint(modules: Iterable[nn.Module]) -> list[object]:
+    """Return what changes if one of these modules gets or loses a tensor or a module, or freezes a parameter.
+
+    In half of the time of `kinds_of`, because it makes no dotted names.
+    """
+    marks: list[object] = []
+    for module in modules:
+        # A dict that is replaced is no longer where `TensorSlots` found it. A module of TorchScript has none.
+        attributes = vars(module)
+        marks += (id(attributes.get("_parameters")), id(attributes.get("_buffers")))
+        # Most modules have nothing in one or two of these.
+        parameters = module._parameters
+        if parameters:
+            marks += parameters.keys()  # a module of TorchScript iterates otherwise
+            marks += [None if parameter is None else parameter.requires_grad for parameter in parameters.values()]
+        buffers = module._buffers
+        if buffers:
+            marks += buffers.keys()
+            marks += [buffer is None for buffer in buffers.values()]
+        children = module._modules
+        if children:
+            marks += map(id, children.values())
+        marks.append(None)  # so that nothing can move from one module to the next
+    return marks

@@ -1,0 +1,65 @@
+"""How a module shares the memory of a state's tensors, and what its `state_dict` is with a state's values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from funcamp._autograd.module_tensors import ModuleTensors
+from funcamp._autograd.module_walk import tensors_of
+from funcamp._memory import rebind
+
+
+def check_memory_can_be_shared(tensors: ModuleTensors) -> None:
+    """Raise TypeError if a tensor of the module consists of several, whose memory cannot be replaced."""
+    for name, tensor in (*tensors.own_params().items(), *tensors.own_buffers().items()):
+        if hasattr(type(tensor), "__tensor_flatten__"):
+            raise TypeError(
+                "init: consume must be False if a parameter or buffer of the module is a DTensor or another "
+                f"tensor subclass; got True, and {name!r} is a {type(tensor).__name__}"
+            )
+
+
+def share_params(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Make a module's parameters share the memory of the values of the same name."""
+    for name, parameter in parameters.items():
+        rebind(parameter, values[name])
+
+
+def share_buffers(modules: nn.Module, tensors: ModuleTensors, values: Mapping[str, Tensor]) -> None:
+    """Make buffers, and frozen parameters in the memory of buffers, share the memory of values.
+
+    Args:
+        modules: the module, and its copies that have the same tensors.
+        tensors: the module's tensors.
+        values: by stored name.
+    """
+    # New objects, as Module.to creates: a buffer that is a view would keep its base's memory alive.
+    new_buffers = {stored: value.detach() for stored, value in values.items()}
+    own = tensors.own()
+    replacements: dict[int, Tensor] = {}
+    for name, stored in tensors.buffer_names.items():
+        replacements[id(own[name])] = new_buffers[stored]
+        new_buffers[stored].__dict__.update(own[name].__dict__)  # attributes that a user set
+    for module in modules.modules():
+        for key, buffer in list(module._buffers.items()):
+            if id(buffer) in replacements:
+                module._buffers[key] = replacements[id(buffer)]
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) in replacements:
+                rebind(parameter, replacements[id(parameter)])
+
+
+def state_dict_with(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return copies of the entries of a model's `state_dict`, with these values in place of the tensors they name."""
+    values_by_id = {id(tensor): values[name] for name, tensor in tensors_of(model).items() if name in values}
+    entries: dict[str, Any] = {}
+    for name, own in model.state_dict(keep_vars=True).items():
+        if isinstance(own, Tensor):
+            value = values_by_id.get(id(own), own)
+            entries[name] = value.detach().clone()
+        else:
+            entries[name] = own
+    return entries

@@ -1,0 +1,87 @@
+"""What a loss knows of the tensors of its module: which there are, which names are one, and where they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from torch import Size, Tensor, nn
+
+from funcamp._autograd.cast_names import cast_by_autocast, read_by_linear_layers
+from funcamp._autograd.module_walk import TensorSlots, names_among, tensors_of
+from funcamp._autograd.passed_values import has_hooks
+from funcamp._autograd.ties import find_ties
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleTensors:
+    """The parameters and buffers of a module for which a loss passes other tensors, as they were when it was made."""
+
+    names: dict[str, str]
+    """The name of every trainable parameter, to the name under which it is stored (different for tied ones)."""
+    buffer_names: dict[str, str]
+    """The same for buffers, and for frozen parameters that share memory with a buffer."""
+    cast_names: frozenset[str]
+    """The names of the parameters that torch.autocast would cast, without those that the criterion reaches."""
+    linear_names: frozenset[str]
+    """The names of the weights that only a linear layer's own forward multiplies by."""
+    hooked_names: frozenset[str]
+    """The names of the parameters with a hook, which gets the gradient in the parameter's own precision."""
+    slots: TensorSlots
+    """Where the module has the parameters and buffers of `names` and `buffer_names`."""
+
+    tied_names: dict[str, str]
+    """The part of `names` in which the stored name is another."""
+    tied_buffer_names: dict[str, str]
+    """The part of `buffer_names` in which the stored name is another."""
+
+    def own(self) -> dict[str, Tensor]:
+        """Return the tensors that the module has there now, by name."""
+        return self.slots.tensors()
+
+    def own_params(self) -> dict[str, Tensor]:
+        """Return the module's trainable parameters by their stored names."""
+        return _stored(self.own(), self.names)
+
+    def own_buffers(self) -> dict[str, Tensor]:
+        """Return the module's buffers by their stored names."""
+        return _stored(self.own(), self.buffer_names)
+
+    def shapes(self) -> dict[str, Size]:
+        """Return the shapes of the module's tensors by name."""
+        return {name: tensor.shape for name, tensor in self.own().items()}
+
+
+def describe(model: nn.Module, reached: Iterable[object]) -> ModuleTensors:
+    """Return what a loss has to know of the tensors of its module.
+
+    Args:
+        model: the module.
+        reached: the objects that the criterion reaches. A penalty there reads a parameter in full precision, and its
+            gradient must not be rounded, so such a parameter is not cast.
+
+    Raises:
+        ValueError: two parameters or buffers share memory without being one tensor.
+    """
+    ties = find_ties(model)
+    tensors = tensors_of(model)
+    hooked_names = frozenset(name for name in ties.names if has_hooks(tensors[name]))
+    return ModuleTensors(
+        names=ties.names,
+        buffer_names=ties.buffer_names,
+        cast_names=cast_by_autocast(model) - names_among(model, reached),
+        linear_names=read_by_linear_layers(model) - hooked_names,
+        hooked_names=hooked_names,
+        slots=TensorSlots(model, ties.names.keys() | ties.buffer_names.keys()),
+        tied_names=_with_another_name(ties.names),
+        tied_buffer_names=_with_another_name(ties.buffer_names),
+    )
+
+
+def _with_another_name(names: Mapping[str, str]) -> dict[str, str]:
+    return {name: stored for name, stored in names.items() if name != stored}
+
+
+def _stored(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the tensors under the stored ones of these names."""
+    return {stored: tensors[stored] for stored in names.values()}

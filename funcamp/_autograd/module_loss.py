@@ -115,9 +115,9 @@ class ModuleLoss(Loss):
         Raises:
             TypeError: the batch has another form than `module_loss` accepts, or the model returns no loss.
             ValueError: since the loss was made, the module got other parameters or buffers or froze a parameter; its
-                forward pass assigned one of two buffers that were one tensor, or deleted one. At the first call in training or eval
-                mode, and in every trace: the forward pass writes a parameter, or reads a parameter or buffer through
-                a tensor kept from before the call.
+                forward pass deleted a buffer, or assigned one of two that were one tensor. At the first call in
+                training or eval mode, and in every trace: the forward pass writes a parameter, or reads a parameter or
+                buffer through a tensor kept from before the call.
         """
         *passed_buffers, batch = buffers_and_batch
         if len(passed_buffers) != int(self.has_buffers):

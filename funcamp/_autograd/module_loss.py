@@ -116,9 +116,9 @@ class ModuleLoss(Loss):
         Raises:
             TypeError: the batch has another form than `module_loss` accepts, or the model returns no loss.
             ValueError: since the loss was made, the module got other parameters or buffers or froze a parameter; its
-                forward pass assigned one of two buffers that were one tensor. At the first call in training or eval
-                mode, and in every trace: the forward pass writes a parameter, or reads a parameter or buffer through
-                a tensor kept from before the call.
+                forward pass deleted a buffer, or assigned one of two that were one tensor. At the first call in
+                training or eval mode, and in every trace: the forward pass writes a parameter, or reads a parameter or
+                buffer through a tensor kept from before the call.
         """
         *passed_buffers, batch = buffers_and_batch
         if len(passed_buffers) != int(self.has_buffers):
@@ -127,6 +127,7 @@ class ModuleLoss(Loss):
         buffers: dict[str, Tensor] = passed_buffers[0] if self.has_buffers else {}
         copies = {name: value.clone() for name, value in buffers.items()}
         values = self._values(params, copies)
+        passed_values = dict(values)
         if torch.compiler.is_dynamo_compiling():
             self._form.check_in_call()
             returned = self._evaluate(values, batch)
@@ -138,7 +139,8 @@ class ModuleLoss(Loss):
         loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
         if not self.has_buffers:
             return returned
-        new_buffers = self._new_buffers(values, buffers)
+        self._check_buffers_are_tied(values, passed_values)
+        new_buffers = {name: values[name] for name in buffers}
         if self.has_aux:
             return loss, (new_buffers, aux)
         return loss, new_buffers
@@ -166,7 +168,10 @@ class ModuleLoss(Loss):
             if name not in params and stored in params:
                 values[name] = params[stored]
         for name, stored in self.tensors.buffer_names.items():
-            values[name] = buffers[stored]
+            # A frozen parameter is another object in the same memory, as in the module: an object that is both would
+            # make `self.buffer += 1` register the buffer as a parameter.
+            is_frozen_parameter = name in self.tensors.frozen_names
+            values[name] = buffers[stored].detach() if is_frozen_parameter else buffers[stored]
         return values
 
     def _evaluate_checked(self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Any) -> Any:
@@ -205,15 +210,19 @@ class ModuleLoss(Loss):
                 f"{_tree.brief(outputs)} and {_tree.brief(target)}, for which torch says: {error}"
             ) from error
 
-    def _new_buffers(self, values: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the buffers after a forward pass, by the stored names that they had before."""
+    def _check_buffers_are_tied(self, values: Mapping[str, Tensor], passed_values: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if a forward pass assigned one of two buffers that were one tensor."""
         for name, stored in self.tensors.tied_buffer_names.items():
-            if values[name] is not values[stored]:
+            if name in self.tensors.frozen_names:
+                both = (name, stored)
+                are_one = all(values[each] is passed_values[each] for each in both)
+            else:
+                are_one = values[name] is values[stored]
+            if not are_one:
                 raise ValueError(
                     f"module_loss: buffers that are one tensor must stay one; got {stored!r} and {name!r}, and the "
                     "forward pass assigned another tensor to one of them: register a clone() for the other"
                 )
-        return {name: values[name] for name in before}
 
     def holding(self, params: dict[str, Tensor], after: Any, run: Callable[[], Any]) -> Any:
         """Call run while the module has these parameters and copies of the buffers after its forward pass.

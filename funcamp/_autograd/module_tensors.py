@@ -21,6 +21,8 @@ class ModuleTensors:
     """The name of every trainable parameter, to the name under which it is stored (different for tied ones)."""
     buffer_names: dict[str, str]
     """The same for buffers, and for frozen parameters that share memory with a buffer."""
+    frozen_names: frozenset[str]
+    """The names of these frozen parameters."""
     cast_names: frozenset[str]
     """The names of the parameters that torch.autocast would cast, without those that the criterion reaches."""
     linear_names: frozenset[str]
@@ -69,6 +71,7 @@ def describe(model: nn.Module, reached: Iterable[object]) -> ModuleTensors:
     return ModuleTensors(
         names=ties.names,
         buffer_names=ties.buffer_names,
+        frozen_names=ties.frozen_names,
         cast_names=cast_by_autocast(model) - names_among(model, reached),
         linear_names=read_by_linear_layers(model) - hooked_names,
         hooked_names=hooked_names,

@@ -107,9 +107,7 @@ class TensorSwap:
                     slot.owner[slot.key] = value
             returned = call()
             for name in values:
-                in_model = self._slots[name][0]
-                assigned: Any = in_model.owner[in_model.key]
-                values[name] = assigned
+                values[name] = _tensor_after(name, self._slots[name][0])
             return returned
         finally:
             for slot, own in replaced:
@@ -137,3 +135,18 @@ class TensorSwap:
 def recurrent_layers(model: nn.Module) -> list[nn.RNNBase]:
     """Return the layers that keep a list of the tensors of their last call."""
     return [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+
+
+def _tensor_after(name: str, slot: TensorSlot) -> Tensor:
+    """Return the tensor that a call has left in a slot.
+
+    Raises:
+        ValueError: there is none.
+    """
+    tensor = slot.tensor()
+    if tensor is None:
+        raise ValueError(
+            f"module_loss: model must keep its parameters and buffers; the forward pass deleted {name!r}, set it to "
+            "None or registered it as another kind: assign a tensor of the same kind"
+        )
+    return tensor

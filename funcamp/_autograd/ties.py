@@ -28,6 +28,8 @@ class Ties(NamedTuple):
     """Of the trainable parameters."""
     buffer_names: dict[str, str]
     """Of the buffers, and of the frozen parameters in the memory of a buffer."""
+    frozen_names: frozenset[str]
+    """The names of these frozen parameters."""
 
 
 def find_ties(model: nn.Module) -> Ties:
@@ -52,6 +54,7 @@ def find_ties(model: nn.Module) -> Ties:
     return Ties(
         names={name: first_trained[keys[name]] for name in trained},
         buffer_names={name: first_buffers[keys[name]] for name in (*buffers, *frozen_in_buffers)},
+        frozen_names=frozenset(frozen_in_buffers),
     )
 
 

@@ -254,7 +254,7 @@ def _read_parameter(
     Raises:
         ValueError: torch's class has other entries.
     """
-    # torch saves None for what a class does not use, such as SGD's momentum_buffer without momentum.
+    # A class may save None for an entry that it does not use.
     values = {entry: value for entry, value in entries.items() if value is not None}
     if APPLIED in known:
         # torch has no entries of a parameter that no step has changed.

@@ -408,8 +408,9 @@ def test_a_layer_that_another_one_replaces_has_the_states_values(replace: Any, t
 
 
 def test_a_tensor_that_is_no_part_of_the_module_is_its_attribute_during_a_call() -> None:
-    model: Any = nn.Linear(4, 4)
-    loss_fn = module_loss(model, lambda out, y: F.mse_loss(out, y) * model.factor)
+    model = nn.Linear(4, 4)
+    as_any: Any = model
+    loss_fn = module_loss(model, lambda out, y: F.mse_loss(out, y) * as_any.factor)
     values = {**loss_fn.params(), "factor": torch.tensor(2.0)}
     batch = (torch.ones(2, 4), torch.zeros(2, 4))
     expected = 2 * F.mse_loss(model(batch[0]), batch[1])

@@ -280,6 +280,38 @@ def test_a_frozen_parameter_over_a_buffer_follows_it() -> None:
         assert_same(metrics.loss, loss.detach())
     assert_same(loss_fn.state_dict(state.params, state.buffers), clone(dict(eager.state_dict())))
     assert model.table.sum() == 0
+    assert dict(model.named_buffers()).keys() == {"table"}
+
+
+class AssignedTable(Table):
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.table = self.table + 1
+        out: Tensor = self.layer(self.words(tokens))
+        return out
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_a_buffer_that_is_assigned_leaves_a_frozen_parameter_behind(compiled: bool) -> None:
+    step = make_train_step(module_loss(AssignedTable(), F.mse_loss), SGD)
+    run = jit(step, backend="eager") if compiled else step
+    with pytest.raises(ValueError, match=r"buffers that are one tensor must stay one; got 'table' and 'words.weight'"):
+        run(step.init(), (torch.tensor([0, 2]), torch.ones(2, 4)))
+
+
+class Deletes(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        del self.running_mean
+        return out
+
+
+def test_a_buffer_that_the_forward_pass_deletes_is_named() -> None:
+    model, x = Deletes(4), torch.randn(3, 4)
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    with pytest.raises(ValueError, match=r"must keep its parameters and buffers; .* deleted 'running_mean'"):
+        step(step.init(), (x, x))
+    assert dict(model.named_buffers()).keys() == {"running_mean", "running_var", "num_batches_tracked"}
 
 
 def freeze(model: Pair) -> None:

@@ -14,6 +14,7 @@ from funcamp._check import Fixed, integer
 from funcamp._optim.by_group import GroupedOptimizer, check_optimizer
 from funcamp._optim.clip import check_limit, clip_grad_norm, clip_grad_value, coefficient
 from funcamp._optim.ema import check_decay, ema_update
+from funcamp._optim.stateless import StatelessOptimizer
 from funcamp._storage.params import clone
 from funcamp._types import Tree
 
@@ -117,11 +118,16 @@ class Chain(Fixed):
         return list(state)
 
 
+def is_transform(part: Any) -> bool:
+    """Return whether a part is an object with `transform`; without asking an optimizer, whose error is a long text."""
+    return not isinstance(part, (StatelessOptimizer, GroupedOptimizer)) and hasattr(part, "transform")
+
+
 def apply(part: Any, update: Update, state: Tree) -> tuple[Update, Tree]:
     """Return the update and the state after one part: a function, a `Transform` or an optimizer."""
     if not hasattr(part, "init"):
         return part(update), state
-    if hasattr(part, "transform"):
+    if is_transform(part):
         changed: tuple[Update, Tree] = part.transform(update, state)
         return changed
     params, state = part.update(update.params, update.gradients, state)
@@ -187,7 +193,7 @@ def chain(*parts: Any) -> Chain:
 
 def check_part(call: str, name: str, part: Any) -> None:
     """Raise TypeError for what is no part of a chain."""
-    if hasattr(part, "transform") or (callable(part) and not hasattr(part, "init") and not isinstance(part, type)):
+    if is_transform(part) or (callable(part) and not hasattr(part, "init") and not isinstance(part, type)):
         return
     check_optimizer(call, name, part)
 

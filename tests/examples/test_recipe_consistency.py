@@ -70,7 +70,7 @@ def by_policy(order: str, engine: Engine, wrap: Wrap) -> dict[str, Tensor]:
     step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16")
     state, metrics = wrap(step)(step.init(flat=False), batch())
     assert metrics.found_inf == 0
-    gradients: dict[str, Tensor] = state.opt_state.state["momentum_buffer"]
+    gradients: dict[str, Tensor] = state.opt_state.state["momentum_buffer"].tree()
     return gradients
 
 

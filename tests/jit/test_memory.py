@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from funcamp import jit, make_train_step, module_loss, stateless
+from funcamp import jit
 from funcamp._jit import cuda_graph, executable
 from funcamp._memory import Memory
 from tests.support.helpers import assert_same, clone
@@ -448,18 +448,6 @@ def test_a_state_that_has_a_part_of_the_last_one_or_of_the_batch_shares_no_memor
     assert not any(given.meets(leaf) for leaf in second.values())
     jit(step, backend=backend)(second, torch.full((3,), 5.0))
     assert_same((first, x), (before, torch.full((3,), 2.0)))
-
-
-def test_an_average_that_a_step_leaves_alone_shares_no_memory_with_the_next_states() -> None:
-    loss_fn, sgd = module_loss(torch.nn.Linear(4, 1), torch.nn.functional.mse_loss), stateless(torch.optim.SGD)
-    plain, averaged = make_train_step(loss_fn, sgd), make_train_step(loss_fn, sgd, ema_decay=0.5)
-    first, batch = averaged.init(), (torch.randn(6, 4), torch.randn(6, 1))
-    before = clone(first)
-    for run in (plain, jit(plain, backend="eager", donate=False)):
-        second, _ = run(first, batch)
-        assert_same(second.ema, first.ema)
-        jit(averaged, backend="eager")(second, batch)
-        assert_same(first, before)
 
 
 def test_a_tensor_that_a_failed_compilation_read_may_get_other_strides(monkeypatch: pytest.MonkeyPatch) -> None:

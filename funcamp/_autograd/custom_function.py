@@ -182,17 +182,17 @@ def _kinds_of(function: Any) -> _Kinds:
     return kinds
 
 
-def apply(own: Any, *args: Any, **kwargs: Any) -> Any:
+def apply(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run a decorated class as its `apply` classmethod; Dynamo matches `self.fn = F.apply` by this name."""
-    kinds = _kinds_of(own)
+    kinds = _kinds_of(cls)
     # A stand-in for ctx, so that the signature binds.
     leading = (None,) if kinds.takes_ctx else ()
     bound = kinds.signature.bind(*leading, *args, **kwargs)
     if bound.kwargs:
         bound.apply_defaults()
     if bound.kwargs:
-        raise TypeError(f"{own.__name__}.apply: forward must not have keyword-only arguments; got {bound.kwargs}")
-    values, region = _cast(bound.args[len(leading) :], getattr(own, _CAST))
+        raise TypeError(f"{cls.__name__}.apply: forward must not have keyword-only arguments; got {bound.kwargs}")
+    values, region = _cast(bound.args[len(leading) :], getattr(cls, _CAST))
     run = kinds.under_func if _upstream.transforms_active() else kinds.plain.apply
     with _autocast(region):
         return run(*values)

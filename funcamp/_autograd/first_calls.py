@@ -85,8 +85,8 @@ class FirstCalls:
                 tensor of the criterion; it writes or freezes a parameter.
         """
         buffers = {name: values[name] for name in self._tensors.buffer_names}
-        own = {**self._tensors.own(), **self._kept_tensors}
-        watch = FirstCallWatch(own, self._at_creation, params, buffers)
+        watched_tensors = {**self._tensors.in_module(), **self._kept_tensors}
+        watch = FirstCallWatch(watched_tensors, self._at_creation, params, buffers)
         marks_before = {name: memory_of(value) for name, value in params.items()}
         trained = [name for name, value in params.items() if value.requires_grad]
         training = holder.model.training
@@ -120,15 +120,15 @@ class FirstCalls:
         watched for reading them.
         """
         storages = NamedStorages(params)
-        own_ids = set(map(id, self._tensors.own().values()))
-        kept: dict[str, Tensor] = {}
+        own_ids = set(map(id, self._tensors.in_module().values()))
+        kept_tensors: dict[str, Tensor] = {}
         for path, slot in survey(self._python_parts).items():
             tensor = slot.value
             if not isinstance(tensor, Tensor) or id(tensor) in own_ids:
                 continue
             if storages.name_of(tensor) is not None:
-                kept[path] = tensor
-        return kept
+                kept_tensors[path] = tensor
+        return kept_tensors
 
     def check_backward(self, holder: Holder, run: Callable[[], Any], values: Mapping[str, Tensor]) -> Any:
         """Return what `run` returns.
@@ -196,4 +196,4 @@ def _refuse_written(params: Mapping[str, Tensor], before: Mapping[str, MemoryMar
 
 def _has_compiled_module(holder: Holder) -> bool:
     """Return whether torch.compile compiles a module or a part of it (recognized without importing Dynamo)."""
-    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in holder.modules())
+    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in holder.modules())

@@ -1,6 +1,6 @@
 """The form of a module: which parameters and buffers it has, and which of them are trained. A loss refuses a change.
 
-This is the one check of a loss that is made at every call: a caller may freeze a parameter between any two steps, and
+This check is made at every call, as is that for hooks: a caller may freeze a parameter between any two steps, and
 no event of torch reports it. The step would go on training the parameter without a word.
 """
 

@@ -64,7 +64,7 @@ class ModuleLoss(Loss):
         self._set_model(model)
         self._first_calls = FirstCalls(
             self.tensors,
-            NamedStorages(self.tensors.own()),
+            NamedStorages(self.tensors.in_module()),
             trainable_tensors_of(criterion_slots, model),
             self.python_parts(),
         )
@@ -134,7 +134,7 @@ class ModuleLoss(Loss):
         else:
             with self._swap.lock():
                 self._check_form()
-                values = with_hooks(values, self.tensors.own())
+                values = with_hooks(values, self.tensors.in_module())
                 returned = self._evaluate_checked(params, values, batch)
         loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
         if not self.has_buffers:
@@ -298,9 +298,9 @@ class ModuleLoss(Loss):
 
     def check_accumulation(self) -> None:
         """Raise ValueError if a parameter has a hook that gets the sum of the micro-batches' gradients."""
-        own = self.tensors.own()
+        own_tensors = self.tensors.in_module()
         for name in self.tensors.names:
-            if own[name]._post_accumulate_grad_hooks:
+            if own_tensors[name]._post_accumulate_grad_hooks:
                 key = name.rpartition(".")[2]
                 raise ValueError(
                     "module_loss: model's parameters must have no hook of register_post_accumulate_grad_hook with "

@@ -38,11 +38,11 @@ def share_buffers(modules: nn.Module, tensors: ModuleTensors, values: Mapping[st
     """
     # New objects, as Module.to creates: a buffer that is a view would keep its base's memory alive.
     new_buffers = {stored: value.detach() for stored, value in values.items()}
-    own = tensors.own()
+    own_tensors = tensors.in_module()
     replacements: dict[int, Tensor] = {}
     for name, stored in tensors.buffer_names.items():
-        replacements[id(own[name])] = new_buffers[stored]
-        new_buffers[stored].__dict__.update(own[name].__dict__)  # attributes that a user set
+        replacements[id(own_tensors[name])] = new_buffers[stored]
+        new_buffers[stored].__dict__.update(own_tensors[name].__dict__)  # attributes that a user set
     for module in modules.modules():
         for key, buffer in list(module._buffers.items()):
             if id(buffer) in replacements:
@@ -56,10 +56,10 @@ def state_dict_with(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str,
     """Return copies of the entries of a model's `state_dict`, with these values in place of the tensors they name."""
     values_by_id = {id(tensor): values[name] for name, tensor in tensors_of(model).items() if name in values}
     entries: dict[str, Any] = {}
-    for name, own in model.state_dict(keep_vars=True).items():
-        if isinstance(own, Tensor):
-            value = values_by_id.get(id(own), own)
+    for name, entry in model.state_dict(keep_vars=True).items():
+        if isinstance(entry, Tensor):
+            value = values_by_id.get(id(entry), entry)
             entries[name] = value.detach().clone()
         else:
-            entries[name] = own
+            entries[name] = entry
     return entries

@@ -37,21 +37,21 @@ class ModuleTensors:
     tied_buffer_names: dict[str, str]
     """The part of `buffer_names` in which the stored name is another."""
 
-    def own(self) -> dict[str, Tensor]:
+    def in_module(self) -> dict[str, Tensor]:
         """Return the tensors that the module has there now, by name."""
         return self.slots.tensors()
 
     def own_params(self) -> dict[str, Tensor]:
         """Return the module's trainable parameters by their stored names."""
-        return _stored(self.own(), self.names)
+        return _stored(self.in_module(), self.names)
 
     def own_buffers(self) -> dict[str, Tensor]:
         """Return the module's buffers by their stored names."""
-        return _stored(self.own(), self.buffer_names)
+        return _stored(self.in_module(), self.buffer_names)
 
     def shapes(self) -> dict[str, Size]:
         """Return the shapes of the module's tensors by name."""
-        return {name: tensor.shape for name, tensor in self.own().items()}
+        return {name: tensor.shape for name, tensor in self.in_module().items()}
 
 
 def describe(model: nn.Module, reached: Iterable[object]) -> ModuleTensors:

@@ -71,8 +71,8 @@ def scaled_grad_and_value(
         flat, spec = _tree.gradients(call, "params", params, state.scale.device)
 
         def build(inner: list[Tensor]) -> Any:
-            given = iter(inner)
-            return _tree.unflatten([None if leaf is None else next(given) for leaf in flat], spec)
+            remaining = iter(inner)
+            return _tree.unflatten([None if leaf is None else next(remaining) for leaf in flat], spec)
 
         chosen = choose(engine or getattr(loss_fn, "engine", None), (state, params, args, kwargs))
 

@@ -87,7 +87,7 @@ class TensorSwap:
         if torch.compiler.is_dynamo_compiling():
             return self._run_by_torch(values, call)
         try:
-            with like_own_tensors(values, self._tensors.own()):
+            with like_own_tensors(values, self._tensors.in_module()):
                 if values.keys() <= self._slots.keys():
                     return self._run_in_slots(values, call)
                 # With frozen parameters among the values, or tensors that the module has not.
@@ -110,8 +110,8 @@ class TensorSwap:
                 values[name] = _tensor_after(name, self._slots[name][0])
             return returned
         finally:
-            for slot, own in replaced:
-                slot.owner[slot.key] = own
+            for slot, own_tensor in replaced:
+                slot.owner[slot.key] = own_tensor
 
     def _run_by_torch(self, values: dict[str, Tensor], call: Callable[[], Any]) -> Any:
         """Run by `functional_call`, which Dynamo traces, and which knows tensors of any name."""

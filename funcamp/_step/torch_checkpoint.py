@@ -363,11 +363,11 @@ def _read_scaler(
     """
     scaler_state, saved_config = from_state_dict(state_dict, config, device=device)
     for name in _SCALER_CONSTANTS:
-        own = getattr(config, name)
+        own_value = getattr(config, name)
         value = getattr(saved_config, name)
-        if own != value:
+        if own_value != value:
             raise ValueError(
-                f"{call}: scaler must have the step's {name}, {own}; got {value}: make the step with "
+                f"{call}: scaler must have the step's {name}, {own_value}; got {value}: make the step with "
                 f"ScalerConfig({name}={value})"
             )
     return {f"scaler.{name}": value for name, value in scaler_state._asdict().items()}
@@ -453,14 +453,14 @@ def _check_hyperparameters(call: str, optimizer: StatelessOptimizer, torch_group
     """Raise ValueError if torch's group has another number than the step would continue with."""
     # Dynamic ones are tensors and schedules: the step goes on with its own.
     ignored = (*_WITHOUT_EFFECT, *optimizer._traits.dynamic)
-    for key, own in _torch_group(optimizer, optimizer._traits.arguments).items():
+    for key, own_value in _torch_group(optimizer, optimizer._traits.arguments).items():
         if key not in torch_group or key in ignored:
             continue
         value = _plain(torch_group[key])
-        if value != _plain(own):
+        if value != _plain(own_value):
             raise ValueError(
-                f"{call}: optimizer must have the step's {key}, {own!r}; got {value!r} for {name!r}: make the step "
-                f"with stateless(..., {key}={value!r}), or change it in optimizer['param_groups']"
+                f"{call}: optimizer must have the step's {key}, {own_value!r}; got {value!r} for {name!r}: make the "
+                f"step with stateless(..., {key}={value!r}), or change it in optimizer['param_groups']"
             )
 
 

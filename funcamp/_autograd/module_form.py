@@ -43,7 +43,7 @@ class ModuleForm:
         self._compare(current)
 
     def is_touched(self) -> bool:
-        """Return whether something was added, removed, replaced or frozen since the last `accept`."""
+        """Return whether something was added, removed, replaced, frozen or tied since the last `accept`."""
         return _fingerprint(self._modules) != self._fingerprint
 
     def accept(self) -> None:
@@ -65,11 +65,12 @@ class ModuleForm:
 
 
 def _fingerprint(modules: Iterable[nn.Module]) -> list[object]:
-    """Return what changes if one of these modules gets or loses a tensor or a module, or freezes a parameter.
+    """Return what changes if one of these modules gets or loses a tensor or a module, or freezes or ties a parameter.
 
     In half of the time of `kinds_of`, because it makes no dotted names.
     """
     marks: list[object] = []
+    first_places: dict[int, int] = {}
     for module in modules:
         # A dict that is replaced is no longer where `TensorSlots` found it. A module of TorchScript has none.
         attributes = vars(module)
@@ -79,6 +80,8 @@ def _fingerprint(modules: Iterable[nn.Module]) -> list[object]:
         if parameters:
             marks += parameters.keys()  # a module of TorchScript iterates otherwise
             marks += [None if parameter is None else parameter.requires_grad for parameter in parameters.values()]
+            # Which of them are one tensor.
+            marks += [first_places.setdefault(id(parameter), len(first_places)) for parameter in parameters.values()]
         buffers = module._buffers
         if buffers:
             marks += buffers.keys()

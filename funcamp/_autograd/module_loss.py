@@ -152,6 +152,9 @@ class ModuleLoss(Loss):
         """
         if self._form.is_touched():
             self._form.check_in_call()
+            if all(isinstance(parameter, nn.Parameter) for parameter in self.made_of.parameters()):
+                # Not while an outer call has put other tensors there. A forward pass may have cached new buffers.
+                self._check_ties(find_ties(self.made_of).names, self.tensors.names)
             self._form.accept()
             self.tensors.slots.find()
             self._swap.find_slots()
@@ -254,18 +257,24 @@ class ModuleLoss(Loss):
         Raises:
             ValueError: since the loss was made, the module got other parameters or buffers, or froze or tied one.
         """
-        self._check_unchanged()
-        return {name: parameter.detach() for name, parameter in self.tensors.own_params().items()}
+        with self._swap.lock():  # another thread may have the tensors of a state in the module
+            self._check_unchanged()
+            return {name: parameter.detach() for name, parameter in self.tensors.own_params().items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the module's buffers by name, shared ones once, detached."""
-        return {name: buffer.detach() for name, buffer in self.tensors.own_buffers().items()}
+        with self._swap.lock():
+            return {name: buffer.detach() for name, buffer in self.tensors.own_buffers().items()}
 
     def _check_unchanged(self) -> None:
         """Raise ValueError if the module's parameters, buffers, requires_grad flags or ties have changed."""
         self._form.check()
         ties = find_ties(self.made_of)
-        if (ties.names, ties.buffer_names) != (self.tensors.names, self.tensors.buffer_names):
+        self._check_ties(ties.names, self.tensors.names)
+        self._check_ties(ties.buffer_names, self.tensors.buffer_names)
+
+    def _check_ties(self, now: dict[str, str], before: dict[str, str]) -> None:
+        if now != before:
             raise ValueError(
                 "module_loss: model must have the ties it had when the loss was made; tensors were tied or parted "
                 "since (Module.to may part them): make the loss again, module_loss(model, ...), and the step of it"

@@ -16,7 +16,7 @@ from funcamp._jit.passes.program import Flat, Target
 from funcamp._jit.session import CompileSession, keeping_generators
 from funcamp._jit.state_memory import StateMemory
 from funcamp._jit.unroll import check_steps, unrolled
-from funcamp._jit.written_inputs import WrittenInputs, written_inputs
+from funcamp._jit.written_inputs import WrittenInputs, writes_state, written_inputs
 from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.interface import Outputs
 from funcamp._trace.open_shapes import is_open
@@ -59,6 +59,8 @@ class Executable(NamedTuple):
     layouts: list[Layout]
     captured: list[Tensor]
     """The tensors that it reads besides its arguments."""
+    apart: list[Tensor]
+    """Those of them whose memory no state may have."""
     written: WrittenInputs | None
     """The inputs that it writes, besides giving the state its new values; None for most."""
 
@@ -141,12 +143,16 @@ def make_executable(
     if written is not None:
         is_passed = memory.current.tree is arguments.state
         memory.check_written(written, arguments.state, arguments.batch, known=is_passed)
-    memory.move_away_from(graph.captured)
+    apart = graph.captured
+    if writes_state(graph):
+        memory.move_away_from(apart)
+    else:  # an evaluation may read a module whose memory is the state's, and follow it
+        apart = [tensor for tensor in apart if not memory.current.memory.meets(tensor)]
     run = _compiled(graph, options, memory.current, session, compile_at_once=compile_at_once or graphs is not None)
     if graphs is not None:
         run = Captured(graphs, run, memory.current.leaves, inputs, graph.outputs.state, written)
         memory.pin()
-    return Executable(run, graph.outputs, layouts, graph.captured, written)
+    return Executable(run, graph.outputs, layouts, graph.captured, apart, written)
 
 
 def trace_step(

@@ -60,7 +60,7 @@ class JitStep(Fixed):
         self._executables: dict[Key, Executable] = {}
         self._captured = CapturedTensors()
         """The tensors that its programs read besides their arguments."""
-        #: The checks that a TrainStep makes of its arguments.
+        #: The checks that a TrainStep makes of its arguments; it returns the state.
         self._check_call = getattr(step, "check_call", None)
         self._carried = CarriedState(_python_parts(step))
         self._modes = TrainingModes()
@@ -191,7 +191,7 @@ class JitStep(Fixed):
         known = owned is not None and owned.is_of(state)
         if not known or not self._executables:
             if self._check_call is not None:
-                self._check_call("step", state, batch)
+                state = self._check_call("step", state, batch)
             check_state(state)
         if executable is not None and executable.written is not None:
             assert memory is not None
@@ -249,7 +249,7 @@ class JitStep(Fixed):
         except RuntimeError as error:
             advise("jit", error)
             raise
-        self._captured.add(executable.captured)
+        self._captured.add(executable.captured, executable.apart)
         memory.captured.add(self._captured)
         self._sharing.memory = memory
         self._executables[key] = executable

@@ -43,7 +43,7 @@ class StateMemory:
         self.graphs = cuda_graph.graphs_for(devices) if capture else None
         """Captures and replays; None without CUDA graphs."""
         self.captured: weakref.WeakSet[CapturedTensors] = weakref.WeakSet()
-        """The tensors that programs read besides their arguments, which are never written as a state."""
+        """The tensors that programs read besides their arguments."""
         self.kinds: Tree = None
         """The kinds of the first state, with the strides that programs are compiled for."""
         self.current: Owned | None = None
@@ -79,7 +79,7 @@ class StateMemory:
 
     def _captured_tensors(self) -> Iterator[Tensor]:
         for captured in self.captured:
-            yield from captured.tensors
+            yield from captured.apart
 
     def keep(self, leaves: list[Tensor]) -> Tree:
         """Return the next state, of which a program that does not donate has made the leaves."""
@@ -120,7 +120,7 @@ class StateMemory:
             RuntimeError: a CUDA graph reads the former memory, or a program the former kind of tensor.
         """
         captured.follow(may_move=self.graphs is None)
-        if self.current is not None and any(map(self.current.memory.meets, captured.tensors)):
+        if self.current is not None and any(map(self.current.memory.meets, captured.apart)):
             self.current = None
 
     def check_written(self, written: WrittenInputs, state: Tree, batch: Tree, *, known: bool) -> None:

@@ -140,6 +140,15 @@ def written_inputs(graph: Graph) -> WrittenInputs | None:
     return WrittenInputs(numbers_of("state"), numbers_of("batch"), graph.captured, numbers_of("captured"))
 
 
+def writes_state(graph: Graph) -> bool:
+    """Return whether a traced step gives the state new values: in its memory, or as results."""
+    if graph.outputs.state:
+        return True
+    writers = Aliases(graph.module.graph).writers
+    nodes = graph.module.graph.find_nodes(op="placeholder")
+    return any(argument.kind == "state" and writers.get(node) for node, argument in zip(nodes, graph.inputs))
+
+
 def _final_copies(graph: fx.Graph, targets: set[fx.Node]) -> set[fx.Node]:
     """Return the copies to these inputs with which a graph ends."""
     found: set[fx.Node] = set()

@@ -125,33 +125,53 @@ def is_transform(part: Any) -> bool:
 
 def apply(part: Any, update: Update, state: Tree) -> tuple[Update, Tree]:
     """Return the update and the state after one part: a function, a `Transform` or an optimizer."""
+    after: Any
     if not hasattr(part, "init"):
-        return part(update), state
-    if is_transform(part):
-        changed: tuple[Update, Tree] = part.transform(update, state)
-        return changed
-    params, state = part.update(update.params, update.gradients, state)
-    return update._replace(params=params), state
+        after = part(update)
+    elif is_transform(part):
+        after, state = part.transform(update, state)
+    else:
+        params, state = part.update(update.params, update.gradients, state)
+        after = update._replace(params=params)
+    if not isinstance(after, Update):
+        raise TypeError(
+            f"chain: {part!r} must return an Update, such as update._replace(gradients=...); got {_tree.brief(after)}"
+        )
+    if after.gradients is not update.gradients:  # the norm was that of the former ones
+        after = after._replace(norm=None)
+    return after, state
 
 
-def group_of(optimizer: Any) -> Callable[[str, Tensor], str] | None:
-    """Return the function that gives parameters the labels of `by_group`, also of one in a chain; None without."""
+def groups_in(optimizer: Any) -> list[Callable[[str, Tensor], str]]:
+    """Return the functions by which an optimizer groups parameters: those of every `by_group` in it, each once."""
     if isinstance(optimizer, GroupedOptimizer):
-        return optimizer.group
-    parts: tuple[Any, ...] = ()
-    if isinstance(optimizer, Chain):
-        parts = optimizer.parts
+        found, parts = [optimizer.group], tuple(optimizer.optimizers.values())
+    elif isinstance(optimizer, Chain):
+        found, parts = [], optimizer.parts
     elif isinstance(optimizer, _Delayed):
-        parts = (optimizer.part,)
-    return next((group for part in parts if (group := group_of(part)) is not None), None)
+        found, parts = [], (optimizer.part,)
+    else:
+        return []
+    for part in parts:
+        found += groups_in(part)
+    return list(dict.fromkeys(found))
 
 
 def optimizer_in(optimizer: Any) -> Any:
     """Return the optimizer of a chain that besides only clips or averages; any other optimizer as it is."""
     if not isinstance(optimizer, Chain):
         return optimizer
-    others = [part for part in optimizer.parts if hasattr(part, "init") and not isinstance(part, _Averaging)]
+    others = [part for part in optimizer.parts if hasattr(part, "init") and not _is_average(part)]
     return others[0] if len(others) == 1 else optimizer
+
+
+def _is_average(part: Any) -> bool:
+    return isinstance(part, _Averaging) or (isinstance(part, _Delayed) and isinstance(part.part, _Averaging))
+
+
+def is_average(state: object) -> bool:
+    """Return whether this is the state of `average`, or of one that `every` delays."""
+    return isinstance(state, Average) or (isinstance(state, Every) and isinstance(state.state, Average))
 
 
 def chain(*parts: Any) -> Chain:
@@ -164,8 +184,8 @@ def chain(*parts: Any) -> Chain:
     state) -> (update, state)` also remembers something: `average`, `every`. Pure if its parts are; no sync.
 
     Args:
-        *parts: in their order. The state is a tuple of the states of the parts that have one, or the state itself if
-            only one has: `chain(clip_by_norm(1.0), adamw)` continues from adamw's.
+        *parts: in their order; a chain counts as its parts. The state is a tuple of the states of the parts that have
+            one, or the state itself if only one has: `chain(clip_by_norm(1.0), adamw)` continues from adamw's.
 
     Returns:
         A `Chain`.
@@ -186,9 +206,11 @@ def chain(*parts: Any) -> Chain:
     """
     if not parts:
         raise TypeError("chain: parts must be given, such as clip_by_norm(1.0) and an optimizer; got none")
+    flat: list[Any] = []
     for number, part in enumerate(parts):
         check_part("chain", f"parts[{number}]", part)
-    return Chain(parts)
+        flat += part.parts if isinstance(part, Chain) else [part]
+    return Chain(tuple(flat))
 
 
 def check_part(call: str, name: str, part: Any) -> None:
@@ -220,9 +242,9 @@ class _ClipByNorm:
 def clip_by_norm(max_norm: float | Tensor) -> Callable[[Update], Update]:
     """Return a part of a chain that scales gradients so that their 2-norm is at most max_norm.
 
-    grad = grad * min(1, max_norm / (norm + 1e-6)), as `clip_grad_norm`. In a training step the norm is that of all
-    gradients, which the step has read already; by itself, and inside `by_group` by itself, it is that of the gradients
-    the chain gets. No sync.
+    grad = grad * min(1, max_norm / (norm + 1e-6)), as `clip_grad_norm`. The norm is that of the gradients that the part
+    gets: inside `by_group` those of its group. As the first part of a training step's chain it takes the norm that the
+    step has read already, and works with slices over ranks; anywhere else it reads the gradients once more. No sync.
 
     Args:
         max_norm: a positive Python number, or a tensor of shape ().
@@ -299,6 +321,7 @@ class _Averaging:
 
     def transform(self, update: Update, state: Average) -> tuple[Update, Average]:
         """Move the average toward the parameters."""
+        _check_kind(self, state, Average)
         return update, Average(ema_update(state.average, update.params, self.decay))
 
 
@@ -348,13 +371,14 @@ class _Delayed:
 
     def transform(self, update: Update, state: Every) -> tuple[Update, Every]:
         """Compute the part's update, and keep it at every interval-th call."""
+        _check_kind(self, state, Every)
         after, part_state = apply(self.part, update, state.state)
         updates = state.updates + 1
         is_due = updates % self.interval == 0
-        params = _select(is_due, after.params, update.params)
-        gradients = _select(is_due, after.gradients, update.gradients)
-        new = after._replace(params=params, gradients=gradients)
-        return new, Every(updates, _select(is_due, part_state, state.state))
+        params = _select(is_due, "params", after.params, update.params)
+        gradients = _select(is_due, "gradients", after.gradients, update.gradients)
+        new = update._replace(params=params, gradients=gradients)
+        return new, Every(updates, _select(is_due, "state", part_state, state.state))
 
     def learning_rate(self, state: Every) -> Any:
         """Return the part's learning rate; `()` if it has none."""
@@ -362,11 +386,32 @@ class _Delayed:
         return () if rate is None else rate(state.state)
 
 
-def _select(condition: Tensor, new: Tree, old: Tree) -> Tree:
-    """Return the new tree where the condition holds, else the old one."""
+def _check_kind(part: Any, state: object, kind: type) -> None:
+    """Raise TypeError if a part got the state of another one."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"update: opt_state must have the states of the chain's parts in their order; got {_tree.brief(state)} for "
+            f"{part!r}"
+        )
+
+
+def _select(condition: Tensor, name: str, new: Tree, old: Tree) -> Tree:
+    """Return the new tree where the condition holds, else the old one; the old one itself if the new one is the same.
+
+    Raises:
+        ValueError: they differ in structure, or in a None.
+    """
+    if new is old:
+        return old
+    _tree.same_structure("every", (f"the former {name}", f"the part's {name}"), (old, new))
     leaves, spec = _tree.flatten(new)
     chosen: list[Tensor | None] = []
-    for leaf, other in zip(leaves, _tree.leaves(old)):
+    for index, (leaf, other) in enumerate(zip(leaves, _tree.leaves(old))):
+        if leaf is not other and (leaf is None or other is None or leaf.shape != other.shape):
+            raise ValueError(
+                f"every: the part must keep the shapes of {name}; at {_tree.path_of(new, index)} it has "
+                f"{_tree.describe(leaf)} for {_tree.describe(other)}"
+            )
         chosen.append(leaf if leaf is other else torch.where(condition, leaf, other))
     return _tree.unflatten(chosen, spec)
 

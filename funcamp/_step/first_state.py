@@ -12,12 +12,11 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._check import boolean
-from funcamp._optim.chain import group_of
 from funcamp._scaler.update import init
 from funcamp._step.options import described
 from funcamp._step.state import TrainState, Variables
 from funcamp._storage.inputs import inputs_of, lay_out
-from funcamp._storage.params import Params, clone, expand, matrix_or_vector
+from funcamp._storage.params import Params, clone, expand
 from funcamp._types import Tree
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def _labels(call: str, step: TrainStep, params: Tree, flat: bool, group: Group |
         against = "a group" if group else "Params" if isinstance(params, Params) else ""
         if against or parallel.shard:
             raise ValueError(f"{call}: flat must be True with {against or repr(parallel)}; got False")
-    return group or group_of(step.optimizer) or matrix_or_vector
+    return group or step._group
 
 
 def consumed_loss(call: str, step: TrainStep, params: Tree, buffers: Any, consume: bool) -> ModuleLoss | None:

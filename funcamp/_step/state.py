@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._optim.chain import Average, Every
+from funcamp._optim.chain import Average, Every, is_average
 from funcamp._optim.stateless import OptState
 from funcamp._scaler.state import ScalerState
 from funcamp._storage.params import Params, clone, collapse, expand
@@ -170,9 +170,10 @@ def saved_names(state: TrainState) -> list[str]:
     renamed = {"variables.buffers.": "buffers.", "variables.products.": "float8."}
     parts = list(enumerate(_states_of_parts(state.opt_state)))
     averages = [number for number, part in parts if isinstance(part, Average)]
-    others = [number for number, part in parts if not isinstance(part, Average)]
-    if len(averages) == 1 and len(others) == 1:
+    others = [number for number, part in parts if not is_average(part)]
+    if len(averages) == 1:
         renamed[f"opt_state.{averages[0]}.average."] = "ema."
+    if len(others) == 1:
         renamed[f"opt_state.{others[0]}."] = "opt_state."
     names = []
     for name in _tree.names(state):

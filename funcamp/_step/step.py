@@ -13,7 +13,7 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.scaled_grad import choose, loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
-from funcamp._optim.chain import Chain, Update, average, chain, clip_by_norm, clip_by_value
+from funcamp._optim.chain import Chain, Update, average, chain, clip_by_norm, clip_by_value, groups_in
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.update import exhausted, saturated, skip_step, update
 from funcamp._step.accumulate import Result, accumulate, micro_batches
@@ -26,7 +26,7 @@ from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, Variables, check_train_state, export, restore
 from funcamp._step.torch_checkpoint import from_torch, to_torch
 from funcamp._storage.inputs import Inputs, inputs_of, lay_out
-from funcamp._storage.params import Params, clone, expand, stored
+from funcamp._storage.params import Params, clone, expand, matrix_or_vector, stored
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
@@ -61,6 +61,8 @@ class TrainStep(Fixed):
         #: What the loss gets of the last parameters, and their layout and dtypes.
         self._known_inputs: tuple[Any, Inputs] | None = None
         self._products = products_of(options.policy, loss_fn)
+        #: Gives parameters the labels of their groups, unless `init` gets another function.
+        self._group = next(iter(groups_in(optimizer)), matrix_or_vector)
         self._transforms = chain(*_clipping(options), optimizer, *_averaging(options))
 
     def python_parts(self) -> dict[str, Any]:
@@ -336,7 +338,7 @@ class TrainStep(Fixed):
         check_train_state(call, "state", state, swapped)
         checked: TrainState = state
         if not isinstance(checked.params, Params):
-            checked = checked._replace(params=stored(call, checked.params))
+            checked = checked._replace(params=stored(call, checked.params, self._group))
         self._options.parallel.check(call, checked.params)
         return checked
 

@@ -230,9 +230,9 @@ def check_whole(call: str, name: str, tree: Tree) -> None:
         raise TypeError(f"{call}: {name} must not be sharded over ranks; got {tree!r}")
 
 
-def stored(call: str, params: Tree) -> Params:
+def stored(call: str, params: Tree, group: Callable[[str, Tensor], str]) -> Params:
     """Return a plain tree as Params, tensor by tensor, without a copy."""
-    layout, tensors = arrange(call, params, matrix_or_vector, flat=False)
+    layout, tensors = arrange(call, params, group, flat=False)
     return Params(layout.join(tensors), layout)
 
 

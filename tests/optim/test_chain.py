@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils import _pytree
 
 from funcamp import (
     ScalerConfig,
@@ -272,3 +273,122 @@ def test_a_torch_loop_goes_on_from_a_chain_and_back() -> None:
 def test_verify_has_no_torch_loop_for_a_chain() -> None:
     step = make_train_step(module_loss(model(), nn.functional.mse_loss), chain(clip_by_norm(1.0), ADAMW), CONFIG)
     assert why_not(step) == "the optimizer is a chain"
+
+
+def one_step(optimizer: Any, gradient: Tensor, **options: Any) -> Tensor:
+    """The parameters after one step from zeros, of a loss whose gradient is this."""
+    step = make_train_step(lambda p, x: (p["w"] * x).sum(), optimizer, ScalerConfig(2.0), **options)
+    state, _ = step(step.init({"w": torch.zeros_like(gradient)}), gradient)
+    moved: Tensor = state.params["w"]
+    return moved
+
+
+def tenth(update: Update) -> Update:
+    return update._replace(gradients=_pytree.tree_map(lambda g: g * 0.1, update.gradients))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (clip_by_norm(1.0), clip_by_norm(0.5)),
+        (clip_by_value(1.0), clip_by_norm(1.0)),
+        (tenth, clip_by_norm(0.25)),
+        (every(1, clip_by_norm(1.0)), clip_by_norm(0.5)),
+        (chain(tenth, average(0.5)), clip_by_norm(0.25)),
+    ],
+    ids=str,
+)
+def test_each_part_clips_by_the_norm_of_what_it_gets(parts: tuple[Any, ...]) -> None:
+    """In a step as by itself: the norm that the step knows is that of its own gradients only."""
+    gradient = torch.tensor([3.0, 4.0])
+    optimizer = chain(*parts, SGD)
+    start = {"w": torch.zeros(2)}
+    expected, _ = optimizer.update(start, {"w": gradient}, optimizer.init(start))
+    assert_close(one_step(optimizer, gradient), expected["w"], 1e-6)
+
+
+def test_an_option_clips_before_the_chain_of_the_optimizer() -> None:
+    moved = one_step(chain(clip_by_norm(0.5), SGD), torch.tensor([3.0, 4.0]), max_norm=1.0)
+    assert moved.norm().item() == pytest.approx(0.5, rel=1e-5)
+
+
+def test_chains_in_a_chain_are_their_parts() -> None:
+    nested, plain = chain(chain(clip_by_norm(1.0), ADAMW), average(0.5)), chain(clip_by_norm(1.0), ADAMW, average(0.5))
+    assert repr(nested) == repr(plain)
+    assert_same(nested.init(params()), plain.init(params()))
+
+
+def by_first_letter(name: str, _: Tensor) -> str:
+    return name[0]
+
+
+def by_last_letter(name: str, _: Tensor) -> str:
+    return name[-1]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        chain(by_group({"w": SGD}, group=by_first_letter), by_group({"w": SGD}, group=by_last_letter)),
+        by_group({"w": by_group({"w": SGD}, group=by_last_letter)}, group=by_first_letter),
+        by_group({"w": chain(every(2, by_group({"w": SGD}, group=by_last_letter)))}, group=by_first_letter),
+    ],
+)
+def test_parameters_are_grouped_by_one_function(optimizer: Any) -> None:
+    with pytest.raises(ValueError, match="must group parameters by one function"):
+        make_train_step(lambda p, x: (p["w"] * x).sum(), optimizer)
+    same = chain(by_group({"w": SGD}, group=by_first_letter), by_group({"w": SGD}, group=by_first_letter))
+    make_train_step(lambda p, x: (p["w"] * x).sum(), same)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"])
+def test_a_plain_tree_in_a_state_is_grouped_as_the_optimizer_does(wrap: Callable[[Any], Any]) -> None:
+    twice = by_group({"w": SGD, "v": stateless(torch.optim.SGD, lr=2.0)}, group=by_first_letter)
+    step = make_train_step(lambda p, x: (p["w"] * x).sum() + (p["v"] * x).sum(), twice)
+    tree: Any = {"w": torch.zeros(2), "v": torch.zeros(2)}
+    state, _ = wrap(step)(step.init(tree)._replace(params=tree), torch.ones(2))
+    assert_same(state.params.tree(), {"w": -torch.ones(2), "v": -2 * torch.ones(2)})
+
+
+def swapped(update: Update) -> Update:
+    return update._replace(gradients=dict(reversed(update.gradients.items())))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "error", "message"),
+    [
+        (chain(lambda update: None, SGD), TypeError, "must return an Update.*got None"),
+        (chain(lambda update: update.gradients, SGD), TypeError, "must return an Update.*got a dict"),
+        (
+            chain(every(2, swapped), SGD),
+            ValueError,
+            "the former gradients and the part's gradients must have one",
+        ),
+        (
+            chain(every(2, lambda update: update._replace(gradients={"b": None, "w": update.gradients["w"]})), SGD),
+            ValueError,
+            r"every: the part must keep the shapes of gradients; at \['b'\] it has None",
+        ),
+    ],
+)
+def test_what_a_part_returns_is_checked(optimizer: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        optimizer.update(params(), gradients(0), optimizer.init(params()))
+
+
+def test_the_states_of_parts_are_in_their_order() -> None:
+    state = chain(ADAMW, average(0.5)).init(params())
+    with pytest.raises(TypeError, match="the states of the chain's parts in their order; got an OptState for average"):
+        chain(average(0.5), ADAMW).update(params(), gradients(0), state)
+
+
+@pytest.mark.parametrize("averages", [(average(0.5), average(0.9)), (every(2, average(0.5)),)], ids=str)
+def test_a_chain_with_other_averages_goes_to_torch_and_through_a_checkpoint(averages: tuple[Any, ...]) -> None:
+    loss_fn = module_loss(model(), nn.functional.mse_loss)
+    step = make_train_step(loss_fn, chain(ADAMW, *averages), CONFIG)
+    state, _ = step(step.init(), batch(0))
+    assert_same(step.load_state_dict(step.state_dict(state), like=step.init()), state)
+    plain = make_train_step(loss_fn, ADAMW, CONFIG)
+    expected, _ = plain(plain.init(), batch(0))
+    assert_same(step.to_torch(state)["optimizer"], plain.to_torch(expected)["optimizer"])

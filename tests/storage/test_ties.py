@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from funcamp import jit, make_train_step, module_loss, presets, ravel, stateless
 from funcamp._memory import overlaps
-from tests.support.helpers import assert_same, clone
+from tests.support.helpers import assert_same, clone, together
 
 SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -418,3 +418,31 @@ def test_a_module_without_values_and_one_of_fake_tensors() -> None:
     assert len(module_loss(model, F.mse_loss).names) == 4
     with torch._subclasses.FakeTensorMode():
         assert len(module_loss(Pair(), F.mse_loss).names) == 4
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "parted"])
+def test_a_tie_that_changes_between_steps_is_named(tie: bool) -> None:
+    model = Pair()
+    if not tie:
+        model.b.weight = model.a.weight
+    step, x = make_train_step(module_loss(model, F.mse_loss), SGD), torch.ones(2, 4)
+    state, _ = step(step.init(), (x, x))
+    model.b.weight = model.a.weight if tie else nn.Parameter(model.a.weight.detach().clone())
+    with pytest.raises(ValueError, match="model must have the ties it had when the loss was made"):
+        step(state, (x, x))
+
+
+def test_a_state_is_made_of_the_modules_own_values_while_another_thread_steps() -> None:
+    model, x = Pair(), torch.ones(2, 4)
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    own = step.init()
+    other = own._replace(params=own.params.ravel({name: value + 1 for name, value in own.params.tree().items()}))
+
+    def work(index: int) -> None:
+        for _ in range(100):
+            if index:
+                step.loss(other, (x, x))
+            else:
+                assert_same(step.init().params, own.params)
+
+    together(work, 2)

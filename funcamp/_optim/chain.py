@@ -96,9 +96,10 @@ class Chain(Fixed):
     def learning_rate(self, opt_state: Tree) -> Any:
         """Return the learning rate of the next step, of the first part that has one; `()` if none has."""
         for part, state in zip(self._with_state, self._unpacked(opt_state)):
-            rate = getattr(part, "learning_rate", None)
-            if rate is not None:
-                return rate(state)
+            rate_of = getattr(part, "learning_rate", None)
+            rate = () if rate_of is None else rate_of(state)
+            if not (isinstance(rate, tuple) and not rate):
+                return rate
         return ()
 
     def _packed(self, states: list[Tree]) -> Tree:

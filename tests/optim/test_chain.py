@@ -204,7 +204,10 @@ def test_a_skipped_step_changes_no_state_of_a_chain(wrap: Callable[[Any], Any]) 
 def test_the_rate_is_the_optimizers() -> None:
     rate = stateless(torch.optim.SGD, lr=lambda applied: 0.5 / (1 + applied))
     step = make_train_step(
-        module_loss(model(), nn.functional.mse_loss), chain(every(2, rate), average(0.5)), CONFIG, max_norm=1.0
+        module_loss(model(), nn.functional.mse_loss),
+        chain(every(3, average(0.9)), every(2, rate), average(0.5)),
+        CONFIG,
+        max_norm=1.0,
     )
     state, rates = step.init(), []
     for number in range(4):

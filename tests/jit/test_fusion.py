@@ -125,20 +125,18 @@ def allocated(code: str) -> list[int]:
 
 
 @pytest.mark.thorough
-def test_a_donated_step_allocates_an_arena_for_one_gradient_and_no_new_state() -> None:
+def test_a_donated_step_allocates_copies_and_gradients_and_no_new_state() -> None:
     step, size = step_of(12), 12 * WIDTH * WIDTH
-    sizes = [
-        [count for count in allocated(written(jit(step, donate=donate), step.init(), BATCH)) if count >= size]
-        for donate in (True, False)
+    donated, undonated = [
+        allocated(written(jit(step, donate=donate), step.init(), BATCH)).count(size) for donate in (True, False)
     ]
-    (arena,) = sizes[0]  # bytes
-    assert arena < 2 * 4 * size
-    # Parameters and two moments, which a copy pass would need as well.
-    assert sizes[1].count(size) == 3
+    assert donated == 2  # in bfloat16
+    # Parameters and two moments too, of which one may reuse a buffer.
+    assert undonated >= 4
 
 
 def test_inductor_may_recurse_deeply_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does so when it plans the arena of a deep model: 48 blocks of a GPT, minutes to compile, fail without."""
+    """It does so for a deep model: 48 blocks of a GPT, minutes to compile, failed without when it planned memory."""
     from torch._inductor import compile_fx
 
     depths = []

@@ -194,7 +194,7 @@ def with_the_step() -> Ended:
         rows.append(Row(before.scaler.scale.item(), int(before.step - before.skipped), skipped))
         total += 0.0 if skipped else metrics.loss.item()
     whole = distributed.gather_state(state)
-    last = sgd.learning_rate(state.opt_state).item()
+    last = sgd.learning_rate(state.opt_state[0]).item()
     applied = int(metrics.applied)
     return Ended(rows, last, total / applied, [*whole.params.tree().values()], [*whole.ema.tree().values()])
 

@@ -299,7 +299,7 @@ def tenth(update: Update) -> Update:
         (every(1, clip_by_norm(1.0)), clip_by_norm(0.5)),
         (chain(tenth, average(0.5)), clip_by_norm(0.25)),
     ],
-    ids=str,
+    ids=["twice", "by value first", "after a function", "after every", "after a chain"],
 )
 def test_each_part_clips_by_the_norm_of_what_it_gets(parts: tuple[Any, ...]) -> None:
     """In a step as by itself: the norm that the step knows is that of its own gradients only."""
@@ -386,7 +386,9 @@ def test_the_states_of_parts_are_in_their_order() -> None:
         chain(average(0.5), ADAMW).update(params(), gradients(0), state)
 
 
-@pytest.mark.parametrize("averages", [(average(0.5), average(0.9)), (every(2, average(0.5)),)], ids=str)
+@pytest.mark.parametrize(
+    "averages", [(average(0.5), average(0.9)), (every(2, average(0.5)),)], ids=["two averages", "a delayed average"]
+)
 def test_a_chain_with_other_averages_goes_to_torch_and_through_a_checkpoint(averages: tuple[Any, ...]) -> None:
     loss_fn = module_loss(model(), nn.functional.mse_loss)
     step = make_train_step(loss_fn, chain(ADAMW, *averages), CONFIG)

@@ -112,10 +112,11 @@ def make_train_step(
         parallel = Parallel(reduce=parallel)
     if weight is not None and not callable(weight):
         raise TypeError(f"{call}: weight must be a function of a micro-batch; got {_tree.brief(weight)}")
-    if len(groups_in(optimizer)) > 1:
+    groups = groups_in(optimizer)
+    if len(groups) > 1:
         raise ValueError(
             f"{call}: optimizer must group parameters by one function, by which they are stored; got by_group with "
-            f"{len(groups_in(optimizer))} different ones: give all of them the same group="
+            f"{len(groups)} different ones: give all of them the same group="
         )
     options = Options(
         policy=policy,

@@ -309,7 +309,3 @@ def check_values(call: str, state: TrainState) -> None:
     for name, limit in (("skipped", "step"), ("consecutive_skips", "skipped")):
         part, whole_count = getattr(state, name), getattr(state, limit)
         check(name, part, part <= whole_count, f"at most saved[{limit!r}]")
-
-
-def by_name(tree: Tree) -> dict[str, Tensor]:
-    return {name: leaf for name, leaf in zip(_tree.names(tree), _tree.leaves(tree)) if leaf is not None}

@@ -215,8 +215,8 @@ def inputs_of(call: str, params: Params, policy: Policy, loss_fn: KnowsNames) ->
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{call}: every leaf of params must have a unique dotted name; got {twice!r} twice")
     stored_names: dict[str, str] | None = loss_fn.names
-    if stored_names is not None and set(names) != set(_aliases(loss_fn)):
-        odd = sorted(set(names) ^ set(_aliases(loss_fn)))[0]
+    if stored_names is not None and set(names) != set(stored_names.values()):
+        odd = sorted(set(names) ^ set(stored_names.values()))[0]
         raise ValueError(f"{call}: params must have the names of {loss_fn!r}'s params(); they differ in {odd!r}")
     _check_kinds(call, names, leaves, loss_fn.shapes())
     by_name = {name: (slot, leaf) for name, slot, leaf in zip(names, layout.leaves, leaves)}

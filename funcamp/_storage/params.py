@@ -209,8 +209,10 @@ def cut(params: Params, ranks: Ranks) -> Params:
     """Return this rank's slices of groups that every rank has in full; no collective."""
     groups: list[Tensor | None] = []
     for group in params.groups:
-        is_number = group is None or not group.dim()  # a number per group (a step count) is the same on every rank
-        groups.append(group if group is None or is_number else ranks.cut(group))
+        if group is None or not group.dim():  # a number per group (a step count) is the same on every rank
+            groups.append(group)
+        else:
+            groups.append(ranks.cut(group))
     return Params(tuple(groups), params.layout, ranks)
 
 

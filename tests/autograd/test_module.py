@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -345,6 +344,7 @@ class Paused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.barrier = nn.Linear(4, 4), threading.Barrier(1)
+        self.is_called = threading.Event()
 
     def forward(self, x: Tensor) -> Tensor:
         self.pause()
@@ -353,6 +353,7 @@ class Paused(nn.Module):
         return out
 
     def pause(self) -> None:
+        self.is_called.set()
         with contextlib.suppress(threading.BrokenBarrierError):
             self.barrier.wait(1)  # until both threads are here, if nothing keeps one out
 
@@ -378,9 +379,10 @@ def test_a_thread_steps_while_another_evaluates() -> None:
     state, batch = step.init(), (torch.ones(2, 4), torch.zeros(2, 4))
     alone = step.loss(state, batch), step(state, batch)
     model.barrier = threading.Barrier(2)
+    model.is_called.clear()
     with ThreadPoolExecutor(2) as pool:
         evaluated = pool.submit(step.loss, state, batch)
-        time.sleep(0.2)  # it waits in its forward pass now
+        assert model.is_called.wait(60)  # its forward pass waits for another one now
         trained = pool.submit(step, state, batch)
         together = evaluated.result(), trained.result()
     assert_same(together, alone)

@@ -144,7 +144,7 @@ def make_executable(
         is_passed = memory.current.tree is arguments.state
         memory.check_written(written, arguments.state, arguments.batch, known=is_passed)
     apart = graph.captured
-    if writes_state(graph):
+    if writes_state(graph, written):
         memory.move_away_from(apart)
     else:  # an evaluation may read a module whose memory is the state's, and follow it
         apart = [tensor for tensor in apart if not memory.current.memory.meets(tensor)]

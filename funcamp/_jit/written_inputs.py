@@ -42,6 +42,11 @@ class WrittenInputs:
         """Return the captured tensors that the program writes."""
         return [self._captured[number] for number in self._written]
 
+    @property
+    def writes_state(self) -> bool:
+        """Return whether it writes leaves of the state besides giving them their new value."""
+        return bool(self._state)
+
     def forget(self) -> None:
         """Compare the captured tensors with each other at the next call, because one has other memory."""
         self._captured_memory: Memory | None = None
@@ -122,13 +127,10 @@ class WrittenInputs:
 
 def written_inputs(graph: Graph) -> WrittenInputs | None:
     """Return the inputs that a traced step writes, besides giving the state its new values; None if it writes none."""
-    nodes = graph.module.graph.find_nodes(op="placeholder")
-    state_nodes = {node for node, argument in zip(nodes, graph.inputs) if argument.kind == "state"}
-    is_donated = not graph.outputs.state
-    final_copies = _final_copies(graph.module.graph, state_nodes) if is_donated else set()
+    final_copies = _final_copies(graph)
     writers = Aliases(graph.module.graph).writers
     written: set[Input] = set()
-    for node, argument in zip(nodes, graph.inputs):
+    for node, argument in zip(graph.module.graph.find_nodes(op="placeholder"), graph.inputs):
         if any(writer not in final_copies for writer in writers.get(node, ())):
             written.add(argument)
     if not written:
@@ -140,20 +142,24 @@ def written_inputs(graph: Graph) -> WrittenInputs | None:
     return WrittenInputs(numbers_of("state"), numbers_of("batch"), graph.captured, numbers_of("captured"))
 
 
-def writes_state(graph: Graph) -> bool:
-    """Return whether a traced step gives the state new values: in its memory, or as results."""
-    if graph.outputs.state:
-        return True
-    writers = Aliases(graph.module.graph).writers
-    nodes = graph.module.graph.find_nodes(op="placeholder")
-    return any(argument.kind == "state" and writers.get(node) for node, argument in zip(nodes, graph.inputs))
+def writes_state(graph: Graph, written: WrittenInputs | None) -> bool:
+    """Return whether a traced step gives the state new values: as results, or in its memory.
+
+    written: what `written_inputs` says of it.
+    """
+    is_written_before = written is not None and written.writes_state
+    return bool(graph.outputs.state) or is_written_before or bool(_final_copies(graph))
 
 
-def _final_copies(graph: fx.Graph, targets: set[fx.Node]) -> set[fx.Node]:
-    """Return the copies to these inputs with which a graph ends."""
+def _final_copies(graph: Graph) -> set[fx.Node]:
+    """Return the copies to the state with which a donated step ends."""
     found: set[fx.Node] = set()
-    for node in itertools.islice(reversed(graph.nodes), 1, None):
-        if node.target is not _COPY or node.args[0] not in targets:
+    if graph.outputs.state:
+        return found
+    placeholders = graph.module.graph.find_nodes(op="placeholder")
+    state_nodes = {node for node, argument in zip(placeholders, graph.inputs) if argument.kind == "state"}
+    for node in itertools.islice(reversed(graph.module.graph.nodes), 1, None):
+        if node.target is not _COPY or node.args[0] not in state_nodes:
             break
         found.add(node)
     return found

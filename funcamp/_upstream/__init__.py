@@ -102,6 +102,8 @@ ZERO_TENSORS = Defect((2, 11), (2, 14))
 LOST_KEYWORDS = Defect((2, 11), (2, 15))
 #: Inductor makes zeros of a product with the integer 0, also of infinite and NaN factors: `inductor_rewrites`.
 LOST_NAN = Defect((2, 11), (2, 14))
+#: Inductor's choice of what writes the C++ between kernels is that of a process: `bugs.first_wrapper`.
+FIRST_WRAPPER = Defect((2, 11), (2, 15))
 #: A CPU has no float8 products with a scale per row: `float8.product.check_device`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it ends
@@ -141,6 +143,12 @@ PRIVATE = {
     "torch._inductor.custom_graph_pass.get_hash_for_files": "tracked samples are counted one by one",
     "torch._inductor.decomposition.select_decomp_table": "tracked samples are counted one by one",
     "torch._inductor.inductor_prims.force_stride_order": "gradients of depthwise convolutions take longer on a CPU",
+    "torch._inductor.codegen.cpp_template.CppTemplate": "products take longer on a CPU",
+    "torch._inductor.codegen.cpp_gemm_template.gen_2d_view_of_epilogue_buf": "products take longer on a CPU",
+    "torch._inductor.lowering.register_lowering": "products take longer on a CPU",
+    "torch._inductor.utils.parallel_num_threads": "products take longer on a CPU",
+    "torch._inductor.virtualized.V": "products take longer on a CPU",
+    "torch._inductor.ir": "products take longer on a CPU",
     "torch._inductor.metrics": "doctor does not count launches",
     "torch._inductor.pattern_matcher.stable_topological_sort": "tracked samples are counted one by one",
     "torch._scaled_mm": "float8 products work with emulate=True only",

@@ -13,6 +13,7 @@ from funcamp._jit.passes import (
     open_sizes,
     part_inputs,
     permutations,
+    products,
     unread_gathers,
     whole_operations,
     write_backs,
@@ -36,6 +37,8 @@ PIPELINE: tuple[Pass, ...] = (
     part_inputs.PASS,
     # Inside Inductor, on the graph without writes.
     write_backs.PASS,
+    # Inside Inductor, on the graph that it generates code for.
+    products.PASS,
 )
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator
 
-from funcamp._upstream.bugs import list_of_one, lost_errors, lost_keywords, lost_nan, lost_order, unrounded
+from funcamp._upstream.bugs import (
+    first_wrapper,
+    list_of_one,
+    lost_errors,
+    lost_keywords,
+    lost_nan,
+    lost_order,
+    unrounded,
+)
 from funcamp._upstream.bugs.bug import Bug
 
 BUGS: tuple[Bug, ...] = (
@@ -15,6 +23,7 @@ BUGS: tuple[Bug, ...] = (
     list_of_one.BUG,
     lost_keywords.BUG,
     lost_nan.BUG,
+    first_wrapper.BUG,
 )
 
 

@@ -1,0 +1,108 @@
+"""Float32 and small bfloat16 products on a CPU as kernels of the program (`_jit/product_kernel.py`).
+
+A call of torch's product costs one to twelve microseconds besides the product: a tensor, a dispatch, in bfloat16 a
+primitive of oneDNN. Nothing can be computed in its loop. On processors of AMD torch's float32 products (MKL) do not use
+the widest registers.
+
+- Small products always become kernels. A product in bfloat16 is one of float32 with casts, which become part of the
+  loops around it; it is rounded once, at the end.
+- Larger ones do if the kernel is faster here, measured once for a shape when a program is compiled
+  (`_jit/product_times.py`). The choice is part of the program in Inductor's cache.
+
+Float16 is left to torch: what overflows there must be infinite. So is everything with exact=True.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from funcamp import _upstream
+from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.product_kernel import product, register_kernel
+from funcamp._jit.product_times import Product, is_available, kernel_is_faster
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+else:
+    CustomGraphPass = _upstream.find("torch._inductor.custom_graph_pass.CustomGraphPass")
+
+_aten = torch.ops.aten
+_CAST: Any = torch.ops.prims.convert_element_type.default
+#: Number of multiplications below which a product always becomes a kernel: about ten microseconds of one thread.
+SMALL = 2**20
+
+
+class ProductsAsKernels(CustomGraphPass):
+    """Replaces products by `funcamp::product` in a graph that Inductor has already simplified.
+
+    Args:
+        name: the pass's name in Inductor's cache.
+    """
+
+    def __init__(self, name: bytes) -> None:
+        self._name = name
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Change the graph in place."""
+        if not is_available() or not register_kernel():
+            return
+        for node in list(graph.nodes):
+            if node.target in (_aten.mm.default, _aten.addmm.default) and not node.kwargs and _becomes_kernel(node):
+                _replace(graph, node)
+
+    def uuid(self) -> bytes:
+        """Return the name in Inductor's cache."""
+        return self._name
+
+
+def _becomes_kernel(node: torch.fx.Node) -> bool:
+    left, right = (factor.meta["val"] for factor in node.args[-2:])  # type: ignore[union-attr]
+    result: Tensor = node.meta["val"]
+    sizes = [*left.shape, right.shape[1]]
+    if result.dtype not in (torch.float32, torch.bfloat16) or result.device.type != "cpu":
+        return False
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return False
+    m, k, n = sizes
+    return m * k * n < SMALL or kernel_is_faster(Product(m, k, n, result.dtype, torch.get_num_threads()))
+
+
+def _replace(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    result = node.meta["val"]
+    in_float32 = result.float()
+
+    def call(operation: Any, arguments: tuple[Any, ...], value: Tensor) -> torch.fx.Node:
+        new = graph.call_function(operation, arguments)
+        new.meta = {**node.meta, "val": value}
+        return new
+
+    def as_float32(factor: Any) -> torch.fx.Node:
+        value = factor.meta["val"]
+        return factor if value.dtype == torch.float32 else call(_CAST, (factor, torch.float32), value.float())
+
+    with graph.inserting_before(node):
+        *bias, left, right = node.args
+        new = call(product, (as_float32(left), as_float32(right)), in_float32)
+        if bias:
+            new = call(_aten.add.Tensor, (new, bias[0]), in_float32)
+        if result.dtype != torch.float32:
+            new = call(_CAST, (new, result.dtype), result)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _run(program: Program) -> Program:
+    kernels = ProductsAsKernels(program.cache_name)
+    return program._replace(options={**program.options, "post_grad_custom_post_pass": kernels})
+
+
+PASS = Pass(
+    name="products",
+    why="small products on a CPU are kernels of the program, larger ones if that is faster here",
+    evidence="benchmarks/passes.py",
+    where=lambda target: target.by_inductor and target.on_cpu and not target.exact,
+    run=_run,
+)

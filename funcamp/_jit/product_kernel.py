@@ -1,0 +1,241 @@
+"""`funcamp::product`: a float32 matrix product that Inductor generates as a kernel of the program on a CPU.
+
+    out[i, j] = sum over l of  left[i, l] * right[l, j]
+
+The kernel calls `brgemm`, of whose blocks oneDNN's own products are made (torch's ATen/native/CPUBlas.h). If oneDNN
+has none for this processor, `brgemm` calls MKL or OpenBLAS. Compared with a call of `aten.mm` there is no tensor, no
+dispatch and no oneDNN primitive between two kernels, and pointwise operations on the result become part of the loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from funcamp import _upstream
+
+_library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("product(Tensor left, Tensor right) -> Tensor")
+_library.impl("product", torch.matmul, "CompositeExplicitAutograd")
+product: Any = torch.ops.funcamp.product.default
+
+#: Rows, columns and terms of a sum that one call of `brgemm` takes. The blocks of both factors stay in a core's cache:
+#: from 256 x 256 x 256 to 1024 x 3072 x 768 this reaches 104 to 116 of the 118 GFLOP/s of a core of an AMD EPYC.
+BLOCK = 256
+#: Number of multiplications from which on a product takes more than one thread: about two microseconds of one.
+SHARED = 2**17
+#: Columns that a thread's share is a multiple of: a cache line, and the widest register.
+_LINE = 16
+#: Number of results that a thread keeps on its stack until they have their last value.
+_ON_STACK = 2**14
+
+_SOURCE = r"""
+{{template.header().getvalue()}}
+namespace at::native::cpublas {
+void brgemm(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const bool, const float*, const float*, float*, bool);
+}
+extern "C" {{kernel.def_kernel(inputs={"left": left, "right": right}, outputs={"out": out}, aliases=aliases)}}
+{
+    // A factor may begin inside a larger tensor.
+    const float* const first_left = &({{kernel.index(left, [0, 0])}});
+    const float* const first_right = &({{kernel.index(right, [0, 0])}});
+{%- if split.shares > 1 %}
+    #pragma omp parallel for num_threads({{split.shares}}) schedule(static, 1)
+{%- endif %}
+    for (int64_t share = 0; share < {{split.shares}}; share++) {
+        const int64_t row_start = {{"share * %d" % split.rows if split.by_rows else 0}};
+        const int64_t row_end = std::min<int64_t>({{m}}, row_start + {{split.rows}});
+        const int64_t column_start = {{0 if split.by_rows else "share * %d" % split.columns}};
+        const int64_t column_end = std::min<int64_t>({{n}}, column_start + {{split.columns}});
+        if (row_start >= row_end || column_start >= column_end) continue;
+{%- if is_local %}
+        {{define_local(kernel)}}
+{%- endif %}
+{%- set sums = local_part(kernel) if is_local else part(kernel, product_buffer) %}
+        float* const first_sum = &({{kernel.index(sums, [0, 0])}});
+        constexpr int64_t sums_stride = {{kernel.stride(sums, 0)}};
+        for (int64_t i = row_start; i < row_end; i += {{block}})
+            for (int64_t j = column_start; j < column_end; j += {{block}})
+                for (int64_t l = 0; l < {{k}}; l += {{block}})
+                    at::native::cpublas::brgemm(
+                        std::min<int64_t>({{block}}, row_end - i),
+                        std::min<int64_t>({{block}}, column_end - j),
+                        std::min<int64_t>({{block}}, {{k}} - l),
+                        {{left_stride}}, {{right_stride}}, sums_stride, l > 0,
+                        first_left + i * {{left_stride}} + l, first_right + l * {{right_stride}} + j,
+                        first_sum + (i - row_start) * sums_stride + (j - column_start), false);
+        {{kernel.store_output(part(kernel, out_2d), sums, product_buffer, epilogue_nodes,
+                              offsets=offsets, reindexers=reindexers)}}
+    }
+}
+"""
+
+
+@torch.library.register_fake(product, lib=_library)  # type: ignore[untyped-decorator]
+def _shape_of(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1])
+
+
+class Split(NamedTuple):
+    """How the results of a product are divided among threads."""
+
+    shares: int
+    by_rows: bool
+    """Else by columns."""
+    rows: int
+    """Of a share."""
+    columns: int
+    """Of a share."""
+
+
+def split_of(m: int, n: int, k: int, threads: int) -> Split:
+    """Return how a product is divided: not at all if there is little to do, else the longer side."""
+    if m * n * k < SHARED or threads < 2:
+        return Split(1, True, m, n)
+    if m >= n:
+        return Split(threads, True, -(-m // threads), n)
+    columns = -(-n // threads)
+    return Split(threads, False, m, -(-columns // _LINE) * _LINE)
+
+
+class _Rest(NamedTuple):
+    """What follows a product in its kernel."""
+
+    out: Any
+    """The buffer that is written last."""
+    out_2d: Any
+    """The same as rows and columns of the product."""
+    product_buffer: Any
+    """What the product is called by the operations that follow."""
+    epilogue_nodes: list[Any]
+    reindexers: list[Any]
+    aliases: dict[str, str]
+    """Names of buffers that are in the memory of the last one."""
+    is_local: bool
+    """Whether the product needs memory besides that of the last buffer."""
+
+
+@functools.cache
+def register_kernel() -> bool:
+    """Let Inductor generate the kernel wherever a program calls `product`; return whether this torch can."""
+    template_class = _upstream.find("torch._inductor.codegen.cpp_template.CppTemplate")
+    as_2d = _upstream.find("torch._inductor.codegen.cpp_gemm_template.gen_2d_view_of_epilogue_buf")
+    register_lowering = _upstream.find("torch._inductor.lowering.register_lowering")
+    threads = _upstream.find("torch._inductor.utils.parallel_num_threads")
+    virtualized = _upstream.find("torch._inductor.virtualized.V")
+    ir = _upstream.find("torch._inductor.ir")
+    if not _upstream.usable(template_class, as_2d, register_lowering, threads, virtualized, ir):
+        return False
+
+    class ProductTemplate(template_class):  # type: ignore[misc, valid-type]
+        """Writes the C++ of one product and of what follows it."""
+
+        def __init__(self, factors: list[Any], layout: Any, split: Split) -> None:
+            super().__init__("product", factors, layout, split.shares)
+            self._split = split
+
+        def render(
+            self,
+            kernel: Any,
+            template_buffer_node: Any = None,
+            flag_template_buffer_has_other_users: bool | None = None,
+            epilogue_nodes: list[Any] | None = None,
+            **_: Any,
+        ) -> str:
+            """Return the C++; the names are those that Inductor gives."""
+            left, right = self.input_nodes
+            product_buffer = self.output_node if template_buffer_node is None else template_buffer_node
+            rest = self._rest(product_buffer, epilogue_nodes or [], is_read=bool(flag_template_buffer_has_other_users))
+            (m, k), n = left.get_size(), right.get_size()[1]
+            values = {
+                "template": self,
+                "kernel": kernel,
+                "left": left,
+                "right": right,
+                "m": m,
+                "n": n,
+                "k": k,
+                "left_stride": left.get_stride()[0],
+                "right_stride": right.get_stride()[0],
+                "block": BLOCK,
+                "split": self._split,
+                "offsets": tuple(bounds[0] if bounds else 0 for bounds in self._bounds()),
+                "part": self._part,
+                "define_local": self._define_local,
+                "local_part": self._local_part,
+            }
+            with self._dtype_known(rest.product_buffer):
+                return str(self._template_from_string(_SOURCE).render(values | rest._asdict()))
+
+        def _bounds(self) -> list[tuple[str, str] | tuple[()]]:
+            """Return where a share begins and ends in each dimension; () stands for all of it."""
+            is_shared = self._split.shares > 1
+            rows = ("row_start", "row_end") if is_shared and self._split.by_rows else ()
+            columns = ("column_start", "column_end") if is_shared and not self._split.by_rows else ()
+            return [rows, columns]
+
+        def _part(self, kernel: Any, buffer: Any) -> Any:
+            """Return a thread's share of a buffer."""
+            return kernel.slice_nd(buffer, self._bounds()) if self._split.shares > 1 else buffer
+
+        def _define_local(self, kernel: Any) -> str:
+            """Return the C++ of memory for a thread's share."""
+            few = self._split.rows * self._split.columns <= _ON_STACK
+            define: Callable[..., str] = kernel.define_stack_allocated_buffer if few else kernel.define_buffer
+            return define("sums", [self._split.rows, self._split.columns])
+
+        def _local_part(self, kernel: Any) -> Any:
+            """Return what a share needs of that memory; the last share may be smaller than the others."""
+            bounds = [(0, f"{ends[1]} - {ends[0]}") if ends else () for ends in self._bounds()]
+            buffer = kernel.local_buffers["sums"]
+            return kernel.slice_nd(buffer, bounds) if self._split.shares > 1 else buffer
+
+        def _dtype_known(self, buffer: Any) -> AbstractContextManager[Any]:
+            """Context manager: Inductor knows the dtype of a buffer that only this kernel has."""
+            if buffer.get_name() in virtualized.graph.name_to_buffer:
+                return nullcontext()
+            return patch.object(virtualized.graph, "get_dtype", self._fake_get_dtype(buffer))
+
+        def _rest(self, buffer: Any, nodes: list[Any], *, is_read: bool) -> _Rest:
+            """Return what follows.
+
+            Args:
+                buffer: the product.
+                nodes: the pointwise operations that Inductor put into its kernel.
+                is_read: whether others than these read the product, so that it must be stored too.
+            """
+            if not nodes:
+                return _Rest(buffer, buffer, buffer, [], [], {}, is_local=False)
+            out = nodes[-1]
+            out_2d, reindexers = as_2d(out, buffer, nodes, [], [None] * len(nodes))
+            product_buffer, stored = buffer, list(nodes)
+            if is_read:  # the first of what follows is a copy to where the others read it
+                product_buffer = ir.Buffer(name=f"{buffer.get_name()}_sums", layout=buffer.layout)
+                copy = ir.Pointwise(
+                    device=buffer.get_device(),
+                    dtype=buffer.get_dtype(),
+                    inner_fn=product_buffer.make_loader(),
+                    ranges=buffer.get_size(),
+                )
+                stored.insert(0, ir.ComputedBuffer(name=buffer.get_name(), layout=buffer.layout, data=copy))
+                reindexers.insert(0, None)
+            aliases = {product_buffer.get_name(): out.get_name()}
+            is_local = is_read or out.get_dtype() != torch.float32
+            return _Rest(out, out_2d, product_buffer, stored, reindexers, aliases, is_local)
+
+    def lower(left: Any, right: Any) -> Any:
+        """Return the product in Inductor's form; both factors are contiguous, copied if they are not."""
+        factors = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(one)) for one in (left, right)]
+        (m, k), n = factors[0].get_size(), factors[1].get_size()[1]
+        layout = ir.FixedLayout(factors[0].get_device(), torch.float32, [m, n])
+        split = split_of(int(m), int(n), int(k), threads())
+        return ProductTemplate(factors, layout, split).generate().output_node()
+
+    register_lowering(product, type_promotion_kind=None)(lower)
+    return True

@@ -1,0 +1,104 @@
+"""Which of two ways of computing a matrix product is faster on this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections.abc import Callable
+from itertools import product as each
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from funcamp._jit.product_kernel import BLOCK, split_of
+
+#: `at::native::cpublas::brgemm` of float32, by the name that compilers on Linux give it.
+_SYMBOL = "_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb"
+#: Seconds for which each way is measured at least, and the least number of times.
+_ENOUGH, _TIMES = 2e-3, 3
+
+
+class Product(NamedTuple):
+    """A product of an m x k and a k x n matrix."""
+
+    m: int
+    k: int
+    n: int
+    dtype: torch.dtype
+    threads: int
+
+
+@functools.cache
+def kernel_is_faster(product: Product) -> bool:
+    """Return whether a program computes a product sooner by a kernel of its own than by a call of torch's.
+
+    The kernel takes the time of one thread's share, and of a copy of the right factor: the kernel needs one wherever a
+    factor is a transposed matrix, and in two of the three products of a linear layer one is.
+    """
+    brgemm = _brgemm()
+    if brgemm is None:
+        return False
+    left = torch.zeros(product.m, product.k, dtype=product.dtype)
+    right = torch.zeros(product.n, product.k, dtype=product.dtype).t()
+    out = torch.empty(product.m, product.n, dtype=product.dtype)
+    with torch.no_grad():
+        of_torch = _least_seconds(lambda: torch.mm(left, right, out=out))
+        copy = _least_seconds(right.contiguous)
+    return _least_seconds(_share(brgemm, product)) + copy < of_torch
+
+
+def _share(brgemm: Any, product: Product) -> Callable[[], None]:
+    """Return a function that computes what one thread does of a product, as `product_kernel` does."""
+    split = split_of(product.m, product.n, product.k, product.threads)
+    left = torch.zeros(split.rows, product.k)
+    right = torch.zeros(product.k, product.n)
+    out = torch.empty(split.rows, split.columns)
+
+    def calls() -> None:
+        for i, j, term in each(*(range(0, size, BLOCK) for size in (split.rows, split.columns, product.k))):
+            brgemm(
+                min(BLOCK, split.rows - i),
+                min(BLOCK, split.columns - j),
+                min(BLOCK, product.k - term),
+                product.k,
+                product.n,
+                split.columns,
+                term > 0,
+                left.data_ptr() + 4 * (i * product.k + term),
+                right.data_ptr() + 4 * (term * product.n + j),
+                out.data_ptr() + 4 * (i * split.columns + j),
+                False,
+            )
+
+    return calls
+
+
+def _least_seconds(call: Callable[[], object]) -> float:
+    """Return the shortest time that a call took, after one that is not measured."""
+    call()
+    times: list[float] = []
+    while len(times) < _TIMES or sum(times) < _ENOUGH:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@functools.cache
+def _brgemm() -> Any:
+    """Return the function of torch that the kernel calls, or None if there is none by that name."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        found = getattr(ctypes.CDLL(str(path)), _SYMBOL)
+    except (OSError, AttributeError):
+        return None
+    found.restype = None
+    found.argtypes = [*[ctypes.c_int64] * 6, ctypes.c_bool, *[ctypes.c_void_p] * 3, ctypes.c_bool]
+    return found
+
+
+def is_available() -> bool:
+    """Return whether this torch has the function that the kernel calls."""
+    return _brgemm() is not None

@@ -1,4 +1,4 @@
-"""Whether small buffers are on the stack is settled by the first program that a process compiles (torch 2.11 to 2.14)."""
+"""What writes the C++ between kernels is chosen by the first program that a process compiles (torch 2.11 to 2.14)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _changed() -> AbstractContextManager[None]:
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
     from torch._inductor.codegen.cpp_wrapper_cpu_array_ref import CppWrapperCpuArrayRef
 
-    registered = graph.get_wrapper_codegen_for_device
+    registered: Any = vars(graph)["get_wrapper_codegen_for_device"]
 
     def by_option(device: str, *args: Any, **kwargs: Any) -> Any:
         found = registered(device, *args, **kwargs)
@@ -28,7 +28,7 @@ def _changed() -> AbstractContextManager[None]:
 
 BUG = Bug(
     "first_wrapper",
-    "whether small buffers are on the stack is settled by the first program that a process compiles",
+    "what writes the C++ between kernels is chosen by the first program that a process compiles",
     "tests/jit/test_products.py",
     _upstream.FIRST_WRAPPER,
     _changed,

@@ -6,11 +6,12 @@ import ctypes
 import functools
 import time
 from collections.abc import Callable
-from itertools import product as each
+from itertools import product as product_of
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from funcamp._jit.product_kernel import BLOCK, split_of
 
@@ -46,33 +47,31 @@ def kernel_is_faster(product: Product) -> bool:
     with torch.no_grad():
         of_torch = _least_seconds(lambda: torch.mm(left, right, out=out))
         copy = _least_seconds(right.contiguous)
-    return _least_seconds(_share(brgemm, product)) + copy < of_torch
-
-
-def _share(brgemm: Any, product: Product) -> Callable[[], None]:
-    """Return a function that computes what one thread does of a product, as `product_kernel` does."""
     split = split_of(product.m, product.n, product.k, product.threads)
-    left = torch.zeros(split.rows, product.k)
-    right = torch.zeros(product.k, product.n)
-    out = torch.empty(split.rows, split.columns)
+    share_left = torch.zeros(split.rows, product.k)
+    share_right = torch.zeros(product.k, split.columns)
+    share_out = torch.empty(split.rows, split.columns)
+    of_kernel = _least_seconds(lambda: multiply(brgemm, share_left, share_right, share_out))
+    return of_kernel + copy < of_torch
 
-    def calls() -> None:
-        for i, j, term in each(*(range(0, size, BLOCK) for size in (split.rows, split.columns, product.k))):
-            brgemm(
-                min(BLOCK, split.rows - i),
-                min(BLOCK, split.columns - j),
-                min(BLOCK, product.k - term),
-                product.k,
-                product.n,
-                split.columns,
-                term > 0,
-                left.data_ptr() + 4 * (i * product.k + term),
-                right.data_ptr() + 4 * (term * product.n + j),
-                out.data_ptr() + 4 * (i * split.columns + j),
-                False,
-            )
 
-    return calls
+def multiply(brgemm: Any, left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write the product of two contiguous matrices into a third, in the blocks of `product_kernel`."""
+    (m, k), n = left.shape, right.shape[1]
+    for i, j, term in product_of(range(0, m, BLOCK), range(0, n, BLOCK), range(0, k, BLOCK)):
+        brgemm(
+            min(BLOCK, m - i),
+            min(BLOCK, n - j),
+            min(BLOCK, k - term),
+            k,
+            n,
+            n,
+            term > 0,
+            left.data_ptr() + 4 * (i * k + term),
+            right.data_ptr() + 4 * (term * n + j),
+            out.data_ptr() + 4 * (i * n + j),
+            False,
+        )
 
 
 def _least_seconds(call: Callable[[], object]) -> float:

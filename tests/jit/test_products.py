@@ -1,0 +1,172 @@
+"""Matrix products as kernels of a compiled program, against torch's own, with what may become part of their loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcamp import jit
+from funcamp._jit import product_times
+from funcamp._jit.passes import products
+from funcamp._jit.product_kernel import BLOCK, SHARED, split_of
+from funcamp._jit.product_times import Product, kernel_is_faster
+from tests.support.helpers import assert_close
+
+Case = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
+
+#: Functions of an input (m, k), a weight (n, k), a bias (n,) and a gradient (m, n).
+CASES: dict[str, Case] = {
+    "alone": lambda x, w, b, g: x @ w.t(),
+    "with a bias": lambda x, w, b, g: x @ w.t() + b,
+    "with a function": lambda x, w, b, g: torch.tanh(x @ w.t() + b),
+    "read by two": lambda x, w, b, g: (torch.tanh(x @ w.t() + b), (x @ w.t() + b) * 2),
+    "read by its function and others": lambda x, w, b, g: (torch.tanh(x @ w.t()), x @ w.t()),
+    "of a result": lambda x, w, b, g: torch.relu(x @ w.t() + b) @ g.t(),
+    "gradient of the input": lambda x, w, b, g: (g @ w) * (1 - x * x),
+    "gradient of the weight": lambda x, w, b, g: g.t() @ x,
+    "of a weight inside a tensor": lambda x, w, b, g: x @ torch.cat([x.new_ones(5), w.flatten()])[5:].view_as(w).t(),
+    "of rows inside a tensor": lambda x, w, b, g: (x[1:] @ w[1:].t(), g[:, 1:].t() @ x),
+    "summed": lambda x, w, b, g: ((x @ w.t()).sum(0), (x @ w.t()).sum(1)),
+    "flattened": lambda x, w, b, g: torch.tanh((x @ w.t()).view(-1)),
+    "transposed": lambda x, w, b, g: torch.tanh((x @ w.t()).t()).contiguous(),
+}
+SHAPES = [(64, 17, 48), (3, 300, 1), (1, 7, 300), (100, 40, 33)]
+
+
+def step(total: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Any]]:
+    return total + 1, {name: case(*batch) for name, case in CASES.items()}
+
+
+def batch_of(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(size, generator=generator).to(dtype) for size in ((m, k), (n, k), (n,), (m, n)))
+
+
+def code_of(run: Callable[[], object]) -> str:
+    """Return the C++ of what a call compiles."""
+    from torch._inductor.utils import run_and_get_code
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, sources = run_and_get_code(run)
+    return "\n".join(sources)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES)
+def test_products_and_what_follows_are_torch_s(m: int, k: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("funcamp._jit.product_kernel.SHARED", 1000)  # shares for threads, of uneven sizes
+    monkeypatch.setattr("funcamp._jit.product_kernel.BLOCK", 16)  # several blocks
+    batch = batch_of(m, k, n)
+    run = jit(step)
+    with torch._inductor.config.patch({"cpp.threads": 3}):
+        code = code_of(lambda: run(torch.zeros(()), batch))
+    assert "brgemm" in code
+    _, results = run(torch.zeros(()), batch)
+    assert_close(results, step(torch.zeros(()), batch)[1], 2e-5)
+
+
+@pytest.mark.inductor
+def test_bfloat16_products_are_rounded_at_most_as_often_as_torch_s() -> None:
+    batch = batch_of(64, 48, 32, torch.bfloat16)
+    _, results = jit(step)(torch.zeros(()), batch)
+    exact = step(torch.zeros(()), tuple(one.double() for one in batch))[1]
+    eager = step(torch.zeros(()), batch)[1]
+    for name, result in results.items():
+        for got, torch_s, wanted in zip(*map(torch.utils._pytree.tree_leaves, (result, eager[name], exact[name]))):
+            assert got.dtype == torch_s.dtype
+            error, allowed = ((one.double() - wanted).abs().max() for one in (got, torch_s))
+            assert error <= 1.5 * allowed, name
+
+
+@pytest.mark.inductor
+def test_a_float16_product_overflows_where_torch_s_does() -> None:
+    batch = tuple(one * 300 for one in batch_of(8, 16, 8, torch.float16))
+
+    def product(total: Tensor, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        return total + 1, (batch[0] @ batch[1].t()).float() / 1000
+
+    _, result = jit(product)(torch.zeros(()), batch)
+    assert result.isinf().any()
+    assert torch.equal(result.isinf(), product(torch.zeros(()), batch)[1].isinf())
+
+
+@pytest.mark.inductor
+def test_infinite_and_nan_factors_reach_the_product() -> None:
+    x, w, b, g = batch_of(8, 16, 8)
+    x[1, 2], w[3, 4], x[5, 4], w[6, 7] = torch.inf, torch.nan, 0.0, -torch.inf
+    _, results = jit(step)(torch.zeros(()), (x, w, b, g))
+    torch.testing.assert_close(results["alone"], x @ w.t(), equal_nan=True)
+
+
+@pytest.mark.inductor
+def test_exact_programs_call_torch_s() -> None:
+    batch = batch_of(8, 16, 8)
+    run = jit(step, exact=True)
+    assert "brgemm" not in code_of(lambda: run(torch.zeros(()), batch))
+    assert torch.equal(run(torch.zeros(()), batch)[1]["with a bias"], CASES["with a bias"](*batch))
+
+
+@pytest.mark.inductor
+def test_large_products_are_torch_s_if_those_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Product] = []
+
+    def never(product: Product) -> bool:
+        asked.append(product)
+        return False
+
+    monkeypatch.setattr(products, "kernel_is_faster", never)
+    batch = batch_of(128, 128, 128)
+    run = jit(lambda total, batch: (total + 1, batch[0] @ batch[1].t()))
+    assert "brgemm" not in code_of(lambda: run(torch.zeros(()), batch))
+    assert asked == [Product(128, 128, 128, torch.float32, torch.get_num_threads())]
+
+
+@pytest.mark.inductor
+def test_small_buffers_are_on_the_stack_whatever_was_compiled_before() -> None:
+    @torch.compile
+    def other(x: Tensor) -> Tensor:
+        return (x @ x).tanh().sum()
+
+    batch = batch_of(8, 16, 8)
+    other(torch.ones(4, 4))
+    run = jit(step)
+    assert "ArrayRefTensor" in code_of(lambda: run(torch.zeros(()), batch))
+    left_out = jit(step, without=["aot_inductor.allow_stack_allocation"])
+    assert "ArrayRefTensor" not in code_of(lambda: left_out(torch.zeros(()), batch))
+    torch._dynamo.reset()
+    assert_close(other(torch.ones(4, 4)), (torch.ones(4, 4) @ torch.ones(4, 4)).tanh().sum(), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "threads"), [(64, 64, 64, 4), (1000, 10, 100, 3), (10, 1000, 100, 3), (2, 2, SHARED, 8)]
+)
+def test_every_result_is_in_one_share(m: int, n: int, k: int, threads: int) -> None:
+    split = split_of(m, n, k, threads)
+    counts = torch.zeros(m, n)
+    for share in range(split.shares):
+        row, column = (share * split.rows, 0) if split.by_rows else (0, share * split.columns)
+        counts[row : row + split.rows, column : column + split.columns] += 1
+    assert (counts == 1).all()
+    assert split.shares in (1, threads)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_the_way_that_was_faster_is_chosen(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([3.0, 1.0, 1.9 if faster else 2.1])  # torch's product, a copy, the kernel
+    monkeypatch.setattr(product_times, "_least_seconds", lambda call: next(seconds))
+    monkeypatch.setattr(product_times, "_brgemm", lambda: lambda *_: None)
+    assert kernel_is_faster.__wrapped__(Product(BLOCK + 1, 20, 30, torch.float32, 1)) == faster
+
+
+def test_what_is_timed_is_the_product() -> None:
+    brgemm = product_times._brgemm()
+    left, right, out = torch.randn(300, 270), torch.randn(270, 50), torch.empty(300, 50)
+    if brgemm is None:  # not on this platform: no product becomes a kernel
+        assert not kernel_is_faster(Product(300, 270, 50, torch.float32, 1))
+    else:
+        product_times.multiply(brgemm, left, right, out)
+        assert_close(out, left @ right, 1e-4)

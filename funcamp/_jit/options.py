@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from funcamp._jit.passes.program import Program, Target
 
 #: Number of operations above which the C++ that calls the kernels gets a separate file. The compile time of one file
@@ -14,10 +12,6 @@ from funcamp._jit.passes.program import Program, Target
 #: (0.75 ms instead of 0.52). The calling code is then not optimized: it compiles in 5 s instead of 43, and 3,000 calls
 #: take the same time.
 LONG = 1500
-
-
-#: Bytes of the largest tensor of a small program. Inductor's limit for all buffers on the stack is 100 KiB.
-SMALL = 100 * 1024
 
 
 class Option(NamedTuple):
@@ -37,12 +31,8 @@ def _is_long(program: Program) -> bool:
     return len(operations) > LONG
 
 
-def _is_small(program: Program) -> bool:
-    values = [node.meta.get("val") for node in program.module.graph.nodes]
-    sizes = [value.numel() * value.element_size() for value in values if isinstance(value, Tensor)]
-    return not program.target.is_open and not _is_long(program) and max(sizes, default=0) <= SMALL
-
-
+# Not aot_inductor.allow_stack_allocation, which saves 50 of the 200 microseconds of a step of two networks of 64 units:
+# with torch 2.13 some programs end the process and others return wrong numbers (a frozen teacher's).
 # Not memory_planning, one block of memory for a step: the C library returns a large block to the system after each
 # step, and its pages fault in again at the next (benchmarks/passes.py: Mixer 1.02 of eager's time instead of 0.94,
 # ResNet-18 1.05 instead of 0.82; small steps take the same time).
@@ -78,15 +68,6 @@ OPTIONS: tuple[Option, ...] = (
         values=(True,),
         why="C++ calls the kernels: a tenth of a small step is Python's time",
         where=lambda target: target.on_cpu,
-    ),
-    Option(
-        names=("aot_inductor.allow_stack_allocation",),
-        values=(True,),
-        # A tensor costs 0.2 to 0.4 microseconds, and a small program has a hundred: 50 of the 200 microseconds of a
-        # step of two networks of 64 units. Inductor uses the stack only if a program calls none of torch's operations.
-        why="the buffers of a small program are on the stack instead of tensors",
-        where=lambda target: target.on_cpu,
-        of_program=_is_small,
     ),
     Option(
         names=("cpp.min_chunk_size",),

@@ -102,8 +102,6 @@ ZERO_TENSORS = Defect((2, 11), (2, 14))
 LOST_KEYWORDS = Defect((2, 11), (2, 15))
 #: Inductor makes zeros of a product with the integer 0, also of infinite and NaN factors: `inductor_rewrites`.
 LOST_NAN = Defect((2, 11), (2, 14))
-#: Inductor's choice of what writes the C++ between kernels is that of a process: `bugs.first_wrapper`.
-FIRST_WRAPPER = Defect((2, 11), (2, 15))
 #: A CPU has no float8 products with a scale per row: `float8.product.check_device`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it ends

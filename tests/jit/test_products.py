@@ -125,22 +125,6 @@ def test_large_products_are_torch_s_if_those_are_faster(monkeypatch: pytest.Monk
     assert asked == [Product(128, 128, 128, torch.float32, torch.get_num_threads())]
 
 
-@pytest.mark.inductor
-def test_small_buffers_are_on_the_stack_whatever_was_compiled_before() -> None:
-    @torch.compile
-    def other(x: Tensor) -> Tensor:
-        return (x @ x).tanh().sum()
-
-    batch = batch_of(8, 16, 8)
-    other(torch.ones(4, 4))
-    run = jit(step)
-    assert "ArrayRefTensor" in code_of(lambda: run(torch.zeros(()), batch))
-    left_out = jit(step, without=["aot_inductor.allow_stack_allocation"])
-    assert "ArrayRefTensor" not in code_of(lambda: left_out(torch.zeros(()), batch))
-    torch._dynamo.reset()
-    assert_close(other(torch.ones(4, 4)), (torch.ones(4, 4) @ torch.ones(4, 4)).tanh().sum(), 1e-5)
-
-
 @pytest.mark.parametrize(
     ("m", "n", "k", "threads"), [(64, 64, 64, 4), (1000, 10, 100, 3), (10, 1000, 100, 3), (2, 2, SHARED, 8)]
 )

@@ -89,7 +89,6 @@ DIRECT = {
     "_optim/run.py",
     "_trace/trace.py",
     "_upstream/autograd_function.py",
-    "_upstream/bugs/first_wrapper.py",
     "_upstream/bugs/list_of_one.py",
     "_upstream/bugs/lost_errors.py",
     "_upstream/bugs/lost_keywords.py",

@@ -23,7 +23,6 @@ BUGS: tuple[Bug, ...] = (
     list_of_one.BUG,
     lost_keywords.BUG,
     lost_nan.BUG,
-    first_wrapper.BUG,
 )
 
 

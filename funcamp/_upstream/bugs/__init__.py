@@ -5,15 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator
 
-from funcamp._upstream.bugs import (
-    first_wrapper,
-    list_of_one,
-    lost_errors,
-    lost_keywords,
-    lost_nan,
-    lost_order,
-    unrounded,
-)
+from funcamp._upstream.bugs import list_of_one, lost_errors, lost_keywords, lost_nan, lost_order, unrounded
 from funcamp._upstream.bugs.bug import Bug
 
 BUGS: tuple[Bug, ...] = (

@@ -47,8 +47,6 @@ class ProductsAsKernels(CustomGraphPass):
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change the graph in place."""
-        if not is_available() or not register_kernel():
-            return
         for node in list(graph.nodes):
             if node.target in (_aten.mm.default, _aten.addmm.default) and not node.kwargs and _becomes_kernel(node):
                 _replace(graph, node)
@@ -95,6 +93,8 @@ def _replace(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def _run(program: Program) -> Program:
+    if not is_available() or not register_kernel():
+        return program
     kernels = ProductsAsKernels(program.cache_name)
     return program._replace(options={**program.options, "post_grad_custom_post_pass": kernels})
 

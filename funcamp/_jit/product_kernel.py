@@ -124,9 +124,10 @@ class _Rest(NamedTuple):
 @functools.cache
 def register_kernel() -> bool:
     """Let Inductor generate the kernel wherever a program calls `product`; return whether this torch can."""
+    # First, as nothing else imports all that the others need: torch._inductor has a circle of imports.
+    register_lowering = _upstream.find("torch._inductor.lowering.register_lowering")
     template_class = _upstream.find("torch._inductor.codegen.cpp_template.CppTemplate")
     as_2d = _upstream.find("torch._inductor.codegen.cpp_gemm_template.gen_2d_view_of_epilogue_buf")
-    register_lowering = _upstream.find("torch._inductor.lowering.register_lowering")
     threads = _upstream.find("torch._inductor.utils.parallel_num_threads")
     virtualized = _upstream.find("torch._inductor.virtualized.V")
     ir = _upstream.find("torch._inductor.ir")

@@ -141,9 +141,10 @@ PRIVATE = {
     "torch._inductor.custom_graph_pass.get_hash_for_files": "tracked samples are counted one by one",
     "torch._inductor.decomposition.select_decomp_table": "tracked samples are counted one by one",
     "torch._inductor.inductor_prims.force_stride_order": "gradients of depthwise convolutions take longer on a CPU",
+    # Before the next two, which cannot be imported first: torch._inductor has a circle of imports.
+    "torch._inductor.lowering.register_lowering": "products take longer on a CPU",
     "torch._inductor.codegen.cpp_template.CppTemplate": "products take longer on a CPU",
     "torch._inductor.codegen.cpp_gemm_template.gen_2d_view_of_epilogue_buf": "products take longer on a CPU",
-    "torch._inductor.lowering.register_lowering": "products take longer on a CPU",
     "torch._inductor.utils.parallel_num_threads": "products take longer on a CPU",
     "torch._inductor.virtualized.V": "products take longer on a CPU",
     "torch._inductor.ir": "products take longer on a CPU",

@@ -1,9 +1,10 @@
 """Host time of one call of a captured `funcamp.jit` step, beyond the launch of its graph.
 
 The graph is replaced by one that does nothing, so that what is left is the wrapper: telling the batch signature and
-the state, copying the batch in, cloning the metrics out. States of 10 and of 1,000 leaves, a batch of two tensors,
-four numbers as metrics. On a CPU the copies run at once; on a GPU they are launches. Beside it: a plain loop over
-the same static tensors, as one writes a capture by hand, which checks nothing.
+the state, copying the batch in, cloning the metrics out. States of 10 and of 1,000 leaves with a batch of two tensors,
+and a state of 20 leaves with batches of seven, in several structures; four numbers as metrics. On a CPU the copies run
+at once; on a GPU they are launches. Beside it: a plain loop over the same static tensors, as one writes a capture by
+hand, which checks nothing.
 
     python benchmarks/overhead.py [--device cuda] [--rounds 9] [--sizes "10 leaves"] [--out DIR]
 """
@@ -12,18 +13,51 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from _timing import Report, Variant, about, arguments, chosen, measured, torch_variant
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import funcamp
 from funcamp._jit import cuda_graph
 
 CALLS = 2000
-SIZES = {"10 leaves": 10, "1,000 leaves": 1000}
+SIZES = {"10 leaves": 10, "20 leaves": 20, "1,000 leaves": 1000}
+
+
+class Rollout(NamedTuple):
+    """A batch of a reinforcement learning agent."""
+
+    observations: Tensor
+    actions: Tensor
+    chances: Tensor
+    advantages: Tensor
+    returns: Tensor
+    values: Tensor
+    mask: Tensor
+
+
+def batches(leaves: int, device: str) -> dict[str, Any]:
+    """The batches to time with a state of so many leaves, by the name of the variant."""
+    if leaves != 20:
+        return {"funcamp.jit": tensors(2, device)}
+    seven = tensors(7, device)
+    named = Rollout(*seven)
+    return {
+        "funcamp.jit, a tuple": seven,
+        "funcamp.jit, a dict": named._asdict(),
+        "funcamp.jit, a NamedTuple": named,
+        "funcamp.jit, a tuple with a dict": (*seven[:2], dict(zip("abcde", seven[2:]))),
+        "funcamp.jit, a dict with a NamedTuple": {"batch": named, "others": []},
+    }
+
+
+def tensors(count: int, device: str) -> tuple[Tensor, ...]:
+    """So many tensors of 8 numbers."""
+    return tuple(torch.ones(8, device=device) for _ in range(count))
 
 
 class NoGraph:
@@ -37,15 +71,14 @@ class NoGraph:
         return lambda: None, run()
 
 
-def step(state: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def step(state: dict[str, Tensor], batch: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Counts in every leaf."""
-    total = batch[0].sum() + batch[1].sum()
+    total = torch.stack([leaf.sum() for leaf in tree_leaves(batch)]).sum()
     return {name: leaf + 1 for name, leaf in state.items()}, {name: total * index for index, name in enumerate("abcd")}
 
 
-def captured(leaves: int, device: str) -> Variant:
+def captured(leaves: int, batch: Any, device: str) -> Variant:
     """A call of a captured step."""
-    batch = (torch.ones(8, device=device), torch.ones(8, device=device))
     with mock.patch.object(cuda_graph, "graphs_for", return_value=NoGraph()):
         run = funcamp.jit(step, backend="aot_eager")
         held = [run({f"leaf{index}": torch.zeros(4, device=device) for index in range(leaves)}, batch)[0]]
@@ -56,10 +89,9 @@ def captured(leaves: int, device: str) -> Variant:
     return torch_variant(call, device)
 
 
-def by_hand(device: str) -> Variant:
+def by_hand(count: int, device: str) -> Variant:
     """What every loop around a captured graph does: copy the batch in, replay, clone what is read later."""
-    static = [torch.ones(8, device=device) for _ in range(2)]
-    batch = [torch.ones(8, device=device) for _ in range(2)]
+    static, batch = tensors(count, device), tensors(count, device)
     metrics = torch.zeros(4, device=device)
 
     def call() -> Any:
@@ -78,10 +110,10 @@ def main() -> None:
     facts, title = about(args.device, rounds=args.rounds), "Host time of a captured step beyond the launch"
     report = Report(args.out, f"overhead-{args.device}", title, facts, columns)
     for name, leaves in chosen(parser, args, SIZES).items():
-        makers = {
-            "by hand": functools.partial(by_hand, args.device),
-            "funcamp.jit": functools.partial(captured, leaves, args.device),
-        }
+        cases = batches(leaves, args.device)
+        count = len(tree_leaves(next(iter(cases.values()))))
+        makers = {"by hand": functools.partial(by_hand, count, args.device)}
+        makers |= {case: functools.partial(captured, leaves, batch, args.device) for case, batch in cases.items()}
         for row in measured(name, makers, CALLS, args.rounds, args.device):
             if "median_ms" in row:
                 row["median_us"] = round(row["median_ms"] * 1e3, 1)

@@ -43,11 +43,18 @@ class Memory:
         tensor = local(tensor)
         return tensor.numel() > 0 and not self.is_free(tensor.data_ptr(), extent(tensor))
 
+    def are_free(self, starts: Iterable[int], sizes: Iterable[int]) -> bool:
+        """Return whether none of the ranges of `sizes` bytes from `starts` has a byte in this memory."""
+        edges = self._edges
+        for start, size in zip(starts, sizes):
+            place = bisect_right(edges, start)
+            if place % 2 or (place < len(edges) and edges[place] < start + size):
+                return False
+        return True
+
     def is_free(self, start: int, size: int) -> bool:
         """Return whether none of `size` bytes from an address is in this memory."""
-        edges = self._edges
-        place = bisect_right(edges, start)
-        return not place % 2 and (place == len(edges) or edges[place] >= start + size)
+        return self.are_free((start,), (size,))
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     _keystr = _pytree.keystr
     _register = _pytree.register_pytree_node
     _Attribute = _pytree.GetAttrKey
+    _is_named_tuple = _pytree.is_namedtuple_class
 else:
     TreeSpec = _upstream.find("torch.utils._pytree.TreeSpec")
     flatten = _upstream.find("torch.utils._pytree.tree_flatten")
@@ -29,6 +31,7 @@ else:
     _keystr = _upstream.find("torch.utils._pytree.keystr")
     _register = _upstream.find("torch.utils._pytree.register_pytree_node")
     _Attribute = _upstream.find("torch.utils._pytree.GetAttrKey")
+    _is_named_tuple = _upstream.find("torch.utils._pytree.is_namedtuple_class", lambda _: False)
     if not _upstream.usable(_register):
         flatten = _register  # without registration Params would be a leaf
 _HAS_PATHS = _upstream.usable(_flatten_with_path, _keystr, _Attribute)
@@ -45,6 +48,12 @@ def leaves(tree: Tree) -> list[Any]:
 def tensors_in(tree: Tree) -> list[Tensor]:
     """Return the tensors among the leaves of a pytree."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@functools.cache
+def is_named_tuple(kind: type) -> bool:
+    """Return whether the items of a class's objects are their children, as those of a NamedTuple are."""
+    return _is_named_tuple(kind)
 
 
 def path_of(tree: Tree, index: int) -> str:
@@ -287,6 +296,29 @@ def settled(value: Tensor) -> Tensor:
     view, because torch 2.11's Inductor forgets the offset of a view in such a strided view.
     """
     return value.as_strided(value.shape, value.stride())
+
+
+def builder(tree: Tree) -> Callable[[Iterator[Tensor]], Tree]:
+    """Return a function that builds a tree like this one from other tensors, which it takes from an iterator.
+
+    It is several times as fast as `unflatten`. It refers to none of the tensors here.
+    """
+    kind: Any = type(tree)
+    if isinstance(tree, Tensor):
+        return next
+    if not tree and kind in (dict, tuple, list):
+        return lambda _: kind()
+    if kind is dict:
+        names, values = list(tree), [builder(value) for value in tree.values()]
+        return lambda tensors: {name: value(tensors) for name, value in zip(names, values)}
+    if kind is tuple or kind is list or is_named_tuple(kind):
+        items, made = [builder(item) for item in tree], getattr(kind, "_make", kind)
+        return lambda tensors: made([item(tensors) for item in items])
+    found, spec = flatten(tree)
+    if len(found) == 1 and found[0] is tree:
+        return lambda _: tree
+    parts = [builder(leaf) for leaf in found]
+    return lambda tensors: unflatten([part(tensors) for part in parts], spec)
 
 
 def map_leaves(fn: Callable[[Tensor], Tensor], flat: list[Tensor | None], spec: TreeSpec) -> Tree:

@@ -24,6 +24,8 @@ _PLAIN = {
 }
 #: Types of which equal numbers are the same if they are written in the same way: 0.0 and -0.0 are not, two NaNs are.
 _WRITTEN = {float, complex}
+#: Types of constants without parts.
+ATOMS = _PLAIN | _WRITTEN
 #: Types whose objects are what they are called: a step finds the same one under the same name.
 _BY_IDENTITY = (type, types.FunctionType, types.ModuleType, enum.Enum)
 #: Functions bound to an object compare that object by identity.

@@ -154,35 +154,36 @@ def take_over(state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = Fal
     return Owned(state if is_same else _tree.unflatten(owned, spec), written=written)
 
 
-class Layout(NamedTuple):
-    """The memory layout of a batch's tensor that a program reads."""
+class Layouts(NamedTuple):
+    """The memory layouts of a batch's tensors that a program reads."""
 
-    stride: tuple[int, ...]
-    extent: int
-    """The number of bytes from the first to the last."""
+    strides: list[tuple[int, ...]]
+    extents: list[int]
+    """The numbers of bytes from the first to the last."""
+
+    def are_apart(self, batch: list[Tensor], memory: Memory) -> bool:
+        """Return whether tensors in these layouts are outside a memory."""
+        return memory.are_free(map(Tensor.data_ptr, batch), self.extents)
 
 
-def arranged(batch: list[Tensor], layouts: list[Layout], memory: Memory) -> list[Tensor]:
+def arranged(batch: list[Tensor], layouts: Layouts, memory: Memory) -> list[Tensor]:
     """Return a batch as a program needs it: in its layouts, outside memory that it writes, without grad."""
     return [
         leaf
         if leaf.stride() == stride and memory.is_free(leaf.data_ptr(), extent) and not _lazy(leaf)
         else _laid_out(leaf.detach(), stride)
-        for leaf, (stride, extent) in zip(batch, layouts)
+        for leaf, stride, extent in zip(batch, *layouts)
     ]
 
 
-def layouts_for(batch: list[Tensor]) -> list[Layout]:
+def layouts_for(batch: list[Tensor]) -> Layouts:
     """Return the layouts to compile for: those of the batch, made dense.
 
     The order of the dimensions stays, because operations pass it on and sums follow it: in another order a sum rounds
     differently from eager code.
     """
-    layouts = []
-    for leaf in batch:
-        like = torch.empty_strided(leaf.shape, leaf.stride(), device="meta")
-        layouts.append(Layout(torch.empty_like(like).stride(), leaf.nbytes))
-    return layouts
+    likes = [torch.empty_strided(leaf.shape, leaf.stride(), device="meta") for leaf in batch]
+    return Layouts([torch.empty_like(like).stride() for like in likes], [leaf.nbytes for leaf in batch])
 
 
 def _lazy(leaf: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_instead, target_of
 from funcamp._jit.cuda_graph import Captured
-from funcamp._jit.donation import Layout, Owned, arranged, layouts_for
+from funcamp._jit.donation import Layouts, Owned, arranged, layouts_for
 from funcamp._jit.kinds import check_like
 from funcamp._jit.passes.program import Flat, Target
 from funcamp._jit.session import CompileSession, keeping_generators
@@ -56,7 +56,7 @@ class Executable(NamedTuple):
     run: Flat
     """From the state's leaves and the batch's tensors, in these layouts, to the results."""
     outputs: Outputs
-    layouts: list[Layout]
+    layouts: Layouts
     captured: list[Tensor]
     """The tensors that it reads besides its arguments."""
     apart: list[Tensor]

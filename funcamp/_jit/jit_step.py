@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,15 +13,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from funcamp import _upstream
+from funcamp import _tree, _upstream
 from funcamp._check import Fixed, integer, one_batch
 from funcamp._jit.arguments import check_batch, check_state
 from funcamp._jit.captured_tensors import CapturedTensors
 from funcamp._jit.donation import Owned, arranged
 from funcamp._jit.executable import Arguments, Executable, Options, make_executable
 from funcamp._jit.jit import check_step
+from funcamp._jit.known_calls import KnownCalls
 from funcamp._jit.session import CompileSession
-from funcamp._jit.signature import Key, difference, flattened, key_of, padding, shapes
+from funcamp._jit.signature import Key, difference, flattened, frame_of, key_of, padding, shapes
 from funcamp._jit.state_memory import StateMemory
 from funcamp._jit.training_modes import TrainingModes
 from funcamp._trace.carried_state import CarriedState
@@ -58,13 +60,15 @@ class JitStep(Fixed):
         self._sharing.steps.add(self)
         self._turn = self._sharing.turn
         self._executables: dict[Key, Executable] = {}
+        self._known_calls = KnownCalls()
         self._captured = CapturedTensors()
         """The tensors that its programs read besides their arguments."""
         #: The checks that a TrainStep makes of its arguments; it returns the state.
         self._check_call = getattr(step, "check_call", None)
         self._carried = CarriedState(_python_parts(step))
         self._modes = TrainingModes()
-        self._last_key: Key | None = None
+        self._last: Executable | None = None
+        """That of the last call."""
         self._replacements = 0
         """The number of the last calls that each found a captured tensor replaced."""
 
@@ -171,18 +175,21 @@ class JitStep(Fixed):
             self._begin_again(path)
         elif self._replacements:
             self._replacements = 0
-        batch, leaves, structure = flattened(batch)
+        structure, leaves = flattened(batch)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
             if not self._executables:
                 self._modes.watch(_code_parts(self._step))
-            key = key_of(structure, leaves, self._modes.number())
-            executable = self._executables.get(key)
+            frame = frame_of(structure, leaves, tensors, self._modes.number())
+            executable = known_program = self._known_calls.find(frame, tensors)
+            if executable is None:
+                executable = self._executables.get(key_of(frame, leaves))
         except Exception:  # what cannot be hashed
-            check_batch(batch)
+            check_batch(_tree.plain(batch))
             raise
         if executable is None:
+            batch = _tree.plain(batch)
             check_batch(batch)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         memory = self._sharing.memory
         if memory is not None and self._captured.tensors and not self._captured.are_as_before():
             self._follow_captured(memory)
@@ -195,7 +202,7 @@ class JitStep(Fixed):
             check_state(state)
         if executable is not None and executable.written is not None:
             assert memory is not None
-            memory.check_written(executable.written, state, batch, known=known)
+            memory.check_written(executable.written, state, _tree.plain(batch), known=known)
         if memory is None:
             memory = StateMemory(state, donate=self._options.donate, capture=self._options.capture)
         elif not known:
@@ -203,12 +210,19 @@ class JitStep(Fixed):
                 tensors = [leaf.detach().clone() if owned.memory.meets(leaf) else leaf for leaf in tensors]
             owned = memory.take(state)
         if executable is None:
-            executable, results = self._first_run(key, memory, Arguments(state, batch, tensors))
+            arguments = Arguments(state, batch, tensors)
+            executable, results, inputs = self._first_run(key_of(frame, leaves), memory, arguments)
             owned = memory.current
         else:
             assert owned is not None
-            results = _run(executable, owned, tensors)
-        self._last_key = key
+            if known_program is not None and executable.layouts.are_apart(tensors, owned.memory):
+                inputs = tensors
+            else:
+                inputs = arranged(tensors, executable.layouts, owned.memory)
+            results = _run(executable, owned, tensors, inputs)
+        if known_program is None and all(map(operator.is_, inputs, tensors)):
+            self._known_calls.add(frame, tensors, executable)
+        self._last = executable
         outputs = executable.outputs
         if outputs.state:
             state = memory.keep(outputs.state_of(results))
@@ -217,8 +231,13 @@ class JitStep(Fixed):
             state = owned.tree
         return state, outputs.metrics_of(results)
 
-    def _first_run(self, key: Key, memory: StateMemory, arguments: Arguments) -> tuple[Executable, list[Tensor]]:
+    def _first_run(
+        self, key: Key, memory: StateMemory, arguments: Arguments
+    ) -> tuple[Executable, list[Tensor], list[Tensor]]:
         """Make a program for a new signature and run it; keep it, and the memory, if both succeed.
+
+        Returns:
+            The program, its results, and the batch's tensors as it read them.
 
         Raises:
             ValueError: there are more signatures than `max_signatures`.
@@ -227,10 +246,10 @@ class JitStep(Fixed):
         options, owned = self._options, memory.current
         assert owned is not None
         if len(self._executables) >= options.max_signatures:
-            assert self._last_key is not None
+            last = self._last_key
             raise ValueError(
                 f"jit: batch must have at most {options.max_signatures} signatures in all (max_signatures); "
-                f"{difference(arguments.batch, self._last_key, key)}{padding(self._last_key, key)}"
+                f"{difference(arguments.batch, last, key)}{padding(last, key)}"
             )
         try:
             asks_compiler = options.backend == "inductor" and _on_cpu(owned)
@@ -245,7 +264,8 @@ class JitStep(Fixed):
                     compile_at_once=not self._executables,
                 )
                 assert memory.current is not None
-                results = _run(executable, memory.current, arguments.tensors)
+                inputs = arranged(arguments.tensors, executable.layouts, memory.current.memory)
+                results = _run(executable, memory.current, arguments.tensors, inputs)
         except RuntimeError as error:
             advise("jit", error)
             raise
@@ -253,14 +273,19 @@ class JitStep(Fixed):
         memory.captured.add(self._captured)
         self._sharing.memory = memory
         self._executables[key] = executable
-        return executable, results
+        return executable, results, inputs
 
     def _task(self, batch: Tree, key: Key) -> str:
         name = getattr(self._step, "__name__", type(self._step).__name__)
         task = f"{name} for a batch of {shapes(batch)}"
-        if not self._executables or self._last_key is None:
+        if not self._executables:
             return task
         return f"{task}; {difference(batch, self._last_key, key)}"
+
+    @property
+    def _last_key(self) -> Key:
+        """Return the fields of the signature of the last call."""
+        return next(key for key, executable in self._executables.items() if executable is self._last)
 
     def _begin_again(self, path: str) -> None:
         """Drop all programs, because a tensor that they read besides their arguments was replaced by another.
@@ -283,7 +308,8 @@ class JitStep(Fixed):
         self._forget_programs()
 
     def _forget_programs(self) -> None:
-        self._executables = {}
+        self._executables, self._last = {}, None
+        self._known_calls = KnownCalls()
         self._captured = CapturedTensors()
         self._carried.forget()
 
@@ -299,9 +325,8 @@ class JitStep(Fixed):
                 executable.written.forget()
 
 
-def _run(executable: Executable, owned: Owned, tensors: list[Tensor]) -> list[Tensor]:
-    """Run a program on the state and the batch's tensors."""
-    inputs = arranged(tensors, executable.layouts, owned.memory)
+def _run(executable: Executable, owned: Owned, tensors: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Run a program on the state and on the batch's tensors, which are arranged for it in `inputs`."""
     results = executable.run([*owned.leaves, *inputs])
     if executable.written is not None:
         with torch.no_grad():

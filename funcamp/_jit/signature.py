@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -10,13 +10,17 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._dtensor import is_distributed
-from funcamp._jit.constants import constant_key, names_key, structure_key
+from funcamp._jit.constants import ATOMS, constant_key, names_key, structure_key
 from funcamp._trace.autocast_regions import autocast_regions
 from funcamp._types import Tree
 
-_PLAIN = {Tensor, torch.nn.Parameter}
+PLAIN = {Tensor, torch.nn.Parameter}
+"""The classes of tensors without attributes of their own."""
+_LEAVES = PLAIN | ATOMS
 #: The fields of a `Signature` as a plain tuple, to which it is equal. Making one takes 0.05 µs, a `Signature` 0.25.
 Key: TypeAlias = tuple[Hashable, tuple[Any, ...], Hashable, torch.dtype, int]
+#: The same with constants alone: for each leaf the key of a constant, and None for a tensor; () if all are tensors.
+Frame: TypeAlias = tuple[Hashable, tuple[Hashable, ...], Hashable, torch.dtype, int]
 
 
 class Signature(NamedTuple):
@@ -45,40 +49,81 @@ class Signature(NamedTuple):
     """The number of the combination of the modules' training flags (`TrainingModes`)."""
 
 
-def flattened(batch: Tree) -> tuple[Tree, list[Any], Hashable]:
-    """Return a batch as a pytree, its leaves, and its structure as in a signature.
+def flattened(batch: Tree) -> tuple[Hashable, list[Any]]:
+    """Return the structure of a batch as in a signature, and its leaves in the order of torch's pytrees.
 
-    Cheap for a tuple or a dict of tensors.
+    Mappings that are no pytree nodes are dicts here, as in `_tree.plain`.
     """
-    kind = type(batch)
-    if kind is tuple and {*map(type, batch)} <= _PLAIN:
-        return batch, list(batch), len(batch)
-    if kind is dict and {*map(type, batch.values())} <= _PLAIN:
-        return batch, list(batch.values()), names_key(batch)
-    leaves, spec = _tree.flatten(batch)
-    if any(isinstance(leaf, Mapping) for leaf in leaves):
-        return flattened(_tree.plain(batch))
-    return batch, leaves, structure_key(spec)
+    leaves: list[Any] = []
+    return _structure(batch, leaves), leaves
 
 
-def key_of(structure: Hashable, leaves: list[Any], modes: int) -> Key:
-    """Return the fields of the signature of a call now, as a plain tuple.
+def _structure(node: Any, leaves: list[Any]) -> Hashable:
+    """Return the structure of a node, None for a leaf; append its leaves to the list."""
+    kind: Any = type(node)
+    if kind in _LEAVES:
+        leaves.append(node)
+        return None
+    if kind is dict:
+        return kind, names_key(node), _structures(node.values(), leaves)
+    if kind is tuple or kind is list or _tree.is_named_tuple(kind):
+        return kind, _structures(node, leaves)
+    found, spec = _tree.flatten(node)
+    if len(found) == 1 and found[0] is node:
+        if isinstance(node, Mapping):
+            return _structure(dict(node), leaves)
+        leaves.append(node)
+        return None
+    return structure_key(spec), _structures(found, leaves)
+
+
+def _structures(nodes: Collection[Any], leaves: list[Any]) -> tuple[Hashable, ...]:
+    parts: list[Hashable] = []
+    for node in nodes:
+        if type(node) in _LEAVES:
+            leaves.append(node)
+            parts.append(None)
+        else:
+            parts.append(_structure(node, leaves))
+    return tuple(parts)
+
+
+def frame_of(structure: Hashable, leaves: list[Any], tensors: list[Tensor], modes: int) -> Frame:
+    """Return what the signature of a call has now besides its tensors.
 
     Args:
         structure: of the batch.
         leaves: the batch's.
+        tensors: those among its leaves.
         modes: the number of the modules' training flags.
 
     Raises:
         Exception: a constant of the batch cannot be described.
     """
-    return structure, tuple([leaf_key(leaf) for leaf in leaves]), autocast_regions(), torch.get_default_dtype(), modes
+    constants: tuple[Hashable, ...] = ()
+    if len(tensors) < len(leaves):
+        constants = tuple([None if isinstance(leaf, Tensor) else constant_key(leaf) for leaf in leaves])
+    return structure, constants, autocast_regions(), torch.get_default_dtype(), modes
+
+
+def key_of(frame: Frame, leaves: list[Any]) -> Key:
+    """Return the fields of the signature of a call, as a plain tuple.
+
+    Args:
+        frame: from `frame_of`.
+        leaves: the batch's.
+
+    Raises:
+        Exception: a constant of the batch cannot be described.
+    """
+    structure, _, *around = frame
+    return structure, tuple([leaf_key(leaf) for leaf in leaves]), *around  # type: ignore[return-value]
 
 
 def leaf_key(leaf: Any) -> Any:
     """Return all of a tensor but its values, strides and memory; else a description: 1, 1.0 and True differ."""
     kind: Any = type(leaf)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return leaf.shape, leaf.dtype, leaf.device, leaf.layout, Tensor, leaf.requires_grad
     if not isinstance(leaf, Tensor):
         return constant_key(leaf)

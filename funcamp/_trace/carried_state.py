@@ -106,6 +106,8 @@ class CarriedState:
 
     def replaced(self) -> str | None:
         """Return the path of a tensor that a program reads and that was replaced since; None if there is none."""
+        if not self._readers:
+            return None
         try:  # every call does this
             if all(map(operator.is_, [read() for read in self._readers], self._values)):
                 return None

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from funcamp import _tree
 from funcamp._types import Tree
-
-
-class Outline(NamedTuple):
-    """A pytree without its tensors."""
-
-    spec: _tree.TreeSpec
-    constants: list[Any]
-    """Its leaves, with None instead of every tensor."""
-    tensors: list[int]
-    """The positions of the tensors."""
 
 
 class Input(NamedTuple):
@@ -34,7 +24,8 @@ class Outputs(NamedTuple):
 
     state: int
     """The number of the former; 0 if the program writes them into the memory of the state."""
-    metrics: Outline
+    build_metrics: Callable[[Iterator[Tensor]], Tree]
+    """Takes the metrics' tensors from an iterator, and returns the metrics."""
 
     def state_of(self, results: list[Tensor]) -> list[Tensor]:
         """Return the leaves of the next state."""
@@ -42,7 +33,4 @@ class Outputs(NamedTuple):
 
     def metrics_of(self, results: list[Tensor]) -> Tree:
         """Return the metrics."""
-        leaves = list(self.metrics.constants)
-        for position, tensor in zip(self.metrics.tensors, results[self.state :]):
-            leaves[position] = tensor
-        return _tree.unflatten(leaves, self.metrics.spec)
+        return self.build_metrics(iter(results[self.state :]))

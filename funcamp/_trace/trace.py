@@ -37,7 +37,7 @@ from funcamp._trace.as_compiled import as_compiled
 from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.host_draws import HostDraws
 from funcamp._trace.inner_casts import InnerCasts, watch_autocast
-from funcamp._trace.interface import Input, Outline, Outputs
+from funcamp._trace.interface import Input, Outputs
 from funcamp._trace.kept_tensors import settle
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.random_numbers import Draws
@@ -233,7 +233,7 @@ def _traced(
             pieces = iter([watch.handle(piece) for piece in given])
             first, rest = fn([with_parts(wrapper, pieces) for wrapper in around])
             record(watch.node_of)
-            leaves, spec = _tree.flatten(rest)
+            leaves = _tree.leaves(rest)
             for index, leaf in enumerate(leaves):
                 if is_open(leaf) and not isinstance(leaf, Tensor):
                     raise HostError(
@@ -242,8 +242,7 @@ def _traced(
                         "mask.sum() for the size of x[mask]"
                     )
             tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            outputs.append(Outputs(len(first), Outline(spec, constants, tensors)))
+            outputs.append(Outputs(len(first), _tree.builder(rest)))
             returned_parts.append(sum(len(parts(leaf)) for leaf in first))
             results = [*first, *[leaves[index] for index in tensors]]
             wrappers.extend(wrapper_of(result) for result in results)

@@ -142,10 +142,10 @@ def stacked(batches: list[Any]) -> Any:
     return _pytree.tree_map(lambda *leaves: torch.stack(leaves), *batches)
 
 
+@torch.no_grad()
 def _rollout(size: Size, randn: Network) -> tuple[Tensor, Rollout]:
     observation, noise, rest = randn(size.batch, OBSERVATION), randn(size.batch, ACTION), randn(4, size.batch)
-    with torch.no_grad():
-        mean, log_std, value = networks(size)["agent"](observation)
+    mean, log_std, value = networks(size)["agent"](observation)
     action = mean + log_std.exp() * noise
     log_prob = normal_log_prob(mean, log_std, action) + 0.1 * rest[0]
     return observation, Rollout(action, log_prob, rest[1], value + rest[2], value + 0.1 * rest[3])

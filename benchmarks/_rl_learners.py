@@ -247,4 +247,4 @@ def sac_actor_loss(
 
 def temperature_loss(log_temperature: Tensor, log_prob: Tensor) -> Tensor:
     """What leads the policy's entropy to its target."""
-    return -(log_temperature.exp() * (log_prob.detach() + TARGET_ENTROPY)).mean()
+    return -(log_temperature.exp() * (log_prob + TARGET_ENTROPY)).mean()

@@ -15,6 +15,7 @@ from _rl_learners import (
     UPDATES,
     Network,
     Size,
+    Transition,
     critics_loss,
     dqn_loss,
     dqn_target,
@@ -62,113 +63,169 @@ def named(models: dict[str, nn.Module]) -> Values:
 
 
 class Descent:
-    """A step of Adam from a loss."""
+    """A step of torch's Adam on a loss, as users write it; with a GradScaler where low."""
 
-    def __init__(self, size: Size, params: Iterable[Tensor], *, low: bool, max_norm: float | None = None) -> None:
-        self.params, self.max_norm = list(params), max_norm
-        self.adam = torch.optim.Adam(self.params, fused=True, **ADAM[size.learner])
+    def __init__(
+        self,
+        size: Size,
+        params: Iterable[Tensor],
+        loss_fn: Callable[..., tuple[Tensor, Any]],
+        *,
+        low: bool,
+        max_norm: float | None = None,
+        fused: bool = True,
+    ) -> None:
+        self.params, self.loss_fn, self.low, self.max_norm = list(params), loss_fn, low, max_norm
+        self.adam = torch.optim.Adam(self.params, fused=fused, foreach=not fused, **ADAM[size.learner])
         self.scaler = torch.amp.GradScaler("cpu", growth_interval=NEVER, enabled=low)
 
-    def __call__(self, loss: Tensor) -> None:
+    def __call__(self, *inputs: Any) -> tuple[Tensor, Any]:
+        """Take a step; return what the loss function does for these inputs, a loss and more."""
         self.adam.zero_grad()
+        with autocast(low=self.low):
+            loss, more = self.loss_fn(*inputs)
         self.scaler.scale(loss).backward(inputs=self.params)  # type: ignore[no-untyped-call]
         if self.max_norm is not None:
             self.scaler.unscale_(self.adam)
             nn.utils.clip_grad_norm_(self.params, self.max_norm)
         self.scaler.step(self.adam)
         self.scaler.update()
+        return loss.detach(), more
 
 
-@torch.no_grad()
-def follow(target: nn.Module, model: nn.Module) -> None:
-    """Move a target network toward a network."""
-    for old, new in zip(target.parameters(), model.parameters()):
-        old.lerp_(new, TAU)
+class CompiledDescent(Descent):
+    """The same in float32, compiled as two functions: loss, gradient and clipping; and the step.
+
+    An update that is compiled as one function is slower: torch.compile leaves its graph at `zero_grad` and `backward`,
+    and around the step.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options, fused=False)  # foreach: a kernel cannot be fused with others
+        torch._dynamo.config.trace_autograd_ops = True
+        self.differentiate = torch.compile(self._differentiate, fullgraph=True)
+        self.step = torch.compile(lambda: self.adam.step())
+
+    def __call__(self, *inputs: Any) -> tuple[Tensor, Any]:
+        loss, more = self.differentiate(*inputs)
+        self.step()
+        return loss, more
+
+    def _differentiate(self, *inputs: Any) -> tuple[Tensor, Any]:
+        loss, more = self.loss_fn(*inputs)
+        for param, grad in zip(self.params, torch.autograd.grad(loss, self.params)):
+            param.grad = grad
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.params, self.max_norm)
+        return loss.detach(), more
 
 
-def torch_ppo(size: Size, *, low: bool) -> Learner:
+class Target:
+    """A network that follows another one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.network = copy.deepcopy(model).requires_grad_(False)
+        self.params: list[Tensor] = list(self.network.parameters())
+        self.followed: list[Tensor] = list(model.parameters())
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Move toward the other network."""
+        torch._foreach_lerp_(self.params, self.followed, TAU)
+
+
+def torch_ppo(size: Size, descent: type[Descent], *, low: bool) -> Learner:
     """Clipped by norm."""
     models = networks(size)
     agent = models["agent"]
-    descend = Descent(size, agent.parameters(), low=low, max_norm=MAX_NORM)
 
-    def update(batch: Any) -> Tensor:
+    def loss_fn(batch: Any) -> tuple[Tensor, None]:
         observation, rollout = batch
-        with autocast(low=low):
-            loss = ppo_loss(agent(observation), rollout)
-        descend(loss)
-        return loss.detach()
+        return ppo_loss(agent(observation), rollout), None
 
-    return Learner(update, functools.partial(named, models))
+    descend = descent(size, agent.parameters(), loss_fn, low=low, max_norm=MAX_NORM)
+    return Learner(descend, functools.partial(named, models))
 
 
-def torch_dqn(size: Size, *, low: bool) -> Learner:
+def torch_dqn(size: Size, descent: type[Descent], *, low: bool) -> Learner:
     """With a target network."""
     models = networks(size)
     network = models["values"]
-    target_network, descend = copy.deepcopy(network), Descent(size, network.parameters(), low=low)
+    target = Target(network)
+
+    def loss_fn(batch: Any) -> tuple[Tensor, None]:
+        with torch.no_grad():
+            wanted = dqn_target(target.network, batch)
+        return dqn_loss(network(batch.observation), (batch.action, wanted)), None
+
+    descend = descent(size, network.parameters(), loss_fn, low=low)
 
     def update(batch: Any) -> Tensor:
-        with autocast(low=low):
-            with torch.no_grad():
-                target = dqn_target(target_network, batch)
-            loss = dqn_loss(network(batch.observation), (batch.action, target))
-        descend(loss)
-        follow(target_network, network)
-        return loss.detach()
+        loss, _ = descend(batch)
+        target.follow()
+        return loss
 
     return Learner(update, functools.partial(named, models))
 
 
-def torch_td3(size: Size, *, low: bool) -> Learner:
+def torch_td3(size: Size, descent: type[Descent], *, low: bool) -> Learner:
     """Critics, actor, and the targets of both."""
     models = networks(size)
     actor, critics = models["actor"], models["critics"]
-    target_actor, target_critics = copy.deepcopy(actor), copy.deepcopy(critics)
-    descend_actor = Descent(size, actor.parameters(), low=low)
-    descend_critics = Descent(size, critics.parameters(), low=low)
+    target_actor, target_critics = Target(actor), Target(critics)
+
+    def value_loss(transition: Transition, noise: Tensor) -> tuple[Tensor, None]:
+        with torch.no_grad():
+            wanted = td3_target(target_actor.network, target_critics.network, transition, noise)
+        return critics_loss(critics(transition.observation, transition.action), wanted), None
+
+    def policy_loss(observation: Tensor) -> tuple[Tensor, None]:
+        return td3_actor_loss(actor(observation), critics, observation), None
+
+    descend_critics = descent(size, critics.parameters(), value_loss, low=low)
+    descend_actor = descent(size, actor.parameters(), policy_loss, low=low)
 
     def update(batch: Any) -> tuple[Tensor, Tensor]:
         transition, noise = batch
-        observation = transition.observation
-        with autocast(low=low):
-            with torch.no_grad():
-                target = td3_target(target_actor, target_critics, transition, noise)
-            value_loss = critics_loss(critics(observation, transition.action), target)
-        descend_critics(value_loss)
-        with autocast(low=low):
-            policy_loss = td3_actor_loss(actor(observation), critics, observation)
-        descend_actor(policy_loss)
-        follow(target_critics, critics)
-        follow(target_actor, actor)
-        return value_loss.detach(), policy_loss.detach()
+        of_values, _ = descend_critics(transition, noise)
+        of_policy, _ = descend_actor(transition.observation)
+        target_critics.follow()
+        target_actor.follow()
+        return of_values, of_policy
 
     return Learner(update, functools.partial(named, models))
 
 
-def torch_sac(size: Size, *, low: bool) -> Learner:
+def torch_sac(size: Size, descent: type[Descent], *, low: bool) -> Learner:
     """Critics, actor, temperature, and the critics' target."""
     models = networks(size)
     actor, critics = models["actor"], models["critics"]
-    target_critics, log_temperature = copy.deepcopy(critics), torch.zeros((), requires_grad=True)
-    descend_actor = Descent(size, actor.parameters(), low=low)
-    descend_critics = Descent(size, critics.parameters(), low=low)
-    descend_temperature = Descent(size, [log_temperature], low=False)
+    target_critics, log_temperature = Target(critics), torch.zeros((), requires_grad=True)
+
+    def value_loss(transition: Transition, noise: Tensor) -> tuple[Tensor, None]:
+        with torch.no_grad():
+            wanted = sac_target(actor, target_critics.network, log_temperature.exp(), transition, noise)
+        return critics_loss(critics(transition.observation, transition.action), wanted), None
+
+    def policy_loss(observation: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        temperature = log_temperature.detach().exp()
+        loss, log_prob = sac_actor_loss(actor(observation), critics, temperature, observation, noise)
+        return loss, log_prob.detach()
+
+    def alpha_loss(log_prob: Tensor) -> tuple[Tensor, None]:
+        return temperature_loss(log_temperature, log_prob), None
+
+    descend_critics = descent(size, critics.parameters(), value_loss, low=low)
+    descend_actor = descent(size, actor.parameters(), policy_loss, low=low)
+    descend_temperature = descent(size, [log_temperature], alpha_loss, low=False)
 
     def update(batch: Any) -> tuple[Tensor, Tensor]:
         transition, next_noise, noise = batch
-        observation, temperature = transition.observation, log_temperature.detach().exp()
-        with autocast(low=low):
-            with torch.no_grad():
-                target = sac_target(actor, target_critics, temperature, transition, next_noise)
-            value_loss = critics_loss(critics(observation, transition.action), target)
-        descend_critics(value_loss)
-        with autocast(low=low):
-            policy_loss, log_prob = sac_actor_loss(actor(observation), critics, temperature, observation, noise)
-        descend_actor(policy_loss)
-        descend_temperature(temperature_loss(log_temperature, log_prob))
-        follow(target_critics, critics)
-        return value_loss.detach(), policy_loss.detach()
+        of_values, _ = descend_critics(transition, next_noise)
+        of_policy, log_prob = descend_actor(transition.observation, noise)
+        descend_temperature(log_prob)
+        target_critics.follow()
+        return of_values, of_policy
 
     return Learner(update, lambda: named(models) | {"log_temperature": log_temperature.detach().clone()})
 
@@ -177,17 +234,8 @@ TORCH = {"PPO": torch_ppo, "DQN": torch_dqn, "TD3": torch_td3, "SAC": torch_sac}
 
 
 def torch_learner(size: Size, *, low: bool, compiled: bool = False) -> Learner:
-    """A learner in torch's loop, with a GradScaler where low; the whole update compiled if asked for."""
-    learner = TORCH[size.learner](size, low=low)
-    if not compiled:
-        return learner
-    run = torch.compile(learner.update)
-
-    def update(batch: Any) -> Any:
-        with torch._dynamo.config.patch(trace_autograd_ops=True):
-            return run(batch)
-
-    return learner._replace(update=update)
+    """A learner in torch's loop."""
+    return TORCH[size.learner](size, CompiledDescent if compiled else Descent, low=low)
 
 
 # funcamp.

@@ -269,7 +269,15 @@ def save(out: Path | None, name: str, title: str, facts: dict[str, str], body: l
 class Report:
     """A table that is written anew with every row: of a process that is killed it holds all that was measured."""
 
-    def __init__(self, out: Path | None, name: str, title: str, facts: dict[str, str], columns: dict[str, str]) -> None:
+    def __init__(
+        self,
+        out: Path | None,
+        name: str,
+        title: str,
+        facts: dict[str, str],
+        columns: dict[str, str],
+        summary: Callable[[list[Row]], list[str]] | None = None,
+    ) -> None:
         """Begin an empty one.
 
         Args:
@@ -278,10 +286,12 @@ class Report:
             title: the heading.
             facts: from `about`.
             columns: the key of a row for each column.
+            summary: what makes further lines of all rows, to be written after the table.
         """
         self.rows: list[Row] = []
         self.stem: Path | None = None
         self._out, self._name, self._title, self._facts, self._columns = out, name, title, facts, columns
+        self._summary = summary
         print(*head(title, facts), *table(columns, []), sep="\n", flush=True)
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -289,8 +299,12 @@ class Report:
         for row in rows:
             self.rows.append(row)
             print(table(self._columns, [self._cells(row)])[-1], flush=True)
-            lines = table(self._columns, map(self._cells, self.rows))
+            lines = table(self._columns, map(self._cells, self.rows)) + self.summary()
             self.stem = save(self._out, self._name, self._title, self._facts, lines, self.rows)
+
+    def summary(self) -> list[str]:
+        """The lines after the table."""
+        return ["", *self._summary(self.rows)] if self._summary else []
 
     def points(self, key: str) -> list[tuple[str, str, float]]:
         """Size, variant and a number of every row that has it."""

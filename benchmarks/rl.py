@@ -27,7 +27,7 @@ import torch
 from _plots import dots
 from _rl_learners import SIZES, UPDATES, Size, minibatches, stacked
 from _rl_updates import Learner, funcamp_learner, torch_learner
-from _timing import Report, Row, Variant, about, arguments, chosen, measured, nothing
+from _timing import Report, Row, Variant, about, arguments, chosen, measured, nothing, table
 from torch import Tensor
 
 
@@ -118,14 +118,26 @@ def measure(name: str, size: Size, ways: list[Way], rounds: int) -> Iterator[Row
         yield row
 
 
+def by_learner(rows: list[Row]) -> list[str]:
+    """A table with a row for each learner: microseconds of every variant, and the ratios of funcamp's to JAX."""
+    found = {(row["size"], row["variant"]): row for row in rows}
+    names, learners = dict.fromkeys(name for _, name in found), dict.fromkeys(name for name, _ in found)
+    ours = [name for name in names if WAYS[name].library == JITTED]
+    cells = [(name, "median_us") for name in names] + [(name, "over_jax") for name in ours]
+    lines = [[learner, *(found.get((learner, name), {}).get(key, "") for name, key in cells)] for learner in learners]
+    return table(["learner", *(f"{name} µs" for name in names), *(f"{name} over JAX" for name in ours)], lines)
+
+
 def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
-    parser.add_argument("--threads", type=int, help="of torch and of JAX; by default each takes its own number")
+    parser.add_argument("--threads", type=int, help="of torch and of JAX; by default each chooses")
     parser.add_argument("--variants", help="names of variants, separated by semicolons")
     args = parser.parse_args()
     if args.device != "cpu":
         parser.error("--device must be cpu; got cuda")
+    if args.threads is not None and args.threads < 1:
+        parser.error(f"--threads must be 1 or more; got {args.threads}")
     if args.threads:
         torch.set_num_threads(args.threads)
         os.environ["NPROC"] = str(args.threads)  # what JAX's CPU client asks for its number of threads
@@ -140,9 +152,10 @@ def main() -> None:
     columns |= {"first sweep s": "first_call_s"}
     jax = importlib.util.find_spec("jax") and importlib.metadata.version("jax")
     facts = about(args.device, jax=jax or "not installed", rounds=args.rounds)
-    report = Report(args.out, "rl-cpu", "An update of a reinforcement learning agent", facts, columns)
+    report = Report(args.out, "rl-cpu", "An update of a reinforcement learning agent", facts, columns, by_learner)
     for name, size in sizes.items():
         report.add(measure(name, size, [WAYS[way] for way in names], args.rounds))
+    print(*report.summary(), sep="\n")
     dots(report.stem, report.points("over_jax"), "time of an update over JAX's", JITTED)
 
 

@@ -205,8 +205,11 @@ def small(name: str) -> Any:
 @pytest.mark.compiled
 @pytest.mark.parametrize(("low", "tolerance"), [(False, 1e-6), (True, 2e-4)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", LEARNERS)
-def test_an_update_of_an_agent_is_that_of_torchs_loop(name: str, low: bool, tolerance: float) -> None:
+def test_an_update_of_an_agent_is_that_of_torchs_loop(
+    name: str, low: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     learners, updates = import_module("_rl_learners"), import_module("_rl_updates")
+    monkeypatch.setattr(updates, "TAU", 0.5)  # so that a wrong target shows
     size = small(name)
     theirs = updates.torch_learner(size, low=low)
     ours = updates.funcamp_learner(size, low=low, backend="eager")

@@ -154,7 +154,7 @@ def _rollout(size: Size, randn: Network) -> tuple[Tensor, Rollout]:
 def _cartpole(size: Size, randn: Network) -> Transition:
     observation, next_observation = randn(2, size.batch, CARTPOLE_OBSERVATION)
     action, done = (randn(size.batch) > 0).long(), (randn(size.batch) > 2).float()
-    return Transition(observation, action, torch.ones(size.batch), next_observation, done)
+    return Transition(observation, action, randn(size.batch), next_observation, done)
 
 
 def _noisy(count: int) -> Callable[[Size, Network], tuple[Any, ...]]:

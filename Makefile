@@ -89,6 +89,7 @@ bench: $(VENV)/installed $(VENV)/models/installed
 	$(BIN)/python benchmarks/step.py --out $(RESULTS) $(ARGS)
 	$(BIN)/python benchmarks/step.py --out $(RESULTS) --forms --sizes "MLP 0.14 M;MLP 3.2 M;MLP 38 M"
 	PYTHONPATH=$(VENV)/models $(BIN)/python benchmarks/step.py --out $(RESULTS) --public
+	$(BIN)/python benchmarks/rl.py --out $(RESULTS)
 	$(BIN)/python benchmarks/phase.py --out $(RESULTS)
 	$(BIN)/python benchmarks/price.py --out $(RESULTS)
 	$(BIN)/python benchmarks/footprint.py --out $(RESULTS)

@@ -7,6 +7,7 @@ import datetime
 import functools
 import gc
 import json
+import operator
 import os
 import platform
 import random
@@ -74,26 +75,35 @@ Row: TypeAlias = dict[str, Any]
 """What was measured of a variant: "size", "variant", and numbers, or what it "failed" with."""
 
 
-def interleaved(variants: dict[str, Variant], repeats: int, rounds: int) -> dict[str, Row]:
+Bases: TypeAlias = Mapping[str, Mapping[str, str]]
+"""By the name of a ratio and of a variant: the variant whose time it is divided by."""
+
+
+def interleaved(variants: dict[str, Variant], repeats: int, rounds: int, bases: Bases | None = None) -> dict[str, Row]:
     """Every round times each variant once, in a new order: what ran before leaves caches and memory behind.
 
     A first round is thrown away. Milliseconds a call: the median over the rounds, the quartiles, the host's part (until
-    the call has returned, whatever the device still does); ratio: the median of the times over the first variant's.
+    the call has returned, whatever the device still does). Of a ratio the median within rounds, if its base is here; by
+    default there is one, "ratio", to the first variant.
     """
+    bases = bases or {"ratio": dict.fromkeys(variants, next(iter(variants)))}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     turns = random.Random(0)
     for _ in range(rounds + 1):
         for name in turns.sample(list(variants), len(variants)):
             taken[name].append(seconds(variants[name], repeats))
-    base = [total for total, _ in next(iter(taken.values()))[1:]]
+    totals = {name: [total for total, _ in pairs[1:]] for name, pairs in taken.items()}
     rows = {}
     for name, pairs in taken.items():
-        totals = [total for total, _ in pairs[1:]]
-        low, middle, high = (round(value / repeats * 1e3, 4) for value in statistics.quantiles(totals, n=4))
+        low, middle, high = (round(value / repeats * 1e3, 4) for value in statistics.quantiles(totals[name], n=4))
         rows[name] = {
             "median_ms": middle,
             "quartiles_ms": [low, high],
-            "ratio": round(statistics.median(total / first for total, first in zip(totals, base)), 3),
+            **{
+                ratio: round(statistics.median(map(operator.truediv, totals[name], totals[base[name]])), 3)
+                for ratio, base in bases.items()
+                if base[name] in totals
+            },
             "host_ms": round(statistics.median(host for _, host in pairs[1:]) / repeats * 1e3, 4),
         }
     return rows
@@ -106,6 +116,7 @@ def measured(
     rounds: int,
     device: str,
     inspect: Callable[[Variant], Row] | None = None,
+    bases: Bases | None = None,
 ) -> Iterator[Row]:
     """Make, time and free variants; yield a row for each as soon as it is measured. One that fails is a row too.
 
@@ -114,19 +125,22 @@ def measured(
 
     Args:
         size: what is measured, by name.
-        makers: what makes each variant; the first is what the others are compared with.
+        makers: what makes each variant.
         repeats: calls in one timing.
         rounds: timings.
         device: its type.
         inspect: more numbers of a variant that was timed.
+        bases: what the variants are compared with, on a CPU; by default the first one.
     """
     first, *others = makers
+    bases = bases or {"ratio": dict.fromkeys(makers, first)}
     at_once = 1 if device == "cuda" else max(len(others), 1)
     base = functools.cache(makers[first])
     done: set[str] = set()
     for start in range(0, max(len(others), 1), at_once):
         labels = [first, *others[start : start + at_once]]
-        rows = _measured(size, {**{label: makers[label] for label in labels}, first: base}, repeats, rounds, inspect)
+        made: dict[str, Callable[[], Variant]] = {**{label: makers[label] for label in labels}, first: base}
+        rows = _measured(size, made, repeats, rounds, inspect, bases)
         torch._dynamo.reset()
         gc.collect()
         if device == "cuda":
@@ -141,6 +155,7 @@ def _measured(
     repeats: int,
     rounds: int,
     inspect: Callable[[Variant], Row] | None,
+    bases: Bases,
 ) -> list[Row]:
     running: dict[str, Variant] = {}
     rows: dict[str, Row] = {label: {"size": size, "variant": label} for label in makers}
@@ -153,10 +168,8 @@ def _measured(
         except Exception as error:  # a peer that fails is a result
             rows[label]["failed"] = _said(size, label, error)
     try:
-        for label, found in interleaved(running, repeats, rounds).items() if running else ():
+        for label, found in interleaved(running, repeats, rounds, bases).items():
             rows[label] |= found | (inspect(running[label]) if inspect else {})
-            if next(iter(makers)) not in running:
-                del rows[label]["ratio"]
     except Exception as error:  # out of memory beside another, say
         for label in running:
             rows[label].setdefault("failed", _said(size, label, error))
@@ -256,7 +269,15 @@ def save(out: Path | None, name: str, title: str, facts: dict[str, str], body: l
 class Report:
     """A table that is written anew with every row: of a process that is killed it holds all that was measured."""
 
-    def __init__(self, out: Path | None, name: str, title: str, facts: dict[str, str], columns: dict[str, str]) -> None:
+    def __init__(
+        self,
+        out: Path | None,
+        name: str,
+        title: str,
+        facts: dict[str, str],
+        columns: dict[str, str],
+        summary: Callable[[list[Row]], list[str]] | None = None,
+    ) -> None:
         """Begin an empty one.
 
         Args:
@@ -265,10 +286,12 @@ class Report:
             title: the heading.
             facts: from `about`.
             columns: the key of a row for each column.
+            summary: what makes further lines of all rows, to be written after the table.
         """
         self.rows: list[Row] = []
         self.stem: Path | None = None
         self._out, self._name, self._title, self._facts, self._columns = out, name, title, facts, columns
+        self._summary = summary
         print(*head(title, facts), *table(columns, []), sep="\n", flush=True)
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -276,8 +299,12 @@ class Report:
         for row in rows:
             self.rows.append(row)
             print(table(self._columns, [self._cells(row)])[-1], flush=True)
-            lines = table(self._columns, map(self._cells, self.rows))
+            lines = table(self._columns, map(self._cells, self.rows)) + self.summary()
             self.stem = save(self._out, self._name, self._title, self._facts, lines, self.rows)
+
+    def summary(self) -> list[str]:
+        """The lines after the table."""
+        return ["", *self._summary(self.rows)] if self._summary else []
 
     def points(self, key: str) -> list[tuple[str, str, float]]:
         """Size, variant and a number of every row that has it."""

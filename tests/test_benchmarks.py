@@ -194,6 +194,71 @@ def test_a_row_of_reinforcement_learning_has_a_curve_of_every_seed(
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
+LEARNERS = ("PPO 64, batch 64", "DQN", "TD3", "SAC")
+
+
+def small(name: str) -> Any:
+    """A learner of the benchmark with few numbers."""
+    return import_module("_rl_learners").SIZES[name]._replace(widths=(16, 8), batch=16, sweeps=1)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(("low", "tolerance"), [(False, 1e-6), (True, 2e-4)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", LEARNERS)
+def test_an_update_of_an_agent_is_that_of_torchs_loop(
+    name: str, low: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learners, updates = import_module("_rl_learners"), import_module("_rl_updates")
+    monkeypatch.setattr(updates, "TAU", 0.5)  # so that a wrong target shows
+    size = small(name)
+    theirs = updates.torch_learner(size, low=low)
+    ours = updates.funcamp_learner(size, low=low, backend="eager")
+    first = theirs.values()
+    assert ours.values().keys() == first.keys()
+    for batch in learners.minibatches(size)[:20]:
+        theirs.update(batch)
+        ours.update(batch)
+    after = theirs.values()
+    for key, value in ours.values().items():
+        assert torch.allclose(value, after[key], rtol=0, atol=tolerance), key
+        assert (value - first[key]).abs().max() > 1e-3, key
+
+
+@pytest.mark.compiled
+def test_updates_in_one_call_are_those_of_as_many_calls() -> None:
+    learners, updates = import_module("_rl_learners"), import_module("_rl_updates")
+    size = small("PPO 64, batch 64")
+    batches = learners.minibatches(size)
+    theirs = updates.torch_learner(size, low=False)
+    for batch in batches:
+        theirs.update(batch)
+    ours = updates.funcamp_learner(size, low=False, at_once=True, backend="eager")
+    ours.update(learners.stacked(batches))
+    values = theirs.values()
+    assert all(torch.allclose(value, values[key], rtol=0, atol=1e-6) for key, value in ours.values().items())
+
+
+@pytest.mark.compiled
+def test_an_agent_is_measured_without_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    script, updates = import_module("rl"), import_module("_rl_updates")
+    monkeypatch.setattr(updates.funcamp, "jit", functools.partial(updates.funcamp.jit, backend="eager"))
+    monkeypatch.setitem(sys.modules, "_jax_rl", None)
+    ways = [way for way in script.WAYS.values() if way.library != script.COMPILED and not way.low]
+    rows = {row["variant"]: row for row in script.measure("PPO", small("PPO 64, batch 64"), ways, 2)}
+    ours = {name: row for name, row in rows.items() if name.startswith("funcamp")}
+    assert {name: row["failed"] for name, row in rows.items() if "failed" in row} == dict.fromkeys(
+        (name for name in rows if name.startswith("JAX")), "ModuleNotFoundError"
+    )
+    assert len(ours) == 2
+    for row in ours.values():
+        assert float(row["difference"]) < 1e-6
+        assert row["over_eager"] > 0
+        assert "over_jax" not in row
+    header, _, line = script.by_learner(list(rows.values()))
+    assert header.count("|") == line.count("|") == 9
+    assert f"| {ours['funcamp.jit float32']['median_us']} |" in line
+
+
 @pytest.mark.processes
 def test_a_command_that_takes_too_long_is_ended_and_a_failure_is_told(tmp_path: Path) -> None:
     gpu = import_module("gpu")

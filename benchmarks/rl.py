@@ -1,0 +1,163 @@
+"""How fast is an update of a reinforcement learning agent, beside eager torch, torch.compile and JAX?
+
+PPO (a minibatch), DQN, TD3 and SAC (an update of everything, targets too), on minibatches that are there. In float32
+without a scale, and in bfloat16 with one: torch's GradScaler, funcamp's scaler, jmp's rule in JAX. A call of a variant
+is a sweep over 32 minibatches, an update each; "32 in a call" gives all of them to one call, `unroll=32` or
+`jax.lax.scan`. Variants run interleaved. Reported are microseconds of an update, median and quartiles over the rounds;
+the ratios within each round to eager torch, and to JAX with as many updates in a call, in the same precision; the
+largest difference of a parameter from eager torch's after the first sweep; and the first sweep, with its compilation.
+
+    python benchmarks/rl.py [--threads 2] [--rounds 9] [--sizes "DQN;..."] [--variants "funcamp.jit float32;..."]
+        [--out DIR]
+
+JAX has failed rows where it is absent.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from _plots import dots
+from _rl_learners import SIZES, UPDATES, Size, minibatches, stacked
+from _rl_updates import Learner, funcamp_learner, torch_learner
+from _timing import Report, Row, Variant, about, arguments, chosen, measured, nothing, table
+from torch import Tensor
+
+
+class Way(NamedTuple):
+    """A way to write an update."""
+
+    library: str
+    low: bool
+    """Whether products are in bfloat16, with a scale."""
+    at_once: bool = False
+    """Whether one call gets all minibatches of a sweep."""
+
+    @property
+    def name(self) -> str:
+        """As in the table."""
+        return f"{self.library} {'bfloat16' if self.low else 'float32'}{f', {UPDATES} in a call' * self.at_once}"
+
+
+EAGER, COMPILED, JITTED, JAX = "torch eager", "torch.compile", "funcamp.jit", "JAX"
+ONE_BY_ONE = [
+    *(Way(library, low=False) for library in (EAGER, COMPILED, JITTED, JAX)),
+    *(Way(library, low=True) for library in (EAGER, JITTED, JAX)),
+]
+AT_ONCE = [Way(library, low, at_once=True) for low in (False, True) for library in (JITTED, JAX)]
+WAYS = {way.name: way for way in ONE_BY_ONE + AT_ONCE}
+
+
+class Sweep:
+    """An update with every minibatch; keeps the parameters after the first sweep."""
+
+    def __init__(self, way: Way, learner: Learner, batches: list[Any]) -> None:
+        self.way, self.learner, self.batches = way, learner, batches
+        self.first: dict[str, Tensor] = {}
+
+    def __call__(self) -> None:
+        for batch in self.batches:
+            self.learner.update(batch)
+        self.first = self.first or self.learner.values()
+
+    def difference(self, other: Sweep) -> float:
+        """The largest of a parameter after the first sweep."""
+        return max((value - self.first[name]).abs().max().item() for name, value in other.first.items())
+
+
+def make(way: Way, size: Size) -> Variant:
+    """A sweep, and what waits for its end."""
+    batches = minibatches(size)
+    if way.at_once:
+        batches = [stacked(batches)]
+    if way.library == JAX:
+        import _jax_rl
+
+        learner, wait = _jax_rl.learner(size, low=way.low, at_once=way.at_once)
+        return Variant(Sweep(way, learner, [_jax_rl.arrays(batch) for batch in batches]), wait)
+    if way.library == JITTED:
+        learner = funcamp_learner(size, low=way.low, at_once=way.at_once)
+    else:
+        learner = torch_learner(size, low=way.low, compiled=way.library == COMPILED)
+    return Variant(Sweep(way, learner, batches), nothing)
+
+
+@functools.cache
+def first_sweep(size: Size, *, low: bool) -> Sweep:
+    """That of torch's loop, which the others should agree with."""
+    way = Way(EAGER, low)
+    sweep = Sweep(way, torch_learner(size, low=low), minibatches(size))
+    sweep()
+    return sweep
+
+
+def measure(name: str, size: Size, ways: list[Way], rounds: int) -> Iterator[Row]:
+    """One row a way."""
+    ways = [way for way in ways if size.learner == "PPO" or not way.at_once]
+    makers = {way.name: functools.partial(make, way, size) for way in ways}
+    bases = {
+        "over_eager": {way.name: Way(EAGER, way.low).name for way in ways},
+        "over_jax": {way.name: way._replace(library=JAX).name for way in ways},
+    }
+
+    def inspect(variant: Variant) -> Row:
+        sweep: Any = variant.call
+        return {"difference": f"{sweep.difference(first_sweep(size, low=sweep.way.low)):.1e}"}
+
+    for row in measured(name, makers, size.sweeps, rounds, "cpu", inspect, bases):
+        if "median_ms" in row:
+            row["median_us"] = round(row["median_ms"] / UPDATES * 1e3, 1)
+            row["quartiles_us"] = [round(value / UPDATES * 1e3, 1) for value in row["quartiles_ms"]]
+        yield row
+
+
+def by_learner(rows: list[Row]) -> list[str]:
+    """A table with a row for each learner: microseconds of every variant, and the ratios of funcamp's to JAX."""
+    found = {(row["size"], row["variant"]): row for row in rows}
+    names, learners = dict.fromkeys(name for _, name in found), dict.fromkeys(name for name, _ in found)
+    ours = [name for name in names if WAYS[name].library == JITTED]
+    cells = [(name, "median_us") for name in names] + [(name, "over_jax") for name in ours]
+    lines = [[learner, *(found.get((learner, name), {}).get(key, "") for name, key in cells)] for learner in learners]
+    return table(["learner", *(f"{name} µs" for name in names), *(f"{name} over JAX" for name in ours)], lines)
+
+
+def main() -> None:
+    """Measure, print, and write the result files where asked."""
+    parser = arguments(__doc__)
+    parser.add_argument("--threads", type=int, help="of torch and of JAX; by default each chooses")
+    parser.add_argument("--variants", help="names of variants, separated by semicolons")
+    args = parser.parse_args()
+    if args.device != "cpu":
+        parser.error("--device must be cpu; got cuda")
+    if args.threads is not None and args.threads < 1:
+        parser.error(f"--threads must be 1 or more; got {args.threads}")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+        os.environ["NPROC"] = str(args.threads)  # what JAX's CPU client asks for its number of threads
+    cold = tempfile.TemporaryDirectory()  # so that the first sweep shows the whole compilation
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
+    sizes = chosen(parser, args, SIZES)
+    names = args.variants.split(";") if args.variants else list(WAYS)
+    if strangers := [name for name in names if name not in WAYS]:
+        parser.error(f"--variants must name {'; '.join(WAYS)}; got {'; '.join(strangers)}")
+    columns = {"learner": "size", "variant": "variant", "median µs": "median_us", "quartiles µs": "quartiles_us"}
+    columns |= {"over eager": "over_eager", "over JAX": "over_jax", "difference from eager": "difference"}
+    columns |= {"first sweep s": "first_call_s"}
+    jax = importlib.util.find_spec("jax") and importlib.metadata.version("jax")
+    facts = about(args.device, jax=jax or "not installed", rounds=args.rounds)
+    report = Report(args.out, "rl-cpu", "An update of a reinforcement learning agent", facts, columns, by_learner)
+    for name, size in sizes.items():
+        report.add(measure(name, size, [WAYS[way] for way in names], args.rounds))
+    print(*report.summary(), sep="\n")
+    dots(report.stem, report.points("over_jax"), "time of an update over JAX's", JITTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -70,7 +70,7 @@ class Program(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A change of a program: leaving it out changes no number, unless its reason is a defect of torch."""
+    """A change of a program: leaving it out changes roundings at most, unless its reason is a defect of torch."""
 
     name: str
     why: str

@@ -6,7 +6,7 @@ the widest registers.
 
 - Small products always become kernels. A product in bfloat16 is one of float32 with casts, which become part of the
   loops around it; it is rounded once, at the end.
-- Larger ones do if the kernel is faster here, measured once for a shape when a program is compiled
+- Larger ones do if the kernel is clearly faster here, measured once for a shape when a program is compiled
   (`_jit/product_times.py`). The choice is part of the program in Inductor's cache.
 
 Float16 is left to torch: what overflows there must be infinite. So is everything with exact=True.

@@ -17,8 +17,8 @@ from funcamp._jit.product_kernel import BLOCK, split_of
 
 #: `at::native::cpublas::brgemm` of float32, by the name that compilers on Linux give it.
 _SYMBOL = "_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb"
-#: The part of torch's time that a kernel may take. The kernel is measured by itself: other threads and copies that cannot
-#: be foreseen slow it down, and a gain of 10 % on an AMD EPYC (Zen 4) was lost in a step of a GPT.
+#: The part of torch's time that a kernel may take. It is measured by itself: in a program other threads and copies that
+#: are not foreseen slow it down, and a gain of 10 % is not certain.
 CLEARLY = 0.8
 #: Seconds for which each way is measured at least, and the least number of times.
 _ENOUGH, _TIMES = 2e-3, 3

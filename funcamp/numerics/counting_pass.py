@@ -8,23 +8,20 @@ the order of its two sums.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcamp import _upstream
+from funcamp._jit.passes.graph_pass import GraphPass
 from funcamp._jit.passes.program import Pass, Program
 from funcamp._jit.passes.registry import register
 from funcamp._trace.tracing import running
 from funcamp.numerics import counting
 from funcamp.numerics.counting import WIDTH, counts
 
-if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-else:
-    CustomGraphPass = _upstream.find("torch._inductor.custom_graph_pass.CustomGraphPass")
 _library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("counts(Tensor[] parts) -> Tensor")
 _library.impl("counts", counts, "CompositeExplicitAutograd")
@@ -76,7 +73,7 @@ def can_count_jointly() -> bool:
     )
 
 
-class JointCounts(CustomGraphPass):
+class JointCounts(GraphPass):
     """The pass over a step's graph before Inductor's."""
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -86,12 +83,6 @@ class JointCounts(CustomGraphPass):
             _count_together(graph, nodes)
         if groups:
             _upstream.find("torch._inductor.pattern_matcher.stable_topological_sort")(graph)
-
-    def uuid(self) -> bytes:
-        """Return the pass's name for Inductor's cache, including the functions that a graph only names."""
-        files = (__file__, counting.__file__)
-        found: bytes = _upstream.find("torch._inductor.custom_graph_pass.get_hash_for_files")(files)
-        return found
 
 
 def _count_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
@@ -114,7 +105,9 @@ def _count_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 
 
 def _run(program: Program) -> Program:
-    return program._replace(options={**program.options, "joint_custom_pre_pass": JointCounts()})
+    # The graph only names the functions of these files.
+    name: bytes = _upstream.find("torch._inductor.custom_graph_pass.get_hash_for_files")((__file__, counting.__file__))
+    return program._replace(options={**program.options, "joint_custom_pre_pass": JointCounts(name)})
 
 
 register(

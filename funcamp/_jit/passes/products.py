@@ -14,20 +14,15 @@ Float16 is left to torch: what overflows there must be infinite. So is everythin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcamp import _upstream
+from funcamp._jit.passes.graph_pass import GraphPass
 from funcamp._jit.passes.program import Pass, Program
 from funcamp._jit.product_kernel import product, register_kernel
 from funcamp._jit.product_times import Product, is_available, kernel_is_faster
-
-if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-else:
-    CustomGraphPass = _upstream.find("torch._inductor.custom_graph_pass.CustomGraphPass")
 
 _aten = torch.ops.aten
 _CAST: Any = torch.ops.prims.convert_element_type.default
@@ -35,25 +30,14 @@ _CAST: Any = torch.ops.prims.convert_element_type.default
 SMALL = 2**20
 
 
-class ProductsAsKernels(CustomGraphPass):
-    """Replaces products by `funcamp::product` in a graph that Inductor has already simplified.
-
-    Args:
-        name: the pass's name in Inductor's cache.
-    """
-
-    def __init__(self, name: bytes) -> None:
-        self._name = name
+class ProductsAsKernels(GraphPass):
+    """Replaces products by `funcamp::product` in a graph that Inductor has already simplified."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change the graph in place."""
         for node in list(graph.nodes):
             if node.target in (_aten.mm.default, _aten.addmm.default) and not node.kwargs and _becomes_kernel(node):
                 _replace(graph, node)
-
-    def uuid(self) -> bytes:
-        """Return the name in Inductor's cache."""
-        return self._name
 
 
 def _becomes_kernel(node: torch.fx.Node) -> bool:

@@ -15,19 +15,15 @@ results of functions that change arguments, and of `torch._foreach_` operations.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcamp import _upstream
+from funcamp._jit.passes.graph_pass import GraphPass
 from funcamp._jit.passes.program import Pass, Program
 from funcamp._upstream.chains import behind, chain_start, is_view
-
-if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-else:
-    CustomGraphPass = _upstream.find("torch._inductor.custom_graph_pass.CustomGraphPass")
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -47,15 +43,8 @@ _FUNCTIONALIZED = {
 }
 
 
-class SnapshotWriteBacks(CustomGraphPass):
-    """Computes results that are inputs, and before the first write whatever is an input to be written.
-
-    Args:
-        name: the pass's name in Inductor's cache.
-    """
-
-    def __init__(self, name: bytes) -> None:
-        self._name = name
+class SnapshotWriteBacks(GraphPass):
+    """Computes results that are inputs, and before the first write whatever is an input to be written."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change the graph in place."""
@@ -96,10 +85,6 @@ class SnapshotWriteBacks(CustomGraphPass):
         # Each result has memory of its own, also where two are equal to one input.
         results = torch.fx.map_arg(output.args[0], lambda one: early(one) if is_input(one) or late(one) else one)
         output.args = (results,)
-
-    def uuid(self) -> bytes:
-        """Return the name in Inductor's cache."""
-        return self._name
 
 
 def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:

@@ -17,6 +17,7 @@ from funcamp import ScalerConfig, ScalerState, TrainState, TrainStep, init, jit,
 from funcamp._jit import options, session
 from funcamp._step.check import flag_and_norm, squares_and_finite
 from tests.support.generated import code_of, written
+from tests.support.helpers import assert_same
 
 pytestmark = pytest.mark.inductor
 
@@ -130,9 +131,9 @@ def test_a_donated_step_allocates_copies_and_gradients_and_no_new_state() -> Non
     donated, undonated = [
         allocated(written(jit(step, donate=donate), step.init(), BATCH)).count(size) for donate in (True, False)
     ]
-    assert donated == 2  # in bfloat16
+    assert donated == 1  # the gradients; each product casts the parameters that it reads
     # Parameters and two moments too, of which one may reuse a buffer.
-    assert undonated >= 4
+    assert undonated >= 3
 
 
 def test_inductor_may_recurse_deeply_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,14 +172,13 @@ def test_what_cannot_be_called_from_cpp_is_called_from_python(monkeypatch: pytes
 
 @pytest.mark.thorough
 def test_a_long_programs_kernels_have_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = step_of(2)
-    expected, _ = step(step.init(), BATCH)
+    step, states = step_of(2), []
     for long, apart in ((0, True), (10**6, False)):
         monkeypatch.setattr(options, "LONG", long)
         run = jit(step, donate=False)
         assert ("kernel_src = (" in code_of(run, step.init(), BATCH)) == apart
-        state, _ = run(step.init(), BATCH)
-        torch.testing.assert_close(state.params.tree(), expected.params.tree(), rtol=1e-2, atol=1e-3)
+        states.append(run(step.init(), BATCH)[0])
+    assert_same(*states)
 
 
 @pytest.mark.thorough

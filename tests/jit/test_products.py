@@ -122,7 +122,7 @@ def test_large_products_are_torch_s_if_those_are_faster(monkeypatch: pytest.Monk
     batch = batch_of(128, 128, 128)
     run = jit(lambda total, batch: (total + 1, batch[0] @ batch[1].t()))
     assert "brgemm" not in code_of(lambda: run(torch.zeros(()), batch))
-    assert asked == [Product(128, 128, 128, torch.float32, torch.get_num_threads())]
+    assert asked == [Product(128, 128, 128, torch.get_num_threads())]
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_the_way_that_was_faster_is_chosen(faster: bool, monkeypatch: pytest.Mon
     seconds = iter([5.0, 1.0, 2.9 if faster else 3.1])  # torch's product, a copy, the kernel
     monkeypatch.setattr(product_times, "_least_seconds", lambda call: next(seconds))
     monkeypatch.setattr(product_times, "_brgemm", lambda: lambda *_: None)
-    assert kernel_is_faster.__wrapped__(Product(BLOCK + 1, 20, 30, torch.float32, 1)) == faster
+    assert kernel_is_faster.__wrapped__(Product(BLOCK + 1, 20, 30, 1)) == faster
 
 
 def test_what_is_timed_is_the_product() -> None:
     brgemm = product_times._brgemm()
     left, right, out = torch.randn(300, 270), torch.randn(270, 50), torch.empty(300, 50)
     if brgemm is None:  # not on this platform: no product becomes a kernel
-        assert not kernel_is_faster(Product(300, 270, 50, torch.float32, 1))
+        assert not kernel_is_faster(Product(300, 270, 50, 1))
     else:
         product_times.multiply(brgemm, left, right, out)
         assert_close(out, left @ right, 1e-4)

@@ -14,6 +14,7 @@ from funcamp._jit.passes import (
     part_inputs,
     permutations,
     products,
+    tanh,
     unread_gathers,
     whole_operations,
     write_backs,
@@ -31,6 +32,7 @@ PIPELINE: tuple[Pass, ...] = (
     zero_tensors.PASS,
     convolutions.PASS,
     float16_sums.PASS,
+    tanh.PASS,
     # Of the graph again, given that table.
     layouts.PASS,
     permutations.PASS,

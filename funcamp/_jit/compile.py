@@ -19,6 +19,7 @@ from funcamp._jit.options import options_for
 from funcamp._jit.passes import changed
 from funcamp._jit.passes.program import Flat, Program, Target
 from funcamp._jit.session import deep_recursion
+from funcamp._jit.sources import sources_changed
 from funcamp._memory import overlaps
 from funcamp._trace.autocast_regions import without_autocast
 from funcamp._trace.trace import Graph, parts, with_parts
@@ -157,7 +158,7 @@ def _by_inductor(program: Program, without: frozenset[str], headers: Callable[[]
         with config.patch(options):
             return compiled()
     try:
-        with config.patch(options):
+        with config.patch(options), sources_changed(program.source_changes):
             if headers:
                 headers()
             return compiled()

@@ -14,6 +14,7 @@ from funcamp._jit.passes import (
     part_inputs,
     permutations,
     products,
+    small_buffers,
     tanh,
     unread_gathers,
     whole_operations,
@@ -41,6 +42,8 @@ PIPELINE: tuple[Pass, ...] = (
     write_backs.PASS,
     # Inside Inductor, on the graph that it generates code for.
     products.PASS,
+    # Of the C++ that Inductor has written.
+    small_buffers.PASS,
 )
 
 

@@ -56,6 +56,8 @@ class Program(NamedTuple):
     """What adds entries to the compiler's table of decompositions."""
     around: tuple[Callable[[Flat], Flat], ...] = ()
     """What is put around the compiled program, the first one innermost."""
+    source_changes: tuple[Callable[[str], str], ...] = ()
+    """What changes the C++ that Inductor has written, in order."""
 
     @property
     def table(self) -> Table:

@@ -44,7 +44,7 @@ def tanh(x: Tensor) -> Any:
     return torch.where(size < NEAR, near, far).copysign(x.float()).to(x.dtype)
 
 
-def _extension(table: Decompositions) -> Decompositions:
+def _extension(_: Decompositions) -> Decompositions:
     return {torch.ops.aten.tanh.default: tanh}
 
 

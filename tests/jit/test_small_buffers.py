@@ -1,0 +1,170 @@
+"""Small buffers in one block: which of Inductor's statements make a buffer a part, and that no number changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from funcamp import jit, make_train_step, module_loss, stateless
+from funcamp._jit import small_buffers
+from funcamp._jit.small_buffers import in_one_block
+from tests.support.generated import code_of
+from tests.support.helpers import assert_same
+
+MAKE = """    AtenTensorHandle {0}_handle;
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided({1}, {2}, {3}, cached_torch_dtype_{4}, cached_torch_device_type_cpu, 0, &{0}_handle));
+    RAIIAtenTensorHandle {0}({0}_handle);
+"""  # noqa: E501
+START = """void inductor_entry_impl(
+    AtenTensorHandle* input_handles, AtenTensorHandle* output_handles) {
+    auto inputs = steal_from_raw_handles_to_raii_handles(input_handles, 1);
+    auto arg0_1 = std::move(inputs[0]);
+    static constexpr int64_t *scalar=nullptr;
+    static constexpr int64_t shape[] = {4L, 8L, };
+    static constexpr int64_t strides[] = {8L, 1L, };
+    static constexpr int64_t open[] = {s0, 1L, };
+"""
+
+
+def scalar(name: str, dtype: str = "float32") -> str:
+    return MAKE.format(name, 0, "scalar", "scalar", dtype)
+
+
+def matrix(name: str, dtype: str = "float32", shape: str = "shape") -> str:
+    return MAKE.format(name, 2, shape, "strides", dtype)
+
+
+def parts(statements: str) -> list[str]:
+    """The names of the buffers that become parts, each with where it begins in the block."""
+    lines = in_one_block(START + statements + "}\n").splitlines()
+    return [line.strip() for line in lines if line.strip().startswith("Part buf")]
+
+
+def kernel(*names: str) -> str:
+    arguments = ", ".join(f"(const float*)({name}.data_ptr())" for name in names)
+    return f"    cpp_fused_add_0({arguments});\n"
+
+
+def test_what_only_kernels_see_is_a_part() -> None:
+    found = parts(scalar("buf0") + matrix("buf1", "bfloat16") + scalar("buf2", "float64") + kernel("buf0", "buf1"))
+    assert found == [
+        "Part buf0{small_buffers_first + 0, 4};",
+        "Part buf1{small_buffers_first + 64, 2};",
+        "Part buf2{small_buffers_first + 128, 8};",
+    ]
+
+
+def test_two_spaces_before_the_device_are_the_same() -> None:
+    assert parts(scalar("buf0").replace("_cpu, 0", "_cpu,  0")) == ["Part buf0{small_buffers_first + 0, 4};"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "    output_handles[0] = {}.release();\n",
+        "    aoti_torch_cpu_mm_out({}, arg0_1, arg0_1);\n",
+        "    auto buf9 = std::move({});  // reuse\n    output_handles[0] = buf9.release();\n",
+        (
+            "    auto buf9 = wrap_with_raii_handle_if_needed(reinterpret_tensor_wrapper({}, 1, shape, strides, 6L));\n"
+            "    aoti_torch_copy_(buf9, arg0_1, 0);\n"
+        ),
+        "    carried = std::move({});\n",
+        "    auto buf9 = something_new({});\n",
+    ],
+)
+def test_what_anything_else_sees_is_a_tensor(use: str) -> None:
+    assert parts(matrix("buf0") + scalar("buf1") + use.format("buf0")) == ["Part buf1{small_buffers_first + 0, 4};"]
+
+
+def test_moves_and_views_are_parts_as_well() -> None:
+    view = "    auto buf1 = wrap_with_raii_handle_if_needed(reinterpret_tensor_wrapper(buf0, 1, shape, strides, 6L));\n"
+    moved = "    auto buf2 = std::move(buf1);  // reuse\n    buf0.reset();\n"
+    assert len(parts(matrix("buf0") + view + moved + kernel("buf2"))) == 1
+
+
+@pytest.mark.parametrize(
+    "allocation",
+    [
+        matrix("buf0", shape="open"),
+        matrix("buf0", shape="unknown"),
+        matrix("buf0", "complex64"),
+        scalar("buf0") + scalar("buf0"),
+        scalar("buf0").replace("_type_cpu", "_type_cuda"),
+    ],
+)
+def test_what_is_not_known_is_a_tensor(allocation: str) -> None:
+    assert parts(allocation + scalar("buf1")) == ["Part buf1{small_buffers_first + 0, 4};"]
+
+
+def test_an_array_of_constants_with_two_meanings_is_not_known() -> None:
+    assert parts("    static constexpr int64_t shape[] = {9L, 8L, };\n" + matrix("buf0")) == []
+
+
+def test_large_buffers_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_buffers, "SMALL", 4 * 8 * 4 - 1)
+    assert parts(matrix("buf0")) == []
+    monkeypatch.setattr(small_buffers, "SMALL", 4 * 8 * 4)
+    assert len(parts(matrix("buf0"))) == 1
+
+
+def test_the_block_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_buffers, "BLOCK", 64 + 4)
+    assert len(parts(scalar("buf0") + scalar("buf1") + scalar("buf2"))) == 2
+
+
+def test_an_empty_buffer_has_a_place() -> None:
+    empty = "    static constexpr int64_t nothing[] = {0L, 8L, };\n"
+    assert len(parts(empty + matrix("buf0", shape="nothing") + scalar("buf1"))) == 2
+
+
+@pytest.mark.parametrize("source", ["", "void something_else(int);", "void inductor_entry_impl(int) { }"])
+def test_other_sources_stay(source: str) -> None:
+    assert in_one_block(source) is source
+
+
+def train(**options: Any) -> tuple[Any, list[Any], str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4))
+    step = make_train_step(
+        module_loss(model, nn.functional.mse_loss), stateless(torch.optim.AdamW, lr=1e-2), max_norm=1.0
+    )
+    run, state, rows = jit(step, **options), step.init(), []
+    batches = [(torch.randn(6, 8), torch.randn(6, 4)) for _ in range(4)]
+    code = code_of(run, state, batches[0])
+    state = step.init()
+    for batch in batches:
+        state, metrics = run(state, batch)
+        rows.append((metrics, metrics.loss.clone()))
+    return state, rows, code
+
+
+@pytest.mark.inductor
+def test_no_number_changes_and_metrics_are_kept() -> None:
+    state, rows, code = train()
+    without, rows_without, code_without = train(without=["small_buffers"])
+    assert "Part buf" in code
+    assert "Part buf" not in code_without
+    assert_same(state, without)
+    assert_same(rows, rows_without)
+    for metrics, loss in rows:  # what a caller has is not in a block that later calls write
+        assert_same(metrics.loss, loss)
+
+
+@pytest.mark.inductor
+def test_branches_have_their_own_values() -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Any]:
+        total = (x * state).sum()
+        more: Tensor = torch.cond(
+            total > 0, lambda x: (x.sin().sum() + x).sum(), lambda x: (x.cos().sum() - x).sum(), [x]
+        )
+        return state + more, (total, more.square())
+
+    run, state, expected = jit(step), torch.ones(3), torch.ones(3)
+    for sign in (1.0, -1.0, 1.0):
+        x = torch.linspace(0.1, 1, 3) * sign
+        expected, wanted = step(expected, x)
+        state, found = run(state, x)
+        torch.testing.assert_close((state, found), (expected, wanted))

@@ -33,13 +33,15 @@ def unrolled(one_step: Flat, state_leaves: int, outputs: Outputs, unroll: int) -
 
     def run(values: list[Tensor]) -> list[Tensor]:
         state, batches = values[:state_leaves], values[state_leaves:]
-        metrics: list[list[Tensor]] = []
+        # All views at once: one by one they take a tenth of a small step's time.
+        steps = zip(*(leaf.unbind() for leaf in batches)) if batches else [()] * unroll
+        rows: list[list[Tensor]] = []
         next_state: list[Tensor] = []
-        for index in range(unroll):
-            results = one_step([*state, *[leaf[index] for leaf in batches]])
+        for batch in steps:
+            results = one_step([*state, *batch])
             next_state = outputs.state_of(results)
             state = next_state or state  # a donated step has written into the state
-            metrics.append(results[outputs.state :])
-        return [*next_state, *(torch.stack(column) for column in zip(*metrics))]
+            rows.append(results[outputs.state :])
+        return [*next_state, *(torch.stack(column) for column in zip(*rows))]
 
     return run

@@ -14,8 +14,11 @@ from funcamp._upstream.replaced import replaced
 def sources_changed(changes: tuple[Callable[[str], str], ...]) -> Iterator[None]:
     """Context manager: the C++ that calls the kernels of a program is the result of these functions, one by one."""
     writer = _upstream.find("torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu")
+    if not changes or not _upstream.usable(writer):
+        yield
+        return
     end = _upstream.find("torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu.generate_end")
-    if not changes or not _upstream.usable(writer, end):
+    if not _upstream.usable(end):
         yield
         return
 

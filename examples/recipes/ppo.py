@@ -1,9 +1,10 @@
-"""PPO: an epoch of minibatches in one call, on rollouts of the policy as it is.
+"""PPO: rollouts of the current policy, and an epoch of minibatches in one call.
 
     python examples/recipes/ppo.py
 
-`jit(step, unroll=MINIBATCHES)` takes an update for each row of a stacked batch, and a permutation of the rollout in
-that shape, as an index, makes the batch. Watch `distance`: how far from 0 the walkers end; moves are random at first.
+`jit(step, unroll=MINIBATCHES)` takes an update for each minibatch of a stack, and a permutation in that shape, as an
+index into the rollout, makes the stack. Each minibatch has its own scale and skip. Watch `distance`: how far from 0
+walkers end, by the first policy and by the last.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def train(steps: int, wrap: Callable[..., Any] = funcamp.jit, device: str = "cpu
     run, state, history = wrap(step, unroll=MINIBATCHES), step.init(), []
     for index in range(steps):
         place, noise, order = batch(index, device)
-        if index % EPOCHS == 0:
+        if index % EPOCHS == 0:  # the rollout of the next EPOCHS epochs
             params = step.compute_params(state)
             with torch.autocast(device, torch.float16):
                 rollout, _ = walk(partial(functional_call, agent, params), place, noise)

@@ -3,8 +3,8 @@
     python examples/recipes/ppo.py
 
 `jit(step, unroll=MINIBATCHES)` takes an update for each minibatch of a stack, and a permutation in that shape, as an
-index into the rollout, makes the stack. Each minibatch has its own scale and skip. Watch `distance`: how far from 0
-walkers end, by the first policy and by the last.
+index into the rollout, makes the stack. An overflow skips one minibatch. Watch `distance`: how far from 0 walkers end,
+by the first policy and by the last.
 """
 
 from __future__ import annotations

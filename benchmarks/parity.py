@@ -31,12 +31,12 @@ from _timing import Report, Row, about, arguments, chosen
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import funcamp
-from tests.recipes import NAMES, Trace, example, oracle, trace_of
+from tests.recipes import NAMES, Trace, example, oracle, trace_of, uncompiled
 from tests.support.helpers import difference, to
 
 SIZES = {name: name for name in NAMES}
 WRAPS: dict[str, Callable[..., Any]] = {
-    "step, eager": lambda step, **_: step,
+    "step, eager": uncompiled,
     "funcamp.jit, exact=True": functools.partial(funcamp.jit, exact=True),
     "funcamp.jit": funcamp.jit,
 }

@@ -3,14 +3,14 @@
     python examples/recipes/sac.py
 
 Each update uses the parameters of the one before it, as in torch's loop, and each network has a separate scale. The
-target is an average, a part of the critics' optimizer. Watch `distance`: how far from 0 the policy, trained on random
-moves, leaves a walker after five steps; `temperature` follows the policy's entropy.
+target is the average of the critics that their step keeps. Watch `distance`: how far from 0 the policy, trained on
+random moves, leaves a walker after five steps; `temperature` follows the policy's entropy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,6 @@ from torch.func import functional_call
 import funcamp
 
 CONFIG, TAU, DISCOUNT, ENTROPY = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=10), 0.05, 0.8, -1.0
-
-
-class Row(NamedTuple):
-    scale: Tensor  # (2,), as found_inf: of the critics' update and of the actor's
-    found_inf: Tensor
-    temperature: Tensor
 
 
 def batch(index: int, device: str) -> tuple[Tensor, ...]:
@@ -63,8 +57,8 @@ def criterion(values: Tensor, target: Tensor) -> Tensor:
     return (values.float() - target).square().mean(0).sum()
 
 
-def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> tuple[Any, list[Row]]:
-    """Return the parameters of both networks after some steps, and every step's row; wrap may compile the step."""
+def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> tuple[Any, list[Any]]:
+    """Return all parameters after some steps, and the metrics of both networks; wrap may compile the step."""
     actor, critics = [model.to(device) for model in make_models()]
     adam = funcamp.stateless(torch.optim.Adam, lr=3e-3)
 
@@ -79,11 +73,11 @@ def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "c
 
     a_loss = funcamp.module_loss(actor, actor_loss, has_aux=True)
     a_step = funcamp.make_train_step(a_loss, adam, CONFIG, policy="float16")
-    with_target = funcamp.chain(adam, funcamp.average(1 - TAU))
-    c_step = funcamp.make_train_step(funcamp.module_loss(critics, criterion), with_target, CONFIG, policy="float16")
+    c_loss = funcamp.module_loss(critics, criterion)
+    c_step = funcamp.make_train_step(c_loss, adam, CONFIG, policy="float16", ema_decay=1 - TAU)
     t_step = funcamp.make_train_step(alpha_loss, adam, funcamp.presets.disabled())
 
-    def step(states: Any, batch: tuple[Tensor, ...]) -> tuple[Any, Row]:
+    def step(states: Any, batch: tuple[Tensor, ...]) -> tuple[Any, Any]:
         (a_state, c_state, t_state), (place, move, *noises) = states, batch
         after, log_alpha = place + move, t_state.params["log_alpha"]
         target = c_step.compute_params(c_state._replace(params=c_state.ema))
@@ -94,33 +88,31 @@ def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "c
         c_state, c_row = c_step(c_state, (place, move, DISCOUNT * value - after.square()))
         a_state, a_row = a_step(a_state, (place, (place, noises[1], c_step.compute_params(c_state), log_alpha)))
         t_state, _ = t_step(t_state, a_row.aux)
-        scale, found_inf = zip(*[(row.scale, row.found_inf) for row in (c_row, a_row)])
-        row = Row(torch.stack(scale), torch.stack(found_inf), t_state.params["log_alpha"].exp())
-        return (a_state, c_state, t_state), row
+        return (a_state, c_state, t_state), (c_row, a_row)
 
     begin = a_step.init(), c_step.init(), t_step.init({"log_alpha": torch.zeros((), device=device)})
     run, states, history = wrap(step), begin, []
     for index in range(steps):
-        states, row = run(states, batch(index, device))
-        history.append(row)
+        states, rows = run(states, batch(index, device))
+        history.append(rows)
     return [state.params.tree() for state in states], history
 
 
 def main(steps: int = 200, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> dict[str, float]:
-    (policy, *_), history = train(steps, wrap, device)
+    (policy, _, temperature), history = train(steps, wrap, device)
     actor, place = make_models()[0].to(device), torch.linspace(-2, 2, 64, device=device)[:, None]
     first = place.abs().mean().item()
     with torch.no_grad():
         for _ in range(5):
             place = place + functional_call(actor, policy, place)[:, :1].tanh()
-    last, rows = place.abs().mean().item(), Row(*map(torch.stack, zip(*history)))
+    last, (c_row, a_row) = place.abs().mean().item(), history[-1]
     assert last < first / 2, (first, last)
     return {
         "distance_first": first,
         "distance_last": last,
-        "temperature": rows.temperature[-1].item(),
-        "skipped": rows.found_inf.amax(1).sum().item(),
-        "scale": rows.scale[-1].min().item(),
+        "temperature": temperature["log_alpha"].exp().item(),
+        "skipped": c_row.skipped.item() + a_row.skipped.item(),
+        "scale": min(c_row.scale.item(), a_row.scale.item()),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from funcamp import jit
-from tests.recipes import NAMES, example, oracle, trace_of
+from tests.recipes import NAMES, example, oracle, trace_of, uncompiled
 from tests.support.helpers import assert_close, to
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("deterministic")]
@@ -26,7 +26,7 @@ def expected(name: str) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", ["eager", "captured"])
 def test_recipe_is_the_torch_loop(name: str, form: str) -> None:
-    wrap: Any = functools.partial(jit, exact=True) if form == "captured" else lambda step, **_: step
+    wrap: Any = functools.partial(jit, exact=True) if form == "captured" else uncompiled
     params, history = example(name).train(STEPS, wrap, "cuda")
     expected_params, expected_trace = expected(name)
     assert trace_of(history) == expected_trace

@@ -11,20 +11,20 @@ import pytest
 
 import funcamp
 from funcamp._jit import cuda_graph
-from tests.recipes import FOLDER, NAMES, example, oracle, trace_of
+from tests.recipes import FOLDER, NAMES, example, oracle, trace_of, uncompiled
 from tests.support.helpers import assert_close, one_thread
 from tests.support.stand_in import StandIn
 
 STEPS = 40
 
-Wrap = Callable[[Any], Any]
+Wrap = Callable[..., Any]
 
 
 @pytest.fixture(params=["eager", "captured"])
 def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wrap:
     """How a recipe's step is run: as it is, or compiled, donated and replayed (a stand-in takes the graph's part)."""
     if request.param == "eager":
-        return lambda step, **_: step
+        return uncompiled
     monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
     return functools.partial(funcamp.jit, backend="eager")
 
@@ -52,7 +52,7 @@ def test_recipe_is_the_torch_loop(name: str, wrap: Wrap) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_main_shows_a_result(name: str) -> None:
     with one_thread():
-        numbers = example(name).main(wrap=lambda step, **_: step)
+        numbers = example(name).main(wrap=uncompiled)
     assert numbers["skipped"] >= 1
     assert all(isinstance(value, (int, float)) for value in numbers.values())
 

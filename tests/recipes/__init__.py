@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 FOLDER = Path(__file__).parent.parent.parent / "examples" / "recipes"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -40,8 +41,27 @@ def oracle(name: str) -> Any:
 
 
 def trace_of(history: list[Any]) -> Trace:
-    """(scale, found_inf) of every row, as numbers, or as lists where a step has several scalers."""
-    return [(row.scale.tolist(), row.found_inf.tolist()) for row in history]
+    """(scale, found_inf) of every step, as numbers; as lists where it has several rows, or a row several scalers."""
+    return [(_numbers(row, "scale"), _numbers(row, "found_inf")) for row in history]
+
+
+def _numbers(row: Any, name: str) -> Any:
+    return getattr(row, name).tolist() if hasattr(row, name) else [_numbers(part, name) for part in row]
+
+
+def uncompiled(step: Any, unroll: int | None = None) -> Any:
+    """A step as it is, in the place of `jit`: with unroll, calls in turn and their metrics stacked."""
+    if unroll is None:
+        return step
+
+    def run(state: Any, batch: Any) -> tuple[Any, Any]:
+        rows = []
+        for index in range(unroll):
+            state, row = step(state, _pytree.tree_map(lambda leaf: leaf[index], batch))  # noqa: B023
+            rows.append(row)
+        return state, _pytree.tree_map(lambda *leaves: torch.stack(leaves), *rows)
+
+    return run
 
 
 def scaler_for(config: Any, device: str) -> torch.amp.GradScaler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from funcamp._trace.trace import Graph, trace
 from funcamp._trace.tracing import HostError
 from funcamp._types import Tree
 from funcamp._upstream.advice import advise
+
+_log = logging.getLogger("funcamp")
 
 
 class Options(NamedTuple):
@@ -267,9 +270,14 @@ def _compiled(graph: Graph, options: Options, owned: Owned, session: CompileSess
         return run
     session.progress.phase("running operation by operation")
     one_by_one = compiled_for(target._replace(backend="eager"), session)
-    return CompiledLater(
-        one_by_one, lambda later: compiled_for(target, later), options.compile_after, session.progress.task
+    calls, task = options.compile_after, session.progress.task
+    _log.info(
+        "jit: this program's operations run one by one, as in eager mode, for its first %d calls; it is compiled at the "
+        "next one. jit(step, compile_after=0) compiles each program at its first call: %s",
+        calls,
+        task,
     )
+    return CompiledLater(one_by_one, lambda later: compiled_for(target, later), calls, task)
 
 
 def compile_traced(graph: Graph, target: Target, options: Options, session: CompileSession) -> Flat:

@@ -295,9 +295,10 @@ def _split(call: str, returned: Any, has_aux: bool) -> tuple[Tensor, Any]:
     if not loss.requires_grad:
         if not torch.compiler.is_dynamo_compiling() and _records_nothing():
             raise RuntimeError(
-                f"{call}: torch.autograd must record the loss; got a call in which torch records nothing, such as a branch "
-                "of torch.cond that torch.compile does not trace (torch.compiler.set_stance('force_eager'), a mode such "
-                "as FlopCounterMode around it): take torch.where on the results, a Python if, or engine='func'"
+                f"{call}: torch.autograd must record the loss; got a call in which torch records nothing, such as a "
+                "branch of torch.cond that torch.compile does not trace (torch.compiler.set_stance('force_eager'), a "
+                "mode such as FlopCounterMode around it): take torch.where on the results, a Python if, or "
+                "engine='func'"
             )
         raise ValueError(
             f"{call}: loss_fn must return a loss that depends on the parameters through differentiable operations; got "

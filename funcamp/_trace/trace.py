@@ -96,7 +96,8 @@ _PYTHON = (FunctionType, MethodType, functools.partial, torch.nn.Module)
 _BRANCHES = (
     "not call torch.cond or a relative of it ({name}) while torch.compile is switched off, as it makes graphs of the "
     "branches; {line} does: make the first call outside of torch.compiler.set_stance('force_eager') and of modes such "
-    "as FlopCounterMode, without TORCH_COMPILE_DISABLE, or take torch.where on the results, or a Python bool in the batch"
+    "as FlopCounterMode, without TORCH_COMPILE_DISABLE, or take torch.where on the results, or a Python bool in the "
+    "batch"
 )
 #: Texts of torch's errors when the values or the memory of a fake tensor are read.
 _ASKED = (

@@ -187,10 +187,11 @@ def test_a_criterion_reads_several_entries_of_a_mapping(compiled: bool) -> None:
     expected = copy.deepcopy(model)
     weighted(expected(batch["observation"]), batch).backward()
     torch.optim.SGD(expected.parameters(), lr=0.1).step()
-    step = make_train_step(module_loss(model, weighted), SGD, ScalerConfig(8.0))
+    loss_fn = module_loss(model, weighted)
+    step = make_train_step(loss_fn, SGD, ScalerConfig(8.0))
     run = jit(step, backend="eager") if compiled else step
     state, _ = run(step.init(), (batch["observation"], batch))
-    assert_same(step.loss_fn.state_dict(state.params), dict(expected.state_dict()))
+    assert_same(loss_fn.state_dict(state.params), dict(expected.state_dict()))
 
 
 IDS = torch.zeros(4, 5, dtype=torch.int64)

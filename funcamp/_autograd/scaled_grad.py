@@ -53,6 +53,7 @@ def scaled_grad_and_value(
             parameter (detached, computed under torch.no_grad).
         TypeError: when called: a leaf of params is an integer tensor or not a tensor, the loss is not a floating-point
             tensor, aux contains something else than tensors, or has_aux is set and loss_fn does not return a pair.
+        RuntimeError: when called: in a branch of torch.cond that torch.compile does not trace, without engine="func".
 
     Example:
         >>> step = scaled_grad_and_value(lambda params, x: ((params["w"] * x) ** 2).sum())

@@ -84,7 +84,8 @@ class CompiledLater:
     ) -> None:
         self._run = one_by_one
         self._compile_traced: Callable[[CompileSession], Flat] | None = compile_traced
-        self._calls_left, self._task = calls, task
+        self._calls_left = calls
+        self._task = f"{task}; it ran one by one for {calls} calls (compile_after)"
 
     def __call__(self, values: list[Tensor]) -> list[Tensor]:
         """Return the results of the step."""

@@ -86,7 +86,6 @@ def differentiate_loss(
 
 def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Any:
     """Call a loss under the policy's autocast, with the arguments that it takes."""
-    device = next(leaf.device.type for leaf in _tree.leaves(arguments.params) if leaf is not None)
     taken: list[Any] = [arguments.params]
     if loss_fn.probes:
         taken.append(arguments.taps)
@@ -94,7 +93,7 @@ def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Any:
         taken.append(loss_fn.fresh(arguments.buffers))
     if loss_fn.has_scaler:
         taken.append(arguments.scaler)
-    with autocast_of(policy, device):
+    with autocast_of(policy, arguments.scaler.scale.device.type):
         if torch.compiler.is_dynamo_compiling():
             return loss_fn(*taken, arguments.batch)
         try:

@@ -104,7 +104,6 @@ def make_train_step(
     check_optimizer(call, "optimizer", optimizer)
     config = check_config(call, config)
     policy = check_policy(call, policy)
-    _report_scale(config, policy)
     for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
         if limit is not None:
             check_limit(call, name, limit)
@@ -138,6 +137,7 @@ def make_train_step(
     )
     if options.observe and options.parallel.shard:
         raise ValueError(f"{call}: observe must not be given with {parallel!r}; got {_tree.brief(options.observe)}")
+    _report_scale(config, policy)
     return TrainStep(loss_fn if isinstance(loss_fn, Loss) else loss(loss_fn), optimizer, config, options)
 
 

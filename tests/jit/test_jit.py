@@ -533,15 +533,23 @@ def test_a_program_that_is_not_compiled_yet_says_so(
         x, doubled = batch
         return state + (2 * x if doubled else x).sum(), None
 
+    tasks: list[str] = []
+
+    class Session(executable.CompileSession):
+        def __init__(self, task: str) -> None:
+            tasks.append(task)
+            super().__init__(task)
+
     Backends(monkeypatch)
+    monkeypatch.setattr(executable, "CompileSession", Session)  # of a later compilation
     run, state = jit(maybe, compile_after=compile_after), torch.zeros(())
     with caplog.at_level("INFO", "funcamp"):
-        for doubled in (False, True, False, True, True):
+        for doubled in (False, True, False, True, True, True):
             state, _ = run(state, (torch.ones(2), doubled))
     lines = [(record.levelname, text) for record in caplog.records if "one by one" in (text := record.getMessage())]
-    assert state == 2 + 4 + 2 + 4 + 4
+    assert state == 2 + 4 + 2 + 4 + 4 + 4
     if not compile_after:
-        assert lines == []
+        assert lines == tasks == []
         return
     [(level, text)] = lines
     assert level == "INFO"
@@ -550,6 +558,8 @@ def test_a_program_that_is_not_compiled_yet_says_so(
         "next one. jit(step, compile_after=0) compiles each program at its first call: maybe for a batch of float32[2]; "
         "batch[1] changed from False to True"
     )
+    [task] = tasks
+    assert task.endswith("changed from False to True; it ran one by one for 3 calls (compile_after)")
 
 
 def test_a_further_signature_is_compiled_at_once_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -549,7 +549,8 @@ def test_a_program_that_is_not_compiled_yet_says_so(
     lines = [(record.levelname, text) for record in caplog.records if "one by one" in (text := record.getMessage())]
     assert state == 2 + 4 + 2 + 4 + 4 + 4
     if not compile_after:
-        assert lines == tasks == []
+        assert not lines
+        assert not tasks
         return
     [(level, text)] = lines
     assert level == "INFO"

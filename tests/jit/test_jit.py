@@ -17,6 +17,7 @@ from torch.utils import _pytree
 from funcamp import Params, ScalerConfig, TrainState, clone, jit, stateless
 from funcamp._jit import compile as compiler
 from funcamp._jit import executable
+from funcamp._jit.session import CompileSession
 from tests.support.helpers import assert_same
 from tests.support.models import cnn, mlp
 from tests.support.steps import build
@@ -535,7 +536,7 @@ def test_a_program_that_is_not_compiled_yet_says_so(
 
     tasks: list[str] = []
 
-    class Session(executable.CompileSession):
+    class Session(CompileSession):
         def __init__(self, task: str) -> None:
             tasks.append(task)
             super().__init__(task)

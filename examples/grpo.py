@@ -152,7 +152,7 @@ def make_step(
 
     def step(state: Run, batch: tuple[Tensor, Tensor]) -> tuple[Run, dict[str, Tensor]]:
         prompts, noise = batch
-        with torch.no_grad(), torch.autocast(prompts.device.type, low, enabled=dtype != "float32"):
+        with torch.no_grad(), learner.autocast(state.learner):
             answer, old = sample(learner.compute_params(state.learner), prompts, noise)
             inputs = inputs_of(prompts, answer)
             reference = log_prob(bind(state.reference)(inputs)[0][:, LENGTH - 1 :], answer)

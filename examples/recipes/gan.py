@@ -53,7 +53,7 @@ def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "c
 
     def step(states: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, Row]:
         (g_state, d_state), (real, noise) = states, batch
-        with torch.autocast(device, torch.float16):
+        with g_step.autocast(g_state):
             fake = functional_call(generator, g_step.compute_params(g_state), noise).float()
         is_real = torch.cat([torch.ones_like(real[:, :1]), torch.zeros_like(fake[:, :1])])
         d_state, d_row = d_step(d_state, (torch.cat([real, fake]), is_real))

@@ -81,7 +81,7 @@ def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "c
         (a_state, c_state, t_state), (place, move, *noises) = states, batch
         after, log_alpha = place + move, t_state.params["log_alpha"]
         target = c_step.compute_params(c_state._replace(params=c_state.ema))
-        with torch.autocast(device, torch.float16):
+        with c_step.autocast(c_state):
             next_move, log_density = drawn(functional_call(actor, a_step.compute_params(a_state), after), noises[0])
             value = functional_call(critics, target, (after, next_move)).amin(1, keepdim=True).float()
         value = value - log_alpha.exp() * log_density

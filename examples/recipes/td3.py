@@ -71,7 +71,7 @@ def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "c
         for place, move, noise in zip(*batch):
             c_target = c_step.compute_params(c_state._replace(params=c_state.ema))
             after = place + move
-            with torch.autocast(device, torch.float16):
+            with c_step.autocast(c_state):
                 next_move = (functional_call(actor, a_target, after) + noise).clamp(-1, 1)
                 value = functional_call(critics, c_target, (after, next_move)).amin(1, keepdim=True)
             c_state, row = c_step(c_state, (place, move, DISCOUNT * value.float() - after.square()))

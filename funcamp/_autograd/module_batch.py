@@ -46,7 +46,14 @@ def arguments_of(batch: object, *, has_target: bool) -> Arguments:
 def _wrong_form(batch: object, *, has_target: bool) -> TypeError:
     hint = ""
     if has_target and isinstance(batch, Mapping):
-        hint = "; module_loss(model) without a criterion passes a mapping on, for a model that returns its loss"
+        # Which entry is the target, and whether the model takes the rest by name, only the caller knows.
+        first, *rest = [f"batch[{key!r}]" for key in batch] or ["inputs"]
+        last = rest[-1] if rest else "target"
+        hint = (
+            f": pass its entries as a tuple with the target last, such as ({first}, {last}), or ({first}, batch) for a "
+            "criterion that reads several; module_loss(model) without a criterion passes a mapping on, for a model "
+            "that returns its loss"
+        )
     return TypeError(f"module_loss: batch must be {_accepted_forms(has_target)}; got {_tree.brief(batch)}{hint}")
 
 

@@ -414,7 +414,8 @@ def module_loss(
 ) -> ModuleLoss:
     """Return a loss function for `make_train_step` from a module and a criterion.
 
-    loss = criterion(model(*inputs), target) for a batch `(*inputs, target)`, a tuple or a list.
+    loss = criterion(model(*inputs), target) for a batch `(*inputs, target)`, a tuple or a list. An input or the target
+    may be any pytree: with a dict as target, `(batch["x"], batch)`, a criterion reads several entries.
 
     Without a criterion the model must return its loss: a tensor of shape (), an object with `.loss`, or a dict with
     "loss". The batch is then a mapping, passed as keyword arguments (the form of every Hugging Face model, with

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_instead, target_of
+from funcamp._jit.compiler_error import reason_of
 from funcamp._jit.cuda_graph import Captured
 from funcamp._jit.donation import Layouts, Owned, arranged, layouts_for
 from funcamp._jit.kinds import check_like
@@ -24,6 +26,8 @@ from funcamp._trace.trace import Graph, trace
 from funcamp._trace.tracing import HostError
 from funcamp._types import Tree
 from funcamp._upstream.advice import advise
+
+_log = logging.getLogger("funcamp")
 
 
 class Options(NamedTuple):
@@ -80,7 +84,8 @@ class CompiledLater:
     ) -> None:
         self._run = one_by_one
         self._compile_traced: Callable[[CompileSession], Flat] | None = compile_traced
-        self._calls_left, self._task = calls, task
+        self._calls_left = calls
+        self._task = f"{task}; it ran one by one for {calls} calls (compile_after)"
 
     def __call__(self, values: list[Tensor]) -> list[Tensor]:
         """Return the results of the step."""
@@ -267,9 +272,14 @@ def _compiled(graph: Graph, options: Options, owned: Owned, session: CompileSess
         return run
     session.progress.phase("running operation by operation")
     one_by_one = compiled_for(target._replace(backend="eager"), session)
-    return CompiledLater(
-        one_by_one, lambda later: compiled_for(target, later), options.compile_after, session.progress.task
+    calls, task = options.compile_after, session.progress.task
+    _log.info(
+        "jit: this program's operations run one by one, as in eager mode, for its first %d calls; it is compiled at "
+        "the next one. jit(step, compile_after=0) compiles each program at its first call: %s",
+        calls,
+        task,
     )
+    return CompiledLater(one_by_one, lambda later: compiled_for(target, later), calls, task)
 
 
 def compile_traced(graph: Graph, target: Target, options: Options, session: CompileSession) -> Flat:
@@ -284,8 +294,11 @@ def compile_traced(graph: Graph, target: Target, options: Options, session: Comp
         if target.backend == "eager":  # nothing is compiled
             raise
         if target.by_inductor and target.is_open:
-            one_by_one_instead(f"Inductor raises {type(error).__name__}")
+            one_by_one_instead(f"Inductor raises {reason_of(error)}")
             return compile_traced(graph, target._replace(backend="eager"), options, session)
         advise("jit", error)
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RuntimeError(f"jit: step was traced, but cannot be compiled: {reason}") from error
+        raise RuntimeError(
+            f"jit: step was traced, but cannot be compiled: {reason_of(error)}. backend='eager' runs its operations "
+            "without a compiler; explain=True names the passes and options, and without=(...) leaves out those it is "
+            "given"
+        ) from error

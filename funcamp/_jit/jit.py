@@ -60,8 +60,10 @@ def jit(
         backend: torch.compile's: "inductor", or "eager" to run the traced operations one by one, without a compiler.
         compile_after: number of calls with a second or later batch signature before it is compiled too. Until then the
             traced operations run one by one, so that the last, smaller batch of an epoch costs a trace and no
-            compilation; sums round as in eager mode. 0 compiles at once. A captured step always compiles at once, with
-            one graph per signature.
+            compilation; sums round as in eager mode, and a line of the log at level INFO reports it. 0 compiles every
+            program at its first call: choose it if a batch has a Python bool for a part of the step that does not
+            run every time (a delayed update), as the program of each value is called often. A captured step always
+            compiles at once, with one graph per signature.
         max_signatures: maximum number of batch signatures; one more raises, because a loop that traces at every step is
             a mistake.
         without: names of passes, of Inductor's options, and of corrections of torch to leave out, to find the one that

@@ -164,8 +164,11 @@ def padding(before: Key, now: Key) -> str:
     """Return what to do if shapes differ; "" if constants do."""
     former, current = Signature._make(before), Signature._make(now)
     changed = next((new for old, new in zip(former.leaves, current.leaves) if old != new), ())
-    is_constant = former.structure == current.structure and _is_number(changed)
-    return "" if is_constant else ": pad batches to a few lengths, or raise max_signatures"
+    if former.structure == current.structure and _is_number(changed):
+        return ""
+    if former.structure == current.structure and changed and changed[0] is bool:
+        return ": each value of a Python bool has a program of its own; raise max_signatures"
+    return ": pad batches to a few lengths, or raise max_signatures"
 
 
 #: What to do if a number of a batch changes.
@@ -182,5 +185,5 @@ def _shown(leaf: tuple[Any, ...]) -> str:
 
 
 def _is_number(leaf: tuple[Any, ...]) -> bool:
-    """Return whether a leaf's key is that of a Python number."""
-    return len(leaf) == 2 and leaf[0] in (bool, int, float, complex)
+    """Return whether a leaf's key is that of a Python number. A bool has two values: it may choose a program."""
+    return len(leaf) == 2 and leaf[0] in (int, float, complex)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from funcamp._step.accumulate import Result
 from funcamp._step.products import Multiplying
 from funcamp._storage.inputs import Cast, Inputs
 from funcamp._storage.params import clone
-from funcamp._storage.policy import Policy
+from funcamp._storage.policy import Policy, autocast_of
 from funcamp._types import Tree
 
 
@@ -87,11 +86,6 @@ def differentiate_loss(
 
 def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Any:
     """Call a loss under the policy's autocast, with the arguments that it takes."""
-    region: Any = contextlib.nullcontext()
-    if policy.autocast and policy.compute_dtype != torch.float32:
-        device = next(leaf.device.type for leaf in _tree.leaves(arguments.params) if leaf is not None)
-        if device != "meta":  # autocast does not know the meta device
-            region = torch.autocast(device, policy.compute_dtype)
     taken: list[Any] = [arguments.params]
     if loss_fn.probes:
         taken.append(arguments.taps)
@@ -99,7 +93,7 @@ def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Any:
         taken.append(loss_fn.fresh(arguments.buffers))
     if loss_fn.has_scaler:
         taken.append(arguments.scaler)
-    with region:
+    with autocast_of(policy, arguments.scaler.scale.device.type):
         if torch.compiler.is_dynamo_compiling():
             return loss_fn(*taken, arguments.batch)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from funcamp._step.parallel import Parallel
 from funcamp._step.step import TrainStep
 from funcamp._storage.policy import Policy, check_policy
 from funcamp._types import Reduce
+
+_log = logging.getLogger("funcamp")
 
 
 def make_train_step(
@@ -51,7 +54,10 @@ def make_train_step(
             function with more inputs or outputs, described by `loss`.
         optimizer: the result of `stateless` or `by_group`, or any object with such an init and update. If it has
             `learning_rate(opt_state)`, the metrics include the rate.
-        config: the scaler's configuration.
+        config: the scaler's configuration. The default scales the loss in every precision, from 2**16 on, as torch's
+            GradScaler does; float16 needs it, and whether a loss of yours uses float16 is not known here. If nothing
+            does (bfloat16, float32), `presets.disabled()` has the constant scale 1; a line of the log at level INFO
+            reports it when a step is built with the default and without a float16 policy.
         policy: a `Policy`, its string ("float16", "bf16", "16-mixed") or a dtype: autocast and compute copies. None:
             the loss gets the parameters as they are and may use autocast itself.
         max_norm: clip gradients to this global 2-norm; a positive number or a tensor of shape ().
@@ -131,7 +137,22 @@ def make_train_step(
     )
     if options.observe and options.parallel.shard:
         raise ValueError(f"{call}: observe must not be given with {parallel!r}; got {_tree.brief(options.observe)}")
+    _report_scale(config, policy)
     return TrainStep(loss_fn if isinstance(loss_fn, Loss) else loss(loss_fn), optimizer, config, options)
+
+
+def _report_scale(config: ScalerConfig, policy: Policy) -> None:
+    """Log that the loss is scaled, if the configuration is the default and the policy does not need it.
+
+    Not an error, nor another default: the loss may use float16 itself, and a step has the scales of torch's GradScaler.
+    """
+    if policy.compute_dtype == torch.float16 or config != ScalerConfig() or torch.compiler.is_dynamo_compiling():
+        return
+    _log.info(
+        "make_train_step: the default config scales the loss, from %g on, and the policy computes nothing in float16; "
+        "if the loss does not either, config=funcamp.presets.disabled() leaves it as it is",
+        config.init_scale,
+    )
 
 
 def _observers(call: str, observe: Mapping[str, Callable[[Any], Any]] | None) -> Mapping[str, Callable[[Any], Any]]:

@@ -27,6 +27,7 @@ from funcamp._step.state import Metrics, TrainState, Variables, check_train_stat
 from funcamp._step.torch_checkpoint import from_torch, to_torch
 from funcamp._storage.inputs import Inputs, inputs_of, lay_out
 from funcamp._storage.params import Params, clone, expand, matrix_or_vector, stored
+from funcamp._storage.policy import autocast_of
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
@@ -355,7 +356,7 @@ class TrainStep(Fixed):
     def compute_params(self, state: TrainState) -> Tree:
         """Return the parameters as the loss gets them: compute copies if the policy makes them.
 
-        For a forward pass outside the loss, under your own autocast: another network's turn, acting, validation.
+        For a forward pass outside the loss, under `autocast`: another network's turn, a target network, acting.
         Returns detached copies, which later steps do not change. With a sharded state this is a collective: call it on
         every rank. No sync.
 
@@ -370,6 +371,33 @@ class TrainStep(Fixed):
         if not torch.compiler.is_dynamo_compiling():  # the next donated step would overwrite these
             values = [value.clone() for value in values]
         return inputs.tree(values)
+
+    def autocast(self, state: TrainState) -> contextlib.AbstractContextManager[Any]:
+        """Return a region with the policy's autocast, for a forward pass outside the loss.
+
+        With `compute_params` it computes there as the loss does, without naming the precision again: a target network,
+        acting, the other network of a GAN. It replaces a caller's region. Without a policy, or with float32, a caller's
+        region applies, as it does to the loss. Products in float8 are the loss's only: here they are bfloat16. It does
+        not switch gradients off; those parameters require none. No sync.
+
+        Args:
+            state: whose device the region is for.
+
+        Raises:
+            TypeError: state is not a `TrainState`.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> loss_fn = module_loss(model, torch.nn.functional.mse_loss)
+            >>> step = make_train_step(loss_fn, stateless(torch.optim.SGD), policy="bfloat16")
+            >>> state = step.init()
+            >>> with step.autocast(state):
+            ...     out = torch.func.functional_call(model, step.compute_params(state), torch.ones(3, 2))
+            >>> out.dtype
+            torch.bfloat16
+        """
+        check_train_state("autocast", "state", state)
+        return autocast_of(self._options.policy, state.scaler.scale.device.type)
 
     def float8_scales(self, state: TrainState) -> dict[str, Tensor]:
         """Return the scales of delayed scaling, per layer path, for `NumericsReport.float8` or a log. No sync.

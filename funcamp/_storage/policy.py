@@ -7,6 +7,7 @@ and the gradient is taken with respect to it: the sum is the same, and no cache 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -237,3 +238,10 @@ def _matches(glob: str, name: str) -> bool:
             return False
         at = found + len(part)
     return len(name) - at >= len(rest[-1]) and name.endswith(rest[-1])
+
+
+def autocast_of(policy: Policy, device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Return the region in which a loss computes, also inside of a caller's; none for a policy without a low dtype."""
+    if policy.compute_dtype == torch.float32 or device_type == "meta":  # autocast does not know the meta device
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, policy.compute_dtype, enabled=policy.autocast)

@@ -16,6 +16,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -89,6 +90,14 @@ _CONSTANTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lif
 _NESTED = (
     "not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is "
     "beyond each sequence"
+)
+#: The types of a branch or a loop body that torch.compile has not made a graph of.
+_PYTHON = (FunctionType, MethodType, functools.partial, torch.nn.Module)
+_BRANCHES = (
+    "not call torch.cond or a relative of it ({name}) while torch.compile is switched off, as it makes graphs of the "
+    "branches; {line} does: make the first call outside of torch.compiler.set_stance('force_eager') and of modes such "
+    "as FlopCounterMode, without TORCH_COMPILE_DISABLE, or take torch.where on the results, or a Python bool in the "
+    "batch"
 )
 #: Texts of torch's errors when the values or the memory of a fake tensor are read.
 _ASKED = (
@@ -484,6 +493,10 @@ class _Watch(LetsDynamoIn, TorchDispatchMode):
             return args[0].fake_device
         if any(kind.__module__.startswith("torch.nested.") for kind in types):
             raise HostError(_NESTED.format(line=in_stack()))
+        if any(isinstance(arg, _PYTHON) and not isinstance(arg, torch.fx.GraphModule) for arg in args):
+            # torch.compile makes graphs of branches and loop bodies, whose inputs are all that they read. torch's own
+            # trace of a Python function would fix the values of what it reads besides its operands.
+            raise HostError(_BRANCHES.format(name=getattr(func, "__name__", func), line=in_stack()))
         if func in _OFFSET:
             self._refuse_offset(func, args, kwargs or {})
         args, kwargs = self._without_values(func, args, kwargs or {})

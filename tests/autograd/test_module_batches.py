@@ -177,14 +177,34 @@ def test_a_named_tuple_and_a_list_are_inputs_and_target() -> None:
     assert_same(step.loss(step.init(), [x, y]), expected)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_criterion_reads_several_entries_of_a_mapping(compiled: bool) -> None:
+    def weighted(output: Tensor, given: dict[str, Tensor]) -> Tensor:
+        return (given["weight"] * (output - given["target"]).square()).mean()
+
+    batch = {"observation": torch.randn(3, 4), "target": torch.randn(3, 2), "weight": torch.rand(3, 2)}
+    model = nn.Linear(4, 2)
+    expected = copy.deepcopy(model)
+    weighted(expected(batch["observation"]), batch).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    loss_fn = module_loss(model, weighted)
+    step = make_train_step(loss_fn, SGD, ScalerConfig(8.0))
+    run = jit(step, backend="eager") if compiled else step
+    state, _ = run(step.init(), (batch["observation"], batch))
+    assert_same(loss_fn.state_dict(state.params), dict(expected.state_dict()))
+
+
 IDS = torch.zeros(4, 5, dtype=torch.int64)
 PLAIN, OWN = r"a tuple or list \(\*inputs, target\) with a criterion", "a mapping of keyword arguments, a tuple or list"
+FIX = r"pass .* such as \(batch\['input_ids'\], batch\['labels'\]\), or \(batch\['input_ids'\], batch\) for a crit"
 FORMS: dict[str, tuple[bool, Any, str]] = {
     "text": (True, "hello", f"batch must be {PLAIN}; got 'hello'"),
     "number": (True, 3, f"batch must be {PLAIN}; got 3"),
     "nothing": (True, None, f"batch must be {PLAIN}; got None"),
     "tensor": (True, torch.ones(2, 4), rf"batch must be {PLAIN}; got a torch.float32 tensor of shape \(2, 4\)"),
-    "mapping": (True, {"input_ids": IDS, "labels": IDS}, f"{PLAIN}; got a dict with 'input_ids', 'labels'; mod"),
+    "mapping": (True, {"input_ids": IDS, "labels": IDS}, f"{PLAIN}; got a dict with 'input_ids', 'labels': {FIX}"),
+    "one entry": (True, {0: IDS}, rf"{PLAIN}; got a dict with 0: pass .* such as \(batch\[0\], target\), or"),
+    "no entry": (True, {}, rf"{PLAIN}; got {{}}: pass .* such as \(inputs, target\), or"),
     "empty": (True, (), rf"{PLAIN}; got \(\)"),
     "no input": (True, (IDS,), rf"{PLAIN}, as Words.forward\(input_ids.*got a tuple of a torch.*missing 1 required"),
     "inputs": (True, (IDS,) * 5, r"as Words.forward\(input_ids.*got a tuple of .*takes from 2 to 4 positional"),

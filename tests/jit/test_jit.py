@@ -17,6 +17,7 @@ from torch.utils import _pytree
 from funcamp import Params, ScalerConfig, TrainState, clone, jit, stateless
 from funcamp._jit import compile as compiler
 from funcamp._jit import executable
+from funcamp._jit.session import CompileSession
 from tests.support.helpers import assert_same
 from tests.support.models import cnn, mlp
 from tests.support.steps import build
@@ -423,6 +424,14 @@ def test_a_number_that_changes_is_told_from_a_tensor() -> None:
         run(state, {"x": torch.ones(2), "times": 2})
 
 
+def test_a_bool_that_changes_is_not_to_be_a_tensor() -> None:
+    run, state = eager_backend(add, max_signatures=1), start()
+    state, _ = run(state, {"x": torch.ones(2), "times": True})
+    text = r"batch\['times'\] changed from True to False: each value of a Python bool has .*; raise max_signatures$"
+    with pytest.raises(ValueError, match=text):
+        run(state, {"x": torch.ones(2), "times": False})
+
+
 def test_without_a_compiler_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -515,6 +524,44 @@ def test_a_further_signature_is_compiled_when_it_has_come_often(
         assert state["total"] == expected == metrics["total"].flatten()[-1]
     assert backends.asked == ["inductor", "eager", "inductor", "eager"]
     assert run.programs == 3
+
+
+@pytest.mark.parametrize("compile_after", [3, 0])
+def test_a_program_that_is_not_compiled_yet_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compile_after: int
+) -> None:
+    def maybe(state: Tensor, batch: Any) -> Any:
+        x, doubled = batch
+        return state + (2 * x if doubled else x).sum(), None
+
+    tasks: list[str] = []
+
+    class Session(CompileSession):
+        def __init__(self, task: str) -> None:
+            tasks.append(task)
+            super().__init__(task)
+
+    Backends(monkeypatch)
+    monkeypatch.setattr(executable, "CompileSession", Session)  # of a later compilation
+    run, state = jit(maybe, compile_after=compile_after), torch.zeros(())
+    with caplog.at_level("INFO", "funcamp"):
+        for doubled in (False, True, False, True, True, True):
+            state, _ = run(state, (torch.ones(2), doubled))
+    lines = [(record.levelname, text) for record in caplog.records if "one by one" in (text := record.getMessage())]
+    assert state == 2 + 4 + 2 + 4 + 4 + 4
+    if not compile_after:
+        assert not lines
+        assert not tasks
+        return
+    [(level, text)] = lines
+    assert level == "INFO"
+    assert text == (
+        "jit: this program's operations run one by one, as in eager mode, for its first 3 calls; it is compiled at the "
+        "next one. jit(step, compile_after=0) compiles each program at its first call: maybe for a batch of float32[2]; "
+        "batch[1] changed from False to True"
+    )
+    [task] = tasks
+    assert task.endswith("changed from False to True; it ran one by one for 3 calls (compile_after)")
 
 
 def test_a_further_signature_is_compiled_at_once_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:

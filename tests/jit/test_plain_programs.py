@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional as F
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcamp
 from funcamp import jit, make_train_step, module_loss, stateless
@@ -81,6 +83,88 @@ class Loop(nn.Module):
 def test_branches_and_loops_that_follow_from_values(model: Callable[[], nn.Module], backend: str) -> None:
     x = torch.randn(3, 4).abs()
     same_as_torch(model, [(x,), (-x,), (x * 2,)], backend)
+
+
+class Passing(TorchDispatchMode):
+    """A mode for which Dynamo steps aside."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+REGIONS: dict[str, Callable[[], Any]] = {
+    "stance": lambda: torch.compiler.set_stance("force_eager"),
+    "disabled": lambda: torch._dynamo.config.patch(disable=True),
+    "mode": Passing,
+}
+X = torch.randn(3, 4)
+SAMPLES = [((X, X.sum(1, keepdim=True)), torch.tensor(flag)) for flag in (True, False, True)]
+
+
+def step_in_branch(engine: Any = None) -> tuple[funcamp.TrainStep, Callable[[Any, Any], Any]]:
+    """Return a step, and a function that calls it in a branch of torch.cond."""
+    torch.manual_seed(0)
+    loss_fn = module_loss(nn.Linear(4, 1), F.mse_loss, engine=engine)
+    config = funcamp.ScalerConfig(init_scale=8.0)
+    step = make_train_step(loss_fn, stateless(torch.optim.Adam, lr=0.1), config, policy="float16")
+
+    def maybe(state: Any, batch: Any) -> Any:
+        data, flag = batch
+        leaves, spec = _pytree.tree_flatten(state)
+        after = torch.cond(
+            flag,
+            lambda: [leaf.clone() for leaf in _pytree.tree_leaves(step(state, data)[0])],
+            lambda: [leaf.clone() for leaf in leaves],
+            (),
+        )
+        return _pytree.tree_unflatten(after, spec), None
+
+    return step, maybe
+
+
+def steps_taken(step: funcamp.TrainStep) -> Any:
+    state = step.init()
+    for data, flag in SAMPLES:
+        if flag:
+            state, _ = step(state, data)
+    return state
+
+
+def test_a_step_in_a_branch() -> None:
+    step, maybe = step_in_branch()
+    run, state = jit(maybe, backend="eager"), step.init()
+    for batch in SAMPLES:
+        state, _ = run(state, batch)
+    assert_same(state, steps_taken(step))
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_branches_that_torch_compile_does_not_trace_are_refused(region: str) -> None:
+    step, maybe = step_in_branch()
+
+    def add(state: Tensor, batch: Any) -> Any:  # would keep the first call's batch and flag
+        return torch.cond(batch[1], lambda: state + 1, lambda: state - batch[0][0].sum(), ()), None
+
+    refused = r"jit: step must not call torch.cond .*test_plain_programs.py.* does: .*torch.where.*bool in the batch"
+    for run, state in ((jit(maybe, backend="eager"), step.init()), (jit(add, backend="eager"), torch.ones(()))):
+        with REGIONS[region](), pytest.raises(RuntimeError, match=refused):
+            run(state, SAMPLES[0])
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_an_eager_step_in_a_branch_that_torch_compile_does_not_trace(region: str) -> None:
+    step, maybe = step_in_branch()
+    refused = r"step: torch.autograd must record the loss; .*torch.cond.*: take torch.where .*, or engine='func'$"
+    with REGIONS[region]():
+        with pytest.raises(RuntimeError, match=refused):
+            maybe(step.init(), SAMPLES[0])
+        step, maybe = step_in_branch(engine="func")
+        state = step.init()
+        for batch in SAMPLES:
+            state, _ = maybe(state, batch)
+    assert_same(state, steps_taken(step))
 
 
 class Nested(nn.Module):

@@ -99,3 +99,38 @@ def test_the_cache_is_empty_after_a_step() -> None:
         with torch.no_grad():
             weights[0].zero_()
         assert torch.mm(BATCH[0], weights[0]).abs().sum() == 0
+
+
+@pytest.mark.thorough(keep=5)
+@pytest.mark.compiled
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("around", [torch.bfloat16, None])
+@pytest.mark.parametrize("policy", [None, "float32", "float16", "bfloat16", "float16,autocast=off,keep=*"])
+def test_a_forward_pass_of_ones_own_computes_as_the_loss_does(
+    policy: str | None, around: torch.dtype | None, wrap: str
+) -> None:
+    net = model()
+    step = make_train_step(module_loss(net, loss_of), SGD, policy=policy)
+
+    def both(state: Any, batch: Any) -> Any:
+        x, target = batch
+        with step.autocast(state):
+            output = torch.func.functional_call(net, step.compute_params(state), x)
+        return state, (output, loss_of(output, target))
+
+    with nullcontext() if around is None else torch.autocast("cpu", around):
+        _, (output, found) = WRAPS[wrap](both)(step.init(), BATCH)
+        expected = step.loss(step.init(), BATCH)
+    assert_same(found.detach(), expected)
+    dtype = {None: around, "float32": around}.get(policy, getattr(torch, str(policy).partition(",")[0], None))
+    if policy == "float16,autocast=off,keep=*":
+        dtype = None
+    assert output.dtype == (torch.float32 if dtype is None else dtype)
+
+
+def test_the_region_needs_a_state() -> None:
+    step = make_train_step(module_loss(model(), loss_of), SGD, policy="float16")
+    with pytest.raises(TypeError, match=r"autocast: state must be a TrainState.*got a dict"):
+        step.autocast(step.compute_params(step.init()))
+    with step.autocast(step.init()._replace(scaler=step.init().scaler._replace(scale=torch.ones((), device="meta")))):
+        assert not torch.is_autocast_enabled("cpu")

@@ -17,6 +17,7 @@ from funcamp import (
     loss,
     make_train_step,
     module_loss,
+    presets,
     scale,
     scaled_grad_and_value,
     stateless,
@@ -137,3 +138,27 @@ def test_a_loss_is_the_function_it_was_made_of() -> None:
     assert make_train_step(described, SGD).loss_fn is described
     params, x = {"w": torch.tensor([1.0, 2.0])}, torch.ones(2)
     assert_same(described(params, x), plain(params, x))
+
+
+@pytest.mark.parametrize(
+    ("config", "policy", "lines"),
+    [
+        (None, None, 1),
+        (None, "bfloat16", 1),
+        (ScalerConfig(), "float32", 1),
+        (None, "float16", 0),
+        (presets.disabled(), None, 0),
+        (ScalerConfig(2.0**10), None, 0),
+    ],
+    ids=["default", "bfloat16", "float32", "float16", "disabled", "other"],
+)
+def test_a_scale_that_float16_does_not_need_is_logged(
+    caplog: pytest.LogCaptureFixture, config: ScalerConfig | None, policy: str | None, lines: int
+) -> None:
+    given: dict[str, Any] = {} if config is None else {"config": config}
+    with caplog.at_level("INFO", "funcamp"):
+        step = make_train_step(plain, SGD, policy=policy, **given)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == lines
+    assert all("from 65536 on" in text and "config=funcamp.presets.disabled()" in text for text in texts)
+    assert step.init({"w": torch.ones(2)}).scaler.scale == (config or ScalerConfig()).init_scale  # as torch's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,17 +11,24 @@ from funcamp import _upstream
 from funcamp._upstream.replaced import replaced
 
 
+@functools.cache
+def _writer() -> tuple[Any, Callable[..., None]] | None:
+    """Return the class that writes the C++, and its function for the end; None if this torch has others."""
+    writer = _upstream.find("torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu")
+    if not _upstream.usable(writer):
+        return None
+    end = _upstream.find("torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu.generate_end")
+    return (writer, end) if _upstream.usable(end) else None
+
+
 @contextlib.contextmanager
 def sources_changed(changes: tuple[Callable[[str], str], ...]) -> Iterator[None]:
     """Context manager: the C++ that calls the kernels of a program is the result of these functions, one by one."""
-    writer = _upstream.find("torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu")
-    if not changes or not _upstream.usable(writer):
+    found = _writer() if changes else None
+    if found is None:
         yield
         return
-    end = _upstream.find("torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu.generate_end")
-    if not _upstream.usable(end):
-        yield
-        return
+    writer, end = found
 
     def generate_end(self: Any, result: Any) -> None:
         """Change what is written so far: all but the kernels."""

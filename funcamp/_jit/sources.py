@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,11 +15,8 @@ from funcamp._upstream.replaced import replaced
 @functools.cache
 def _writer() -> tuple[Any, Callable[..., None]] | None:
     """Return the class that writes the C++, and its function for the end; None if this torch has others."""
-    writer = _upstream.find("torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu")
-    if not _upstream.usable(writer):
-        return None
     end = _upstream.find("torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu.generate_end")
-    return (writer, end) if _upstream.usable(end) else None
+    return (sys.modules[end.__module__].CppWrapperCpu, end) if _upstream.usable(end) else None
 
 
 @contextlib.contextmanager

@@ -149,7 +149,6 @@ PRIVATE = {
     "torch._inductor.utils.parallel_num_threads": "products take longer on a CPU",
     "torch._inductor.virtualized.V": "products take longer on a CPU",
     "torch._inductor.ir": "products take longer on a CPU",
-    "torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu": "small steps on a CPU take longer",
     "torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu.generate_end": "small steps on a CPU take longer",
     "torch._inductor.metrics": "doctor does not count launches",
     "torch._inductor.pattern_matcher.stable_topological_sort": "tracked samples are counted one by one",

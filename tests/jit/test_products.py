@@ -140,7 +140,7 @@ def test_every_result_is_in_one_share(m: int, n: int, k: int, threads: int) -> N
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_the_way_that_was_faster_is_chosen(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([5.0, 1.0, 2.9 if faster else 3.1])  # torch's product, a copy, the kernel
+    seconds = iter([5.0, 4.9 if faster else 5.1])  # torch's product, the kernel
     monkeypatch.setattr(product_times, "_least_seconds", lambda call: next(seconds))
     monkeypatch.setattr(product_times, "_brgemm", lambda: lambda *_: None)
     assert kernel_is_faster.__wrapped__(Product(BLOCK + 1, 20, 30, 1)) == faster

@@ -6,7 +6,7 @@ the widest registers.
 
 - Small products always become kernels. A product in bfloat16 is one of float32 with casts, which become part of the
   loops around it; it is rounded once, at the end.
-- Larger ones of float32 do if the kernel is clearly faster here, measured once for a shape when a program is compiled
+- Larger ones of float32 do if the kernel is faster here, measured once for a shape when a program is compiled
   (`_jit/product_times.py`). The choice is part of the program in Inductor's cache. In bfloat16 processors multiply
   faster than in float32.
 

@@ -19,6 +19,8 @@ from funcamp._jit.product_kernel import BLOCK, split_of
 _SYMBOL = "_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb"
 #: Seconds for which each way is measured at least, and the least number of times.
 _ENOUGH, _TIMES = 2e-3, 3
+#: Seconds from which on a first call is not repeated.
+_LONG = 0.05
 
 
 class Product(NamedTuple):
@@ -74,14 +76,20 @@ def multiply(brgemm: Any, left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _least_seconds(call: Callable[[], object]) -> float:
-    """Return the shortest time that a call took, after one that is not measured."""
-    call()
+    """Return the shortest time that a call took, after a first one; of a long call, the time of the first."""
+    first = _seconds(call)
+    if first > _LONG:
+        return first
     times: list[float] = []
     while len(times) < _TIMES or sum(times) < _ENOUGH:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
+        times.append(_seconds(call))
     return min(times)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 @functools.cache

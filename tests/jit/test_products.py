@@ -146,6 +146,19 @@ def test_the_way_that_was_faster_is_chosen(faster: bool, monkeypatch: pytest.Mon
     assert kernel_is_faster.__wrapped__(Product(BLOCK + 1, 20, 30, 1)) == faster
 
 
+@pytest.mark.parametrize(("seconds", "calls"), [(1.0, 1), (0.01, 4), (0.0005, 5)])
+def test_long_products_are_timed_once(seconds: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, made = 0.0, 0
+
+    def call() -> None:
+        nonlocal now, made
+        now, made = now + seconds, made + 1
+
+    monkeypatch.setattr(product_times.time, "perf_counter", lambda: now)
+    assert abs(product_times._least_seconds(call) - seconds) < 1e-9
+    assert made == calls
+
+
 def test_what_is_timed_is_the_product() -> None:
     brgemm = product_times._brgemm()
     left, right, out = torch.randn(300, 270), torch.randn(270, 50), torch.empty(300, 50)

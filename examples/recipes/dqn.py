@@ -50,7 +50,7 @@ def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "c
     def step(state: funcamp.TrainState, batch: tuple[Tensor, ...]) -> tuple[funcamp.TrainState, Any]:
         place, action, reward, after, done = batch
         target = q_step.compute_params(state._replace(params=state.ema))
-        with torch.autocast(device, torch.float16):
+        with q_step.autocast(state):
             value = functional_call(model, target, after).amax(1).float()
         return q_step(state, (place, (action, reward + DISCOUNT * (1 - done) * value)))
 

@@ -99,7 +99,7 @@ def train(steps: int, wrap: Callable[..., Any] = funcamp.jit, device: str = "cpu
         place, noise, order = batch(index, device)
         if index % EPOCHS == 0:  # the rollout of the next EPOCHS epochs
             params = step.compute_params(state)
-            with torch.autocast(device, torch.float16):
+            with step.autocast(state):
                 rollout, _ = walk(partial(functional_call, agent, params), place, noise)
         rows = Rollout(*[column[order] for column in rollout])
         state, metrics = run(state, (rows.place, rows))

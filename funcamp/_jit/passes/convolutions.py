@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
-from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.passes.program import Pass
 from funcamp._jit.passes.table import Decompositions
 
 _aten = torch.ops.aten
@@ -107,14 +107,10 @@ def _channels_last(x: Tensor) -> Tensor:
     return (_copied(last, last.stride()) if _upstream.usable(_copied) else last).float()
 
 
-def _run(program: Program) -> Program:
-    return program._replace(extensions=(*program.extensions, convolutions))
-
-
 PASS = Pass(
     name="convolutions",
     why="a CPU computes gradients of depthwise convolutions, and float16 convolutions, faster by other formulas",
     evidence="benchmarks/passes.py",
     where=lambda target: target.by_inductor and "cpu" in target.devices,
-    run=_run,
+    run=lambda program: program.extended(convolutions),
 )

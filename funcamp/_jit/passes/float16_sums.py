@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.passes.program import Pass
 from funcamp._jit.passes.table import Decompositions
 from funcamp._upstream.renamed import renamed
 
@@ -57,15 +57,11 @@ def _sums_in_float16(args: tuple[Any, ...]) -> bool:
     return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
 
 
-def _run(program: Program) -> Program:
-    return program._replace(extensions=(*program.extensions, float16_sums))
-
-
 PASS = Pass(
     name="float16_sums",
     why="with exact=True a program must overflow where torch's own float16 sums do, number by number",
     evidence="tests/jit/test_float16_sums.py",
     where=lambda target: target.by_inductor and target.exact and "cpu" in target.devices,
-    run=_run,
+    run=lambda program: program.extended(float16_sums),
     defect=True,
 )

@@ -64,6 +64,10 @@ class Program(NamedTuple):
         """Return what Inductor takes instead of some operations."""
         return Table(self.extensions, draws_as_eager=self.target.exact)
 
+    def extended(self, extension: Extension) -> Program:
+        """Return the program with more entries in the compiler's table."""
+        return self._replace(extensions=(*self.extensions, extension))
+
     def graphs(self) -> Iterator[fx.Graph]:
         """Yield the graph, and those inside it, such as the body of a scan."""
         for module in self.module.modules():

@@ -1,4 +1,4 @@
-"""The hyperbolic tangent on a CPU by the exponential, which takes a fifth of the time of Inductor's call of Sleef.
+"""The hyperbolic tangent on a CPU by the exponential, in less than half the time of Inductor's call of Sleef.
 
     tanh(x) = sign(x) (1 - 2 / (exp(2 |x|) + 1))
     tanh(x) = x + x^3 P(x^2)                       near zero, where the difference above would cancel
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.passes.program import Pass
 from funcamp._jit.passes.table import Decompositions
 
 #: Below this absolute value the polynomial is taken.
@@ -34,28 +34,25 @@ def tanh(x: Tensor) -> Any:
     """Return the hyperbolic tangent in x's dtype; NotImplemented where Inductor's own is taken."""
     if x.device.type != "cpu" or x.dtype not in _IN_FLOAT32:
         return NotImplemented
-    size = x.float().abs()
+    value = x.float()
+    size = value.abs()
     square = size * size
     polynomial = square * _COEFFICIENTS[0] + _COEFFICIENTS[1]
     for coefficient in _COEFFICIENTS[2:]:
         polynomial = polynomial * square + coefficient
     near = size + size * (square * polynomial)
     far = 1 - 2 / (torch.exp(2 * size) + 1)
-    return torch.where(size < NEAR, near, far).copysign(x.float()).to(x.dtype)
+    return torch.where(size < NEAR, near, far).copysign(value).to(x.dtype)
 
 
 def _extension(_: Decompositions) -> Decompositions:
     return {torch.ops.aten.tanh.default: tanh}
 
 
-def _run(program: Program) -> Program:
-    return program._replace(extensions=(*program.extensions, _extension))
-
-
 PASS = Pass(
     name="tanh",
-    why="a CPU computes it several times as fast by the exponential, as exactly",
+    why="a CPU computes it twice as fast by the exponential, as exactly",
     evidence="benchmarks/passes.py",
     where=lambda target: target.by_inductor and "cpu" in target.devices and not target.exact,
-    run=_run,
+    run=lambda program: program.extended(_extension),
 )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.passes.program import Pass
 from funcamp._jit.passes.table import Decompositions
 from funcamp._upstream import ZERO_TENSORS
 
@@ -25,15 +25,11 @@ def zeros_with_memory(_: Decompositions) -> Decompositions:
     return {torch.ops.aten._efficientzerotensor.default: _zeros}
 
 
-def _run(program: Program) -> Program:
-    return program._replace(extensions=(*program.extensions, zeros_with_memory))
-
-
 PASS = Pass(
     name="zero_tensors",
     why="generated code reads zeros that have no memory, such as derivatives of constants",
     evidence="https://github.com/pytorch/pytorch/issues/177261",
     where=lambda target: target.by_inductor and ZERO_TENSORS.present,
-    run=_run,
+    run=lambda program: program.extended(zeros_with_memory),
     defect=True,
 )

@@ -136,7 +136,9 @@ def test_the_others_raise_without_a_launcher_that_ends_them(
         for process in started:
             process.kill()
         started[1].communicate()
-    assert started[0].returncode == 1, printed
+    # It raised and printed. At the interpreter's end a thread of the group it never left may still abort it: see
+    # `end` in examples/_processes.py.
+    assert started[0].returncode in (1, -signal.SIGABRT), printed
     assert re.search(rf"RuntimeError: .*({message})", printed), printed
     assert started[1].returncode == -signal.SIGKILL
 

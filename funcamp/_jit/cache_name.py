@@ -6,18 +6,22 @@ import functools
 import hashlib
 from pathlib import Path
 
+from funcamp._jit.passes.program import Steps
+
 _PACKAGE = Path(__file__).parents[1]
 
 
-def cache_name(*, exact: bool, without: frozenset[str]) -> bytes:
+def cache_name(*, exact: bool, without: frozenset[str], steps: Steps | None) -> bytes:
     """Return the name: another one after a change of any file with formulas, passes or corrections of Inductor.
 
     Args:
         exact: part of the name, because Inductor does not see what exact=True corrects.
         without: the names of what is left out, for the same reason.
+        steps: those of a call, for the same reason.
     """
     left_out = "".join(f"-without-{name}" for name in sorted(without))
-    return b"funcamp-" + _sources() + b"-exact" * exact + left_out.encode()
+    in_a_call = b"" if steps is None else b"-steps-%d-%d-%d-%d" % steps
+    return b"funcamp-" + _sources() + b"-exact" * exact + left_out.encode() + in_a_call
 
 
 @functools.cache

@@ -16,10 +16,12 @@ from funcamp._jit.cache_name import cache_name
 from funcamp._jit.explain import explain
 from funcamp._jit.one_by_one import one_by_one
 from funcamp._jit.options import options_for
-from funcamp._jit.passes import changed
-from funcamp._jit.passes.program import Flat, Program, Target
+from funcamp._jit.passes import changed, steps_in_cpp
+from funcamp._jit.passes.graph_pass import Unchanged
+from funcamp._jit.passes.program import Flat, NotInCppError, Program, Steps, Target
 from funcamp._jit.session import deep_recursion
 from funcamp._jit.sources import sources_changed
+from funcamp._jit.unroll import unrolled
 from funcamp._memory import overlaps
 from funcamp._trace.autocast_regions import without_autocast
 from funcamp._trace.trace import Graph, parts, with_parts
@@ -56,30 +58,44 @@ def compile_graph(
     target: Target,
     without: frozenset[str] = frozenset(),
     *,
+    steps: Steps | None = None,
     explained: bool = False,
     headers: Callable[[], object] | None = None,
 ) -> Flat:
     """Compile a graph; return a function from the arguments to the results of the traced function.
 
+    With `steps` its batch and its metrics are stacked, those of all steps.
+
     Args:
         graph: from `trace`; not changed.
         target: what it is compiled for.
         without: the names of passes, options and corrections to leave out.
+        steps: those of a call; None if it is one.
         explained: whether to print what is done to the program, and why.
         headers: if given, requests the headers of a program ahead of time.
     """
     module = fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
-    name = cache_name(exact=target.exact, without=without)
-    program = Program(module, graph.examples, graph.mode, target, name, options={})
+    name = cache_name(exact=target.exact, without=without, steps=steps)
+    # The parts of a distributed tensor are views along its first dimension only as a whole.
+    plain_steps = None if graph.wrapped else steps
+    program = Program(module, graph.examples, graph.mode, target, name, options={}, steps=plain_steps)
     if explained:
         explain(target, without)
     with without_autocast(), torch.no_grad():
         program = changed(program, without)
         program.module.recompile()
-        inner = _compiled(program, without, headers)
+        try:
+            inner = _compiled(program, without, headers)
+        except NotInCppError as error:
+            _log.info("jit: compiling again, with the steps of a call in Python: %s", error)
+            without |= {steps_in_cpp.PASS.name}
+            return compile_graph(graph, target, without, steps=steps, headers=headers)
     for around in program.around:
         inner = around(inner)
-    return _with_captured(graph, inner, as_eager=not target.by_inductor)
+    run = _with_captured(graph, inner, as_eager=not target.by_inductor)
+    if steps is None or program.only_in_cpp:
+        return run
+    return unrolled(run, steps, graph.outputs)
 
 
 def _with_captured(graph: Graph, inner: Flat, *, as_eager: bool) -> Flat:
@@ -150,11 +166,15 @@ def _by_inductor(program: Program, without: frozenset[str], headers: Callable[[]
     from torch._inductor.compile_fx import compile_fx
 
     options = options_for(program, without) | program.options
+    # Inductor sees no changes of the C++, and not what corrects itself.
+    options["joint_custom_post_pass"] = Unchanged(program.cache_name)
 
     def compiled() -> Any:
         return compile_fx(program.module, program.examples, decompositions=program.table)
 
     if not options.get("cpp_wrapper"):
+        if program.only_in_cpp:
+            raise NotInCppError("the option cpp_wrapper is left out")
         with config.patch(options):
             return compiled()
     try:
@@ -162,7 +182,10 @@ def _by_inductor(program: Program, without: frozenset[str], headers: Callable[[]
             if headers:
                 headers()
             return compiled()
-    except Exception as error:  # Python may be able to call what C++ cannot; else its error is the familiar one
+    except Exception as error:
+        if program.only_in_cpp:
+            raise NotInCppError(f"{type(error).__name__}: {error}") from error
+        # Python may be able to call what C++ cannot; else its error is the familiar one.
         _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)
     with config.patch({**options, "cpp_wrapper": False}):
         return compiled()

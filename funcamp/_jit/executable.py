@@ -14,10 +14,10 @@ from funcamp._jit.compiler_error import reason_of
 from funcamp._jit.cuda_graph import Captured
 from funcamp._jit.donation import Layouts, Owned, arranged, layouts_for
 from funcamp._jit.kinds import check_like
-from funcamp._jit.passes.program import Flat, Target
+from funcamp._jit.passes.program import Flat, Steps, Target
 from funcamp._jit.session import CompileSession, keeping_generators
 from funcamp._jit.state_memory import StateMemory
-from funcamp._jit.unroll import check_steps, unrolled
+from funcamp._jit.unroll import check_steps
 from funcamp._jit.written_inputs import WrittenInputs, writes_state, written_inputs
 from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.interface import Outputs
@@ -253,17 +253,17 @@ def _check_stackable(metric_leaves: list[Any]) -> None:
 def _compiled(graph: Graph, options: Options, owned: Owned, session: CompileSession, *, compile_at_once: bool) -> Flat:
     """Return a function from the leaves of the state and the batch's tensors to the results."""
     # What is compiled later must not keep this state alive, so no function below refers to `owned`.
-    state_count = len(owned.leaves)
+    steps: Steps | None = None
+    if options.unroll is not None:
+        batch_leaves = [graph_input.kind for graph_input in graph.inputs].count("batch")
+        steps = Steps(options.unroll, len(owned.leaves), batch_leaves, options.donate)
     gpus = frozenset(leaf.device for leaf in owned.leaves if leaf.device.type == "cuda")
     devices = frozenset(leaf.device.type for leaf in owned.leaves)
     target = target_of(graph, options.backend, devices, exact=options.exact)
 
     def compiled_for(target: Target, session: CompileSession) -> Flat:
         with keeping_generators(gpus):
-            one_step = compile_traced(graph, target, options, session)
-        if options.unroll is None:
-            return one_step
-        return unrolled(one_step, state_count, graph.outputs, options.unroll)
+            return compile_traced(graph, target, options, session, steps)
 
     if compile_at_once or not options.compile_after or target.backend == "eager":
         session.progress.phase("compiling")
@@ -282,20 +282,26 @@ def _compiled(graph: Graph, options: Options, owned: Owned, session: CompileSess
     return CompiledLater(one_by_one, lambda later: compiled_for(target, later), calls, task)
 
 
-def compile_traced(graph: Graph, target: Target, options: Options, session: CompileSession) -> Flat:
-    """Compile a traced step; one with open shapes that Inductor cannot compile runs operation by operation.
+def compile_traced(
+    graph: Graph, target: Target, options: Options, session: CompileSession, steps: Steps | None
+) -> Flat:
+    """Compile a traced step, or several in a call.
+
+    One with open shapes that Inductor cannot compile runs operation by operation.
 
     Raises:
         RuntimeError: it cannot be compiled.
     """
     try:
-        return compile_graph(graph, target, options.without, explained=options.explain, headers=session.headers)
+        return compile_graph(
+            graph, target, options.without, steps=steps, explained=options.explain, headers=session.headers
+        )
     except Exception as error:
         if target.backend == "eager":  # nothing is compiled
             raise
         if target.by_inductor and target.is_open:
             one_by_one_instead(f"Inductor raises {reason_of(error)}")
-            return compile_traced(graph, target._replace(backend="eager"), options, session)
+            return compile_traced(graph, target._replace(backend="eager"), options, session, steps)
         advise("jit", error)
         raise RuntimeError(
             f"jit: step was traced, but cannot be compiled: {reason_of(error)}. backend='eager' runs its operations "

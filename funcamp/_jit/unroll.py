@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._jit.passes.program import Flat
+from funcamp._jit.passes.program import Flat, Steps
 from funcamp._trace.interface import Outputs
 from funcamp._types import Tree
 
@@ -21,23 +21,22 @@ def check_steps(batch: Tree, unroll: int) -> None:
             )
 
 
-def unrolled(one_step: Flat, state_leaves: int, outputs: Outputs, unroll: int) -> Flat:
-    """Return a function that calls a compiled step `unroll` times, each on the previous call's state.
+def unrolled(one_step: Flat, steps: Steps, outputs: Outputs) -> Flat:
+    """Return a function that calls a compiled step for each of several, on the previous call's state.
 
     Args:
         one_step: the compiled function of state and batch.
-        state_leaves: the number of its first arguments that are the state.
+        steps: the steps.
         outputs: what its results are; those of the returned function are the same, with stacked metrics.
-        unroll: the number of calls.
     """
 
     def run(values: list[Tensor]) -> list[Tensor]:
-        state, batches = values[:state_leaves], values[state_leaves:]
+        state, batches = values[: steps.state_leaves], values[steps.state_leaves :]
         # All views at once: one by one they take a tenth of a small step's time.
-        steps = zip(*(leaf.unbind() for leaf in batches)) if batches else [()] * unroll
+        batches_of_steps = zip(*(leaf.unbind() for leaf in batches)) if batches else [()] * steps.number
         rows: list[list[Tensor]] = []
         next_state: list[Tensor] = []
-        for batch in steps:
+        for batch in batches_of_steps:
             results = one_step([*state, *batch])
             next_state = outputs.state_of(results)
             state = next_state or state  # a donated step has written into the state

@@ -15,6 +15,7 @@ from funcamp._jit.passes import (
     permutations,
     products,
     small_buffers,
+    steps_in_cpp,
     tanh,
     unread_gathers,
     whole_operations,
@@ -44,6 +45,7 @@ PIPELINE: tuple[Pass, ...] = (
     products.PASS,
     # Of the C++ that Inductor has written.
     small_buffers.PASS,
+    steps_in_cpp.PASS,
 )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from funcamp import _upstream
 
 if TYPE_CHECKING:
+    from torch import fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
 else:
     CustomGraphPass = _upstream.find("torch._inductor.custom_graph_pass.CustomGraphPass")
@@ -25,3 +26,10 @@ class GraphPass(CustomGraphPass):
     def uuid(self) -> bytes:
         """Return the name in Inductor's cache."""
         return self._name
+
+
+class Unchanged(GraphPass):
+    """Only the name: Inductor's cache then finds no program that was compiled under another one."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Do nothing."""

@@ -38,6 +38,18 @@ class Target(NamedTuple):
         return self.devices == {"cpu"}
 
 
+class Steps(NamedTuple):
+    """The steps of a call, whose batches are stacked along a first dimension."""
+
+    number: int
+    state_leaves: int
+    """The number of a program's first inputs: its state."""
+    batch_leaves: int
+    """The number of those after them."""
+    donated: bool
+    """Whether a step writes its state, instead of returning the next."""
+
+
 class Program(NamedTuple):
     """A traced graph on its way to the compiler. A pass may change the graph in place; all else is immutable."""
 
@@ -58,6 +70,10 @@ class Program(NamedTuple):
     """What is put around the compiled program, the first one innermost."""
     source_changes: tuple[Callable[[str], str], ...] = ()
     """What changes the C++ that Inductor has written, in order."""
+    steps: Steps | None = None
+    """Those of a call; None if it is one, or if a pass has put the loop into the program."""
+    only_in_cpp: bool = False
+    """Whether it must be called from C++, because of a change of that."""
 
     @property
     def table(self) -> Table:
@@ -73,6 +89,10 @@ class Program(NamedTuple):
         for module in self.module.modules():
             if isinstance(module, fx.GraphModule):
                 yield module.graph
+
+
+class NotInCppError(RuntimeError):
+    """A program that must be called from C++ cannot be: it is compiled again without the pass that needs it."""
 
 
 class Pass(NamedTuple):

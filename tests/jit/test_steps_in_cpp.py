@@ -92,6 +92,7 @@ def everything(state: dict[str, Tensor], batch: dict[str, Any]) -> tuple[dict[st
         "again": flags,
         "before": state["weight"],
         "after": weight,
+        "the same twice": weight,
         "count": count,
         "double": count.double() / 3,
         "empty": x[:0],

@@ -22,6 +22,10 @@ _INPUT = re.compile(r"auto (\w+) = std::move\(inputs\[(\d+)\]\);")
 _RESULT = re.compile(r"output_handles\[(\d+)\]")
 
 _LOOP = """
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
 static void entry_of_one_step(AtenTensorHandle* input_handles, AtenTensorHandle* output_handles);
 
 namespace {
@@ -104,12 +108,16 @@ void inductor_entry_impl(AtenTensorHandle* input_handles, AtenTensorHandle* outp
         if (PyErr_Occurred()) {
             return;
         }
-        auto values = steal_from_raw_handles_to_raii_handles(step_results.data(), result_count);
+        // Results that are the same tensor have the same handle, which is deleted once.
+        std::vector<AtenTensorHandle> handles(step_results);
+        std::sort(handles.begin(), handles.end());
+        handles.erase(std::unique(handles.begin(), handles.end()), handles.end());
+        auto owners = steal_from_raw_handles_to_raii_handles(handles.data(), handles.size());
         for (int64_t result = 0; result < result_count; ++result) {
             if (step == 0) {
-                stacks.push_back(stack_for(values[result], steps));
+                stacks.push_back(stack_for(step_results[result], steps));
             }
-            put_step(stacks[result], step, values[result]);
+            put_step(stacks[result], step, step_results[result]);
         }
     }
     for (int64_t result = 0; result < result_count; ++result) {

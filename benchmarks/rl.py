@@ -3,7 +3,7 @@
 PPO (a minibatch), DQN, TD3 and SAC (an update of everything, targets too), on minibatches that are there. In float32
 without a scale, and in bfloat16 with one: torch's GradScaler, funcamp's scaler, jmp's rule in JAX. A call of a variant
 is a sweep over 32 minibatches, an update each; "32 in a call" gives all of them to one call, `unroll=32` or
-`jax.lax.scan`. Variants run interleaved. Reported are microseconds of an update, median and quartiles over the rounds;
+`jax.lax.scan`; "from Python" leaves out the pass that puts that loop into C++. Variants run interleaved. Reported are microseconds of an update, median and quartiles over the rounds;
 the ratios within each round to eager torch, and to JAX with as many updates in a call, in the same precision; the
 largest difference of a parameter from eager torch's after the first sweep, in the same precision; and the first sweep,
 with its compilation. The first variant that compiles also starts Inductor, and a later one finds kernels of the
@@ -41,11 +41,15 @@ class Way(NamedTuple):
     """Whether products are in bfloat16, with a scale."""
     at_once: bool = False
     """Whether one call gets all minibatches of a sweep."""
+    from_python: bool = False
+    """Whether the loop over them is left in Python."""
 
     @property
     def name(self) -> str:
         """As in the table."""
-        return f"{self.library} {'bfloat16' if self.low else 'float32'}{f', {UPDATES} in a call' * self.at_once}"
+        precision = "bfloat16" if self.low else "float32"
+        loop = f", {UPDATES} in a call" * self.at_once + " from Python" * self.from_python
+        return f"{self.library} {precision}{loop}"
 
 
 EAGER, COMPILED, JITTED, JAX = "torch eager", "torch.compile", "funcamp.jit", "JAX"
@@ -54,7 +58,8 @@ ONE_BY_ONE = [
     *(Way(library, low=True) for library in (EAGER, JITTED, JAX)),
 ]
 AT_ONCE = [Way(library, low, at_once=True) for low in (False, True) for library in (JITTED, JAX)]
-WAYS = {way.name: way for way in ONE_BY_ONE + AT_ONCE}
+FROM_PYTHON = [Way(JITTED, low, at_once=True, from_python=True) for low in (False, True)]
+WAYS = {way.name: way for way in ONE_BY_ONE + AT_ONCE + FROM_PYTHON}
 
 
 class Sweep:
@@ -85,7 +90,8 @@ def make(way: Way, size: Size) -> Variant:
         learner, wait = _jax_rl.learner(size, low=way.low, at_once=way.at_once)
         return Variant(Sweep(way, learner, [_jax_rl.arrays(batch) for batch in batches]), wait)
     if way.library == JITTED:
-        learner = funcamp_learner(size, low=way.low, at_once=way.at_once)
+        left_out = ["steps_in_cpp"] if way.from_python else []
+        learner = funcamp_learner(size, low=way.low, at_once=way.at_once, without=left_out)
     else:
         learner = torch_learner(size, low=way.low, compiled=way.library == COMPILED)
     return Variant(Sweep(way, learner, batches), nothing)
@@ -106,7 +112,7 @@ def measure(name: str, size: Size, ways: list[Way], rounds: int) -> Iterator[Row
     makers = {way.name: functools.partial(make, way, size) for way in ways}
     bases = {
         "over_eager": {way.name: Way(EAGER, way.low).name for way in ways},
-        "over_jax": {way.name: way._replace(library=JAX).name for way in ways},
+        "over_jax": {way.name: way._replace(library=JAX, from_python=False).name for way in ways},
     }
 
     def inspect(variant: Variant) -> Row:

@@ -172,7 +172,7 @@ def _run(program: Program) -> Program:
 PASS = Pass(
     name="steps_in_cpp",
     why="from Python, every step of a call (unroll) takes another 20 to 40 microseconds",
-    evidence="benchmarks/passes.py",
+    evidence="tests/jit/test_steps_in_cpp.py; benchmarks/rl.py",
     where=lambda target: target.by_inductor and target.on_cpu and not target.is_open,
     run=_run,
 )

@@ -3,11 +3,12 @@
 PPO (a minibatch), DQN, TD3 and SAC (an update of everything, targets too), on minibatches that are there. In float32
 without a scale, and in bfloat16 with one: torch's GradScaler, funcamp's scaler, jmp's rule in JAX. A call of a variant
 is a sweep over 32 minibatches, an update each; "32 in a call" gives all of them to one call, `unroll=32` or
-`jax.lax.scan`; "from Python" leaves out the pass that puts that loop into C++. Variants run interleaved. Reported are microseconds of an update, median and quartiles over the rounds;
-the ratios within each round to eager torch, and to JAX with as many updates in a call, in the same precision; the
-largest difference of a parameter from eager torch's after the first sweep, in the same precision; and the first sweep,
-with its compilation. The first variant that compiles also starts Inductor, and a later one finds kernels of the
-earlier ones: for first calls that compare, give --variants one name.
+`jax.lax.scan`; "from Python" leaves out the pass that puts that loop into C++. Variants run interleaved. Reported are
+microseconds of an update, median and quartiles over the rounds; the ratios within each round to eager torch, and to JAX
+with as many updates in a call, in the same precision; the largest difference of a parameter from eager torch's after
+the first sweep, in the same precision; and the first sweep, with its compilation. The first variant that compiles also
+starts Inductor, and a later one finds kernels of the earlier ones: for first calls that compare, give --variants one
+name.
 
     python benchmarks/rl.py [--threads 2] [--rounds 9] [--sizes "DQN;..."] [--variants "funcamp.jit float32;..."]
         [--out DIR]

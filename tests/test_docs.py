@@ -18,7 +18,7 @@ from tests.support.public import CODE, PUBLIC, python_blocks, run_python
 DOCS = Path(hooks.__file__).parent
 PAGES = sorted(DOCS.rglob("*.md"))
 #: These compile what they show.
-COMPILED = {"index.md"}
+COMPILED = {"first-day.md", "index.md"}
 SHOWN = [*PUBLIC, *(f"presets.{name}" for name in presets.__all__)]
 #: Words to avoid, and what to write instead.
 AVOID = {

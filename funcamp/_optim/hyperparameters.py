@@ -32,7 +32,7 @@ def is_dynamic(value: Any) -> bool:
     return isinstance(value, Tensor) or (callable(value) and not isinstance(value, type))
 
 
-def example(value: Any, name: str, accepted: Mapping[str, inspect.Parameter]) -> Any:
+def example_of(name: str, value: Any, accepted: Mapping[str, inspect.Parameter]) -> Any:
     """Return a number for a tensor or schedule, for code that looks at the value.
 
     It is the class's default, or another number if that is 0: a tensor or a schedule is in use.

@@ -16,8 +16,15 @@ from funcamp import _tree, _upstream
 from funcamp._check import Fixed
 from funcamp._dtensor import is_distributed
 from funcamp._optim.hyperparameters import ANOTHER, evaluate, map_items
-from funcamp._optim.number import Use
-from funcamp._optim.run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
+from funcamp._optim.number import Comparisons
+from funcamp._optim.run import (
+    LeafState,
+    StepRun,
+    narrow_counters,
+    refuse_differentiation,
+    run_step,
+    state_before_first_step,
+)
 from funcamp._optim.traits import Traits, probe
 from funcamp._optim.wrong_arguments import check_class, missing, refuse_positional
 from funcamp._storage.params import collapse, expand
@@ -400,8 +407,8 @@ def by_branch(
 
 def first_state(optimizer: StatelessOptimizer, param: Tensor, hyper: dict[str, Any]) -> LeafState:
     """Return a parameter's state before the first step."""
-    _, (recorded,) = _run(optimizer, [param], [torch.zeros_like(param)], None, hyper)
-    return first_values(recorded, param, optimizer._traits.starts_at_zero)
+    step_run = _run(optimizer, [param], [torch.zeros_like(param)], None, hyper)
+    return state_before_first_step(step_run.first_values[0], param, optimizer._traits.starts_at_zero)
 
 
 def advance(
@@ -414,20 +421,23 @@ def advance(
     unused: frozenset[str] = frozenset(),
 ) -> tuple[list[Tensor], list[LeafState]]:
     """Return new parameters and states, with the dtypes of the states `like`; `start` is None for a first step."""
-    new, after = _run(optimizer, params, grads, start, hyper, unused)
-    return new, [narrow_counters(old, state, param) for old, state, param in zip(like, after, new)]
+    step_run = _run(optimizer, params, grads, start, hyper, unused)
+    new_states = []
+    for old_state, new_state, param in zip(like, step_run.states, step_run.params):
+        new_states.append(narrow_counters(old_state, new_state, param))
+    return step_run.params, new_states
 
 
 def _run(
     optimizer: StatelessOptimizer,
     params: list[Tensor],
     grads: list[Tensor],
-    start: Any,
+    start: list[LeafState] | None,
     hyper: dict[str, Any],
     unused: frozenset[str] = frozenset(),
-) -> tuple[list[Tensor], list[dict[str, Any]]]:
+) -> StepRun:
     traits = optimizer._traits
-    new, states, _ = run_step(
+    return run_step(
         optimizer._cls,
         traits.arguments,
         hyper,
@@ -435,6 +445,5 @@ def _run(
         grads,
         start,
         writes_grads=traits.writes_grads,
-        use=Use(optimizer._cls.__name__, unused),
+        comparisons=Comparisons(optimizer._cls.__name__, unused),
     )
-    return new, states

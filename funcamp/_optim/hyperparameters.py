@@ -20,9 +20,16 @@ def map_items(fn: Callable[..., Any], name: str, value: Any, *others: Any) -> An
     """Call fn(label, value, *others) on a hyperparameter, or on each item of a tuple of them."""
     if not isinstance(value, (tuple, list)):
         return fn(name, value, *others)
-    columns = [other if isinstance(other, (tuple, list)) else [None] * len(value) for other in others]
-    items = [fn(f"{name}[{index}]", *row) for index, row in enumerate(zip(value, *columns))]
-    return type(value)(items)
+    others_items = [other if isinstance(other, (tuple, list)) else [None] * len(value) for other in others]
+    results = [fn(f"{name}[{index}]", *items) for index, items in enumerate(zip(value, *others_items))]
+    return type(value)(results)
+
+
+def by_label(name: str, value: Any) -> dict[str, Any]:
+    """Return a hyperparameter by its label, or each item of a tuple of them."""
+    if not isinstance(value, (tuple, list)):
+        return {name: value}
+    return {f"{name}[{index}]": item for index, item in enumerate(value)}
 
 
 def is_dynamic(value: Any) -> bool:
@@ -52,8 +59,10 @@ def example_of(name: str, value: Any, accepted: Mapping[str, inspect.Parameter])
 def stand_in(value: Any, number: Any, device: str) -> Any:
     """Return tensors with these numbers for tensors and schedules, to probe a device."""
 
-    def tensor(_: str, item: Any, fixed: Any) -> Any:
-        return torch.full((), fixed, dtype=torch.float64, device=device) if is_dynamic(item) else item
+    def tensor(_: str, item: Any, item_number: Any) -> Any:
+        if not is_dynamic(item):
+            return item
+        return torch.full((), item_number, dtype=torch.float64, device=device)
 
     return map_items(tensor, "", value, number)
 

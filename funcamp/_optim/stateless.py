@@ -15,7 +15,7 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._check import Fixed
 from funcamp._dtensor import is_distributed
-from funcamp._optim.hyperparameters import ANOTHER, evaluate, map_items
+from funcamp._optim.hyperparameters import ANOTHER, by_label, evaluate
 from funcamp._optim.number import Comparisons
 from funcamp._optim.run import (
     LeafState,
@@ -428,7 +428,7 @@ def by_branch(
     """
     values: dict[str, Any] = {}
     for name, value in hyper.items():
-        map_items(values.__setitem__, name, value)
+        values |= by_label(name, value)
 
     def select(labels: tuple[str, ...], zero_labels: frozenset[str]) -> _ParamsAndStates:
         """Take the step, with a selection for each of the labels; those in zero_labels are 0."""

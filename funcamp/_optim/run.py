@@ -19,7 +19,7 @@ from funcamp import _upstream
 from funcamp._optim.branchless import BRANCHLESS
 from funcamp._optim.hyperparameters import map_items
 from funcamp._optim.number import Comparisons, Number, has_number, numbers_to_tensors
-from funcamp._optim.scalar_arguments import formula, tensor_of
+from funcamp._optim.scalar_arguments import call_on_tensors, tensor_of
 from funcamp._scaler.precision import widen
 from funcamp._trace.as_compiled import as_eager
 from funcamp._tree import settled
@@ -75,7 +75,7 @@ class _Pure(TorchFunctionMode):
         return result
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a call of torch, from equal calls that do not read the host and have batching rules."""
+        """Return the result of a call of torch, from an equal call that reads nothing on the host."""
         name = getattr(func, "__name__", "")
         if name == "item":
             return widen(args[0]).clone()
@@ -88,20 +88,25 @@ class _Pure(TorchFunctionMode):
                 args = (args[0], args[1].tensor.to(args[0].dtype))
             args = numbers_to_tensors(args)
             kwargs = numbers_to_tensors(kwargs)
-        compute_on_tensors = formula(name, args, kwargs)
-        if compute_on_tensors is not None:
-            return compute_on_tensors()
-        if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-            target, mask, value = args  # in Rprop, with a mask of the same shape
-            return target.copy_(torch.where(mask, value, target))
-        if name in _UNBATCHED and _upstream.is_batched(args[0]):
-            functional = getattr(torch.Tensor, name.removesuffix("_"))
-            return args[0].copy_(functional(*args, **kwargs))
-        out = kwargs.get("out")
-        if isinstance(out, Tensor) and _upstream.is_batched(out):
-            del kwargs["out"]
-            return out.copy_(func(*args, **kwargs))
-        return func(*args, **kwargs)
+        call = call_on_tensors(name, args, kwargs)
+        if call is not None:
+            return call()
+        return _with_batching_rule(func, name, args, kwargs)
+
+
+def _with_batching_rule(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a call of torch; of its functional twin, if it writes and has no batching rule."""
+    if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+        target, mask, value = args  # in Rprop, with a mask of the same shape
+        return target.copy_(torch.where(mask, value, target))
+    if name in _UNBATCHED and _upstream.is_batched(args[0]):
+        functional = getattr(torch.Tensor, name.removesuffix("_"))
+        return args[0].copy_(functional(*args, **kwargs))
+    out = kwargs.get("out")
+    if isinstance(out, Tensor) and _upstream.is_batched(out):
+        del kwargs["out"]
+        return out.copy_(func(*args, **kwargs))
+    return func(*args, **kwargs)
 
 
 class RecordingState(UserDict[str, Any]):

@@ -420,13 +420,7 @@ def _observe(trial: _Trial, branches: tuple[str, ...], untouched_group: dict[str
     versions = [grad._version for grad in inputs.grads]
     without_state = trial.run(inputs, writes_grads=False, wide=False)
     writes_grads = versions != [grad._version for grad in inputs.grads]
-    for name, value in without_state.instance.param_groups[0].items():
-        if name == "params" or name in trial.dynamic:
-            continue
-        if name not in untouched_group or untouched_group[name] != value:
-            raise _impure(
-                trial.cls, f"its step changes {name!r} in its parameter group, which is not state; got {value!r}"
-            )
+    _refuse_changed_group(trial, untouched_group, without_state.instance.param_groups[0])
 
     # For most classes the first values in a step with a zero gradient are the state before the first step.
     zero_grads = [torch.zeros_like(grad) for grad in inputs.grads]
@@ -437,15 +431,7 @@ def _observe(trial: _Trial, branches: tuple[str, ...], untouched_group: dict[str
         states = []
         for first_values, param in zip(recorded, inputs.params):
             states.append(state_before_first_step(first_values, param, starts_at_zero))
-        from_state = trial.run(_inputs("cpu"), states, wide=False)
-        if not _are_equal(without_state.params, from_state.params):
-            return False
-        for state, expected_state in zip(from_state.states, without_state.states):
-            for name, value in state.items():
-                expected = counter_as_tensor(expected_state[name], value).to(value.dtype)
-                if not torch.equal(expected, value):
-                    return False
-        return True
+        return _have_equal_results(trial.run(_inputs("cpu"), states, wide=False), without_state)
 
     starts_as_recorded = reproduces_first_step(starts_at_zero=False)
     starts_at_zero = not starts_as_recorded and reproduces_first_step(starts_at_zero=True)
@@ -459,6 +445,29 @@ def _observe(trial: _Trial, branches: tuple[str, ...], untouched_group: dict[str
         entries=frozenset(name for first_values in recorded for name in first_values),
         branches=branches,
     )
+
+
+def _refuse_changed_group(trial: _Trial, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise TypeError if a step changed its parameter group."""
+    for name, value in after.items():
+        if name == "params" or name in trial.dynamic:
+            continue
+        if name not in before or before[name] != value:
+            raise _impure(
+                trial.cls, f"its step changes {name!r} in its parameter group, which is not state; got {value!r}"
+            )
+
+
+def _have_equal_results(step_run: StepRun, expected_run: StepRun) -> bool:
+    """Return whether a step from a state has the parameters and entries of another one."""
+    if not _are_equal(expected_run.params, step_run.params):
+        return False
+    for state, expected_state in zip(step_run.states, expected_run.states):
+        for name, value in state.items():
+            expected = counter_as_tensor(expected_state[name], value).to(value.dtype)
+            if not torch.equal(expected, value):
+                return False
+    return True
 
 
 def _is_elementwise(trial: _Trial) -> bool:

@@ -12,7 +12,7 @@ from funcamp import _tree
 from funcamp._check import integer, real
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.state import ScalerState, counters_of, tensors_of, with_counters
-from funcamp._scaler.update import checked, init
+from funcamp._scaler.update import check_state_and_config, init
 
 _CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
 
@@ -40,7 +40,7 @@ def to_state_dict(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> 
     References:
         `GradScaler.state_dict`, torch/amp/grad_scaler.py, PyTorch 2.13.
     """
-    state, config = checked("to_state_dict", state, config)
+    state, config = check_state_and_config("to_state_dict", state, config)
     saved: dict[str, Any] = {"scale": state.scale.item()}
     saved |= {name: getattr(config, name) for name in _CONSTANTS}
     saved["_growth_tracker"] = state.growth_tracker.item()

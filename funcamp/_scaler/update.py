@@ -85,7 +85,7 @@ def update(
         `_amp_update_scale_`, aten/src/ATen/native/cuda/AmpKernels.cu, and `GradScaler.update`,
         torch/amp/grad_scaler.py, PyTorch 2.13.
     """
-    state, config = checked("update", state, config)
+    state, config = check_state_and_config("update", state, config)
     found_inf = torch.zeros_like(state.found_inf)
     if new_scale is not None:
         scale = _bounded(_new_scale(state, new_scale), config)
@@ -197,7 +197,7 @@ def exhausted(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
     References:
         DeepSpeed and fairseq raise here: deepspeed/runtime/fp16/loss_scaler.py, fairseq/optim/dynamic_loss_scaler.py.
     """
-    state, config = checked("exhausted", state, config)
+    state, config = check_state_and_config("exhausted", state, config)
     outcome = _outcome("exhausted", state, config)
     next_scale = _bounded(outcome.scale, config)
     return outcome.backs_off & (~(next_scale < state.scale) | (next_scale == 0))
@@ -227,13 +227,13 @@ def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
     References:
         `_amp_update_scale_` keeps a scale that would be infinite: native/cuda/AmpKernels.cu, PyTorch 2.13.
     """
-    state, config = checked("saturated", state, config)
+    state, config = check_state_and_config("saturated", state, config)
     outcome = _outcome("saturated", state, config)
     next_scale = _bounded(outcome.scale, config)
     return outcome.grows & (~(next_scale > state.scale) | torch.isinf(next_scale))
 
 
-def checked(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, ScalerConfig]:
+def check_state_and_config(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, ScalerConfig]:
     """Check that a state and a configuration belong together, and return both.
 
     Raises:

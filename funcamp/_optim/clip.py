@@ -41,8 +41,8 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]
     check_whole("clip_grad_norm", "grads", grads)
     flat, spec = _tree.parameters("clip_grad_norm", "grads", grads)
     check_limit("clip_grad_norm", "max_norm", max_norm)
-    summed_grads = [settled_sum(grad) for grad in flat if grad is not None]
-    norms = [_norm(across, same_ranks) for across, same_ranks in groups(summed_grads)]
+    settled = [settled_sum(leaf) for leaf in flat if leaf is not None]
+    norms = [_norm(across, leaves) for across, leaves in groups(settled)]
     if not norms:
         return grads, torch.zeros(())
     norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]

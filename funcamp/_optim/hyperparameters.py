@@ -17,7 +17,11 @@ ANOTHER = (
 
 
 def map_items(fn: Callable[..., Any], name: str, value: Any, *others: Any) -> Any:
-    """Call fn(label, value, *others) on a hyperparameter, or on each item of a tuple of them."""
+    """Call fn(label, value, *others) on a hyperparameter, or on each item of a tuple of them.
+
+    The label of an item is its name with the index: "betas[0]". An item gets the items of the others, None if another
+    is no tuple.
+    """
     if not isinstance(value, (tuple, list)):
         return fn(name, value, *others)
     others_items = [other if isinstance(other, (tuple, list)) else [None] * len(value) for other in others]
@@ -32,7 +36,7 @@ def by_label(name: str, value: Any) -> dict[str, Any]:
     return {f"{name}[{index}]": item for index, item in enumerate(value)}
 
 
-def is_dynamic(value: Any) -> bool:
+def is_dynamic(value: object) -> bool:
     """Return whether a hyperparameter, or an item of a tuple, is a tensor or a schedule; a class is a constant."""
     if isinstance(value, (tuple, list)):
         return any(is_dynamic(item) for item in value)
@@ -46,11 +50,11 @@ def example_of(name: str, value: Any, accepted: Mapping[str, inspect.Parameter])
     """
     default = accepted[name].default if name in accepted else None
 
-    def number(_: str, item: Any, fallback: Any) -> Any:
+    def number(_: str, item: object, item_default: object) -> object:
         if not is_dynamic(item):
             return item
-        if isinstance(fallback, (int, float)) and not isinstance(fallback, bool):
-            return float(fallback) or 0.1
+        if isinstance(item_default, (int, float)) and not isinstance(item_default, bool):
+            return float(item_default) or 0.1
         return 1e-3
 
     return map_items(number, name, value, default)
@@ -59,7 +63,7 @@ def example_of(name: str, value: Any, accepted: Mapping[str, inspect.Parameter])
 def stand_in(value: Any, number: Any, device: str) -> Any:
     """Return tensors with these numbers for tensors and schedules, to probe a device."""
 
-    def tensor(_: str, item: Any, item_number: Any) -> Any:
+    def tensor(_: str, item: object, item_number: float) -> object:
         if not is_dynamic(item):
             return item
         return torch.full((), item_number, dtype=torch.float64, device=device)
@@ -75,24 +79,24 @@ def evaluate(name: str, value: Any, applied: Tensor, device: torch.device) -> An
         ValueError: a tensor has a shape other than (), or is on another type of device than the parameters.
     """
 
-    def current(_: str, item: Any) -> Any:
+    def current_value(_: str, item: Any) -> object:
         if not is_dynamic(item):
             return item
-        if not isinstance(item, Tensor):
-            item = item(applied)
-        if isinstance(item, (int, float)) and not isinstance(item, bool):
+        current = item if isinstance(item, Tensor) else item(applied)
+        if isinstance(current, (int, float)) and not isinstance(current, bool):
+            # float64, as Python's numbers are; MPS has no float64.
             dtype = torch.float32 if device.type == "mps" else torch.float64
-            return torch.full((), item, dtype=dtype, device=device)
-        if not isinstance(item, Tensor):
-            raise TypeError(f"update: {name} must be a number or a tensor of shape (); got {item!r}")
-        if item.dim() != 0:
-            raise ValueError(f"update: {name} must have shape (); got {tuple(item.shape)}")
-        if item.dtype == torch.bool or item.is_complex():
-            raise TypeError(f"update: {name} must hold a real number; got {item.dtype}")
-        if item.device.type != device.type:
+            return torch.full((), current, dtype=dtype, device=device)
+        if not isinstance(current, Tensor):
+            raise TypeError(f"update: {name} must be a number or a tensor of shape (); got {current!r}")
+        if current.dim() != 0:
+            raise ValueError(f"update: {name} must have shape (); got {tuple(current.shape)}")
+        if current.dtype == torch.bool or current.is_complex():
+            raise TypeError(f"update: {name} must hold a real number; got {current.dtype}")
+        if current.device.type != device.type:
             raise ValueError(
-                f"update: {name} must be on the parameters' type of device, {device.type}; got {item.device}"
+                f"update: {name} must be on the parameters' type of device, {device.type}; got {current.device}"
             )
-        return item
+        return current
 
-    return map_items(current, name, value)
+    return map_items(current_value, name, value)

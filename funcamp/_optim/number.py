@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -81,7 +81,7 @@ class Number(float):
     def __bool__(self) -> bool:
         return bool(self._compare(operator.ne, 0.0))
 
-    def _compare(self, compare: Callable[[float, float], bool], other: Any) -> Any:
+    def _compare(self, compare: Callable[[float, float], bool], other: object) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
         # `float.__float__`, because `__float__` of this class raises.
@@ -121,7 +121,7 @@ class Number(float):
     __pos__ = _unary(operator.pos)
     __abs__ = _unary(operator.abs)
 
-    def _refuse_reading(self, *_: Any) -> Any:
+    def _refuse_reading(self, *_: object) -> NoReturn:
         raise _refusal(self, "reads its value")
 
     # Each of these would read the tensor on the host.
@@ -147,7 +147,7 @@ def numbers_to_tensors(value: Any) -> Any:
     return value
 
 
-def has_number(value: Any) -> bool:
+def has_number(value: object) -> bool:
     """Return whether an argument is a `Number`, or a list with one."""
     if isinstance(value, (tuple, list)):
         return any(has_number(item) for item in value)

@@ -212,7 +212,7 @@ def _numbers(
     """Return the hyperparameters as the class gets them, and those of their tensors that vmap batches."""
     batched: list[Tensor] = []
 
-    def number(label: str, value: Any, example: Any) -> Any:
+    def number(label: str, value: object, example: float) -> object:
         if not isinstance(value, Tensor):
             return value
         if _upstream.is_batched(value):

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 _NARROW = (torch.float16, torch.bfloat16)
+
+#: What torch takes as a number only.
+_Scalar: TypeAlias = float | Tensor
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -22,7 +25,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _NARROW else tensor
 
 
-def _times(tensor: Tensor, factor: Any) -> Tensor:
+def _times(tensor: Tensor, factor: _Scalar) -> Tensor:
     """Multiply in the tensor's dtype; a tensor of shape () times float64 would become float64."""
     product: Tensor = tensor * factor
     return product.to(tensor.dtype)
@@ -36,7 +39,7 @@ def _sum(base: Tensor, term: Tensor, in_place: bool) -> Tensor:
     return total.to(base.dtype)
 
 
-def _add(in_place: bool, base: Tensor, other: Any, *, alpha: Any) -> Tensor:
+def _add(in_place: bool, base: Tensor, other: Any, *, alpha: _Scalar) -> Tensor:
     if not isinstance(other, Tensor):
         return _sum(base, other * alpha, in_place)
     # Promotion comes before the product: Muon adds bfloat16 to float32.
@@ -46,15 +49,15 @@ def _add(in_place: bool, base: Tensor, other: Any, *, alpha: Any) -> Tensor:
     return _sum(base, _times(_wide(other.to(dtype)), alpha), in_place)
 
 
-def _sub(in_place: bool, base: Tensor, other: Any, *, alpha: Any) -> Tensor:
+def _sub(in_place: bool, base: Tensor, other: Any, *, alpha: _Scalar) -> Tensor:
     return _add(in_place, base, other, alpha=-alpha)
 
 
-def _addcmul(in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, value: Any) -> Tensor:
+def _addcmul(in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, value: _Scalar) -> Tensor:
     return _sum(base, _times(_wide(left), value) * _wide(right), in_place)
 
 
-def _addcdiv(in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, value: Any) -> Tensor:
+def _addcdiv(in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, value: _Scalar) -> Tensor:
     return _sum(base, _times(_wide(left), value) / _wide(right), in_place)
 
 
@@ -65,19 +68,26 @@ def _lerp(in_place: bool, start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
     return start.copy_(result) if in_place else result
 
 
-def _addmm(in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+def _addmm(
+    in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, beta: _Scalar = 1, alpha: _Scalar = 1
+) -> Tensor:
     wide_product = _times(_wide(left) @ _wide(right), alpha)
     wide_result = _times(_wide(base), beta) + wide_product
     result = wide_result.to(base.dtype)
     return base.copy_(result) if in_place else result
 
 
-def _clamp(in_place: bool, base: Tensor, min: Any = None, max: Any = None) -> Tensor:  # noqa: A002  torch's names
+def _clamp(
+    in_place: bool,
+    base: Tensor,
+    min: _Scalar | None = None,  # noqa: A002  torch's names
+    max: _Scalar | None = None,  # noqa: A002
+) -> Tensor:
     result = torch.clamp(base, _bound(base, min), _bound(base, max))
     return base.copy_(result) if in_place else result
 
 
-def _bound(base: Tensor, bound: Any) -> Tensor | None:
+def _bound(base: Tensor, bound: _Scalar | None) -> Tensor | None:
     """Return a bound as a tensor of the clamped one's dtype."""
     if bound is None:
         return None

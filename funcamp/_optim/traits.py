@@ -107,7 +107,7 @@ def _refuse_closure(cls: type[torch.optim.Optimizer]) -> None:
         )
 
 
-def _check_is_no_choice(name: str, value: Any, accepted: Mapping[str, inspect.Parameter]) -> None:
+def _check_is_no_choice(name: str, value: object, accepted: Mapping[str, inspect.Parameter]) -> None:
     """Raise TypeError if a tensor or a schedule is given for an argument that chooses the algorithm."""
     default = accepted[name].default if name in accepted else None
     if isinstance(default, (bool, str)):
@@ -174,7 +174,9 @@ class _Trial:
         states: list[dict[str, Any]] | None = None,
         *,
         values: Mapping[str, Any] | None = None,
-        **options: Any,
+        writes_grads: bool = True,
+        wide: bool = True,
+        comparisons: Comparisons | None = None,
     ) -> StepRun:
         """Take one step.
 
@@ -183,13 +185,25 @@ class _Trial:
             states: their states; None for a first step.
             values: for the names of hyperparameters that are tensors, their values; the others are Python numbers. By
                 default all dynamic ones are tensors, with their examples as values.
-            **options: those of `run_step`.
+            writes_grads: as in `run_step`.
+            wide: as in `run_step`.
+            comparisons: as in `run_step`.
         """
         if values is None:
             values = {name: self.arguments[name] for name in self.dynamic}
         device = inputs.params[0].device.type
         hyper = {name: stand_in(self.hyperparameters[name], value, device) for name, value in values.items()}
-        return run_step(self.cls, self.arguments, hyper, inputs.params, inputs.grads, states, **options)
+        return run_step(
+            self.cls,
+            self.arguments,
+            hyper,
+            inputs.params,
+            inputs.grads,
+            states,
+            writes_grads=writes_grads,
+            wide=wide,
+            comparisons=comparisons,
+        )
 
 
 #: What a step raises for tensors that it cannot take: without values, of another dtype, or beside a Python number.
@@ -290,7 +304,7 @@ def _refuse_other_results(trial: _Trial, name: str, inputs: _Inputs) -> None:
 def _multiplied(trial: _Trial, name: str, factor: float) -> Any:
     """Return the example of a hyperparameter times a factor; of a tuple only the items that are dynamic."""
 
-    def multiply(_: str, item: Any, number: Any) -> Any:
+    def multiply(_: str, item: object, number: float) -> float:
         return number * factor if is_dynamic(item) else number
 
     return map_items(multiply, name, trial.hyperparameters[name], trial.arguments[name])
@@ -333,7 +347,7 @@ def _branches(trial: _Trial, inputs: _Inputs) -> tuple[str, ...]:
 def _with_zero(trial: _Trial, zero_label: str) -> dict[str, Any]:
     """Return the examples of the dynamic hyperparameters, with 0 for the one with this label."""
 
-    def value_of(label: str, number: Any) -> Any:
+    def value_of(label: str, number: float) -> float:
         return 0.0 if label == zero_label else number
 
     return {name: map_items(value_of, name, trial.arguments[name]) for name in trial.dynamic}

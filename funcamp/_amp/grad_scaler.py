@@ -356,6 +356,7 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self._enabled:
+            # As torch's class saves the scale and the tracker: numbers, and no tensors.
             state |= {"_init_counters": self._read_counters(), "_counters": {}, "_found_inf": None}
         return state
 
@@ -394,7 +395,7 @@ class GradScaler(torch.amp.GradScaler):
         """Return whether unscaling may multiply by more than 1; False only for a readable scale on a CPU."""
         if torch.compiler.is_dynamo_compiling() or self._skip == "select" or inv_scale.device.type != "cpu":
             return True
-        return not inv_scale.item() <= 1.0
+        return not inv_scale.item() <= 1.0  # also if it is NaN
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any

@@ -94,9 +94,9 @@ class Chain(Fixed):
         new_states = []
         for part in self.parts:
             if is_function(part):
-                update, _ = apply(part, update, ())
+                update, _ = apply_part(part, update, ())
             else:
-                update, new_state = apply(part, update, next(old_states))
+                update, new_state = apply_part(part, update, next(old_states))
                 new_states.append(new_state)
         return update, self._packed(new_states)
 
@@ -104,8 +104,8 @@ class Chain(Fixed):
         """Return the learning rate of the next step, of the first part that has one; `()` if none has."""
         for part, state in zip(self._with_state, self._unpacked(opt_state)):
             rate = learning_rate_of(part, state)
-            has_no_rate = isinstance(rate, tuple) and not rate
-            if not has_no_rate:
+            has_rate = not (isinstance(rate, tuple) and len(rate) == 0)
+            if has_rate:
                 return rate
         return ()
 
@@ -144,7 +144,7 @@ def is_transform(part: Part) -> TypeIs[Transform]:
     return not isinstance(part, (StatelessOptimizer, GroupedOptimizer)) and hasattr(part, "transform")
 
 
-def apply(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
+def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
     """Return the update and the state after one part: a function, a `Transform` or an optimizer.
 
     Raises:
@@ -425,7 +425,7 @@ class _Delayed:
     def transform(self, update: Update, state: Every) -> tuple[Update, Every]:
         """Compute the part's update, and keep it at every interval-th call."""
         _check_state(self, state, Every)
-        part_update, part_state = apply(self.part, update, state.state)
+        part_update, part_state = apply_part(self.part, update, state.state)
         updates = state.updates + 1
         is_due = updates % self.interval == 0
         params = _select(is_due, "params", part_update.params, update.params)

@@ -291,6 +291,8 @@ def _refuse_other_results(trial: _Trial, name: str, inputs: _Inputs) -> None:
             continue  # the class does not allow this value
         with_example = _two_steps(trial, inputs, values={})
         with_tensor = _two_steps(trial, inputs, values={name: other_value})
+        # If the step used the example in place of the tensor, it would miss the whole effect of the value. The limit
+        # 1e-6 is for a value without effect.
         effect_of_value = _distance(with_example, expected)
         if _distance(with_tensor, expected) <= max(1e-6, 0.1 * effect_of_value):
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import abc, defaultdict
-from dataclasses import replace as changed
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
@@ -13,8 +13,19 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState as Stage
 
 from funcamp import _tree, _upstream
-from funcamp._amp.undo import Flags, entries, forget, is_watched, joined, make_state, obstacle, read, select, with_grads
-from funcamp._amp.undo_compiled import prepare, select_compiled
+from funcamp._amp.undo import (
+    Flags,
+    combine_flags,
+    entries,
+    forget,
+    is_watched,
+    make_state,
+    obstacle,
+    read_any,
+    select,
+    with_grads,
+)
+from funcamp._amp.undo_compiled import prepare_for_compile, select_compiled
 from funcamp._amp.unscale import by_device, unscale
 from funcamp._check import boolean, real
 from funcamp._scaler.config import ScalerConfig, check_config
@@ -25,10 +36,13 @@ from funcamp._scaler.state_dict import saved_count, saved_counters, saved_scale
 from funcamp._scaler.update import update
 
 _INT32_MAX = torch.iinfo(torch.int32).max
+#: torch's defaults of init_scale, growth_factor, backoff_factor and growth_interval.
+_DEFAULT_NUMBERS = (2.0**16, 2.0, 0.5, 2000)
 _NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 
 
 def _per_optimizer() -> dict[str, Any]:
+    """Return what torch's class notes of an optimizer between two updates, by torch's names."""
     return {"stage": Stage.READY, "found_inf_per_device": {}}
 
 
@@ -108,29 +122,16 @@ class GradScaler(torch.amp.GradScaler):
         if skip not in (None, "select", "host"):
             raise ValueError(f'GradScaler: skip must be "select", "host" or None; got {skip!r}')
         boolean("GradScaler", "allow_fp16", allow_fp16)
-        if isinstance(device, torch.device):
-            device = device.type
-        if not isinstance(device, str):
-            fix = f': write GradScaler("cuda", init_scale={device})' if isinstance(device, (int, float)) else ""
-            raise TypeError(f"GradScaler: device must be a string, as in torch.amp; got {_tree.brief(device)}{fix}")
-        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-        for name, number in zip(("init_scale", "growth_factor", "backoff_factor", "growth_interval"), numbers):
-            real("GradScaler", name, number)
-        if config is not None:
-            check_config("GradScaler", config)
-            if numbers != (2.0**16, 2.0, 0.5, 2000):
-                raise ValueError(
-                    "GradScaler: init_scale, growth_factor, backoff_factor and growth_interval must be left out if "
-                    f"config is given; got {numbers}"
-                )
-            numbers = (config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval)
+        device = _checked_device(device)
+        numbers = _checked_numbers((init_scale, growth_factor, backoff_factor, growth_interval), config)
         no_cuda = device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available()  # type: ignore[no-untyped-call]
         if enabled and no_cuda:
             warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
             enabled = False
         super().__init__(device, *numbers, enabled=enabled)
-        self._skip, self._allow_fp16 = skip, allow_fp16
-        prepare()
+        self._skip = skip
+        self._allow_fp16 = allow_fp16
+        prepare_for_compile()
         if enabled:
             self._config = ScalerConfig(init_scale) if config is None else config
             self._configure()
@@ -216,11 +217,13 @@ class GradScaler(torch.amp.GradScaler):
         noted = self._per_optimizer_states[id(optimizer)]
         if noted["stage"] is Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and not torch.compiler.is_dynamo_compiling()
-        if _given(args, kwargs):
-            self._takes_as_is = not fused or noted["stage"] is Stage.UNSCALED
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False) and not torch.compiler.is_dynamo_compiling()
+        has_closure = _has_argument(args, kwargs)
+        if has_closure:
+            # A fused kernel divides by the scale whatever the closure computes, unless `unscale_` was called.
+            self._takes_as_is = not is_fused or noted["stage"] is Stage.UNSCALED
         try:
-            if fused:
+            if is_fused:
                 result = self._fused_step(optimizer, noted, *args, **kwargs)
             else:
                 if noted["stage"] is Stage.READY:
@@ -229,7 +232,7 @@ class GradScaler(torch.amp.GradScaler):
                     raise AssertionError("No inf checks were recorded for this optimizer.")
                 result = self._maybe_opt_step(optimizer, noted, *args, **kwargs)
         finally:
-            if _given(args, kwargs):
+            if has_closure:
                 self._takes_as_is = False
         noted["stage"] = Stage.STEPPED
         return result
@@ -244,35 +247,39 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
-        flags = [
-            flag for noted in self._per_optimizer_states.values() for flag in noted["found_inf_per_device"].values()
-        ]
+        flags: list[Tensor] = []
+        for noted in self._per_optimizer_states.values():
+            flags += noted["found_inf_per_device"].values()
         if flags:
-            self._found_inf = joined(flags, scale.device)
+            self._found_inf = combine_flags(flags, scale.device)
         if new_scale is not None:
             self._set_scale(scale, new_scale)
         elif not flags:
             raise AssertionError("No inf checks were recorded prior to update.")
         else:
-            found_inf = cast(Tensor, self._found_inf)
-            with torch.no_grad():
-                config = self._config
-                bounded = config.min_scale is not None or config.max_scale is not None
-                plain = not torch.compiler.is_dynamo_compiling() and not bounded and config.rule == TORCH_RULE
-                if plain and _upstream.update_scale:
-                    # the same rule in one kernel
-                    _upstream.update_scale(
-                        scale, tracker, found_inf, config.growth_factor, config.backoff_factor, config.growth_interval
-                    )
-                else:
-                    new = update(with_counters(ScalerState(scale, tracker, found_inf), self._counters), config)
-                    scale.copy_(new.scale)
-                    tracker.copy_(new.growth_tracker)
-                    for name, counter in self._counters.items():
-                        counter.copy_(cast(RuleState, new).counters[name])
+            self._apply_rule(scale, tracker, cast(Tensor, self._found_inf))
         self._per_optimizer_states = defaultdict(_per_optimizer)
 
+    def _apply_rule(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
+        """Write the next scale, growth tracker and counters in place."""
+        config = self._config
+        has_bounds = config.min_scale is not None or config.max_scale is not None
+        is_torchs_rule = config.rule == TORCH_RULE and not has_bounds
+        with torch.no_grad():
+            if is_torchs_rule and not torch.compiler.is_dynamo_compiling() and _upstream.update_scale:
+                # The same rule in one kernel.
+                _upstream.update_scale(
+                    scale, tracker, found_inf, config.growth_factor, config.backoff_factor, config.growth_interval
+                )
+                return
+            new_state = update(with_counters(ScalerState(scale, tracker, found_inf), self._counters), config)
+            scale.copy_(new_state.scale)
+            tracker.copy_(new_state.growth_tracker)
+            for name, counter in self._counters.items():
+                counter.copy_(cast(RuleState, new_state).counters[name])
+
     def _set_scale(self, scale: Tensor, value: float | Tensor) -> None:
+        """Write a scale that the caller chooses, within the configuration's bounds."""
         if isinstance(value, (int, float)):
             scale.fill_(value)
         else:
@@ -280,8 +287,8 @@ class GradScaler(torch.amp.GradScaler):
                 "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
                 "torch.FloatTensor with requires_grad=False."
             )
-            one = isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
-            if not one or value.device.type != self._device:
+            is_scalar = isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
+            if not is_scalar or value.device.type != self._device:
                 raise AssertionError(reason)
             scale.copy_(value.reshape(()))
         if self._config.min_scale is not None or self._config.max_scale is not None:
@@ -330,16 +337,16 @@ class GradScaler(torch.amp.GradScaler):
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
             )
         if "scale" not in state_dict:  # another object's; if only a part is missing, torch's error names it
-            names = ", ".join(map(repr, list(state_dict)[:4])) + ", ..." * (len(state_dict) > 4)
-            fix = ": load its 'scaler'" if "scaler" in state_dict else ""
-            fix = ": step.to_torch(state)['scaler'] is a step's" if "scaler.scale" in state_dict else fix
-            raise KeyError(f"{call}: state_dict must have 'scale', as scaler.state_dict() has; it has {names}{fix}")
+            raise _without_scale(call, state_dict)
+        # Everything is checked before anything is changed.
         scale = saved_scale(call, state_dict["scale"])
-        rule = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
+        constants = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
         tracker = saved_count(call, "_growth_tracker", state_dict["_growth_tracker"])
         counters = saved_counters(call, state_dict, self._config)
-        self._configure(**rule)
-        self._init_scale, self._init_growth_tracker, self._init_counters = scale, tracker, counters
+        self._configure(**constants)
+        self._init_scale = scale
+        self._init_growth_tracker = tracker
+        self._init_counters = counters
         if self._scale is not None and self._growth_tracker is not None:
             self._scale.fill_(scale)
             self._growth_tracker.fill_(tracker)
@@ -349,12 +356,13 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self._enabled:
+            # As torch's class saves the scale and the tracker: numbers, and no tensors.
             state |= {"_init_counters": self._read_counters(), "_counters": {}, "_found_inf": None}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        prepare()  # an unpickled scaler may be the first of its process
+        prepare_for_compile()  # an unpickled scaler may be the first of its process
 
     # Overrides of methods that torch's class provides for subclasses, some with torch's own code: Dynamo does not trace
     # torch.amp's files, and puts `_refresh_per_optimizer_state` into the graph without tracing it.
@@ -367,90 +375,112 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        flags = self._flags(by_device(optimizer, allow_fp16=True), reciprocal(scale), only_check=scale)
+        flags = self._flags(by_device(optimizer, allow_fp16=True), reciprocal(scale), only_check_scale=scale)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
     def _flags(
-        self, grads: dict[torch.device, list[Tensor]], inv_scale: Tensor, only_check: Tensor | None = None
+        self, grads: dict[torch.device, list[Tensor]], inv_scale: Tensor, only_check_scale: Tensor | None = None
     ) -> Flags:
         """Unscale gradients, or only check them for this scale; return the flags."""
-        grows, flags = self._may_grow(inv_scale), {}
+        may_grow = self._may_grow(inv_scale)
+        flags = {}
         with torch.no_grad():
-            for device, held in grads.items():
-                scale = None if only_check is None else only_check.to(device)
-                flags[device] = unscale(held, inv_scale.to(device), grows=grows, only_check=scale)
+            for device, device_grads in grads.items():
+                scale = None if only_check_scale is None else only_check_scale.to(device)
+                flags[device] = unscale(device_grads, inv_scale.to(device), may_grow=may_grow, only_check_scale=scale)
         return flags
 
     def _may_grow(self, inv_scale: Tensor) -> bool:
         """Return whether unscaling may multiply by more than 1; False only for a readable scale on a CPU."""
         if torch.compiler.is_dynamo_compiling() or self._skip == "select" or inv_scale.device.type != "cpu":
             return True
-        return not inv_scale.item() <= 1.0
+        return not inv_scale.item() <= 1.0  # also if it is NaN
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
+        """Take the step of an optimizer that is not fused, unless a flag is set."""
         flags: Flags = optimizer_state["found_inf_per_device"]
         if torch.compiler.is_dynamo_compiling():
             if self._compiles(optimizer, args, kwargs):
-                select_compiled(optimizer, joined(list(flags.values()), None) != 0)
+                select_compiled(optimizer, combine_flags(list(flags.values()), None) != 0)
                 return None
             torch._dynamo.graph_break(
                 msg="GradScaler.step compiles only if optimizer is of an unmodified class of torch.optim that keeps to "
                 "the device, its step has no argument, hook or replacement, and skip is not 'host'"
             )
-        given = _given(args, kwargs)
-        watched = obstacle(optimizer) is None and (is_watched(optimizer) or given)
-        if self._skip == "host" or (self._skip is None and (watched or all(d.type == "cpu" for d in flags))):
-            return None if read(flags) else optimizer.step(*args, **kwargs)
-        reason = "step is given a closure, which a skipped step must not call" if given else None
+        has_closure = _has_argument(args, kwargs)
+        if self._reads_flag(optimizer, flags, has_closure):
+            return None if read_any(flags) else optimizer.step(*args, **kwargs)
+        reason = "step is given a closure, which a skipped step must not call" if has_closure else None
         return select(optimizer, flags, lambda: optimizer.step(*args, **kwargs), reason)
 
+    def _reads_flag(self, optimizer: torch.optim.Optimizer, flags: Flags, has_closure: bool) -> bool:
+        """Return whether the flag is read on the host without a warning: by choice, or by default if that is better."""
+        if self._skip is not None:
+            return self._skip == "host"
+        if all(device.type == "cpu" for device in flags):  # a read is free there
+            return True
+        # What would observe a step that is undone. With an obstacle `select` reads the flag too, and warns.
+        return obstacle(optimizer) is None and (is_watched(optimizer) or has_closure)
+
     def _compiles(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
-        plain = not _given(args, kwargs) and self._skip != "host"
-        return plain and obstacle(optimizer) is None and not is_watched(optimizer)
+        """Return whether the optimizer's step can be a part of the graph."""
+        if _has_argument(args, kwargs) or self._skip == "host":
+            return False
+        return obstacle(optimizer) is None and not is_watched(optimizer)
 
     def _fused_step(self, optimizer: Any, noted: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             return super().step(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
-        unscaled = noted["stage"] is Stage.UNSCALED
-        if not unscaled:
+        is_unscaled = noted["stage"] is Stage.UNSCALED
+        if not is_unscaled:
             self._check_inf_per_device(optimizer)
         flags: Flags = noted["found_inf_per_device"]
-        if not flags and (with_grads(optimizer) or _given(args, kwargs)):
+        if not flags and (with_grads(optimizer) or _has_argument(args, kwargs)):
             raise AssertionError(
                 "No inf checks were recorded for this optimizer: unscale_() or step() must be called after backward(); "
                 "there was no gradient when it was called, so those that are there now would be taken scaled."
             )
-        before = None
+        entries_before = None
         if isinstance(optimizer, torch.optim.SGD):  # only SGD writes a first state in a step that it skips
             make_state(optimizer)
-            before = entries(optimizer)
-        given = getattr(optimizer, "grad_scale", None)
-        optimizer.grad_scale = given if unscaled else (scale if given is None else scale * given)
-        optimizer.found_inf = joined(list(flags.values()) or [torch.zeros_like(scale)], scale.device)
+            entries_before = entries(optimizer)
+        grad_scale = getattr(optimizer, "grad_scale", None)  # as in torch, one that is set already is a further factor
+        if not is_unscaled:
+            grad_scale = scale if grad_scale is None else scale * grad_scale
+        optimizer.grad_scale = grad_scale
+        optimizer.found_inf = combine_flags(list(flags.values()) or [torch.zeros_like(scale)], scale.device)
         try:
             result = optimizer.step(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-        if before is not None and entries(optimizer) != before and read(flags):
-            forget(optimizer, before)
+        if entries_before is not None and entries(optimizer) != entries_before and read_any(flags):
+            forget(optimizer, entries_before)
         return result
 
     def _configure(self, **values: Any) -> None:
         """Change constants that torch's class lets users change; if a value is invalid, change none."""
-        growth = values.get("growth_factor", self._growth_factor)
-        backoff = values.get("backoff_factor", self._backoff_factor)
-        interval = values.get("growth_interval", self._growth_interval)
-        # torch never grows with an interval of 0, nor with one that its counter cannot reach
-        reached = interval if 0 < interval <= _INT32_MAX else _INT32_MAX
-        self._config = changed(self._config, growth_factor=growth, backoff_factor=backoff, growth_interval=reached)
-        self._growth_factor, self._backoff_factor, self._growth_interval = growth, backoff, interval
+        growth_factor = values.get("growth_factor", self._growth_factor)
+        backoff_factor = values.get("backoff_factor", self._backoff_factor)
+        growth_interval = values.get("growth_interval", self._growth_interval)
+        # torch never grows with an interval of 0, nor with one that its counter cannot reach.
+        interval_of_rule = growth_interval if 0 < growth_interval <= _INT32_MAX else _INT32_MAX
+        self._config = replace(
+            self._config,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=interval_of_rule,
+        )
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
 
     def _read_counters(self) -> dict[str, int]:
+        """Return the counters of the rule by name; reads the device."""
         if self._scale is None:
             return self._init_counters
         return {name: int(counter.item()) for name, counter in self._counters.items()}
@@ -470,6 +500,51 @@ class GradScaler(torch.amp.GradScaler):
         self._counters = tensors_of(self._init_counters, dev)
 
 
-def _given(args: Any, kwargs: Any) -> bool:
+def _checked_device(device: object) -> str:
+    """Return the type of device; raise TypeError if it is neither a string nor a torch.device."""
+    if isinstance(device, torch.device):
+        return device.type
+    if not isinstance(device, str):
+        fix = f': write GradScaler("cuda", init_scale={device})' if isinstance(device, (int, float)) else ""
+        raise TypeError(f"GradScaler: device must be a string, as in torch.amp; got {_tree.brief(device)}{fix}")
+    return device
+
+
+def _checked_numbers(
+    numbers: tuple[float, float, float, int], config: ScalerConfig | None
+) -> tuple[float, float, float, int]:
+    """Return the first scale, growth factor, backoff factor and growth interval: those of the configuration if given.
+
+    Raises:
+        TypeError: one is no number, or config is no `ScalerConfig`.
+        ValueError: both config and another number than the default are given.
+    """
+    for name, number in zip(("init_scale", "growth_factor", "backoff_factor", "growth_interval"), numbers):
+        real("GradScaler", name, number)
+    if config is None:
+        return numbers
+    check_config("GradScaler", config)
+    if numbers != _DEFAULT_NUMBERS:
+        raise ValueError(
+            "GradScaler: init_scale, growth_factor, backoff_factor and growth_interval must be left out if "
+            f"config is given; got {numbers}"
+        )
+    return config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval
+
+
+def _without_scale(call: str, state_dict: abc.Mapping[str, Any]) -> KeyError:
+    """Return the error for another object's state_dict."""
+    names = ", ".join(map(repr, list(state_dict)[:4]))
+    if len(state_dict) > 4:
+        names += ", ..."
+    fix = ""
+    if "scaler.scale" in state_dict:
+        fix = ": step.to_torch(state)['scaler'] is a step's"
+    elif "scaler" in state_dict:
+        fix = ": load its 'scaler'"
+    return KeyError(f"{call}: state_dict must have 'scale', as scaler.state_dict() has; it has {names}{fix}")
+
+
+def _has_argument(args: Any, kwargs: Any) -> bool:
     """Return whether a step gets an argument; None does not count, because Accelerate passes it."""
     return any(value is not None for value in (*args, *kwargs.values()))

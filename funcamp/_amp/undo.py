@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,15 +35,15 @@ _GLOBAL_POST_HOOKS: Any = _upstream.find("torch.optim.optimizer._global_optimize
 _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def joined(flags: list[Tensor], device: torch.device | None) -> Tensor:
+def combine_flags(flags: list[Tensor], device: torch.device | None) -> Tensor:
     """Combine flags into one, 1.0 or 0.0, on a device; by default the first flag's."""
-    found = flags[0] if device is None else flags[0].to(device, non_blocking=True)
+    found_inf = flags[0] if device is None else flags[0].to(device, non_blocking=True)
     for flag in flags[1:]:
-        found = torch.maximum(found, flag.to(found.device, non_blocking=True))
-    return found
+        found_inf = torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True))
+    return found_inf
 
 
-def read(flags: Flags) -> bool:
+def read_any(flags: Flags) -> bool:
     """Return on the host whether any flag is set; waits for the device."""
     return any(bool(flag != 0) for flag in flags.values())
 
@@ -63,14 +63,13 @@ def is_watched(optimizer: Any) -> bool:
 
     Accelerate replaces `step`, and takes a step as skipped if it was not called.
     """
-    patched = vars(optimizer).get("step")
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return bool(
-        any(hooks)
-        or _GLOBAL_PRE_HOOKS
-        or _GLOBAL_POST_HOOKS
-        or (patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"))
-    )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return True
+    if _GLOBAL_PRE_HOOKS or _GLOBAL_POST_HOOKS:
+        return True
+    # torch's schedulers replace `step` too, only to see that it was called before theirs.
+    replaced_step = vars(optimizer).get("step")
+    return replaced_step is not None and not hasattr(replaced_step, "_wrapped_by_lr_sched")
 
 
 def select(optimizer: Any, flags: Flags, step: Callable[[], Any], reason: str | None = None) -> Any:
@@ -92,30 +91,45 @@ def select(optimizer: Any, flags: Flags, step: Callable[[], Any], reason: str | 
     reason = reason or obstacle(optimizer) or _obstacle_of_tensors(optimizer, params) or make_state(optimizer)
     if reason is not None:
         _warn(optimizer, reason)
-        return None if read(flags) else step()
-    before = entries(optimizer)
-    states = [optimizer.state[param] for param in params if param in optimizer.state]
-    changing = [*params, *(value for state in states for value in state.values() if isinstance(value, Tensor))]
-    if _writes_grads(optimizer):
-        changing += [param.grad for param in params if not param.grad.is_sparse]
-    kept = [torch.empty_like(tensor) for tensor in changing]
-    if changing:
+        return None if read_any(flags) else step()
+    entries_before = entries(optimizer)
+    written = _written_tensors(optimizer, params)
+    copies = [torch.empty_like(tensor) for tensor in written]
+    if written:
         with torch.no_grad():
-            _upstream.copy_each(kept, changing)
+            _upstream.copy_each(copies, written)
     try:
         return step()
     except Exception:
-        if not read(flags):
+        if not read_any(flags):
             raise
         return None
     finally:
-        with torch.no_grad():
-            found = joined(list(flags.values()), None) != 0
-            on = {device: found.to(device, non_blocking=True) for device in {tensor.device for tensor in changing}}
-            for tensor, old in zip(changing, kept):
-                torch.where(on[tensor.device], old, tensor, out=tensor)
-        if entries(optimizer) != before and read(flags):
-            forget(optimizer, before)
+        _restore_if_set(flags, written, copies)
+        # Only a first step adds entries to the state; then the flag is read.
+        if entries(optimizer) != entries_before and read_any(flags):
+            forget(optimizer, entries_before)
+
+
+def _written_tensors(optimizer: torch.optim.Optimizer, params: list[Any]) -> list[Tensor]:
+    """Return the tensors into which a step may write."""
+    written = list(params)
+    for param in params:
+        if param in optimizer.state:
+            written += [value for value in optimizer.state[param].values() if isinstance(value, Tensor)]
+    if _writes_grads(optimizer):
+        written += [param.grad for param in params if not param.grad.is_sparse]
+    return written
+
+
+def _restore_if_set(flags: Flags, tensors: list[Tensor], copies: list[Tensor]) -> None:
+    """Write the copies back into the tensors if a flag is set, on their devices."""
+    with torch.no_grad():
+        is_set = combine_flags(list(flags.values()), None) != 0
+        devices = {tensor.device for tensor in tensors}
+        is_set_on = {device: is_set.to(device, non_blocking=True) for device in devices}
+        for tensor, copy in zip(tensors, copies):
+            torch.where(is_set_on[tensor.device], copy, tensor, out=tensor)
 
 
 def with_grads(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -124,6 +138,7 @@ def with_grads(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _obstacle_of_tensors(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> str | None:
+    """Return why a step on these tensors cannot be undone; None if it can."""
     name = type(optimizer).__name__
     for param in params:
         if type(param) not in (Tensor, torch.nn.Parameter):
@@ -131,9 +146,11 @@ def _obstacle_of_tensors(optimizer: torch.optim.Optimizer, params: list[Tensor])
         if param.layout != torch.strided:
             return "a parameter is sparse"
         for value in optimizer.state.get(param, {}).values():
-            if isinstance(value, Tensor) and value.device != param.device:
+            if not isinstance(value, Tensor):
+                continue
+            if value.device != param.device:
                 return f"{name} keeps tensors on the host (capturable=True or fused=True does not)"
-            if isinstance(value, Tensor) and value.layout != torch.strided:
+            if value.layout != torch.strided:
                 return f"{name} keeps sparse tensors, whose sizes follow from the gradients"
     return None
 
@@ -143,22 +160,26 @@ def _writes_grads(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) is torch.optim.SGD and any(group["nesterov"] for group in optimizer.param_groups)
 
 
-def entries(optimizer: torch.optim.Optimizer) -> dict[Any, set[str]]:
+#: For each parameter the names of its state's entries that have a value.
+Entries: TypeAlias = dict[Any, set[str]]
+
+
+def entries(optimizer: torch.optim.Optimizer) -> Entries:
     """Return the names of a state's entries that have a value, to find and remove later additions."""
-    return {
-        param: {name for name, value in entry.items() if value is not None}
-        for param, entry in optimizer.state.items()
-        if isinstance(entry, dict)
-    }
+    names_of = {}
+    for param, state in optimizer.state.items():
+        if isinstance(state, dict):
+            names_of[param] = {name for name, value in state.items() if value is not None}
+    return names_of
 
 
-def forget(optimizer: torch.optim.Optimizer, before: dict[Any, set[str]]) -> None:
+def forget(optimizer: torch.optim.Optimizer, entries_before: Entries) -> None:
     """Remove what the state has besides these entries."""
     for param, names in entries(optimizer).items():
-        if param not in before:
+        if param not in entries_before:
             del optimizer.state[param]
             continue
-        for name in names - before[param]:
+        for name in names - entries_before[param]:
             del optimizer.state[param][name]
 
 
@@ -180,7 +201,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> str | None:
         return None
     if all(optimizer.state.get(param) for param in params):
         return None
-    before = entries(optimizer)
+    entries_before = entries(optimizer)
     try:
         _init_groups(optimizer)
     except Exception as error:
@@ -188,23 +209,30 @@ def make_state(optimizer: torch.optim.Optimizer) -> str | None:
     else:
         reason = _obstacle_of_tensors(optimizer, params)
     if reason is not None:
-        forget(optimizer, before)
+        forget(optimizer, entries_before)
     return reason
 
 
 def _init_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Create the missing state of all parameters with a gradient."""
     with torch.no_grad():
         for group in optimizer.param_groups:
             init_group(optimizer, group)
             if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
-                # The first buffer is the gradient itself. A later step computes it from -0.0, which is neutral in a
-                # sum, also for -0.0. If the first step is skipped, the fused kernel leaves the buffer uninitialized.
-                for param in group["params"]:
-                    grad, state = param.grad, optimizer.state[param]
-                    if grad is None or grad.is_sparse:
-                        continue
-                    if state.get("momentum_buffer") is None:
-                        state["momentum_buffer"] = torch.zeros_like(grad).neg_()
+                _init_momentum(optimizer, group)
+
+
+def _init_momentum(optimizer: torch.optim.SGD, group: dict[str, Any]) -> None:
+    """Create the missing momentum of SGD, which `_init_group` does not."""
+    # The first buffer is the gradient itself. A later step computes it from -0.0, which is neutral in a sum, also for
+    # -0.0. If the first step is skipped, the fused kernel leaves the buffer uninitialized.
+    for param in group["params"]:
+        grad = param.grad
+        state = optimizer.state[param]
+        if grad is None or grad.is_sparse:
+            continue
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(grad).neg_()
 
 
 def _warn(optimizer: torch.optim.Optimizer, reason: str) -> None:

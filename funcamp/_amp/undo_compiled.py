@@ -17,13 +17,15 @@ from funcamp import _upstream
 from funcamp._optim.run import LeafState
 from funcamp._optim.stateless import advance, by_branch, eager_only, first_state, stateless
 
-#: A stand-in for None, and entries that are decided by torch.compile or are not arguments of a class.
+#: A stand-in for None among the arguments of a traced function, which accepts no None as a leaf.
 _NONE = "<None>"
+
+#: Entries of a parameter group that torch.compile decides or that are not arguments of a class.
 _DROPPED = ("params", "foreach", "fused", "differentiable", "capturable")
 
 
-def select_compiled(optimizer: torch.optim.Optimizer, found: Tensor | None) -> None:
-    """Step an optimizer of torch.optim if found, bool, shape (), is False; always if found is None.
+def select_compiled(optimizer: torch.optim.Optimizer, skips: Tensor | None) -> None:
+    """Step an optimizer of torch.optim if skips, bool, shape (), is False; always if skips is None.
 
     Use a tensor for a learning rate that changes: a number is a constant of the graph, so a new one recompiles.
     """
@@ -31,72 +33,79 @@ def select_compiled(optimizer: torch.optim.Optimizer, found: Tensor | None) -> N
         params = [param for param in group["params"] if param.grad is not None]
         if not params:
             continue
-        options = {name: _sendable(value) for name, value in group.items() if name not in _DROPPED}
+        grads = [param.grad for param in params]
+        arguments = {name: _encoded(value) for name, value in group.items() if name not in _DROPPED}
         states = [dict(optimizer.state[param]) if param in optimizer.state else {} for param in params]
-        new, before, after = _traced(
-            type(optimizer).__name__, options, params, [param.grad for param in params], states
-        )
+        new_params, old_states, new_states = _nonstrict_step(type(optimizer).__name__, arguments, params, grads, states)
         with torch.no_grad():
-            for param, value, first, later in zip(params, new, before, after):
-                param.copy_(_chosen(found, param, value))
+            for param, new_param, old_state, new_state in zip(params, new_params, old_states, new_states):
+                param.copy_(_selected(skips, param, new_param))
                 if param in optimizer.state and len(optimizer.state[param]) > 0:
-                    kept = optimizer.state[param]
-                    for name, entry in later.items():
-                        kept[name].copy_(_chosen(found, kept[name], entry))
+                    state = optimizer.state[param]
+                    for name, new_value in new_state.items():
+                        state[name].copy_(_selected(skips, state[name], new_value))
                 else:
-                    optimizer.state[param] = {name: _chosen(found, first[name], later[name]) for name in later}
+                    optimizer.state[param] = {
+                        name: _selected(skips, old_state[name], new_state[name]) for name in new_state
+                    }
 
 
-def _chosen(found: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
-    return new if found is None else torch.where(found, old, new)
+def _selected(skips: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
+    return new if skips is None else torch.where(skips, old, new)
 
 
-_traced: Any = None
+#: `_step`, which Dynamo puts into the graph without tracing its Python; made by `prepare_for_compile`.
+_nonstrict_step: Any = None
 
 
-def prepare() -> None:
+def prepare_for_compile() -> None:
     """Prepare this module for torch.compile. Imports torch._dynamo, as any optimizer's first step does."""
-    global _traced
-    if _traced is not None:
+    global _nonstrict_step
+    if _nonstrict_step is not None:
         return
     nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace")
-    modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes")  # `stateless` needs it
-    lost = [name for name in (nonstrict_trace, modes) if not _upstream.usable(name)]
-    _traced = eager_only(_step, lost[0].path) if lost else nonstrict_trace(_step)
+    disable_modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes")  # `stateless` needs it
+    lost = [found for found in (nonstrict_trace, disable_modes) if not _upstream.usable(found)]
+    _nonstrict_step = eager_only(_step, lost[0].path) if lost else nonstrict_trace(_step)
 
 
 def _step(
-    name: str, options: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[LeafState]
+    class_name: str, arguments: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[LeafState]
 ) -> tuple[list[Tensor], list[LeafState], list[LeafState]]:
     """Return new parameters, the states before the step (created if missing), and the states after it."""
-    cls = getattr(torch.optim, name)  # by name, because a traced function takes no class
+    cls = getattr(torch.optim, class_name)  # by name, because a traced function takes no class
     accepted = inspect.signature(cls.__init__).parameters
-    options = {name: _sent(value) for name, value in options.items()}
-    optimizer = stateless(cls, **{name: value for name, value in options.items() if name in accepted})
-    hyper = {name: options[name] for name in optimizer._traits.dynamic}
+    decoded = {name: _decoded(value) for name, value in arguments.items()}
+    optimizer = stateless(cls, **{name: value for name, value in decoded.items() if name in accepted})
+    hyper = {name: decoded[name] for name in optimizer._traits.dynamic}
     if optimizer._traits.first_step_differs and not all(states):
         raise ValueError(
             f"GradScaler.step: optimizer must have taken a step before it is compiled, as the first step of "
             f"{cls.__name__} with these hyperparameters is another formula; got one without state"
         )
-    before = [state or first_state(optimizer, param, hyper) for param, state in zip(params, states)]
-    new, after = by_branch(
-        optimizer, hyper, lambda unused: advance(optimizer, params, grads, before, before, hyper, unused)
-    )
-    return new, before, after
+    old_states = [state or first_state(optimizer, param, hyper) for param, state in zip(params, states)]
+
+    def step(zero_labels: frozenset[str]) -> tuple[list[Tensor], list[LeafState]]:
+        return advance(optimizer, params, grads, old_states, old_states, hyper, zero_labels)
+
+    new_params, new_states = by_branch(optimizer, hyper, step)
+    return new_params, old_states, new_states
 
 
-def _sendable(value: Any) -> Any:
-    # a traced function accepts no None as a leaf
+def _encoded(value: Any) -> Any:
+    """Return a hyperparameter as a traced function takes it."""
     if isinstance(value, (tuple, list)):
-        return tuple([_sendable(item) for item in value])
+        return tuple([_encoded(item) for item in value])
     return _NONE if value is None else value
 
 
-def _sent(value: Any) -> Any:
-    if isinstance(value, (torch.SymFloat, torch.SymInt)):
-        # Dynamo makes a number that changed symbolic; the class checks its arguments, so make it a guarded constant
-        return float(value) if isinstance(value, torch.SymFloat) else int(value)
+def _decoded(value: Any) -> Any:
+    """Return the hyperparameter that `_encoded` got, in the traced function."""
+    # Dynamo makes a number that changed symbolic; the class checks its arguments, so make it a guarded constant.
+    if isinstance(value, torch.SymFloat):
+        return float(value)
+    if isinstance(value, torch.SymInt):
+        return int(value)
     if isinstance(value, (tuple, list)):
-        return tuple(_sent(item) for item in value)
+        return tuple(_decoded(item) for item in value)
     return None if isinstance(value, str) and value == _NONE else value

@@ -45,71 +45,81 @@ def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.
     return grads
 
 
-def unscale(grads: list[Tensor], inv_scale: Tensor, *, grows: bool = True, only_check: Tensor | None = None) -> Tensor:
+def unscale(
+    grads: list[Tensor], inv_scale: Tensor, *, may_grow: bool = True, only_check_scale: Tensor | None = None
+) -> Tensor:
     """Multiply gradients on one device in place; return the flag, float32, shape (), 1.0 or 0.0.
 
-    grows: whether inv_scale may be above 1. If not, torch's single kernel is correct.
-    only_check: the scale; return the flag for multiplication or division, without changing gradients.
+    may_grow: whether inv_scale may be above 1. If not, torch's single kernel is correct.
+    only_check_scale: the scale; return the flag for multiplication or division, without changing gradients.
     """
-    found = torch.zeros_like(inv_scale)
+    found_inf = torch.zeros_like(inv_scale)
     for group in _by_dtype([local(grad) for grad in grads]):
-        if type(group[0]) is not Tensor or not grows:
-            # torch's kernel, for subclasses that implement it, and if no product can overflow
-            _upstream.unscale_each(group, found, inv_scale if only_check is None else torch.ones_like(inv_scale))
+        if type(group[0]) is not Tensor or not may_grow:
+            # torch's kernel, for subclasses that implement it, and if no product can overflow. It writes the flag.
+            factor = inv_scale if only_check_scale is None else torch.ones_like(inv_scale)
+            _upstream.unscale_each(group, found_inf, factor)
             continue
         if torch.compiler.is_dynamo_compiling():
             products = [_times(grad, inv_scale) for grad in group]
-            finite = torch.stack([torch.isfinite(product).all() for product in products]).all()
+            is_finite = torch.stack([torch.isfinite(product).all() for product in products]).all()
             for grad, product in zip(group, products):
                 grad.copy_(product)
         else:
-            top = _largest(group)
-            finite = torch.isfinite(_times(top, inv_scale))
-            if only_check is None:
+            largest = _largest(group)
+            is_finite = torch.isfinite(_times(largest, inv_scale))
+            if only_check_scale is None:
                 _multiply(group, inv_scale)
             else:
-                finite &= torch.isfinite(top / only_check)
-        found = torch.maximum(found, (~finite).float())
-    return _on_all_ranks(found, grads)
+                is_finite &= torch.isfinite(largest / only_check_scale)
+        found_inf = torch.maximum(found_inf, (~is_finite).float())
+    return _on_all_ranks(found_inf, grads)
 
 
-def _on_all_ranks(found: Tensor, grads: list[Tensor]) -> Tensor:
+def _on_all_ranks(found_inf: Tensor, grads: list[Tensor]) -> Tensor:
     """Reduce the flag over the ranks of all DTensors; torch uses the first one's ranks for all."""
-    spread = [grad for grad in grads if is_distributed(grad)]
-    if not spread:
-        return found
-    whole = [settled_sum(grad) for grad in spread]
-    sums = [local(total) for total, grad in zip(whole, spread) if total is not grad]
-    bad = [found != 0, *[~torch.isfinite(total).all() for total in sums]]
-    return any_rank(torch.stack(bad).any(), whole).float()
+    dtensors = [grad for grad in grads if is_distributed(grad)]
+    if not dtensors:
+        return found_inf
+    summed = [settled_sum(grad) for grad in dtensors]
+    flags = [found_inf != 0]
+    for total, dtensor in zip(summed, dtensors):
+        # A sum of partial sums that are finite may be infinite.
+        if total is not dtensor:
+            flags.append(~torch.isfinite(local(total)).all())
+    return any_rank(torch.stack(flags).any(), summed).float()
 
 
 def _by_dtype(grads: list[Tensor]) -> list[list[Tensor]]:
+    """Return gradients with elements in groups of one class and dtype, complex ones as real numbers."""
     groups: dict[tuple[type, torch.dtype], list[Tensor]] = defaultdict(list)
     for grad in grads:
-        if grad.numel():
-            plain = Tensor if type(grad) is torch.nn.Parameter else type(grad)
-            real = torch.view_as_real(grad) if grad.is_complex() else grad
-            groups[plain, real.dtype].append(real)
+        if grad.numel() == 0:
+            continue
+        tensor_class = Tensor if type(grad) is torch.nn.Parameter else type(grad)
+        real_grad = torch.view_as_real(grad) if grad.is_complex() else grad
+        groups[tensor_class, real_grad.dtype].append(real_grad)
     return list(groups.values())
 
 
 def _largest(grads: list[Tensor]) -> Tensor:
     """Return the largest magnitude, or NaN if there is one."""
     if grads[0].device.type == "cpu":
-        # because eager CPU norms take ten times as long
-        ends = [torch.stack(torch.aminmax(grad)) for grad in grads]
-        return torch.stack(ends).abs().max()
+        # Because eager CPU norms take ten times as long.
+        extremes = [torch.stack(torch.aminmax(grad)) for grad in grads]
+        return torch.stack(extremes).abs().max()
     return torch.stack(_upstream.norm_of_each(grads, math.inf)).max()
 
 
 def _times(grad: Tensor, inv_scale: Tensor) -> Tensor:
+    """Return the product, computed in float32 or wider and rounded once to the gradient's dtype."""
     if grad.dtype.itemsize < 4:
         return (grad.float() * inv_scale).to(grad.dtype)
     return grad * inv_scale
 
 
 def _multiply(grads: list[Tensor], inv_scale: Tensor) -> None:
+    """Multiply gradients of one dtype in place, as `_times` does."""
     if grads[0].dtype.itemsize < 4:
         _upstream.copy_each(grads, [_times(grad, inv_scale) for grad in grads])
     else:

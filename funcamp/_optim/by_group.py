@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,18 @@ from funcamp._storage.params import Params, matrix_or_vector
 from funcamp._types import Tree
 
 
+class PureOptimizer(Protocol):
+    """What `check_optimizer` takes: the result of `stateless`, `by_group` or `chain`, or the user's own object."""
+
+    def init(self, params: Tree) -> Any:
+        """Return the state before the first step."""
+        ...
+
+    def update(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
+        """Return the new parameters and the next state."""
+        ...
+
+
 class GroupedOptimizer(Fixed):
     """Several optimizers as one; made by `by_group`."""
 
@@ -26,7 +38,8 @@ class GroupedOptimizer(Fixed):
     group: Callable[[str, Tensor], str]
 
     def __init__(self, optimizers: Mapping[str, Any], group: Callable[[str, Tensor], str]) -> None:
-        self.optimizers, self.group = dict(optimizers), group
+        self.optimizers = dict(optimizers)
+        self.group = group
 
     def __repr__(self) -> str:
         return f"by_group({self.optimizers!r})"
@@ -34,7 +47,10 @@ class GroupedOptimizer(Fixed):
     def init(self, params: Tree) -> dict[str, OptState]:
         """Return the initial state of every optimizer, by label; see `StatelessOptimizer.init`."""
         labels = self._labels("init", params)
-        return {label: optimizer.init(_part(params, labels, label)) for label, optimizer in self.optimizers.items()}
+        states = {}
+        for label, optimizer in self.optimizers.items():
+            states[label] = optimizer.init(_group_of(params, labels, label))
+        return states
 
     def update(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
         """Take one step with every optimizer on its group; see `StatelessOptimizer.update`."""
@@ -45,27 +61,37 @@ class GroupedOptimizer(Fixed):
                 f"got {_tree.brief(opt_state)}"
             )
         labels = self._labels("update", params)
-        flat, spec = _tree.flatten(params)
+        flat_params, spec = _tree.flatten(params)
         states = {}
         for label, optimizer in self.optimizers.items():
-            new, states[label] = optimizer.update(
-                _part(params, labels, label), _part(grads, labels, label), opt_state[label]
-            )
-            flat = [value if mine is None else mine for value, mine in zip(flat, _tree.leaves(new))]
-        return _tree.unflatten(flat, spec), states
+            group_params = _group_of(params, labels, label)
+            group_grads = _group_of(grads, labels, label)
+            new_params, states[label] = optimizer.update(group_params, group_grads, opt_state[label])
+            new_leaves = _tree.leaves(new_params)
+            flat_params = [old if new is None else new for old, new in zip(flat_params, new_leaves)]
+        return _tree.unflatten(flat_params, spec), states
 
     def learning_rate(self, opt_state: Any) -> dict[str, Any]:
         """Return the learning rates of the next step, by label; see `StatelessOptimizer.learning_rate`."""
-        rates = {label: getattr(optimizer, "learning_rate", None) for label, optimizer in self.optimizers.items()}
-        return {label: rate(opt_state[label]) for label, rate in rates.items() if rate is not None}
+        rates = {}
+        for label, optimizer in self.optimizers.items():
+            learning_rate = getattr(optimizer, "learning_rate", None)
+            if learning_rate is not None:
+                rates[label] = learning_rate(opt_state[label])
+        return rates
 
     def _labels(self, call: str, params: Tree) -> list[str | None]:
-        """Return the label of every leaf; `Params` have them."""
+        """Return the label of every leaf, None for None; `Params` have labels since they were created.
+
+        Raises:
+            ValueError: a label has no optimizer.
+        """
+        labels: list[str | None]
         if isinstance(params, Params):
-            labels: list[str | None] = list(params.layout.labels)
+            labels = list(params.layout.labels)
         else:
-            leaves = _tree.leaves(params)
-            labels = [None if v is None else self.group(n, v) for n, v in zip(_tree.names(params), leaves)]
+            names_and_leaves = zip(_tree.names(params), _tree.leaves(params))
+            labels = [None if leaf is None else self.group(name, leaf) for name, leaf in names_and_leaves]
         for label in labels:
             if label is not None and label not in self.optimizers:
                 raise ValueError(
@@ -120,20 +146,23 @@ def by_group(
 def check_optimizer(call: str, name: str, optimizer: Any) -> None:
     """Raise TypeError if a value has no init and update."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        groups = "" if len(optimizer.param_groups) == 1 else ", one for each of its groups in by_group({...})"
+        per_group = "" if len(optimizer.param_groups) == 1 else ", one for each of its groups in by_group({...})"
         raise TypeError(
             f"{call}: {name} must be a pure optimizer with init and update, and takes no parameters: write "
-            f"{as_stateless(optimizer)}{groups}; got one of class {type(optimizer).__name__}"
+            f"{as_stateless(optimizer)}{per_group}; got one of class {type(optimizer).__name__}"
         )
-    if isinstance(optimizer, type) or not (
-        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
-    ):
-        write = "as stateless(...) gives"
+    has_init = callable(getattr(optimizer, "init", None))
+    has_update = callable(getattr(optimizer, "update", None))
+    # A class has both methods too, but its objects are meant.
+    if isinstance(optimizer, type) or not (has_init and has_update):
+        fix = "as stateless(...) gives"
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
-            write = f"write stateless({path_of(optimizer)}, lr=...)"
-        raise TypeError(f"{call}: {name} must have init and update, {write}; got {_tree.brief(optimizer)}")
+            fix = f"write stateless({path_of(optimizer)}, lr=...)"
+        raise TypeError(f"{call}: {name} must have init and update, {fix}; got {_tree.brief(optimizer)}")
 
 
-def _part(tree: Tree, labels: list[str | None], label: str) -> Tree:
+def _group_of(tree: Tree, labels: list[str | None], label: str) -> Tree:
+    """Return the same tree with None for every leaf of another group."""
     flat, spec = _tree.flatten(tree)
-    return _tree.unflatten([leaf if mine == label else None for leaf, mine in zip(flat, labels)], spec)
+    flat_group = [leaf if leaf_label == label else None for leaf, leaf_label in zip(flat, labels)]
+    return _tree.unflatten(flat_group, spec)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import Fixed, integer
-from funcamp._optim.by_group import GroupedOptimizer, check_optimizer
+from funcamp._optim.by_group import GroupedOptimizer, PureOptimizer, check_optimizer
 from funcamp._optim.clip import check_limit, clip_grad_norm, clip_grad_value, coefficient
 from funcamp._optim.ema import check_decay, ema_update
 from funcamp._optim.stateless import StatelessOptimizer
 from funcamp._storage.params import clone
 from funcamp._types import Tree
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 
 class Update(NamedTuple):
@@ -42,6 +45,10 @@ class Transform(Protocol):
         ...
 
 
+#: What a chain is made of. A function has no state; the others have, and `init` makes it.
+Part: TypeAlias = PureOptimizer | Transform | Callable[[Update], Update]
+
+
 class Average(NamedTuple):
     """The state of `average`."""
 
@@ -63,11 +70,11 @@ class Chain(Fixed):
 
     _instead = "Call chain with other parts: the new one continues from the same state"
 
-    parts: tuple[Any, ...]
+    parts: tuple[Part, ...]
 
-    def __init__(self, parts: tuple[Any, ...]) -> None:
+    def __init__(self, parts: tuple[Part, ...]) -> None:
         self.parts = parts
-        self._with_state = [part for part in parts if hasattr(part, "init")]
+        self._with_state = [part for part in parts if not is_function(part)]
 
     def __repr__(self) -> str:
         return f"chain({', '.join(map(repr, self.parts))})"
@@ -83,34 +90,40 @@ class Chain(Fixed):
 
     def transform(self, update: Update, state: Tree) -> tuple[Update, Tree]:
         """Return the update and the state after all parts."""
-        states = iter(self._unpacked(state))
-        after = []
+        old_states = iter(self._unpacked(state))
+        new_states = []
         for part in self.parts:
-            if hasattr(part, "init"):
-                update, part_state = apply(part, update, next(states))
-                after.append(part_state)
+            if is_function(part):
+                update, _ = apply_part(part, update, ())
             else:
-                update, _ = apply(part, update, ())
-        return update, self._packed(after)
+                update, new_state = apply_part(part, update, next(old_states))
+                new_states.append(new_state)
+        return update, self._packed(new_states)
 
     def learning_rate(self, opt_state: Tree) -> Any:
         """Return the learning rate of the next step, of the first part that has one; `()` if none has."""
         for part, state in zip(self._with_state, self._unpacked(opt_state)):
-            rate_of = getattr(part, "learning_rate", None)
-            rate = () if rate_of is None else rate_of(state)
-            if not (isinstance(rate, tuple) and not rate):
+            rate = learning_rate_of(part, state)
+            has_rate = not (isinstance(rate, tuple) and len(rate) == 0)
+            if has_rate:
                 return rate
         return ()
 
     def _packed(self, states: list[Tree]) -> Tree:
+        """Return the states of the parts as the state of the chain."""
         return states[0] if len(states) == 1 else tuple(states)
 
     def _unpacked(self, state: Tree) -> list[Tree]:
-        count = len(self._with_state)
-        if count == 1:
+        """Return the states of the parts that have one: the inverse of `_packed`.
+
+        Raises:
+            ValueError: the state is not a tuple of as many states.
+        """
+        expected_count = len(self._with_state)
+        if expected_count == 1:
             return [state]
-        # An OptState is a tuple too, of a chain with one state.
-        if type(state) is not tuple or len(state) != count:
+        # Not isinstance: an OptState, the state of a chain in which only one part has a state, is a tuple too.
+        if type(state) is not tuple or len(state) != expected_count:
             raise ValueError(
                 f"update: opt_state must be a tuple with a state for each of {self._with_state!r}; got "
                 f"{_tree.brief(state)}: begin an average with state._replace(opt_state=(state.opt_state, "
@@ -119,55 +132,83 @@ class Chain(Fixed):
         return list(state)
 
 
-def is_transform(part: Any) -> bool:
-    """Return whether a part is an object with `transform`; without asking an optimizer, whose error is a long text."""
+def is_function(part: Part) -> TypeIs[Callable[[Update], Update]]:
+    """Return whether a part is a function of an update, which has no state."""
+    return not hasattr(part, "init")
+
+
+def is_transform(part: Part) -> TypeIs[Transform]:
+    """Return whether a part is an object with `transform`."""
+    # An optimizer of funcamp is not asked for the attribute: its AttributeError has its repr, which reads the values of
+    # its tensors.
     return not isinstance(part, (StatelessOptimizer, GroupedOptimizer)) and hasattr(part, "transform")
 
 
-def apply(part: Any, update: Update, state: Tree) -> tuple[Update, Tree]:
-    """Return the update and the state after one part: a function, a `Transform` or an optimizer."""
-    after: Any
-    if not hasattr(part, "init"):
-        after = part(update)
+def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
+    """Return the update and the state after one part: a function, a `Transform` or an optimizer.
+
+    Raises:
+        TypeError: the part returns something else than an `Update`.
+    """
+    new_update: Any
+    if is_function(part):
+        new_update = part(update)
     elif is_transform(part):
-        after, state = part.transform(update, state)
+        new_update, state = part.transform(update, state)
     else:
         params, state = part.update(update.params, update.gradients, state)
-        after = update._replace(params=params)
-    if not isinstance(after, Update):
+        new_update = update._replace(params=params)
+    if not isinstance(new_update, Update):
         raise TypeError(
-            f"chain: {part!r} must return an Update, such as update._replace(gradients=...); got {_tree.brief(after)}"
+            f"chain: {part!r} must return an Update, such as update._replace(gradients=...); got "
+            f"{_tree.brief(new_update)}"
         )
-    if after.gradients is not update.gradients:  # the norm was that of the former ones
-        after = after._replace(norm=None)
-    return after, state
+    # The known norm is that of the former gradients. A later part that needs a norm computes it.
+    if new_update.gradients is not update.gradients:
+        new_update = new_update._replace(norm=None)
+    return new_update, state
 
 
-def groups_in(optimizer: Any) -> list[Callable[[str, Tensor], str]]:
+def learning_rate_of(part: Part, state: Tree) -> Any:
+    """Return the learning rate of a part's next step; `()` if it has none."""
+    learning_rate = getattr(part, "learning_rate", None)
+    return () if learning_rate is None else learning_rate(state)
+
+
+def groups_in(optimizer: object) -> list[Callable[[str, Tensor], str]]:
     """Return the functions by which an optimizer groups parameters: those of every `by_group` in it, each once."""
+    group_functions: list[Callable[[str, Tensor], str]] = []
     if isinstance(optimizer, GroupedOptimizer):
-        found, parts = [optimizer.group], tuple(optimizer.optimizers.values())
-    elif isinstance(optimizer, Chain):
-        found, parts = [], optimizer.parts
-    elif isinstance(optimizer, _Delayed):
-        found, parts = [], (optimizer.part,)
-    else:
-        return []
-    for part in parts:
-        found += groups_in(part)
-    return list(dict.fromkeys(found))
+        group_functions.append(optimizer.group)
+    for part in _parts_of(optimizer):
+        group_functions += groups_in(part)
+    return list(dict.fromkeys(group_functions))
+
+
+def _parts_of(optimizer: object) -> tuple[Part, ...]:
+    """Return what an optimizer is combined from; nothing if it is a single one."""
+    if isinstance(optimizer, GroupedOptimizer):
+        return tuple(optimizer.optimizers.values())
+    if isinstance(optimizer, Chain):
+        return optimizer.parts
+    if isinstance(optimizer, _Delayed):
+        return (optimizer.part,)
+    return ()
 
 
 def optimizer_in(optimizer: Any) -> Any:
     """Return the optimizer of a chain that besides only clips or averages; any other optimizer as it is."""
     if not isinstance(optimizer, Chain):
         return optimizer
-    others = [part for part in optimizer.parts if hasattr(part, "init") and not _is_average(part)]
-    return others[0] if len(others) == 1 else optimizer
+    optimizers = [part for part in optimizer.parts if not is_function(part) and not _averages(part)]
+    return optimizers[0] if len(optimizers) == 1 else optimizer
 
 
-def _is_average(part: Any) -> bool:
-    return isinstance(part, _Averaging) or (isinstance(part, _Delayed) and isinstance(part.part, _Averaging))
+def _averages(part: Part) -> bool:
+    """Return whether a part is the result of `average`, or `every` delays one."""
+    if isinstance(part, _Delayed):
+        part = part.part
+    return isinstance(part, _Averaging)
 
 
 def is_average(state: object) -> bool:
@@ -207,16 +248,22 @@ def chain(*parts: Any) -> Chain:
     """
     if not parts:
         raise TypeError("chain: parts must be given, such as clip_by_norm(1.0) and an optimizer; got none")
-    flat: list[Any] = []
-    for number, part in enumerate(parts):
-        check_part("chain", f"parts[{number}]", part)
-        flat += part.parts if isinstance(part, Chain) else [part]
-    return Chain(tuple(flat))
+    flat_parts: list[Part] = []
+    for index, part in enumerate(parts):
+        check_part("chain", f"parts[{index}]", part)
+        if isinstance(part, Chain):
+            flat_parts += part.parts
+        else:
+            flat_parts.append(part)
+    return Chain(tuple(flat_parts))
 
 
 def check_part(call: str, name: str, part: Any) -> None:
     """Raise TypeError for what is no part of a chain."""
-    if is_transform(part) or (callable(part) and not hasattr(part, "init") and not isinstance(part, type)):
+    if is_transform(part):
+        return
+    # A class is callable too, but is given by mistake for one of its objects.
+    if is_function(part) and callable(part) and not isinstance(part, type):
         return
     check_optimizer(call, name, part)
 
@@ -230,14 +277,17 @@ class _ClipByNorm:
 
     def __call__(self, update: Update) -> Update:
         if update.norm is None:
-            return update._replace(gradients=clip_grad_norm(update.gradients, self.max_norm)[0])
-        wide = coefficient(self.max_norm, update.norm)
-        factor = _tree.settled(wide.float())
+            clipped_gradients, _ = clip_grad_norm(update.gradients, self.max_norm)
+            return update._replace(gradients=clipped_gradients)
+        factor = coefficient(self.max_norm, update.norm)
+        float32_factor = _tree.settled(factor.float())
 
-        def clip(leaf: Tensor) -> Tensor:
-            return leaf * (wide if leaf.dtype in (torch.float64, torch.complex128) else factor)
+        def clip(gradient: Tensor) -> Tensor:
+            is_double = gradient.dtype in (torch.float64, torch.complex128)
+            return gradient * (factor if is_double else float32_factor)
 
-        return update._replace(gradients=_tree.map_leaves(clip, *_tree.flatten(update.gradients)))
+        flat_gradients, spec = _tree.flatten(update.gradients)
+        return update._replace(gradients=_tree.map_leaves(clip, flat_gradients, spec))
 
 
 def clip_by_norm(max_norm: float | Tensor) -> Callable[[Update], Update]:
@@ -322,7 +372,7 @@ class _Averaging:
 
     def transform(self, update: Update, state: Average) -> tuple[Update, Average]:
         """Move the average toward the parameters."""
-        _check_kind(self, state, Average)
+        _check_state(self, state, Average)
         return update, Average(ema_update(state.average, update.params, self.decay))
 
 
@@ -359,37 +409,38 @@ def average(decay: float) -> Transform:
 @dataclass(frozen=True)
 class _Delayed:
     interval: int
-    part: Any
+    part: Part
 
     def __repr__(self) -> str:
         return f"every({self.interval}, {self.part!r})"
 
     def init(self, params: Tree) -> Every:
         """Return the part's state and a count of 0."""
-        device = next((leaf.device for leaf in _tree.leaves(params) if leaf is not None), None)
-        state = self.part.init(params) if hasattr(self.part, "init") else ()
-        return Every(torch.zeros((), dtype=torch.int64, device=device), state)
+        present = [leaf for leaf in _tree.leaves(params) if leaf is not None]
+        device = present[0].device if present else None
+        updates = torch.zeros((), dtype=torch.int64, device=device)
+        part_state = () if is_function(self.part) else self.part.init(params)
+        return Every(updates, part_state)
 
     def transform(self, update: Update, state: Every) -> tuple[Update, Every]:
         """Compute the part's update, and keep it at every interval-th call."""
-        _check_kind(self, state, Every)
-        after, part_state = apply(self.part, update, state.state)
+        _check_state(self, state, Every)
+        part_update, part_state = apply_part(self.part, update, state.state)
         updates = state.updates + 1
         is_due = updates % self.interval == 0
-        params = _select(is_due, "params", after.params, update.params)
-        gradients = _select(is_due, "gradients", after.gradients, update.gradients)
-        new = update._replace(params=params, gradients=gradients)
-        return new, Every(updates, _select(is_due, "state", part_state, state.state))
+        params = _select(is_due, "params", part_update.params, update.params)
+        gradients = _select(is_due, "gradients", part_update.gradients, update.gradients)
+        new_state = Every(updates, _select(is_due, "state", part_state, state.state))
+        return update._replace(params=params, gradients=gradients), new_state
 
     def learning_rate(self, state: Every) -> Any:
         """Return the part's learning rate; `()` if it has none."""
-        rate = getattr(self.part, "learning_rate", None)
-        return () if rate is None else rate(state.state)
+        return learning_rate_of(self.part, state.state)
 
 
-def _check_kind(part: Any, state: object, kind: type) -> None:
+def _check_state(part: Part, state: object, state_class: type) -> None:
     """Raise TypeError if a part got the state of another one."""
-    if not isinstance(state, kind):
+    if not isinstance(state, state_class):
         raise TypeError(
             f"update: opt_state must have the states of the chain's parts in their order; got {_tree.brief(state)} for "
             f"{part!r}"
@@ -405,16 +456,19 @@ def _select(condition: Tensor, name: str, new: Tree, old: Tree) -> Tree:
     if new is old:
         return old
     _tree.same_structure("every", (f"the former {name}", f"the part's {name}"), (old, new))
-    leaves, spec = _tree.flatten(new)
-    chosen: list[Tensor | None] = []
-    for index, (leaf, other) in enumerate(zip(leaves, _tree.leaves(old))):
-        if leaf is not other and (leaf is None or other is None or leaf.shape != other.shape):
+    new_leaves, spec = _tree.flatten(new)
+    selected: list[Tensor | None] = []
+    for index, (new_leaf, old_leaf) in enumerate(zip(new_leaves, _tree.leaves(old))):
+        if new_leaf is old_leaf:
+            selected.append(new_leaf)
+            continue
+        if new_leaf is None or old_leaf is None or new_leaf.shape != old_leaf.shape:
             raise ValueError(
                 f"every: the part must keep the shapes of {name}; at {_tree.path_of(new, index)} it has "
-                f"{_tree.describe(leaf)} for {_tree.describe(other)}"
+                f"{_tree.describe(new_leaf)} for {_tree.describe(old_leaf)}"
             )
-        chosen.append(leaf if leaf is other else torch.where(condition, leaf, other))
-    return _tree.unflatten(chosen, spec)
+        selected.append(torch.where(condition, new_leaf, old_leaf))
+    return _tree.unflatten(selected, spec)
 
 
 def every(interval: int, part: Any) -> Transform:

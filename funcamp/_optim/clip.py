@@ -41,7 +41,8 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]
     check_whole("clip_grad_norm", "grads", grads)
     flat, spec = _tree.parameters("clip_grad_norm", "grads", grads)
     check_limit("clip_grad_norm", "max_norm", max_norm)
-    norms = [_norm(over, leaves) for over, leaves in groups([settled_sum(leaf) for leaf in flat if leaf is not None])]
+    settled = [settled_sum(leaf) for leaf in flat if leaf is not None]
+    norms = [_norm(across, leaves) for across, leaves in groups(settled)]
     if not norms:
         return grads, torch.zeros(())
     norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
@@ -105,12 +106,18 @@ def clamp(leaf: Tensor, max_value: float | Tensor) -> Tensor:
     return leaf.clamp(-max_value, max_value)
 
 
-def _norm(over: Across | None, leaves: list[Tensor]) -> Tensor:
-    """Return the norm of tensors whose parts are on the same ranks."""
-    parts = [local(leaf) for leaf in leaves]
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x, dtype=_norm_dtype(x)) for x in parts]))
-    return norm if over is None else total(norm.square(), over).sqrt()
+def _norm(across: Across | None, grads: list[Tensor]) -> Tensor:
+    """Return the norm of tensors whose parts are on the same ranks; `across` is None if this rank has all of each."""
+    norms = []
+    for grad in grads:
+        local_grad = local(grad)
+        norms.append(torch.linalg.vector_norm(local_grad, dtype=_norm_dtype(local_grad)))
+    local_norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    if across is None:
+        return local_norm
+    return total(local_norm.square(), across).sqrt()
 
 
-def _norm_dtype(leaf: Tensor) -> torch.dtype | None:
-    return torch.float32 if leaf.is_floating_point() and leaf.dtype.itemsize < 4 else None
+def _norm_dtype(grad: Tensor) -> torch.dtype | None:
+    """Return the dtype in which a norm is computed, None for the gradient's own."""
+    return torch.float32 if grad.is_floating_point() and grad.dtype.itemsize < 4 else None

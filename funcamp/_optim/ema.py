@@ -38,14 +38,17 @@ def ema_update(average: Tree, params: Tree, decay: float) -> Tree:
     """
     check_decay("ema_update", "decay", decay)
     _tree.same_structure("ema_update", ("average", "params"), (average, params))
-    flat, spec = _tree.parameters("ema_update", "average", average)
-    values, _ = _tree.parameters("ema_update", "params", params)
+    flat_average, spec = _tree.parameters("ema_update", "average", average)
+    flat_params, _ = _tree.parameters("ema_update", "params", params)
+    weight = 1 - float(decay)
+    new_average = []
     with contextlib.nullcontext() if _upstream.transforms_active() else torch.no_grad():
-        new = [
-            old if old is None or value is None else torch.lerp(old, value, 1 - float(decay))
-            for old, value in zip(flat, values)
-        ]
-    return _tree.unflatten(new, spec)
+        for old, param in zip(flat_average, flat_params):
+            if old is None or param is None:
+                new_average.append(old)
+            else:
+                new_average.append(torch.lerp(old, param, weight))
+    return _tree.unflatten(new_average, spec)
 
 
 def check_decay(call: str, name: str, decay: object) -> None:

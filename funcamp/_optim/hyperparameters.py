@@ -17,33 +17,44 @@ ANOTHER = (
 
 
 def map_items(fn: Callable[..., Any], name: str, value: Any, *others: Any) -> Any:
-    """Call fn(label, value, *others) on a hyperparameter, or on each item of a tuple of them."""
+    """Call fn(label, value, *others) on a hyperparameter, or on each item of a tuple of them.
+
+    The label of an item is its name with the index: "betas[0]". An item gets the items of the others, None if another
+    is no tuple.
+    """
     if not isinstance(value, (tuple, list)):
         return fn(name, value, *others)
-    columns = [other if isinstance(other, (tuple, list)) else [None] * len(value) for other in others]
-    items = [fn(f"{name}[{index}]", *row) for index, row in enumerate(zip(value, *columns))]
-    return type(value)(items)
+    others_items = [other if isinstance(other, (tuple, list)) else [None] * len(value) for other in others]
+    results = [fn(f"{name}[{index}]", *items) for index, items in enumerate(zip(value, *others_items))]
+    return type(value)(results)
 
 
-def is_dynamic(value: Any) -> bool:
+def by_label(name: str, value: Any) -> dict[str, Any]:
+    """Return a hyperparameter by its label, or each item of a tuple of them."""
+    if not isinstance(value, (tuple, list)):
+        return {name: value}
+    return {f"{name}[{index}]": item for index, item in enumerate(value)}
+
+
+def is_dynamic(value: object) -> bool:
     """Return whether a hyperparameter, or an item of a tuple, is a tensor or a schedule; a class is a constant."""
     if isinstance(value, (tuple, list)):
         return any(is_dynamic(item) for item in value)
     return isinstance(value, Tensor) or (callable(value) and not isinstance(value, type))
 
 
-def example(value: Any, name: str, accepted: Mapping[str, inspect.Parameter]) -> Any:
+def example_of(name: str, value: Any, accepted: Mapping[str, inspect.Parameter]) -> Any:
     """Return a number for a tensor or schedule, for code that looks at the value.
 
     It is the class's default, or another number if that is 0: a tensor or a schedule is in use.
     """
     default = accepted[name].default if name in accepted else None
 
-    def number(_: str, item: Any, fallback: Any) -> Any:
+    def number(_: str, item: object, item_default: object) -> object:
         if not is_dynamic(item):
             return item
-        if isinstance(fallback, (int, float)) and not isinstance(fallback, bool):
-            return float(fallback) or 0.1
+        if isinstance(item_default, (int, float)) and not isinstance(item_default, bool):
+            return float(item_default) or 0.1
         return 1e-3
 
     return map_items(number, name, value, default)
@@ -52,8 +63,10 @@ def example(value: Any, name: str, accepted: Mapping[str, inspect.Parameter]) ->
 def stand_in(value: Any, number: Any, device: str) -> Any:
     """Return tensors with these numbers for tensors and schedules, to probe a device."""
 
-    def tensor(_: str, item: Any, fixed: Any) -> Any:
-        return torch.full((), fixed, dtype=torch.float64, device=device) if is_dynamic(item) else item
+    def tensor(_: str, item: object, item_number: float) -> object:
+        if not is_dynamic(item):
+            return item
+        return torch.full((), item_number, dtype=torch.float64, device=device)
 
     return map_items(tensor, "", value, number)
 
@@ -66,24 +79,24 @@ def evaluate(name: str, value: Any, applied: Tensor, device: torch.device) -> An
         ValueError: a tensor has a shape other than (), or is on another type of device than the parameters.
     """
 
-    def current(_: str, item: Any) -> Any:
+    def current_value(_: str, item: Any) -> object:
         if not is_dynamic(item):
             return item
-        if not isinstance(item, Tensor):
-            item = item(applied)
-        if isinstance(item, (int, float)) and not isinstance(item, bool):
+        current = item if isinstance(item, Tensor) else item(applied)
+        if isinstance(current, (int, float)) and not isinstance(current, bool):
+            # float64, as Python's numbers are; MPS has no float64.
             dtype = torch.float32 if device.type == "mps" else torch.float64
-            return torch.full((), item, dtype=dtype, device=device)
-        if not isinstance(item, Tensor):
-            raise TypeError(f"update: {name} must be a number or a tensor of shape (); got {item!r}")
-        if item.dim() != 0:
-            raise ValueError(f"update: {name} must have shape (); got {tuple(item.shape)}")
-        if item.dtype == torch.bool or item.is_complex():
-            raise TypeError(f"update: {name} must hold a real number; got {item.dtype}")
-        if item.device.type != device.type:
+            return torch.full((), current, dtype=dtype, device=device)
+        if not isinstance(current, Tensor):
+            raise TypeError(f"update: {name} must be a number or a tensor of shape (); got {current!r}")
+        if current.dim() != 0:
+            raise ValueError(f"update: {name} must have shape (); got {tuple(current.shape)}")
+        if current.dtype == torch.bool or current.is_complex():
+            raise TypeError(f"update: {name} must hold a real number; got {current.dtype}")
+        if current.device.type != device.type:
             raise ValueError(
-                f"update: {name} must be on the parameters' type of device, {device.type}; got {item.device}"
+                f"update: {name} must be on the parameters' type of device, {device.type}; got {current.device}"
             )
-        return item
+        return current
 
-    return map_items(current, name, value)
+    return map_items(current_value, name, value)

@@ -9,31 +9,51 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from funcamp._scaler.precision import widen
 
 
-class Use:
-    """What one run of a class may ask of its numbers, and what it asked."""
+class Comparisons:
+    """The comparisons of numbers in one run of a class: what they answer, and which were with 0."""
 
-    def __init__(self, class_name: str, unused: frozenset[str] = frozenset()) -> None:
+    def __init__(self, class_name: str, zero_labels: frozenset[str] = frozenset()) -> None:
         self.class_name = class_name
-        self.unused = unused
+        self.zero_labels = zero_labels
         """Labels of the numbers that are 0 in this run, such as "momentum" or "betas[0]"."""
-        self.asked: set[str] = set()
+        self.labels_compared_with_zero: set[str] = set()
         """Labels of the numbers that the step compared with 0."""
-        self.constructing = True
+        self.is_constructing = True
         """Whether the constructor runs, which checks the ranges of its arguments; later the step."""
 
 
 def _refusal(number: Number, reason: str) -> TypeError:
     return TypeError(
-        f"stateless: {number.label} must be a number, because {number.use.class_name} {reason} in "
+        f"stateless: {number.label} must be a number, because {number.comparisons.class_name} {reason} in "
         "Python; got a tensor or a schedule: make another optimizer for another value"
     )
+
+
+def _comparison(compare: Callable[[float, float], bool]) -> Any:
+    """Return the method of `Number` for one comparison operator."""
+    return lambda self, other: self._compare(compare, other)
+
+
+def _arithmetic(compute: Callable[[Any, Any], Any]) -> Any:
+    """Return the method of `Number` for one operator, such as __add__."""
+    return lambda self, other: compute(self.tensor, numbers_to_tensors(other))
+
+
+def _reflected(compute: Callable[[Any, Any], Any]) -> Any:
+    """Return the method of `Number` for one operator whose left operand is another value, such as __radd__."""
+    return lambda self, other: compute(numbers_to_tensors(other), self.tensor)
+
+
+def _unary(compute: Callable[[Any], Any]) -> Any:
+    """Return the method of `Number` for one operator without another operand."""
+    return lambda self: compute(self.tensor)
 
 
 class Number(float):
@@ -46,14 +66,14 @@ class Number(float):
 
     label: str
     tensor: Tensor
-    use: Use
+    comparisons: Comparisons
 
-    def __new__(cls, label: str, example: float, tensor: Tensor, use: Use) -> Number:
+    def __new__(cls, label: str, example: float, tensor: Tensor, comparisons: Comparisons) -> Number:
         """Make a number from an example of its value and the tensor that holds it."""
         number = super().__new__(cls, example)
         number.label = label
         number.tensor = widen(tensor.detach())
-        number.use = use
+        number.comparisons = comparisons
         return number
 
     __hash__ = float.__hash__
@@ -61,64 +81,73 @@ class Number(float):
     def __bool__(self) -> bool:
         return bool(self._compare(operator.ne, 0.0))
 
-    def _compare(self, compare: Callable[[float, float], bool], other: Any) -> Any:
+    def _compare(self, compare: Callable[[float, float], bool], other: object) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
+        # `float.__float__`, because `__float__` of this class raises.
         example = float.__float__(self)
-        if self.use.constructing:
-            return compare(example, float.__float__(other) if isinstance(other, Number) else other)
+        if self.comparisons.is_constructing:
+            other_example = float.__float__(other) if isinstance(other, Number) else other
+            return compare(example, other_example)
         if isinstance(other, Number) or other != 0:
             raise _refusal(self, f"compares it with {'another' if isinstance(other, Number) else other}")
-        self.use.asked.add(self.label)
-        return compare(0.0 if self.label in self.use.unused else example, 0.0)
+        self.comparisons.labels_compared_with_zero.add(self.label)
+        is_zero = self.label in self.comparisons.zero_labels
+        return compare(0.0 if is_zero else example, 0.0)
 
-    def _read(self, *_: Any) -> Any:
+    __eq__ = _comparison(operator.eq)
+    __ne__ = _comparison(operator.ne)
+    __lt__ = _comparison(operator.lt)
+    __le__ = _comparison(operator.le)
+    __gt__ = _comparison(operator.gt)
+    __ge__ = _comparison(operator.ge)
+
+    __add__ = _arithmetic(operator.add)
+    __radd__ = _reflected(operator.add)
+    __sub__ = _arithmetic(operator.sub)
+    __rsub__ = _reflected(operator.sub)
+    __mul__ = _arithmetic(operator.mul)
+    __rmul__ = _reflected(operator.mul)
+    __truediv__ = _arithmetic(operator.truediv)
+    __rtruediv__ = _reflected(operator.truediv)
+    __floordiv__ = _arithmetic(operator.floordiv)
+    __rfloordiv__ = _reflected(operator.floordiv)
+    __mod__ = _arithmetic(operator.mod)
+    __rmod__ = _reflected(operator.mod)
+    __pow__ = _arithmetic(operator.pow)
+    __rpow__ = _reflected(operator.pow)
+
+    __neg__ = _unary(operator.neg)
+    __pos__ = _unary(operator.pos)
+    __abs__ = _unary(operator.abs)
+
+    def _refuse_reading(self, *_: object) -> NoReturn:
         raise _refusal(self, "reads its value")
 
-    __float__ = __int__ = __index__ = __trunc__ = __floor__ = __ceil__ = __round__ = _read
-    __divmod__ = __rdivmod__ = _read
+    # Each of these would read the tensor on the host.
+    __float__ = _refuse_reading
+    __int__ = _refuse_reading
+    __index__ = _refuse_reading
+    __trunc__ = _refuse_reading
+    __floor__ = _refuse_reading
+    __ceil__ = _refuse_reading
+    __round__ = _refuse_reading
+    __divmod__ = _refuse_reading
+    __rdivmod__ = _refuse_reading
 
 
-def _comparison(compare: Callable[[float, float], bool]) -> Any:
-    return lambda self, other: self._compare(compare, other)
-
-
-def _arithmetic(name: str) -> Any:
-    apply = getattr(operator, name)
-    return lambda self, other: apply(self.tensor, as_tensors(other))
-
-
-def _reflected(name: str) -> Any:
-    apply = getattr(operator, name)
-    return lambda self, other: apply(as_tensors(other), self.tensor)
-
-
-def _unary(name: str) -> Any:
-    apply = getattr(operator, name)
-    return lambda self: apply(self.tensor)
-
-
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Number, f"__{_name}__", _comparison(getattr(operator, _name)))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Number, f"__{_name}__", _arithmetic(_name))
-    setattr(Number, f"__r{_name}__", _reflected(_name))
-for _name in ("neg", "pos", "abs"):
-    setattr(Number, f"__{_name}__", _unary(_name))
-
-
-def as_tensors(value: Any) -> Any:
+def numbers_to_tensors(value: Any) -> Any:
     """Replace a `Number` by its tensor, also in tuples, lists and dicts of arguments."""
     if isinstance(value, Number):
         return value.tensor
     if type(value) in (tuple, list):
-        return type(value)([as_tensors(item) for item in value])
+        return type(value)([numbers_to_tensors(item) for item in value])
     if type(value) is dict:
-        return {name: as_tensors(item) for name, item in value.items()}
+        return {name: numbers_to_tensors(item) for name, item in value.items()}
     return value
 
 
-def has_number(value: Any) -> bool:
+def has_number(value: object) -> bool:
     """Return whether an argument is a `Number`, or a list with one."""
     if isinstance(value, (tuple, list)):
         return any(has_number(item) for item in value)

@@ -8,8 +8,8 @@ numbers (`alpha=-lr`); `_Pure` rewrites both, for the current thread only. No fl
 from __future__ import annotations
 
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from funcamp import _upstream
 from funcamp._optim.branchless import BRANCHLESS
 from funcamp._optim.hyperparameters import map_items
-from funcamp._optim.number import Number, Use, as_tensors, has_number
-from funcamp._optim.scalar_arguments import formula, tensor_of
+from funcamp._optim.number import Comparisons, Number, has_number, numbers_to_tensors
+from funcamp._optim.scalar_arguments import call_on_tensors, tensor_of
 from funcamp._scaler.precision import widen
 from funcamp._trace.as_compiled import as_eager
 from funcamp._tree import settled
@@ -27,9 +27,10 @@ from funcamp._tree import settled
 #: In-place calls of torch.optim without a batching rule; tests/upstream/test_upstream.py fails when one gets a rule.
 _UNBATCHED = ("addcdiv_", "addcmul_", "clamp_", "lerp_")
 
-#: With more tensors than _FEW, scalars are left to the compiler, because one buffer for each would be too many. Except
-#: on a CPU with at least _LARGE elements on average, where a power would be recomputed for every 16 of them.
-_FEW, _LARGE = 16, 1024
+#: With more tensors than _FEW_TENSORS, scalars are left to the compiler, because one buffer for each would be too many.
+#: Except on a CPU with at least _MANY_ELEMENTS on average, where a power would be recomputed for every 16 of them.
+_FEW_TENSORS = 16
+_MANY_ELEMENTS = 1024
 
 #: Devices on which torch.optim supports capturable=True and so keeps counters there. On others `_Pure` does.
 _CAPTURABLE = ("cuda", "xpu", "hpu")
@@ -64,39 +65,51 @@ class _Pure(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = self._run(func, args, dict(kwargs or {}))
-        if self._batched and isinstance(out, Tensor) and not any(isinstance(arg, Tensor) for arg in args):
-            out = _batched_like(self._batched, out)  # a new counter
-        if self._settle and getattr(func, "__name__", "") in _ARITHMETIC and isinstance(out, Tensor) and out.dim() == 0:
-            return settled(out)
-        return out
+        result = self._run(func, args, dict(kwargs or {}))
+        if not isinstance(result, Tensor):
+            return result
+        if self._batched and not any(isinstance(arg, Tensor) for arg in args):
+            result = _batched_like(self._batched, result)  # a new counter
+        if self._settle and getattr(func, "__name__", "") in _ARITHMETIC and result.dim() == 0:
+            return settled(result)
+        return result
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a call of torch, from an equal call that reads nothing on the host."""
         name = getattr(func, "__name__", "")
         if name == "item":
             return widen(args[0]).clone()
         if self._has_numbers:
             if name in ("tensor", "as_tensor") and has_number(args[0]):
-                return tensor_of(as_tensors(args[0]), **kwargs)
+                return tensor_of(numbers_to_tensors(args[0]), **kwargs)
             if name in _COMPARISONS and args[0].is_floating_point() and isinstance(args[1], Number):
                 # As torch rounds a Python number. Under vmap, and for two tensors of shape (), it would compare in
                 # float64: Rprop finds no element that it has set to etaminus.
                 args = (args[0], args[1].tensor.to(args[0].dtype))
-            args, kwargs = as_tensors(args), as_tensors(kwargs)
-        on_tensors = formula(name, args, kwargs)
-        if on_tensors is not None:
-            return on_tensors()
-        if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-            target, chosen, value = args  # in Rprop, with a mask of the same shape
-            return target.copy_(torch.where(chosen, value, target))
-        if name in _UNBATCHED and _upstream.is_batched(args[0]):
-            return args[0].copy_(getattr(torch.Tensor, name[:-1])(*args, **kwargs))
-        if isinstance(kwargs.get("out"), Tensor) and _upstream.is_batched(kwargs["out"]):
-            return kwargs.pop("out").copy_(func(*args, **kwargs))
-        return func(*args, **kwargs)
+            args = numbers_to_tensors(args)
+            kwargs = numbers_to_tensors(kwargs)
+        call = call_on_tensors(name, args, kwargs)
+        if call is not None:
+            return call()
+        return _with_batching_rule(func, name, args, kwargs)
 
 
-class Recorder(UserDict[str, Any]):
+def _with_batching_rule(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a call of torch; of its functional twin, if it writes and has no batching rule."""
+    if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+        target, mask, value = args  # in Rprop, with a mask of the same shape
+        return target.copy_(torch.where(mask, value, target))
+    if name in _UNBATCHED and _upstream.is_batched(args[0]):
+        functional = getattr(torch.Tensor, name.removesuffix("_"))
+        return args[0].copy_(functional(*args, **kwargs))
+    out = kwargs.get("out")
+    if isinstance(out, Tensor) and _upstream.is_batched(out):
+        del kwargs["out"]
+        return out.copy_(func(*args, **kwargs))
+    return func(*args, **kwargs)
+
+
+class RecordingState(UserDict[str, Any]):
     """A parameter's state that remembers the first value of each key: the state before the first step.
 
     A `UserDict`, because a dict's own `setdefault` and `update` pass `__setitem__` by.
@@ -104,30 +117,43 @@ class Recorder(UserDict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first: dict[str, Any] = {}
+        self.first_values: dict[str, Any] = {}
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self.first:
-            self.first[key] = value.clone() if isinstance(value, Tensor) else value
+        if key not in self.first_values:
+            # A clone, because the step goes on to write into the tensor.
+            self.first_values[key] = value.clone() if isinstance(value, Tensor) else value
         super().__setitem__(key, value)
 
 
-def as_tensor(value: Any, like: Tensor) -> Any:
-    """Return a counter as a tensor of shape () on its parameter's device, not a constant of the graph."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return torch.full((), value, dtype=torch.int64 if isinstance(value, int) else torch.float32, device=like.device)
+def counter_as_tensor(value: Any, like: Tensor) -> Any:
+    """Return a counter as a tensor of shape () on its parameter's device, not a constant of the graph.
+
+    Other entries of a state are returned as they are.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return torch.full((), value, dtype=torch.int64, device=like.device)
+    if isinstance(value, float):
+        return torch.full((), value, dtype=torch.float32, device=like.device)
     if isinstance(value, Tensor) and value.dim() == 0:
         return value.to(like.device)
     return value
 
 
-def _counter(name: str, value: Tensor) -> Tensor:
-    # torch.optim takes powers of the step in Python floats, with capturable=True in float32. Not done in `item`,
-    # because torch.optim does not call it under torch.compile.
-    return value.double() if name == "step" and value.device.type == "cpu" and value.is_floating_point() else value
+def _widened_counter(name: str, value: Tensor) -> Tensor:
+    """Return a step counter in float64 on a CPU, any other entry of a state as it is.
+
+    torch.optim takes powers of the step in Python floats, with capturable=True in float32.
+    """
+    # Not done in `item`, because torch.optim does not call it under torch.compile.
+    if name == "step" and value.device.type == "cpu" and value.is_floating_point():
+        return value.double()
+    return value
 
 
-def narrow_counters(before: LeafState, after: dict[str, Any], like: Tensor) -> LeafState:
+def narrow_counters(before: LeafState, after: Mapping[str, Any], like: Tensor) -> LeafState:
     """Return the state after a step, in the dtypes before it.
 
     Raises:
@@ -139,8 +165,8 @@ def narrow_counters(before: LeafState, after: dict[str, Any], like: Tensor) -> L
         )
     narrowed = {}
     for name, value in before.items():
-        new = as_tensor(after[name], like)
-        narrowed[name] = new.to(value.dtype) if name == "step" else new
+        new_value = counter_as_tensor(after[name], like)
+        narrowed[name] = new_value.to(value.dtype) if name == "step" else new_value
     return narrowed
 
 
@@ -158,29 +184,43 @@ def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
             inner = _upstream.unwrapped(inner)
 
 
-def first_values(recorded: Any, like: Tensor, starts_at_zero: bool) -> LeafState:
-    """Return the state before the first step, as a `Recorder` saw it in a step with a zero gradient."""
-    first = {name: as_tensor(value, like) for name, value in recorded.first.items()}
-    return {name: torch.zeros_like(value) for name, value in first.items()} if starts_at_zero else first
+def state_before_first_step(recorded: Mapping[str, Any], like: Tensor, starts_at_zero: bool) -> LeafState:
+    """Return the state before the first step.
+
+    Args:
+        recorded: the first values of a step with a zero gradient.
+        like: the parameter.
+        starts_at_zero: whether these are only examples of the tensors: the state starts at zero (`Traits`).
+    """
+    tensors = {name: counter_as_tensor(value, like) for name, value in recorded.items()}
+    if starts_at_zero:
+        return {name: torch.zeros_like(value) for name, value in tensors.items()}
+    return tensors
 
 
-def _settles(params: list[Tensor]) -> bool:
-    large = sum(param.numel() for param in params) >= _LARGE * len(params)
-    return len(params) <= _FEW or (large and params[0].device.type == "cpu")
+def _settles_scalars(params: list[Tensor]) -> bool:
+    """Return whether scalars are computed once, each in a buffer, instead of where they are used."""
+    if len(params) <= _FEW_TENSORS:
+        return True
+    element_count = sum(param.numel() for param in params)
+    return params[0].device.type == "cpu" and element_count >= _MANY_ELEMENTS * len(params)
 
 
-def _numbers(arguments: dict[str, Any], hyper: dict[str, Any], use: Use) -> tuple[dict[str, Any], list[Tensor]]:
+def _numbers(
+    arguments: dict[str, Any], hyper: dict[str, Any], comparisons: Comparisons
+) -> tuple[dict[str, Any], list[Tensor]]:
     """Return the hyperparameters as the class gets them, and those of their tensors that vmap batches."""
     batched: list[Tensor] = []
 
-    def number(label: str, value: Any, example: Any) -> Any:
+    def number(label: str, value: object, example: float) -> object:
         if not isinstance(value, Tensor):
             return value
         if _upstream.is_batched(value):
             batched.append(value)
-        return Number(label, example, value, use)
+        return Number(label, example, value, comparisons)
 
-    return {name: map_items(number, name, value, arguments[name]) for name, value in hyper.items()}, batched
+    numbers = {name: map_items(number, name, value, arguments[name]) for name, value in hyper.items()}
+    return numbers, batched
 
 
 def _batched_like(batched: list[Tensor], value: Tensor) -> Tensor:
@@ -188,6 +228,19 @@ def _batched_like(batched: list[Tensor], value: Tensor) -> Tensor:
     for tensor in batched:
         value = torch.where(torch.ones_like(tensor, dtype=torch.bool), value, value)
     return value
+
+
+class StepRun(NamedTuple):
+    """The results of one run of a class's step."""
+
+    params: list[Tensor]
+    """The new parameters."""
+    states: list[Mapping[str, Any]]
+    """For each parameter its state after the step: tensors, or Python numbers for counters."""
+    first_values: list[dict[str, Any]]
+    """For each parameter the first value of each entry of its state; none for a state that was given."""
+    instance: torch.optim.Optimizer
+    """The instance that took the step."""
 
 
 def run_step(
@@ -200,8 +253,8 @@ def run_step(
     *,
     writes_grads: bool = True,
     wide: bool = True,
-    use: Use | None = None,
-) -> tuple[list[Tensor], list[dict[str, Any]], torch.optim.Optimizer]:
+    comparisons: Comparisons | None = None,
+) -> StepRun:
     """Take one step of `cls(params, **arguments | hyper)` from the given states.
 
     Args:
@@ -210,40 +263,27 @@ def run_step(
         hyper: the hyperparameters that are tensors of shape (), or tuples with such tensors.
         params: parameters, at least one.
         grads: their gradients, of the same shapes; cast to the parameter's dtype.
-        states: their states; None to start without a state and record the first value of each entry (`Recorder`).
+        states: their states; None to start without a state and record the first value of each entry.
         writes_grads: whether the class writes into gradients, which are then cloned.
         wide: whether to use float64 step counters inside, on a CPU.
-        use: what the step may ask of its hyperparameters, and a record of what it asked.
-
-    Returns:
-        New parameters, new states (`Recorder`s if states is None), and the instance that ran.
+        comparisons: what comparisons of its hyperparameters answer, and a record of those with 0.
     """
-    use = use or Use(cls.__name__)
-    numbers, batched = _numbers(arguments, hyper, use)
+    comparisons = comparisons or Comparisons(cls.__name__)
+    numbers, batched = _numbers(arguments, hyper, comparisons)
     with torch.no_grad():
-        fresh = [_batched_like(batched, param.detach().clone()) for param in params]
-        for param, grad in zip(fresh, grads):
-            grad = _batched_like(batched, grad.detach().to(param.dtype))
-            param.grad = grad.clone() if writes_grads else grad
+        new_params = _clones_with_grads(params, grads, batched, clone_grads=writes_grads)
         if "capturable" in arguments:
-            arguments = arguments | {"capturable": fresh[0].device.type in _CAPTURABLE}
+            arguments = arguments | {"capturable": new_params[0].device.type in _CAPTURABLE}
         if not arguments.get("capturable"):
             cls = BRANCHLESS.get(cls, cls)
-        pure = _Pure(settle=_settles(fresh), has_numbers=bool(numbers), batched=batched)
+        pure = _Pure(settle=_settles_scalars(new_params), has_numbers=bool(numbers), batched=batched)
         with pure, as_eager():
-            optimizer = cls(fresh, **arguments | numbers)
-        use.constructing = False
-        made = optimizer.state  # torch 2.11's Adagrad fills it in its constructor
-        optimizer.state = defaultdict(Recorder)
-        for index, param in enumerate(fresh):
-            if states is None:
-                optimizer.state[param].update(made.get(param, {}))
-            elif states[index]:
-                given = states[index].items()
-                copies = {name: _batched_like(batched, value.clone()) for name, value in given}
-                if wide:
-                    copies = {name: _counter(name, value) for name, value in copies.items()}
-                optimizer.state[param] = copies
+            optimizer = cls(new_params, **arguments | numbers)
+        comparisons.is_constructing = False
+        if states is None:
+            _record_states(optimizer, new_params)
+        else:
+            _set_states(optimizer, new_params, states, batched, wide=wide)
         # Its errors and warnings are for a user's own instance on a GPU; this instance lives for one step.
         optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
         step = cls.step
@@ -251,6 +291,46 @@ def run_step(
             step = step.__wrapped__  # type: ignore[attr-defined]
         with pure, as_eager():
             step(optimizer)
-    for param in fresh:
+    for param in new_params:
         param.grad = None
-    return fresh, [optimizer.state[param] for param in fresh], optimizer
+    new_states = [optimizer.state[param] for param in new_params]
+    first_values = [state.first_values if isinstance(state, RecordingState) else {} for state in new_states]
+    return StepRun(new_params, new_states, first_values, optimizer)
+
+
+def _clones_with_grads(
+    params: list[Tensor], grads: list[Tensor], batched: list[Tensor], *, clone_grads: bool
+) -> list[Tensor]:
+    """Return clones of parameters, with the gradients in `grad`; without clone_grads these may be the caller's."""
+    clones = [_batched_like(batched, param.detach().clone()) for param in params]
+    for param, grad in zip(clones, grads):
+        grad = _batched_like(batched, grad.detach().to(param.dtype))
+        param.grad = grad.clone() if clone_grads else grad
+    return clones
+
+
+def _record_states(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
+    """Make an instance record the first value of each entry of its states."""
+    constructed_states = optimizer.state  # torch 2.11's Adagrad fills it in its constructor
+    optimizer.state = defaultdict(RecordingState)
+    for param in params:
+        optimizer.state[param].update(constructed_states.get(param, {}))
+
+
+def _set_states(
+    optimizer: torch.optim.Optimizer,
+    params: list[Tensor],
+    states: list[LeafState],
+    batched: list[Tensor],
+    *,
+    wide: bool,
+) -> None:
+    """Give an instance clones of the states; one without entries is as before the first step."""
+    optimizer.state = defaultdict(RecordingState)
+    for param, state in zip(params, states):
+        if not state:
+            continue
+        clones = {name: _batched_like(batched, value.clone()) for name, value in state.items()}
+        if wide:
+            clones = {name: _widened_counter(name, value) for name, value in clones.items()}
+        optimizer.state[param] = clones

@@ -7,20 +7,25 @@ can differ in the last bit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 _NARROW = (torch.float16, torch.bfloat16)
 
+#: What torch takes as a number only.
+_Scalar: TypeAlias = float | Tensor
+
 
 def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in the dtype in which torch's kernels compute."""
     return tensor.float() if tensor.dtype in _NARROW else tensor
 
 
-def _times(tensor: Tensor, factor: Any) -> Tensor:
+def _times(tensor: Tensor, factor: _Scalar) -> Tensor:
     """Multiply in the tensor's dtype; a tensor of shape () times float64 would become float64."""
     product: Tensor = tensor * factor
     return product.to(tensor.dtype)
@@ -34,47 +39,61 @@ def _sum(base: Tensor, term: Tensor, in_place: bool) -> Tensor:
     return total.to(base.dtype)
 
 
-def _add(in_place: bool, base: Tensor, other: Any, *, alpha: Any) -> Tensor:
+def _add(in_place: bool, base: Tensor, other: Any, *, alpha: _Scalar) -> Tensor:
     if not isinstance(other, Tensor):
         return _sum(base, other * alpha, in_place)
     # Promotion comes before the product: Muon adds bfloat16 to float32.
     dtype = torch.result_type(base, other)
-    base = base if in_place else base.to(dtype)
+    if not in_place:
+        base = base.to(dtype)
     return _sum(base, _times(_wide(other.to(dtype)), alpha), in_place)
 
 
-def _sub(in_place: bool, base: Tensor, other: Any, *, alpha: Any) -> Tensor:
+def _sub(in_place: bool, base: Tensor, other: Any, *, alpha: _Scalar) -> Tensor:
     return _add(in_place, base, other, alpha=-alpha)
 
 
-def _addcmul(in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, value: Any) -> Tensor:
+def _addcmul(in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, value: _Scalar) -> Tensor:
     return _sum(base, _times(_wide(left), value) * _wide(right), in_place)
 
 
-def _addcdiv(in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, value: Any) -> Tensor:
+def _addcdiv(in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, value: _Scalar) -> Tensor:
     return _sum(base, _times(_wide(left), value) / _wide(right), in_place)
 
 
 def _lerp(in_place: bool, start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
-    wide = _wide(start)
-    result = torch.lerp(wide, end.to(wide.dtype), weight.to(wide.dtype)).to(start.dtype)
+    wide_start = _wide(start)
+    wide_result = torch.lerp(wide_start, end.to(wide_start.dtype), weight.to(wide_start.dtype))
+    result = wide_result.to(start.dtype)
     return start.copy_(result) if in_place else result
 
 
-def _addmm(in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    product = _times(_wide(left) @ _wide(right), alpha)
-    result = (_times(_wide(base), beta) + product).to(base.dtype)
+def _addmm(
+    in_place: bool, base: Tensor, left: Tensor, right: Tensor, *, beta: _Scalar = 1, alpha: _Scalar = 1
+) -> Tensor:
+    wide_product = _times(_wide(left) @ _wide(right), alpha)
+    wide_result = _times(_wide(base), beta) + wide_product
+    result = wide_result.to(base.dtype)
     return base.copy_(result) if in_place else result
 
 
-def _clamp(in_place: bool, base: Tensor, min: Any = None, max: Any = None) -> Tensor:  # noqa: A002  torch's names
-    bounds = []
-    for bound in (min, max):
-        if bound is not None and not isinstance(bound, Tensor):
-            bound = torch.full((), bound, dtype=base.dtype, device=base.device)
-        bounds.append(bound.to(base.dtype) if isinstance(bound, Tensor) else None)
-    result = torch.clamp(base, *bounds)
+def _clamp(
+    in_place: bool,
+    base: Tensor,
+    min: _Scalar | None = None,  # noqa: A002  torch's names
+    max: _Scalar | None = None,  # noqa: A002
+) -> Tensor:
+    result = torch.clamp(base, _bound(base, min), _bound(base, max))
     return base.copy_(result) if in_place else result
+
+
+def _bound(base: Tensor, bound: _Scalar | None) -> Tensor | None:
+    """Return a bound as a tensor of the clamped one's dtype."""
+    if bound is None:
+        return None
+    if isinstance(bound, Tensor):
+        return bound.to(base.dtype)
+    return torch.full((), bound, dtype=base.dtype, device=base.device)
 
 
 def _full_like(_: bool, like: Tensor, fill_value: Tensor, **options: Any) -> Tensor:
@@ -101,33 +120,41 @@ def tensor_of(numbers: Any, *, dtype: Any = None, device: Any = None, **_: Any) 
     return numbers.to(device=device, dtype=dtype or torch.get_default_dtype(), copy=True)
 
 
-#: The formula for each function, and the arguments that torch wants as numbers. An in-place function has the
-#: name with an underscore.
-_FORMULAS: dict[str, tuple[Callable[..., Any], tuple[int | str, ...]]] = {
-    "add": (_add, ("alpha",)),
-    "sub": (_sub, ("alpha",)),
-    "addcmul": (_addcmul, ("value",)),
-    "addcdiv": (_addcdiv, ("value",)),
-    "lerp": (_lerp, (2, "weight")),
-    "addmm": (_addmm, ("beta", "alpha")),
-    "clamp": (_clamp, (1, 2, "min", "max")),
-    "full_like": (_full_like, (1, "fill_value")),
-    "new_full": (_new_full, (2, "fill_value")),
-    "full": (_full, (1, "fill_value")),
+class _Formula(NamedTuple):
+    """A function of torch on tensors of shape () for numbers."""
+
+    compute: Callable[..., Any]
+    """Takes whether the call is in place, then the arguments of torch's function."""
+    number_arguments: tuple[int | str, ...]
+    """The arguments that torch wants as numbers: positions, and names if they may be passed by name."""
+
+
+#: The formula for each function. An in-place function has the name with an underscore.
+_FORMULAS: dict[str, _Formula] = {
+    "add": _Formula(_add, ("alpha",)),
+    "sub": _Formula(_sub, ("alpha",)),
+    "addcmul": _Formula(_addcmul, ("value",)),
+    "addcdiv": _Formula(_addcdiv, ("value",)),
+    "lerp": _Formula(_lerp, (2, "weight")),
+    "addmm": _Formula(_addmm, ("beta", "alpha")),
+    "clamp": _Formula(_clamp, (1, 2, "min", "max")),
+    "full_like": _Formula(_full_like, (1, "fill_value")),
+    "new_full": _Formula(_new_full, (2, "fill_value")),
+    "full": _Formula(_full, (1, "fill_value")),
 }
 
 
-def formula(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+def call_on_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     """Return a call that computes a function of torch with tensors for numbers; None if it has none."""
     in_place = name.endswith("_") and not name.startswith("_")
-    compute, places = _FORMULAS.get(name[:-1] if in_place else name, (None, ()))
-    if compute is None:
+    formula = _FORMULAS.get(name.removesuffix("_") if in_place else name)
+    if formula is None:
         return None
-    for place in places:
-        if isinstance(place, int):
-            value = args[place] if place < len(args) else None
+    for argument in formula.number_arguments:
+        if isinstance(argument, int):
+            value = args[argument] if argument < len(args) else None
         else:
-            value = kwargs.get(place)
+            value = kwargs.get(argument)
         if isinstance(value, Tensor) and value.dim() == 0:
-            return lambda: compute(in_place, *args, **kwargs)
+            return functools.partial(formula.compute, in_place, *args, **kwargs)
     return None

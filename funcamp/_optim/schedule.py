@@ -6,7 +6,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -71,23 +71,35 @@ def schedule(optimizer: Pure, make: Callable[[torch.optim.Optimizer], Any], *, s
     """
     check_optimizer("schedule", "optimizer", optimizer)
     if not callable(make):
-        kind = type(make).__name__
+        scheduler_class = type(make).__name__ if hasattr(make, "step") else "CosineAnnealingLR"
         raise TypeError(
             "schedule: make must be a function that makes a scheduler for the optimizer that it is given, such as "
-            f"lambda optimizer: {kind if hasattr(make, 'step') else 'CosineAnnealingLR'}(optimizer, ...); "
+            f"lambda optimizer: {scheduler_class}(optimizer, ...); "
             f"got {_tree.brief(make)}"
         )
     steps = integer("schedule", "steps", steps, 1)
     if isinstance(optimizer, GroupedOptimizer):
-        parts = {label: _checked(f"optimizer {label!r}", part) for label, part in optimizer.optimizers.items()}
-        several = len({part._cls for part in parts.values()}) > 1
-        together = [{label: part} for label, part in parts.items()] if several else [parts]
-        scheduled = {label: new for some in together for label, new in _scheduled(some, make, steps).items()}
-        return GroupedOptimizer(scheduled, optimizer.group)
+        return GroupedOptimizer(_scheduled_groups(optimizer, make, steps), optimizer.group)
     return _scheduled({"": _checked("optimizer", optimizer)}, make, steps)[""]
 
 
+def _scheduled_groups(
+    grouped: GroupedOptimizer, make: Callable[[Any], Any], steps: int
+) -> dict[str, StatelessOptimizer]:
+    """Return the optimizers of groups by label, scheduled."""
+    optimizers = {label: _checked(f"optimizer {label!r}", group) for label, group in grouped.optimizers.items()}
+    classes = {optimizer._cls for optimizer in optimizers.values()}
+    if len(classes) == 1:
+        return _scheduled(optimizers, make, steps)
+    # In torch, too, groups of several classes are several optimizers, each with a scheduler.
+    scheduled: dict[str, StatelessOptimizer] = {}
+    for label, optimizer in optimizers.items():
+        scheduled |= _scheduled({label: optimizer}, make, steps)
+    return scheduled
+
+
 def _checked(name: str, optimizer: Any) -> StatelessOptimizer:
+    """Return an optimizer if `stateless` made it; raise TypeError otherwise."""
     if not isinstance(optimizer, StatelessOptimizer):
         raise TypeError(
             f"schedule: {name} must be made by stateless, because a scheduler needs torch's parameter groups; "
@@ -97,41 +109,53 @@ def _checked(name: str, optimizer: Any) -> StatelessOptimizer:
 
 
 def _scheduled(
-    parts: Mapping[str, StatelessOptimizer], make: Callable[[Any], Any], steps: int
+    optimizers: Mapping[str, StatelessOptimizer], make: Callable[[Any], Any], steps: int
 ) -> dict[str, StatelessOptimizer]:
     """Return the optimizers with the values of one scheduler, which sees them as the groups of one torch optimizer."""
     with without_modes():
-        torchs = _torch_optimizer(list(parts.values()))
-        before = [{name: value for name, value in group.items() if name != "params"} for group in torchs.param_groups]
-        scheduler = _made(make, torchs)
-        columns = _run(scheduler, torchs, before, steps)
-    found = {}
-    for (label, part), numbers_before, column in zip(parts.items(), before, columns):
-        new = dict(part._hyperparameters)
-        for name, values in column.items():
-            given = new.get(name, numbers_before[name])
-            new[name] = _in_place_of(given, numbers_before[name], name, values, type(scheduler).__name__)
-        found[label] = stateless(part._cls, **new) if column else part
-    return found
+        torch_optimizer = _torch_optimizer(list(optimizers.values()))
+        first_numbers = []
+        for group in torch_optimizer.param_groups:
+            first_numbers.append({name: value for name, value in group.items() if name != "params"})
+        scheduler = _scheduler(make, torch_optimizer)
+        scheduled_values = _run(scheduler, torch_optimizer, first_numbers, steps)
+    scheduled = {}
+    for (label, optimizer), group_numbers, values_by_name in zip(optimizers.items(), first_numbers, scheduled_values):
+        if not values_by_name:
+            scheduled[label] = optimizer
+            continue
+        hyperparameters = dict(optimizer._hyperparameters)
+        for name, values in values_by_name.items():
+            given = hyperparameters.get(name, group_numbers[name])
+            hyperparameters[name] = _with_tables(given, group_numbers[name], name, values, type(scheduler).__name__)
+        scheduled[label] = stateless(optimizer._cls, **hyperparameters)
+    return scheduled
 
 
-def _torch_optimizer(parts: list[StatelessOptimizer]) -> torch.optim.Optimizer:
+def _torch_optimizer(optimizers: list[StatelessOptimizer]) -> torch.optim.Optimizer:
     """Return a torch optimizer with a group for each of some optimizers of one class; its step does nothing."""
-    cls, groups = parts[0]._cls, []
-    for part in parts:
-        (group,) = cls([torch.zeros(2, 2)], **part._traits.arguments).param_groups
+    cls = optimizers[0]._cls
+    groups = []
+    for optimizer in optimizers:
+        # From an instance: a group that lacks a hyperparameter would get that of the first optimizer.
+        (group,) = cls([torch.zeros(2, 2)], **optimizer._traits.arguments).param_groups
         groups.append(group)
-    idle = type(cls.__name__, (cls,), {"step": _do_nothing, "__module__": cls.__module__})
-    made: torch.optim.Optimizer = idle(groups, **parts[0]._traits.arguments)
-    return made
+    idle_cls = type(cls.__name__, (cls,), {"step": _do_nothing, "__module__": cls.__module__})
+    idle_optimizer: torch.optim.Optimizer = idle_cls(groups, **optimizers[0]._traits.arguments)
+    return idle_optimizer
 
 
 def _do_nothing(_: Any, closure: Any = None) -> None:
     """Take the place of an optimizer's step."""
 
 
-def _made(make: Callable[[Any], Any], optimizer: torch.optim.Optimizer) -> Any:
-    """Return the scheduler, which must be a fresh one of the optimizer."""
+def _scheduler(make: Callable[[Any], Any], optimizer: torch.optim.Optimizer) -> Any:
+    """Return the scheduler that `make` returns, which must be a fresh one of the optimizer.
+
+    Raises:
+        TypeError: it is no scheduler, or its step needs an argument.
+        ValueError: make raises, or the scheduler is another optimizer's, or has taken steps.
+    """
     try:
         scheduler = make(optimizer)
     except Exception as error:
@@ -142,49 +166,65 @@ def _made(make: Callable[[Any], Any], optimizer: torch.optim.Optimizer) -> Any:
             "schedule: make must return a scheduler of the optimizer that it is given; it raised "
             f"{type(error).__name__}: {_first_line(error)}{fix}"
         ) from error
-    kind = type(scheduler).__name__
+    scheduler_class = type(scheduler).__name__
     if isinstance(scheduler, (type, torch.optim.Optimizer)) or not callable(getattr(scheduler, "step", None)):
         raise TypeError(
             "schedule: make must return a scheduler, one object with a method step (SequentialLR and ChainedScheduler "
             f"combine several); got {_tree.brief(scheduler)}"
         )
-    needed = [
-        name
-        for name, parameter in inspect.signature(scheduler.step).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed:
+    required = _required_parameters(scheduler.step)
+    if required:
         raise TypeError(
             "schedule: make must return a scheduler whose step needs no argument, because its values are computed "
-            f"before training; got a {kind}, whose step needs {', '.join(needed)}: give stateless lr=torch.tensor(...) "
-            "of shape (), and fill_ it between steps"
+            f"before training; got a {scheduler_class}, whose step needs {', '.join(required)}: give stateless "
+            "lr=torch.tensor(...) of shape (), and fill_ it between steps"
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError(
             "schedule: make must return a scheduler of the optimizer that it is given; got one of another optimizer: "
-            f"write lambda optimizer: {kind}(optimizer, ...)"
+            f"write lambda optimizer: {scheduler_class}(optimizer, ...)"
         )
-    for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
-        count = getattr(one, "last_epoch", 0)
-        if isinstance(count, int) and count > 0:
+    inner_schedulers = getattr(scheduler, "_schedulers", ())  # of SequentialLR and ChainedScheduler
+    for each_scheduler in (scheduler, *inner_schedulers):
+        epoch = getattr(each_scheduler, "last_epoch", 0)
+        if isinstance(epoch, int) and epoch > 0:
             raise ValueError(
                 "schedule: make must return a scheduler that starts at step 0, because a resumed run continues at the "
-                f"count in its state; got a {type(one).__name__} with last_epoch={count}: leave last_epoch out"
+                f"count in its state; got a {type(each_scheduler).__name__} with last_epoch={epoch}: leave last_epoch "
+                "out"
             )
     return scheduler
 
 
-#: For every parameter group, the values of each hyperparameter that changes.
-_Columns = list[dict[str, list[Any]]]
+def _required_parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments that a function must get."""
+    names = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_variadic:
+            names.append(name)
+    return names
 
 
-def _run(scheduler: Any, optimizer: torch.optim.Optimizer, before: list[dict[str, Any]], steps: int) -> _Columns:
-    """Return what the scheduler sets, for every number of its steps less than `steps`."""
-    columns: _Columns = [{} for _ in before]
+#: For every parameter group, the values of each hyperparameter that changes, by name.
+_ScheduledValues: TypeAlias = list[dict[str, list[Any]]]
+
+
+def _run(
+    scheduler: Any, optimizer: torch.optim.Optimizer, first_numbers: list[dict[str, Any]], steps: int
+) -> _ScheduledValues:
+    """Return what the scheduler sets, for every number of its steps less than `steps`.
+
+    Args:
+        scheduler: the scheduler, which has taken no step.
+        optimizer: its optimizer.
+        first_numbers: for every parameter group, its hyperparameters before the scheduler was made.
+        steps: the number of values.
+    """
+    scheduled_values: _ScheduledValues = [{} for _ in first_numbers]
     optimizer.step()  # torch's schedulers warn if it is never called
     for count in range(steps):
-        if count:
+        if count > 0:
             try:
                 scheduler.step()
             except Exception as error:
@@ -192,20 +232,32 @@ def _run(scheduler: Any, optimizer: torch.optim.Optimizer, before: list[dict[str
                     f"schedule: steps must be at most {count}, or the scheduler must be made for more: its step number "
                     f"{count} raised {type(error).__name__}: {_first_line(error)}; got steps={steps}"
                 ) from error
-        for group, start, column in zip(optimizer.param_groups, before, columns):
-            for name, value_before in start.items():
+        for group, group_numbers, values_by_name in zip(optimizer.param_groups, first_numbers, scheduled_values):
+            for name, first_number in group_numbers.items():
                 value = group[name]
-                if name in column:
-                    column[name].append(_as_number(name, value, count, scheduler))
-                elif value is not value_before:
+                if name in values_by_name:
+                    values_by_name[name].append(_as_number(name, value, count, scheduler))
+                elif value is not first_number:
+                    # Set for the first time; a scheduler that sets the same number does not change it.
                     number = _as_number(name, value, count, scheduler)
-                    if number != value_before:
-                        column[name] = [value_before] * count + [number]
-    return columns
+                    if number != first_number:
+                        values_by_name[name] = [first_number] * count + [number]
+    return scheduled_values
 
 
 def _as_number(name: str, value: Any, count: int, scheduler: Any) -> Any:
-    """Return a finite float, or a tuple of them."""
+    """Return a finite float, or a tuple of them.
+
+    Args:
+        name: the hyperparameter's name.
+        value: what the scheduler set.
+        count: the number of steps that the scheduler has taken.
+        scheduler: the scheduler.
+
+    Raises:
+        TypeError: value is no Python number.
+        ValueError: it is not finite.
+    """
     if isinstance(value, (tuple, list)):
         return tuple(_as_number(f"{name}[{index}]", item, count, scheduler) for index, item in enumerate(value))
     kind = type(scheduler).__name__
@@ -219,16 +271,29 @@ def _as_number(name: str, value: Any, count: int, scheduler: Any) -> Any:
     return float(value)
 
 
-def _in_place_of(given: Any, before: Any, name: str, values: list[Any], source: str) -> Any:
-    """Return a table for a number that changes; for a tuple, one for each of its items that does."""
-    if isinstance(before, (tuple, list)):
-        given = given if isinstance(given, (tuple, list)) else before
-        columns = [list(column) for column in zip(*values)]
-        return tuple(
-            _in_place_of(item, item_before, f"{name}[{index}]", column, source)
-            for index, (item, item_before, column) in enumerate(zip(given, before, columns, strict=True))
-        )
-    if all(value == before for value in values):
+def _with_tables(given: Any, first_number: Any, name: str, values: list[Any], source: str) -> Any:
+    """Return a table for a number that changes; for a tuple, one for each of its items that does.
+
+    Args:
+        given: the hyperparameter, as it was given to `stateless`.
+        first_number: its number before the scheduler was made, an example if it is a tensor or a schedule.
+        name: its name.
+        values: what the scheduler sets, one for each step.
+        source: the scheduler's class, for messages and the table's repr.
+
+    Raises:
+        TypeError: the scheduler changes a tensor or a schedule.
+    """
+    if isinstance(first_number, (tuple, list)):
+        given_items = given if isinstance(given, (tuple, list)) else first_number
+        values_of_items = [list(item_values) for item_values in zip(*values)]
+        items = []
+        for index, (item, first_item, item_values) in enumerate(
+            zip(given_items, first_number, values_of_items, strict=True)
+        ):
+            items.append(_with_tables(item, first_item, f"{name}[{index}]", item_values, source))
+        return tuple(items)
+    if all(value == first_number for value in values):
         return given
     if is_dynamic(given):
         raise TypeError(

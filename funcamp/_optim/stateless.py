@@ -7,7 +7,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,9 +15,16 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._check import Fixed
 from funcamp._dtensor import is_distributed
-from funcamp._optim.hyperparameters import ANOTHER, evaluate, map_items
-from funcamp._optim.number import Use
-from funcamp._optim.run import LeafState, first_values, narrow_counters, refuse_differentiation, run_step
+from funcamp._optim.hyperparameters import ANOTHER, by_label, evaluate
+from funcamp._optim.number import Comparisons
+from funcamp._optim.run import (
+    LeafState,
+    StepRun,
+    narrow_counters,
+    refuse_differentiation,
+    run_step,
+    state_before_first_step,
+)
 from funcamp._optim.traits import Traits, probe
 from funcamp._optim.wrong_arguments import check_class, missing, refuse_positional
 from funcamp._storage.params import collapse, expand
@@ -45,21 +52,22 @@ class StatelessOptimizer(Fixed):
         self._cls = cls
         self._hyperparameters = hyperparameters
         self._traits: Traits = probe(cls, hyperparameters)
-        rate = inspect.signature(cls.__init__).parameters.get("lr")
-        self._default_rate = None if rate is None else rate.default
+        lr_parameter = inspect.signature(cls.__init__).parameters.get("lr")
+        self._default_lr = None if lr_parameter is None else lr_parameter.default
         # Dynamo reuses a graph across closures that differ only in a traced function that they capture (similar to
         # https://github.com/pytorch/pytorch/issues/197811) but guards on strings: hence a name instead of the object.
         self._key = f"{cls.__qualname__}-{next(_serial)}"
-        self._first_states, self._step = _nonstrict()
+        self._first_states, self._step = _nonstrict_functions()
         _registry[self._key] = self
 
     def __repr__(self) -> str:
-        given = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
-        return f"stateless({self._cls.__module__}.{self._cls.__qualname__}{given})"
+        arguments = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
+        return f"stateless({self._cls.__module__}.{self._cls.__qualname__}{arguments})"
 
     if not TYPE_CHECKING:  # a type checker refuses unknown names itself
 
         def __getattr__(self, name: str) -> Any:
+            # The text has the repr, which needs the hyperparameters: an object that is being unpickled has none yet.
             raise missing(self, name) if "_hyperparameters" in vars(self) else AttributeError(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,14 +92,16 @@ class StatelessOptimizer(Fixed):
             >>> stateless(torch.optim.AdamW).init({"w": torch.ones(2)}).state["exp_avg"]
             {'w': tensor([0., 0.])}
         """
-        flat, spec = _tree.parameters("init", "params", self._stored(params))
+        flat, spec = _tree.parameters("init", "params", self._updated_tree(params))
         present = [leaf for leaf in flat if leaf is not None]
-        states = iter(self._first_states(self._key, present, self._hyper(None, present)))
-        by_leaf: list[LeafState] = [{} if leaf is None else next(states) for leaf in flat]
-        names = list(dict.fromkeys(name for state in by_leaf for name in state))
-        state = {name: _tree.unflatten([leaf.get(name) for leaf in by_leaf], spec) for name in names}
+        present_states = iter(self._first_states(self._key, present, self._hyper(None, present)))
+        leaf_states: list[LeafState] = [{} if leaf is None else next(present_states) for leaf in flat]
+        entry_names = list(dict.fromkeys(name for state in leaf_states for name in state))
+        entries = {}
+        for name in entry_names:
+            entries[name] = _tree.unflatten([state.get(name) for state in leaf_states], spec)
         device = present[0].device if present else None
-        return OptState(applied=torch.zeros((), dtype=torch.int64, device=device), state=state)
+        return OptState(applied=torch.zeros((), dtype=torch.int64, device=device), state=entries)
 
     def update(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
         """Apply torch.optim's update rule as a pure function.
@@ -120,34 +130,34 @@ class StatelessOptimizer(Fixed):
             >>> sgd.update(params, {"w": torch.ones(2)}, opt_state)[0]
             {'w': tensor([0.5000, 0.5000])}
         """
-        like = params
-        params, grads = self._stored(params), self._stored(grads)
+        stored_params = params
+        params = self._updated_tree(params)
+        grads = self._updated_tree(grads)
         flat, spec = _tree.parameters("update", "params", params)
-        flat_grads = self._grads(params, flat, grads)
-        by_name = self._states(params, opt_state)
-        active = [i for i, (p, g) in enumerate(zip(flat, flat_grads)) if p is not None and g is not None]
+        flat_grads = self._flat_grads(params, flat, grads)
+        entries = self._flat_entries(params, opt_state)
+        # The positions of the leaves that take a step: those with a gradient.
+        active = [index for index, grad in enumerate(flat_grads) if grad is not None and flat[index] is not None]
         if not active:
-            return like, OptState(opt_state.applied + 1, opt_state.state)
-        chosen: list[Any] = [flat[i] for i in active]
-        states: list[LeafState] = [{} for _ in active]
-        for name, column in by_name.items():
-            for state, i in zip(states, active):
-                if column[i] is not None:
-                    state[name] = column[i]
-        new_params, new_states = self._step(
-            self._key,
-            chosen,
-            [flat_grads[i] for i in active],
-            states,
-            self._hyper(opt_state.applied, chosen),
-        )
-        for i, param, state in zip(active, new_params, new_states):
-            flat[i] = param
-            for name, value in state.items():
-                by_name[name][i] = value
-        trees = {name: _tree.unflatten(by_name[name], spec) for name in by_name}
-        new = _tree.unflatten(flat, spec)
-        return (new if self._traits.elementwise else collapse(like, new)), OptState(opt_state.applied + 1, trees)
+            return stored_params, OptState(opt_state.applied + 1, opt_state.state)
+        active_params: list[Any] = [flat[index] for index in active]
+        active_grads = [flat_grads[index] for index in active]
+        active_states: list[LeafState] = [{} for _ in active]
+        for name, values in entries.items():
+            for state, index in zip(active_states, active):
+                if values[index] is not None:
+                    state[name] = values[index]
+        hyper = self._hyper(opt_state.applied, active_params)
+        new_params, new_states = self._step(self._key, active_params, active_grads, active_states, hyper)
+        for index, new_param, new_state in zip(active, new_params, new_states):
+            flat[index] = new_param
+            for name, value in new_state.items():
+                entries[name][index] = value
+        new_entries = {name: _tree.unflatten(values, spec) for name, values in entries.items()}
+        new_tree = _tree.unflatten(flat, spec)
+        if not self._traits.elementwise:
+            new_tree = collapse(stored_params, new_tree)
+        return new_tree, OptState(opt_state.applied + 1, new_entries)
 
     def learning_rate(self, opt_state: OptState) -> Any:
         """Return the learning rate of the next step, a float32 tensor of shape (); `()` if there is none.
@@ -169,19 +179,26 @@ class StatelessOptimizer(Fixed):
             >>> sgd.learning_rate(sgd.init({"w": torch.ones(2)}))
             tensor(0.5000)
         """
-        value = self._hyperparameters.get("lr", self._default_rate)
-        if value is None:
+        rate = self._hyperparameters.get("lr", self._default_lr)
+        if rate is None:
             return ()
-        if callable(value):
-            value = value(opt_state.applied)
-        if isinstance(value, Tensor):
-            return value.detach().to(torch.float32, copy=True)
-        return torch.full((), value, dtype=torch.float32, device=opt_state.applied.device)
+        if callable(rate):
+            rate = rate(opt_state.applied)
+        if isinstance(rate, Tensor):
+            return rate.detach().to(torch.float32, copy=True)
+        return torch.full((), rate, dtype=torch.float32, device=opt_state.applied.device)
 
-    def _stored(self, tree: Tree) -> Tree:
+    def _updated_tree(self, tree: Tree) -> Tree:
+        """Return what the class updates: stored groups as they are if it is elementwise, else the views in them."""
         return tree if self._traits.elementwise else expand(tree)
 
-    def _grads(self, params: Tree, flat: list[Tensor | None], grads: Tree) -> list[Tensor | None]:
+    def _flat_grads(self, params: Tree, flat: list[Tensor | None], grads: Tree) -> list[Tensor | None]:
+        """Return the gradients of the parameters, which are checked.
+
+        Raises:
+            TypeError: a gradient is not floating point or complex.
+            ValueError: the trees differ in structure, or a gradient in shape or device from its parameter.
+        """
         _tree.same_structure("update", ("params", "grads"), (params, grads))
         flat_grads, _ = _tree.tensors("update", "grads", grads)
         for index, (param, grad) in enumerate(zip(flat, flat_grads)):
@@ -199,29 +216,43 @@ class StatelessOptimizer(Fixed):
                 )
         return flat_grads
 
-    def _states(self, params: Tree, opt_state: OptState) -> dict[str, list[Any]]:
+    def _flat_entries(self, params: Tree, opt_state: OptState) -> dict[str, list[Any]]:
+        """Return the entries of the state by name, for each the values of all leaves of the parameters.
+
+        Raises:
+            TypeError: opt_state is not an `OptState`.
+            ValueError: it is another optimizer's, or of other parameters.
+        """
         if not isinstance(opt_state, OptState):
             raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
         if any(leaf is not None for leaf in _tree.leaves(params)):  # a group without parameters has no entries
             self._check_entries(opt_state)
-        by_name = {}
+        entries = {}
         for name, tree in opt_state.state.items():
             _tree.same_structure("update", ("params", f"opt_state.state[{name!r}]"), (params, tree))
-            by_name[name] = _tree.leaves(tree)
-        return by_name
+            entries[name] = _tree.leaves(tree)
+        return entries
 
     def _check_entries(self, opt_state: OptState) -> None:
-        expected, found = self._traits.entries, opt_state.state.keys() - {APPLIED}
-        # Entries may depend on a parameter's shape in Adafactor, and in classes of other libraries.
-        exact = (self._traits.elementwise and self._cls.__module__.startswith("torch.optim.")) or not expected
-        if not (found == expected if exact else found <= expected or expected <= found):
+        """Raise ValueError if a state has the entries of another optimizer."""
+        expected_names = self._traits.entries
+        names = opt_state.state.keys() - {APPLIED}
+        # Entries may depend on a parameter's shape in Adafactor, and in classes of other libraries. The expected ones
+        # are those of a matrix; a subset or a superset is taken.
+        is_torchs_elementwise = self._traits.elementwise and self._cls.__module__.startswith("torch.optim.")
+        if is_torchs_elementwise or not expected_names:
+            is_own = names == expected_names
+        else:
+            is_own = names <= expected_names or expected_names <= names
+        if not is_own:
             raise ValueError(
-                f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
-                f"{sorted(found)}, another's: begin anew with state._replace(opt_state=optimizer.init(params)), "
+                f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected_names)}; got "
+                f"{sorted(names)}, another's: begin anew with state._replace(opt_state=optimizer.init(params)), "
                 "or keep what both have with step.load_state_dict(saved, like=step.init(), strict=False)"
             )
 
     def _hyper(self, applied: Tensor | None, params: list[Tensor]) -> dict[str, Any]:
+        """Return the dynamic hyperparameters after some applied steps (None: 0), on the parameters' device."""
         if not self._traits.dynamic or not params:
             return {}
         device = params[0].device
@@ -278,8 +309,9 @@ def stateless(
 
 #: Steps applied to one parameter: a state entry of funcamp, used if the first step has another formula.
 APPLIED = "applied"
-#: Number of elements per part of the step that finds an optimizer's first state.
-_PART = 1 << 20
+#: The first state of a large parameter is found slice by slice, of this many elements. With AdamW `init` then needs 18
+#: bytes a parameter instead of 40.
+_SLICE_SIZE = 1 << 20
 _serial = itertools.count()
 _registry: weakref.WeakValueDictionary[str, StatelessOptimizer] = weakref.WeakValueDictionary()
 
@@ -292,42 +324,51 @@ def eager_only(fn: Callable[..., Any], lost: str = "torch._dynamo.nonstrict_trac
     """Make fn raise under torch.compile, because torch lacks a private name."""
     message = _upstream.message(lost)
 
-    def called(*args: Any) -> Any:
+    def eager_fn(*args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             raise RuntimeError(message)
         return fn(*args)
 
-    return called
+    return eager_fn
 
 
 @functools.cache
-def _nonstrict() -> tuple[Any, Any]:
+def _nonstrict_functions() -> tuple[Any, Any]:
+    """Return `_first_states` and `_step`, which Dynamo puts into a graph without tracing their Python."""
     # Only when an optimizer is used, because importing torch._dynamo takes a second.
     nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace", eager_only)
     return nonstrict_trace(_first_states), nonstrict_trace(_step)
 
 
 def _first_states(key: str, params: list[Tensor], hyper: dict[str, Any]) -> list[LeafState]:
+    """Return the state of each parameter before the first step."""
     optimizer = _registry[key]
-    traits = optimizer._traits
     states = []
     for param in params:
-        state: LeafState = {}
-        # A step's temporaries are several times its input, so run it part by part if possible.
-        cut = param.numel() > _PART and traits.elementwise and param.is_contiguous() and not is_distributed(param)
-        parts = torch.split(param.view(-1), _PART) if cut else (param,)
-        for number, part in enumerate(parts):
-            for name, value in first_state(optimizer, part, hyper).items():
-                if len(parts) == 1 or not value.dim():
-                    state.setdefault(name, value)
-                    continue
-                if not number:
-                    state[name] = torch.empty_like(param, dtype=value.dtype)
-                torch.split(state[name].view(-1), _PART)[number].copy_(value)
-        if traits.first_step_differs:
+        # A step's temporaries are several times its input, so run it slice by slice if possible.
+        is_large = param.numel() > _SLICE_SIZE
+        if is_large and optimizer._traits.elementwise and param.is_contiguous() and not is_distributed(param):
+            state = _first_state_by_slices(optimizer, param, hyper)
+        else:
+            state = first_state(optimizer, param, hyper)
+        if optimizer._traits.first_step_differs:
             state[APPLIED] = torch.zeros((), dtype=torch.int64, device=param.device)
         states.append(state)
     return states
+
+
+def _first_state_by_slices(optimizer: StatelessOptimizer, param: Tensor, hyper: dict[str, Any]) -> LeafState:
+    """Return `first_state` of a contiguous parameter, from steps on its slices."""
+    state: LeafState = {}
+    for index, param_slice in enumerate(torch.split(param.view(-1), _SLICE_SIZE)):
+        for name, value in first_state(optimizer, param_slice, hyper).items():
+            if value.dim() == 0:  # a counter
+                state.setdefault(name, value)
+                continue
+            if name not in state:
+                state[name] = torch.empty_like(param, dtype=value.dtype)
+            torch.split(state[name].view(-1), _SLICE_SIZE)[index].copy_(value)
+    return state
 
 
 def _step(
@@ -336,72 +377,81 @@ def _step(
     grads: list[Tensor],
     states: list[LeafState],
     hyper: dict[str, Any],
-) -> tuple[list[Tensor], list[LeafState]]:
+) -> _ParamsAndStates:
+    """Return the parameters and states after a step."""
     optimizer = _registry[key]
-    traits = optimizer._traits
+    first_step_differs = optimizer._traits.first_step_differs
     refuse_differentiation((*params, *grads))
 
-    applied = [state[APPLIED] for state in states if traits.first_step_differs]
+    applied_counts = [state[APPLIED] for state in states] if first_step_differs else []
+    # The class's own entries.
     states = [{name: value for name, value in state.items() if name != APPLIED} for state in states]
 
-    def step(unused: frozenset[str]) -> _Result:
-        later, later_states = advance(optimizer, params, grads, states, states, hyper, unused)
-        if not traits.first_step_differs:
-            return later, later_states
-        if unused:  # no step of the other formula
-            for state, count in zip(later_states, applied):
-                state[APPLIED] = count
-            return later, later_states
-        fresh, fresh_states = advance(optimizer, params, grads, None, states, hyper)
-        for index, count in enumerate(applied):
-            first = count == 0
-            later[index] = torch.where(first, fresh[index], later[index])
-            for name, value in fresh_states[index].items():
-                later_states[index][name] = torch.where(first, value, later_states[index][name])
-            later_states[index][APPLIED] = count + 1
-        return later, later_states
+    def step(zero_labels: frozenset[str]) -> _ParamsAndStates:
+        later_params, later_states = advance(optimizer, params, grads, states, states, hyper, zero_labels)
+        if not first_step_differs:
+            return later_params, later_states
+        if zero_labels:
+            # With momentum 0 torch's SGD neither reads nor writes its buffer, so the first step with the other formula
+            # is still to come.
+            for state, applied in zip(later_states, applied_counts):
+                state[APPLIED] = applied
+            return later_params, later_states
+        first_params, first_states = advance(optimizer, params, grads, None, states, hyper)
+        for index, applied in enumerate(applied_counts):
+            is_first = applied == 0
+            later_params[index] = torch.where(is_first, first_params[index], later_params[index])
+            later_state = later_states[index]
+            for name, first_value in first_states[index].items():
+                later_state[name] = torch.where(is_first, first_value, later_state[name])
+            later_state[APPLIED] = applied + 1
+        return later_params, later_states
 
     return by_branch(optimizer, hyper, step)
 
 
 #: New parameters and states.
-_Result = tuple[list[Tensor], list[LeafState]]
+_ParamsAndStates: TypeAlias = tuple[list[Tensor], list[LeafState]]
 
 
 def by_branch(
-    optimizer: StatelessOptimizer, hyper: dict[str, Any], step: Callable[[frozenset[str]], _Result]
-) -> _Result:
+    optimizer: StatelessOptimizer, hyper: dict[str, Any], step: Callable[[frozenset[str]], _ParamsAndStates]
+) -> _ParamsAndStates:
     """Take a step with the formula that the values of the hyperparameters choose, without reading them.
+
+    Both formulas run for each hyperparameter whose value 0 is another one, and the value selects.
 
     Args:
         optimizer: the optimizer.
         hyper: its hyperparameters that are tensors.
-        step: takes the step, with some hyperparameters, named by their labels, unused.
+        step: takes the step with the formula in which some hyperparameters, given by their labels, are 0.
     """
     values: dict[str, Any] = {}
     for name, value in hyper.items():
-        map_items(values.__setitem__, name, value)
+        values |= by_label(name, value)
 
-    def chosen(labels: tuple[str, ...], unused: frozenset[str]) -> _Result:
+    def select(labels: tuple[str, ...], zero_labels: frozenset[str]) -> _ParamsAndStates:
+        """Take the step, with a selection for each of the labels; those in zero_labels are 0."""
         if not labels:
-            return step(unused)
-        label, rest = labels[0], labels[1:]
-        params, states = chosen(rest, unused)
-        without, states_without = chosen(rest, unused | {label})
+            return step(zero_labels)
+        label = labels[0]
+        other_labels = labels[1:]
+        params, states = select(other_labels, zero_labels)
+        zero_params, zero_states = select(other_labels, zero_labels | {label})
         is_zero = values[label] == 0
-        params = [torch.where(is_zero, old, new) for old, new in zip(without, params)]
-        for state, state_without in zip(states, states_without):
-            for name, value in state_without.items():
-                state[name] = torch.where(is_zero, value, state[name])
-        return params, states
+        selected_params = [torch.where(is_zero, zero, other) for zero, other in zip(zero_params, params)]
+        for state, zero_state in zip(states, zero_states):
+            for name, zero_value in zero_state.items():
+                state[name] = torch.where(is_zero, zero_value, state[name])
+        return selected_params, states
 
-    return chosen(optimizer._traits.branches, frozenset())
+    return select(optimizer._traits.branches, frozenset())
 
 
 def first_state(optimizer: StatelessOptimizer, param: Tensor, hyper: dict[str, Any]) -> LeafState:
     """Return a parameter's state before the first step."""
-    _, (recorded,) = _run(optimizer, [param], [torch.zeros_like(param)], None, hyper)
-    return first_values(recorded, param, optimizer._traits.starts_at_zero)
+    step_run = _run(optimizer, [param], [torch.zeros_like(param)], None, hyper)
+    return state_before_first_step(step_run.first_values[0], param, optimizer._traits.starts_at_zero)
 
 
 def advance(
@@ -411,23 +461,37 @@ def advance(
     start: list[LeafState] | None,
     like: list[LeafState],
     hyper: dict[str, Any],
-    unused: frozenset[str] = frozenset(),
-) -> tuple[list[Tensor], list[LeafState]]:
-    """Return new parameters and states, with the dtypes of the states `like`; `start` is None for a first step."""
-    new, after = _run(optimizer, params, grads, start, hyper, unused)
-    return new, [narrow_counters(old, state, param) for old, state, param in zip(like, after, new)]
+    zero_labels: frozenset[str] = frozenset(),
+) -> _ParamsAndStates:
+    """Return the parameters and states after one run of the class's step.
+
+    Args:
+        optimizer: the optimizer.
+        params: the parameters.
+        grads: their gradients.
+        start: the states from which the step is taken; None for a first step, from no state.
+        like: states with the dtypes of the new ones.
+        hyper: the hyperparameters that are tensors.
+        zero_labels: labels of those that are 0 in this step.
+    """
+    step_run = _run(optimizer, params, grads, start, hyper, zero_labels)
+    new_states = []
+    for old_state, new_state, param in zip(like, step_run.states, step_run.params):
+        new_states.append(narrow_counters(old_state, new_state, param))
+    return step_run.params, new_states
 
 
 def _run(
     optimizer: StatelessOptimizer,
     params: list[Tensor],
     grads: list[Tensor],
-    start: Any,
+    start: list[LeafState] | None,
     hyper: dict[str, Any],
-    unused: frozenset[str] = frozenset(),
-) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    zero_labels: frozenset[str] = frozenset(),
+) -> StepRun:
+    """Call `run_step` with what is known of the class."""
     traits = optimizer._traits
-    new, states, _ = run_step(
+    return run_step(
         optimizer._cls,
         traits.arguments,
         hyper,
@@ -435,6 +499,5 @@ def _run(
         grads,
         start,
         writes_grads=traits.writes_grads,
-        use=Use(optimizer._cls.__name__, unused),
+        comparisons=Comparisons(optimizer._cls.__name__, zero_labels),
     )
-    return new, states

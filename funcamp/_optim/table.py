@@ -29,10 +29,12 @@ class Table:
         self._copies: dict[torch.device, Tensor] = {}
 
     def __repr__(self) -> str:
-        first, last = self._values[0].item(), self._values[-1].item()
+        first = self._values[0].item()
+        last = self._values[-1].item()
         return f"<{self._source}: {len(self._values)} values, {first!r} to {last!r}>"
 
     def __getstate__(self) -> dict[str, Any]:
+        # The copies are made again when the unpickled table is called.
         return {**vars(self), "_copies": {}}
 
     def __call__(self, applied: Tensor) -> Tensor:
@@ -41,8 +43,8 @@ class Table:
             values: Tensor = applied.new_zeros(len(self._values), dtype=torch.float64)
         else:
             values = self._on(applied.device)
-        place = applied.clamp(0, len(values) - 1)
-        return values.index_select(0, place.reshape(1)).reshape(())
+        index = applied.clamp(0, len(values) - 1)
+        return values.index_select(0, index.reshape(1)).reshape(())
 
     def _on(self, device: torch.device) -> Tensor:
         """Return the values on a device; they are copied there once, by `init` or the first step."""
@@ -51,12 +53,13 @@ class Table:
         if device in self._copies:
             return self._copies[device]
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        # Dynamo, and tensors without values of a device that this machine lacks: a copy as a part of the program.
+        # Under Dynamo, and for tensors without values on a device that this machine lacks, the copy is a part of the
+        # program.
         if torch.compiler.is_dynamo_compiling() or not _is_present(device):
             return self._values.to(device, dtype)
         with without_modes():
             copy = self._values.to(device, dtype)
-        if not _upstream.is_wrapped(copy):  # one of torch.func must not outlive the call
+        if not _upstream.is_wrapped(copy):  # a wrapper of torch.func must not outlive the call
             self._copies[device] = copy
         return copy
 

@@ -18,15 +18,18 @@ def check_class(cls: object) -> None:
     """Raise TypeError if this is no optimizer class."""
     if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
         return
-    got, fix = _tree.brief(cls), ""
+    got = _tree.brief(cls)
+    fix = ""
     if isinstance(cls, torch.optim.Optimizer):
-        got, fix = f"one of class {type(cls).__name__}", f": write {as_stateless(cls)}"
+        got = f"one of class {type(cls).__name__}"
+        fix = f": write {as_stateless(cls)}"
     elif isinstance(cls, functools.partial) and isinstance(cls.func, type):
-        given = "".join(f", {name}={value!r}" for name, value in cls.keywords.items())
-        fix = f": write stateless({path_of(cls.func)}{given})"
+        arguments = "".join(f", {name}={value!r}" for name, value in cls.keywords.items())
+        fix = f": write stateless({path_of(cls.func)}{arguments})"
     elif isinstance(cls, str):
-        known = {name.lower(): name for name, value in vars(torch.optim).items() if isinstance(value, type)}
-        fix = f": write stateless(torch.optim.{known[cls.lower()]})" if cls.lower() in known else ""
+        class_names = {name.lower(): name for name, value in vars(torch.optim).items() if isinstance(value, type)}
+        if cls.lower() in class_names:
+            fix = f": write stateless(torch.optim.{class_names[cls.lower()]})"
     raise TypeError(f"{_CALL}: optimizer must be a subclass of torch.optim.Optimizer; got {got}{fix}")
 
 
@@ -46,16 +49,17 @@ def refuse_positional(cls: type, positional: tuple[object, ...]) -> None:
 def refuse_parameters(cls: type, value: object) -> None:
     """Raise TypeError, because parameters were given."""
     fix = f"write {_CALL}({path_of(cls)}, lr=...)"
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
-        fix = f"write {fix.removeprefix('write ')} for each group, in by_group({{...}}, group=...)"
+    has_groups = isinstance(value, (list, tuple)) and value and isinstance(value[0], dict)
+    if has_groups:
+        fix += " for each group, in by_group({...}, group=...)"
     raise TypeError(f"{_CALL}: parameters must not be given, as they are in the state; got {_tree.brief(value)}: {fix}")
 
 
 def refuse_schedulers(name: str, value: object) -> None:
     """Raise TypeError if a hyperparameter is a scheduler of torch, which sets the numbers of an instance."""
     scheduler = torch.optim.lr_scheduler.LRScheduler
-    is_class = isinstance(value, type) and issubclass(value, scheduler)
-    if is_class or isinstance(value, scheduler):
+    is_scheduler_class = isinstance(value, type) and issubclass(value, scheduler)
+    if is_scheduler_class or isinstance(value, scheduler):
         got = f"the class {value.__name__}" if isinstance(value, type) else _tree.brief_kind(value)
         raise TypeError(
             f"{_CALL}: {name} must be a number, a tensor or a schedule, a function of the count of applied steps; got "
@@ -77,14 +81,15 @@ def missing(optimizer: object, name: str) -> AttributeError:
 def as_stateless(optimizer: torch.optim.Optimizer) -> str:
     """Return the call that makes the same optimizer: the class and its non-default hyperparameters."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
-    given = [
-        f"{name}={'...' if isinstance(value, Tensor) else repr(value)}"
-        for name, value in optimizer.param_groups[0].items()
-        if name in accepted
-        and name not in ("params", "fused", "foreach", "capturable", "differentiable")
-        and (name == "lr" or isinstance(value, Tensor) or value != accepted[name].default)
-    ]
-    return f"stateless({', '.join([path_of(type(optimizer)), *given])})"
+    arguments = [path_of(type(optimizer))]
+    for name, value in optimizer.param_groups[0].items():
+        if name not in accepted or name in ("params", "fused", "foreach", "capturable", "differentiable"):
+            continue
+        if isinstance(value, Tensor):
+            arguments.append(f"{name}=...")
+        elif name == "lr" or value != accepted[name].default:
+            arguments.append(f"{name}={value!r}")
+    return f"stateless({', '.join(arguments)})"
 
 
 def path_of(cls: type) -> str:

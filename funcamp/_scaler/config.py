@@ -74,14 +74,18 @@ class ScalerConfig:
             if value is not None or name == "init_scale":
                 checked[name] = _between(name, value, _FLOAT32_LEAST, _FLOAT32_MAX, POSITIVE_FLOAT32)
         _check_rule(self.rule)
-        low, high = checked.get("min_scale"), checked.get("max_scale")
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"ScalerConfig: min_scale must not be above max_scale; got {low} and {high}")
-        if not (low or 0.0) <= checked["init_scale"] <= (math.inf if high is None else high):
+        min_scale = checked.get("min_scale")
+        max_scale = checked.get("max_scale")
+        lowest = 0.0 if min_scale is None else min_scale
+        highest = math.inf if max_scale is None else max_scale
+        if lowest > highest:
+            raise ValueError(f"ScalerConfig: min_scale must not be above max_scale; got {min_scale} and {max_scale}")
+        if not lowest <= checked["init_scale"] <= highest:
             raise ValueError(
                 f"ScalerConfig: init_scale must be within [min_scale, max_scale]; "
-                f"got {checked['init_scale']} with min_scale {low} and max_scale {high}"
+                f"got {checked['init_scale']} with min_scale {min_scale} and max_scale {max_scale}"
             )
+        # The numbers as floats and ints: a frozen dataclass is set only this way.
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         self.rule.check(self)
@@ -102,8 +106,10 @@ def _check_rule(rule: object) -> None:
 def check_config(call: str, config: object) -> ScalerConfig:
     """Return the configuration if it is a `ScalerConfig`; raise TypeError otherwise."""
     if not isinstance(config, ScalerConfig):
-        names = ", ".join(f.name for f in fields(ScalerConfig))
-        given = str(config).removeprefix("torch.") if isinstance(config, (str, torch.dtype)) else None
-        fix = "" if given is None else f": a precision is policy={given!r}"
+        names = ", ".join(field.name for field in fields(ScalerConfig))
+        fix = ""
+        if isinstance(config, (str, torch.dtype)):
+            precision = str(config).removeprefix("torch.")
+            fix = f": a precision is policy={precision!r}"
         raise TypeError(f"{call}: config must be a ScalerConfig ({names}); got {_tree.brief(config)}{fix}")
     return config

@@ -55,7 +55,13 @@ def scale(state: ScalerState, outputs: Tree) -> Tree:
 
 def scaled(state: ScalerState, flat: list[Tensor | None]) -> list[Tensor | None]:
     """Multiply tensors by the scale; `numerics_report` finds every scaled loss by this call."""
-    return [None if leaf is None else leaf * state.scale.to(leaf.device, non_blocking=True) for leaf in flat]
+    scaled_leaves: list[Tensor | None] = []
+    for leaf in flat:
+        if leaf is None:
+            scaled_leaves.append(None)
+        else:
+            scaled_leaves.append(leaf * state.scale.to(leaf.device, non_blocking=True))
+    return scaled_leaves
 
 
 def unscale(state: ScalerState, tree: Tree) -> Tree:
@@ -131,14 +137,15 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
             f"unscale_and_check: grads must hold a gradient; got None for all of its {len(flat)} leaves: call "
             "backward() before, or leave the step out"
         )
-    values = [None if leaf is None else unscaled(settled_sum(leaf), inv_scale) for leaf in flat]
-    found = state.found_inf != 0
-    if finite := [_finite(leaf).to(found.device) for leaf in values if leaf is not None]:
-        found = found | ~torch.stack(finite).all()
-    flag = any_rank(found, values).float()
+    unscaled_grads = [None if grad is None else unscaled(settled_sum(grad), inv_scale) for grad in flat]
+    is_found = state.found_inf != 0
+    finite_flags = [_is_finite(grad).to(is_found.device) for grad in unscaled_grads if grad is not None]
+    if finite_flags:
+        is_found = is_found | ~torch.stack(finite_flags).all()
+    found_inf = any_rank(is_found, unscaled_grads).float()
     if reduce is not None:
-        flag = reduced("unscale_and_check", "reduce", reduce, flag)
-    return _tree.unflatten(values, spec), replace(state, found_inf=flag)
+        found_inf = reduced("unscale_and_check", "reduce", reduce, found_inf)
+    return _tree.unflatten(unscaled_grads, spec), replace(state, found_inf=found_inf)
 
 
 def all_finite(tree: Tree) -> Tensor:
@@ -162,10 +169,11 @@ def all_finite(tree: Tree) -> Tensor:
     """
     check_whole("all_finite", "tree", tree)
     flat, _ = _tree.tensors("all_finite", "tree", tree)
-    values = [settled_sum(leaf) for leaf in flat if leaf is not None]
-    if not values:
+    leaves = [settled_sum(leaf) for leaf in flat if leaf is not None]
+    if not leaves:
         return torch.ones((), dtype=torch.bool)
-    return ~any_rank(~torch.stack([_finite(leaf) for leaf in values]).all(), values)
+    finite_flags = [_is_finite(leaf) for leaf in leaves]
+    return ~any_rank(~torch.stack(finite_flags).all(), leaves)
 
 
 def found_inf_by_leaf(grads: Tree) -> Tensor:
@@ -192,7 +200,7 @@ def found_inf_by_leaf(grads: Tree) -> Tensor:
     leaves = [settled_sum(leaf) for leaf in flat if leaf is not None]
     if not leaves:
         return torch.zeros(0, dtype=torch.bool)
-    return any_rank(torch.stack([~_finite(leaf) for leaf in leaves]), leaves)
+    return any_rank(torch.stack([~_is_finite(leaf) for leaf in leaves]), leaves)
 
 
 def leaf_names(tree: Tree) -> tuple[str, ...]:
@@ -230,6 +238,7 @@ def unscaled(leaf: Tensor, inv_scale: Tensor) -> Tensor:
 
 
 def _widened(leaf: Tensor) -> Tensor:
+    """Return a leaf in float32 or complex64 if it is narrower."""
     if leaf.dtype == torch.complex32:
         return leaf.to(torch.complex64)
     if leaf.is_floating_point() and leaf.dtype.itemsize < 4:
@@ -237,17 +246,19 @@ def _widened(leaf: Tensor) -> Tensor:
     return leaf
 
 
-def _finite(leaf: Tensor) -> Tensor:
+def _is_finite(leaf: Tensor) -> Tensor:
+    """Return whether this rank's part of a leaf is finite."""
     if leaf.layout == torch.sparse_coo:
+        # Widened, because a sum of duplicates may exceed float16.
         leaf = _widened(leaf).coalesce().values()
     return torch.isfinite(local(leaf)).all()
 
 
 def reduced(call: str, name: str, reduce: Reduce, flag: Tensor) -> Tensor:
     """Return the flag after reduce, checked, as 0 or 1."""
-    found = reduce(flag)
-    if not isinstance(found, Tensor):
-        raise TypeError(f"{call}: {name} must return a tensor of shape (); got {found!r}")
-    if found.dim() != 0:
-        raise ValueError(f"{call}: {name} must return a tensor of shape (); got {tuple(found.shape)}")
-    return (found != 0).float()
+    reduced_flag = reduce(flag)
+    if not isinstance(reduced_flag, Tensor):
+        raise TypeError(f"{call}: {name} must return a tensor of shape (); got {reduced_flag!r}")
+    if reduced_flag.dim() != 0:
+        raise ValueError(f"{call}: {name} must return a tensor of shape (); got {tuple(reduced_flag.shape)}")
+    return (reduced_flag != 0).float()

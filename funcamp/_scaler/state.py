@@ -47,12 +47,14 @@ def check_state(call: str, state: object) -> ScalerState:
         TypeError: state is not a scaler state, or a field is not a tensor or has another dtype.
         ValueError: a field has a shape other than ().
     """
+    # By the fields, because a `RuleState` has one more than a `ScalerState`.
     if not isinstance(state, tuple) or getattr(type(state), "_fields", ())[:3] != ScalerState._fields:
-        packed = isinstance(state, tuple) and any(isinstance(part, (ScalerState, RuleState)) for part in state)
-        fix = ": unpack it, grads, state = unscale_and_check(state, grads)" if packed else ""
+        has_state = isinstance(state, tuple) and any(isinstance(item, (ScalerState, RuleState)) for item in state)
+        fix = ": unpack it, grads, state = unscale_and_check(state, grads)" if has_state else ""
         raise TypeError(f"{call}: state must be a ScalerState, as init makes it; got {_tree.brief(state)}{fix}")
-    known = cast(ScalerState, state)
-    for name, value in {**dict(zip(known._fields[:3], known)), **counters_of(known)}.items():
+    scaler_state = cast(ScalerState, state)
+    tensors = dict(zip(ScalerState._fields, scaler_state)) | counters_of(scaler_state)
+    for name, value in tensors.items():
         dtype = _DTYPES.get(name, torch.int32)
         if not isinstance(value, Tensor) or value.dtype != dtype:
             raise TypeError(f"{call}: state.{name} must be a {dtype} tensor; got {_tree.describe(value)}")
@@ -61,7 +63,7 @@ def check_state(call: str, state: object) -> ScalerState:
                 f"{call}: state.{name} must have shape (); got {tuple(value.shape)} "
                 "(a batch of scalers goes through torch.func.vmap)"
             )
-    return known
+    return scaler_state
 
 
 def replace(state: ScalerState, **changes: Any) -> ScalerState:

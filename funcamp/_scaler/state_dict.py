@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace as changed
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from funcamp import _tree
 from funcamp._check import integer, real
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._scaler.state import ScalerState, counters_of, tensors_of, with_counters
-from funcamp._scaler.update import checked, init
+from funcamp._scaler.update import check_state_and_config, init
 
 _CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
 
@@ -40,7 +40,7 @@ def to_state_dict(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> 
     References:
         `GradScaler.state_dict`, torch/amp/grad_scaler.py, PyTorch 2.13.
     """
-    state, config = checked("to_state_dict", state, config)
+    state, config = check_state_and_config("to_state_dict", state, config)
     saved: dict[str, Any] = {"scale": state.scale.item()}
     saved |= {name: getattr(config, name) for name in _CONSTANTS}
     saved["_growth_tracker"] = state.growth_tracker.item()
@@ -74,7 +74,8 @@ def from_state_dict(
     References:
         `GradScaler.load_state_dict`, torch/amp/grad_scaler.py, PyTorch 2.13.
     """
-    call, config = "from_state_dict", check_config("from_state_dict", config)
+    call = "from_state_dict"
+    config = check_config(call, config)
     if not isinstance(saved, dict):
         raise TypeError(f"{call}: saved must be a dict; got {_tree.brief_or_class(saved)}")
     for name in ("scale", *_CONSTANTS, "_growth_tracker"):
@@ -82,18 +83,25 @@ def from_state_dict(
             why = "is empty, as a disabled scaler saves it" if not saved else f"has {', '.join(map(str, saved))}"
             raise ValueError(f"{call}: saved must have {name!r}; it {why}")
     scale = saved_scale(call, saved["scale"])
-    config = changed(config, **{name: saved[name] for name in _CONSTANTS})
+    constants = {name: saved[name] for name in _CONSTANTS}
+    config = replace(config, **constants)
     tracker = saved_count(call, "_growth_tracker", saved["_growth_tracker"])
     counters = tensors_of(saved_counters(call, saved, config), device)
-    first = init(config, device=device)
-    restored = (torch.full_like(first.scale, scale), torch.full_like(first.growth_tracker, tracker), first.found_inf)
-    return with_counters(ScalerState(*restored), counters), config
+    first_state = init(config, device=device)
+    state = ScalerState(
+        scale=torch.full_like(first_state.scale, scale),
+        growth_tracker=torch.full_like(first_state.growth_tracker, tracker),
+        found_inf=first_state.found_inf,
+    )
+    return with_counters(state, counters), config
 
 
 def saved_scale(call: str, value: object) -> float:
     """Return a saved scale, a float32 of 0 or more; also infinity, because torch may save that."""
     number = real(call, "saved['scale']", value)
-    if not (0.0 <= number <= torch.finfo(torch.float32).max or (number == math.inf and isinstance(value, float))):
+    # Of the value too, because `real` returns infinity for an integer beyond float64.
+    is_infinity = number == math.inf and isinstance(value, float)
+    if not is_infinity and not 0.0 <= number <= torch.finfo(torch.float32).max:
         raise ValueError(f"{call}: saved['scale'] must be 0 or more, within float32's range; got {value!r}")
     return number
 

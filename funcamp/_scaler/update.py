@@ -85,7 +85,7 @@ def update(
         `_amp_update_scale_`, aten/src/ATen/native/cuda/AmpKernels.cu, and `GradScaler.update`,
         torch/amp/grad_scaler.py, PyTorch 2.13.
     """
-    state, config = checked("update", state, config)
+    state, config = check_state_and_config("update", state, config)
     found_inf = torch.zeros_like(state.found_inf)
     if new_scale is not None:
         scale = _bounded(_new_scale(state, new_scale), config)
@@ -129,12 +129,13 @@ def merge(*states: ScalerState) -> ScalerState:
     if not states:
         raise TypeError("merge: states must be one scaler state or more; got none")
     first = check_state("merge", states[0])
-    found = first.found_inf != 0
+    is_found = first.found_inf != 0
     for other in states[1:]:
         if type(other) is not type(first):
             raise TypeError(f"merge: states must be of one type; got {type(first).__name__} and {other!r}")
-        found = found | (check_state("merge", other).found_inf != 0).to(found.device)
-    return replace(first, found_inf=found.float())
+        is_found_in_other = check_state("merge", other).found_inf != 0
+        is_found = is_found | is_found_in_other.to(is_found.device)
+    return replace(first, found_inf=is_found.float())
 
 
 def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
@@ -163,10 +164,12 @@ def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
     """
     state = check_state("skip_step", state)
     _tree.same_structure("skip_step", ("new", "old"), (new, old))
-    (flat_new, spec), flat_old = _tree.flatten(new), _tree.leaves(old)
-    found = state.found_inf != 0
-    chosen = [_choose(new, i, found, a, b) for i, (a, b) in enumerate(zip(flat_new, flat_old))]
-    return _tree.unflatten(chosen, spec)
+    flat_new, spec = _tree.flatten(new)
+    skips = state.found_inf != 0
+    selected = []
+    for index, (new_leaf, old_leaf) in enumerate(zip(flat_new, _tree.leaves(old))):
+        selected.append(_select(new, index, skips, new_leaf, old_leaf))
+    return _tree.unflatten(selected, spec)
 
 
 def exhausted(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tensor:
@@ -194,7 +197,7 @@ def exhausted(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
     References:
         DeepSpeed and fairseq raise here: deepspeed/runtime/fp16/loss_scaler.py, fairseq/optim/dynamic_loss_scaler.py.
     """
-    state, config = checked("exhausted", state, config)
+    state, config = check_state_and_config("exhausted", state, config)
     outcome = _outcome("exhausted", state, config)
     next_scale = _bounded(outcome.scale, config)
     return outcome.backs_off & (~(next_scale < state.scale) | (next_scale == 0))
@@ -224,13 +227,13 @@ def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
     References:
         `_amp_update_scale_` keeps a scale that would be infinite: native/cuda/AmpKernels.cu, PyTorch 2.13.
     """
-    state, config = checked("saturated", state, config)
+    state, config = check_state_and_config("saturated", state, config)
     outcome = _outcome("saturated", state, config)
     next_scale = _bounded(outcome.scale, config)
     return outcome.grows & (~(next_scale > state.scale) | torch.isinf(next_scale))
 
 
-def checked(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, ScalerConfig]:
+def check_state_and_config(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, ScalerConfig]:
     """Check that a state and a configuration belong together, and return both.
 
     Raises:
@@ -271,7 +274,19 @@ def _bounded(scale: Tensor, config: ScalerConfig) -> Tensor:
     return scale.clamp(config.min_scale, config.max_scale)
 
 
-def _choose(tree: Tree, index: int, found: Tensor, new: object, old: object) -> object:
+def _select(tree: Tree, index: int, skips: Tensor, new: object, old: object) -> object:
+    """Return the old leaf if the step is skipped and the new one otherwise.
+
+    Args:
+        tree: the new tree, for messages.
+        index: the leaf's position in it.
+        skips: bool, shape ().
+        new: the leaf after the step.
+        old: the leaf before the step.
+
+    Raises:
+        TypeError, ValueError: as in `skip_step`.
+    """
     if new is old:
         return new
     if not isinstance(new, Tensor) or not isinstance(old, Tensor):
@@ -288,13 +303,14 @@ def _choose(tree: Tree, index: int, found: Tensor, new: object, old: object) -> 
         )
     if new.layout != torch.strided or old.layout != torch.strided:
         raise TypeError(f"skip_step: new{_tree.path_of(tree, index)} must be strided; got layout {new.layout}")
-    _tree.check_device("skip_step", "new", tree, index, new, found.device)
+    _tree.check_device("skip_step", "new", tree, index, new, skips.device)
     if old.requires_grad and not new.requires_grad and not _upstream.transforms_active():
         old = old.detach()  # else the graph would grow with the steps
-    return torch.where(found.to(new.device, non_blocking=True), old, new)
+    return torch.where(skips.to(new.device, non_blocking=True), old, new)
 
 
 def _new_scale(state: ScalerState, value: object) -> Tensor:
+    """Return the scale that the caller of `update` sets, checked."""
     if isinstance(value, Tensor):
         if value.dtype != torch.float32:
             raise TypeError(f"update: new_scale must be a float32 tensor or a number; got {value.dtype}")

@@ -56,10 +56,17 @@ def apex(
     """
     min_scale = None if min_loss_scale == 0 else min_loss_scale
     # Check the arguments before min() compares them.
-    ScalerConfig(init_scale, growth_interval=scale_window, min_scale=min_scale)
-    ScalerConfig(max_loss_scale)
-    first_scale = min(max_loss_scale, init_scale)
-    return ScalerConfig(first_scale, 2.0, 0.5, scale_window, min_scale, max_loss_scale, rule=Apex())
+    ScalerConfig(init_scale=init_scale, growth_interval=scale_window, min_scale=min_scale)
+    ScalerConfig(init_scale=max_loss_scale)
+    return ScalerConfig(
+        init_scale=min(max_loss_scale, init_scale),
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=scale_window,
+        min_scale=min_scale,
+        max_scale=max_loss_scale,
+        rule=Apex(),
+    )
 
 
 def apex_hysteresis(
@@ -81,4 +88,10 @@ def apex_hysteresis(
         csrc/update_scale_hysteresis.cu, NVIDIA/apex.
     """
     rule = ApexHysteresis(hysteresis)
-    return ScalerConfig(init_scale, growth_factor, backoff_factor, growth_interval, rule=rule)
+    return ScalerConfig(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        rule=rule,
+    )

@@ -91,7 +91,14 @@ def deepspeed(
         deepspeed/runtime/fp16/loss_scaler.py, DeepSpeed 0.19.8.
     """
     rule = DeepSpeed(delayed_shift, consecutive_hysteresis)
-    return ScalerConfig(init_scale, 2.0, 0.5, scale_window, min_scale, rule=rule)
+    return ScalerConfig(
+        init_scale=init_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=scale_window,
+        min_scale=min_scale,
+        rule=rule,
+    )
 
 
 def deepspeed_old(
@@ -113,7 +120,14 @@ def deepspeed_old(
     """
     rule = DeepSpeedOld(delayed_shift, consecutive_hysteresis)
     backoff_factor = inverse("scale_factor", scale_factor)
-    return ScalerConfig(init_scale, scale_factor, backoff_factor, scale_window, min_scale, rule=rule)
+    return ScalerConfig(
+        init_scale=init_scale,
+        growth_factor=scale_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=scale_window,
+        min_scale=min_scale,
+        rule=rule,
+    )
 
 
 def deepspeed_fp16(
@@ -133,4 +147,11 @@ def deepspeed_fp16(
     References:
         deepspeed/runtime/fp16/fused_optimizer.py, DeepSpeed 0.9.0 to 0.19.8.
     """
-    return ScalerConfig(init_scale, 2.0, 0.5, scale_window, min_scale, rule=DeepSpeedFP16())
+    return ScalerConfig(
+        init_scale=init_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=scale_window,
+        min_scale=min_scale,
+        rule=DeepSpeedFP16(),
+    )

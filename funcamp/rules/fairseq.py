@@ -102,4 +102,11 @@ def fairseq(
     """
     rule = Fairseq(tolerance, stop_scale=min_loss_scale)
     backoff_factor = inverse("scale_factor", scale_factor)
-    return ScalerConfig(init_scale, scale_factor, backoff_factor, scale_window, threshold, rule=rule)
+    return ScalerConfig(
+        init_scale=init_scale,
+        growth_factor=scale_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=scale_window,
+        min_scale=threshold,
+        rule=rule,
+    )

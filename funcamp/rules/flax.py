@@ -40,4 +40,11 @@ def flax(
     References:
         flax/training/dynamic_scale.py, flax 0.12.8.
     """
-    return ScalerConfig(scale, growth_factor, backoff_factor, growth_interval, minimum_scale, rule=Flax())
+    return ScalerConfig(
+        init_scale=scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=minimum_scale,
+        rule=Flax(),
+    )

@@ -33,4 +33,10 @@ def fsdp_cpu(
     References:
         torch/distributed/fsdp/sharded_grad_scaler.py, PyTorch 2.13.
     """
-    return ScalerConfig(init_scale, growth_factor, backoff_factor, growth_interval, rule=FsdpCpu())
+    return ScalerConfig(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        rule=FsdpCpu(),
+    )

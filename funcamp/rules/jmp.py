@@ -20,7 +20,7 @@ class Jmp(Rule):
         scales = moved_scales(state, config, factors=torch.float32, finite_growth=True)
         moved = move(state, scales, grows=growth_due(state, config.growth_interval))
         tracker = moved.growth_tracker % config.growth_interval
-        return Outcome(moved.scale, tracker, moved.backs_off, moved.grows)
+        return Outcome(moved.scale, tracker, backs_off=moved.backs_off, grows=moved.grows)
 
 
 def jmp(
@@ -38,4 +38,11 @@ def jmp(
     References:
         jmp/_src/loss_scale.py, jmp 0.0.4.
     """
-    return ScalerConfig(loss_scale, factor, inverse("factor", factor), period, min_loss_scale, rule=Jmp())
+    return ScalerConfig(
+        init_scale=loss_scale,
+        growth_factor=factor,
+        backoff_factor=inverse("factor", factor),
+        growth_interval=period,
+        min_scale=min_loss_scale,
+        rule=Jmp(),
+    )

@@ -29,4 +29,10 @@ def keras(
     References:
         keras/src/optimizers/loss_scale_optimizer.py, Keras 3.15.1.
     """
-    return ScalerConfig(initial_scale, 2.0, 0.5, dynamic_growth_steps, rule=Keras())
+    return ScalerConfig(
+        init_scale=initial_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=dynamic_growth_steps,
+        rule=Keras(),
+    )

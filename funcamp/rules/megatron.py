@@ -47,4 +47,11 @@ def megatron(
         megatron/core/optimizer/grad_scaler.py, megatron-core 0.16.1.
     """
     rule = Megatron(hysteresis)
-    return ScalerConfig(initial_scale, growth_factor, backoff_factor, growth_interval, min_scale, rule=rule)
+    return ScalerConfig(
+        init_scale=initial_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=min_scale,
+        rule=rule,
+    )

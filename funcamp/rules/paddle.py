@@ -58,7 +58,14 @@ def paddle(
         paddle/phi/kernels/impl/amp_kernel_impl.h, Paddle 3.3.1.
     """
     rule = Paddle(decr_every_n_nan_or_inf)
-    return ScalerConfig(init_loss_scaling, incr_ratio, decr_ratio, incr_every_n_steps, 1.0, rule=rule)
+    return ScalerConfig(
+        init_scale=init_loss_scaling,
+        growth_factor=incr_ratio,
+        backoff_factor=decr_ratio,
+        growth_interval=incr_every_n_steps,
+        min_scale=1.0,
+        rule=rule,
+    )
 
 
 def paddle_dygraph(
@@ -78,4 +85,10 @@ def paddle_dygraph(
         python/paddle/amp/grad_scaler.py, Paddle 3.3.1.
     """
     rule = PaddleDygraph(decr_every_n_nan_or_inf)
-    return ScalerConfig(init_loss_scaling, incr_ratio, decr_ratio, incr_every_n_steps, rule=rule)
+    return ScalerConfig(
+        init_scale=init_loss_scaling,
+        growth_factor=incr_ratio,
+        backoff_factor=decr_ratio,
+        growth_interval=incr_every_n_steps,
+        rule=rule,
+    )

@@ -36,4 +36,11 @@ def tensorflow(
     References:
         tf_keras/src/mixed_precision/loss_scale_optimizer.py, tf-keras 2.21.0.
     """
-    return ScalerConfig(initial_scale, 2.0, 0.5, dynamic_growth_steps, 1.0, rule=TensorFlow())
+    return ScalerConfig(
+        init_scale=initial_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=dynamic_growth_steps,
+        min_scale=1.0,
+        rule=TensorFlow(),
+    )

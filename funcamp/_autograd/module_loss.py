@@ -125,8 +125,9 @@ class ModuleLoss(Loss):
             expected = "params, buffers and batch" if self.has_buffers else "params and batch"
             raise TypeError(f"{self!r}: must be called with {expected}; got {1 + len(buffers_and_batch)} arguments")
         buffers: dict[str, Tensor] = passed_buffers[0] if self.has_buffers else {}
-        copies = {name: value.clone() for name, value in buffers.items()}
-        values = self._values(params, copies)
+        # The forward pass may write its buffers, and the caller's must stay as they are.
+        buffer_copies = {name: value.clone() for name, value in buffers.items()}
+        values = self._values(params, buffer_copies)
         passed_values = dict(values)
         if torch.compiler.is_dynamo_compiling():
             self._form.check_in_call()
@@ -152,8 +153,10 @@ class ModuleLoss(Loss):
         """
         if self._form.is_touched():
             self._form.check_in_call()
-            if all(isinstance(parameter, nn.Parameter) for parameter in self.made_of.parameters()):
-                # Not while an outer call has put other tensors there. A forward pass may have cached new buffers.
+            # Not while an outer call has put other tensors there. Of the buffers none is compared, because a forward
+            # pass may have cached new ones.
+            has_own_parameters = all(isinstance(parameter, nn.Parameter) for parameter in self.made_of.parameters())
+            if has_own_parameters:
                 self._check_ties(find_ties(self.made_of).names, self.tensors.names)
             self._form.accept()
             self.tensors.slots.find()
@@ -167,14 +170,15 @@ class ModuleLoss(Loss):
             buffers: by stored name.
         """
         values = dict(params)
-        for name, stored in self.tensors.tied_names.items():
-            if name not in params and stored in params:
-                values[name] = params[stored]
-        for name, stored in self.tensors.buffer_names.items():
+        for name, stored_name in self.tensors.tied_names.items():
+            if name not in params and stored_name in params:
+                values[name] = params[stored_name]
+        for name, stored_name in self.tensors.buffer_names.items():
             # A frozen parameter is another object in the same memory, as in the module: an object that is both would
             # make `self.buffer += 1` register the buffer as a parameter.
             is_frozen_parameter = name in self.tensors.frozen_names
-            values[name] = buffers[stored].detach() if is_frozen_parameter else buffers[stored]
+            buffer = buffers[stored_name]
+            values[name] = buffer.detach() if is_frozen_parameter else buffer
         return values
 
     def _evaluate_checked(self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Any) -> Any:
@@ -215,16 +219,16 @@ class ModuleLoss(Loss):
 
     def _check_buffers_are_tied(self, values: Mapping[str, Tensor], passed_values: Mapping[str, Tensor]) -> None:
         """Raise ValueError if a forward pass assigned one of two buffers that were one tensor."""
-        for name, stored in self.tensors.tied_buffer_names.items():
+        for name, stored_name in self.tensors.tied_buffer_names.items():
             if name in self.tensors.frozen_names:
-                both = (name, stored)
-                are_one = all(values[each] is passed_values[each] for each in both)
+                # These are two objects in one memory (`_values`): they are still one if neither was replaced.
+                are_one = all(values[each] is passed_values[each] for each in (name, stored_name))
             else:
-                are_one = values[name] is values[stored]
+                are_one = values[name] is values[stored_name]
             if not are_one:
                 raise ValueError(
-                    f"module_loss: buffers that are one tensor must stay one; got {stored!r} and {name!r}, and the "
-                    "forward pass assigned another tensor to one of them: register a clone() for the other"
+                    f"module_loss: buffers that are one tensor must stay one; got {stored_name!r} and {name!r}, and "
+                    "the forward pass assigned another tensor to one of them: register a clone() for the other"
                 )
 
     def holding(self, params: dict[str, Tensor], after: Any, run: Callable[[], Any]) -> Any:
@@ -241,8 +245,8 @@ class ModuleLoss(Loss):
         buffers: dict[str, Tensor] = {}
         if self.has_buffers:
             buffers = after[0] if self.has_aux else after
-        copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        values = self._values(params, copies)
+        buffer_copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        values = self._values(params, buffer_copies)
         with self._swap.lock():
             is_checked = self._first_calls.backward_is_checked(training=self.holder.model.training)
             if is_checked or not buffers or torch.compiler.is_dynamo_compiling():
@@ -274,6 +278,7 @@ class ModuleLoss(Loss):
         self._check_ties(ties.buffer_names, self.tensors.buffer_names)
 
     def _check_ties(self, now: dict[str, str], before: dict[str, str]) -> None:
+        """Raise ValueError if names have other stored names than before."""
         if now != before:
             raise ValueError(
                 "module_loss: model must have the ties it had when the loss was made; tensors were tied or parted "
@@ -294,7 +299,8 @@ class ModuleLoss(Loss):
 
     def why_empty(self) -> str:
         """Return why there are no parameters, for an error message."""
-        if any(True for _ in self.made_of.parameters()):
+        has_parameters = next(self.made_of.parameters(), None) is not None
+        if has_parameters:
             return ": every parameter of the module is frozen"
         return ": the module has no parameter"
 
@@ -396,11 +402,13 @@ class ModuleLoss(Loss):
         Raises:
             KeyError: a parameter or buffer is missing.
         """
-        tree = expand(params)
-        values: dict[str, Tensor] = {name: tree[stored] for name, stored in self.tensors.names.items()}
+        params_by_name = expand(params)
+        values: dict[str, Tensor] = {}
+        for name, stored_name in self.tensors.names.items():
+            values[name] = params_by_name[stored_name]
         if buffers is not None:
-            for name, stored in self.tensors.buffer_names.items():
-                values[name] = buffers[stored]
+            for name, stored_name in self.tensors.buffer_names.items():
+                values[name] = buffers[stored_name]
         return state_dict_with(self.made_of, values)
 
 

@@ -139,9 +139,8 @@ class Params:
     def gathered(self, dtypes: Mapping[int, torch.dtype | None] | None = None) -> Params:
         """Return the full groups: these, unless they are slices; then by one all-gather per large group.
 
-        Args:
-            dtypes: of slices, the groups to gather, by number, each in a dtype or in its own for None; by default all
-                in their own. The others are None in the result.
+        dtypes: of slices, the groups to gather, each in a dtype or in its own for None; by default all in their own.
+        The others are None in the result.
         """
         if self.ranks is None:
             return self

@@ -175,13 +175,10 @@ class Policy:
                 options[name] = tuple(value.split("|"))
         return cls(dtype, **options)
 
-    def casts(self, name: str, leaf: Tensor, cast_names: frozenset[str] | None) -> bool:
+    def casts(self, name: str, leaf: Tensor, known: frozenset[str] | None) -> bool:
         """Return whether the loss gets the tensor of this name in the compute dtype.
 
-        Args:
-            name: its dotted name.
-            leaf: the tensor.
-            cast_names: the names that autocast would cast; None if the loss does not know them.
+        `known`: the names that autocast would cast, if the loss knows them.
         """
         if self.compute_dtype == torch.float32 or leaf.dtype != torch.float32:
             return False
@@ -189,19 +186,16 @@ class Policy:
             return False
         if _matches_any(self.copy, name):
             return True
-        if cast_names is None:
+        if known is None:
             return leaf.dim() >= 2
-        return name in cast_names
+        return name in known
 
-    def no_float8(self, name: str, leaf: Tensor, linear_names: frozenset[str]) -> str:
+    def no_float8(self, name: str, leaf: Tensor, linear: frozenset[str]) -> str:
         """Return why the loss does not multiply by this tensor in float8; "" if it does.
 
-        Args:
-            name: its dotted name.
-            leaf: the tensor.
-            linear_names: the names of the weights of linear layers.
+        `linear`: the names of the weights of linear layers.
         """
-        if self.float8 is None or name not in linear_names:
+        if self.float8 is None or name not in linear:
             return "it is no linear layer's weight"
         if _matches_any(self.keep, name):
             return "the policy's keep names it"

@@ -55,7 +55,7 @@ class Layout:
     slots: tuple[Slot, ...]
     labels: tuple[str, ...]
     """For every group the label that `group` returned for its tensors."""
-    pieces: tuple[tuple[int, ...], ...]
+    padded_sizes: tuple[tuple[int, ...], ...]
     """For every group the padded sizes of its tensors."""
     row_lengths: tuple[int | None, ...]
     """For every group the row length if all its tensors are matrices with rows of that length, else None."""
@@ -70,7 +70,7 @@ class Layout:
         leaves: tuple[int | None, ...],
         slots: tuple[Slot, ...],
         labels: tuple[str, ...],
-        pieces: tuple[tuple[int, ...], ...],
+        padded_sizes: tuple[tuple[int, ...], ...],
         row_lengths: tuple[int | None, ...],
         buckets: tuple[int, ...],
         flat: bool,
@@ -79,7 +79,7 @@ class Layout:
         self.leaves = leaves
         self.slots = slots
         self.labels = labels
-        self.pieces = pieces
+        self.padded_sizes = padded_sizes
         self.row_lengths = row_lengths
         self.buckets = buckets
         self.flat = flat
@@ -91,7 +91,7 @@ class Layout:
             slot_numbers,
             self.slots,
             self.labels,
-            self.pieces,
+            self.padded_sizes,
             self.row_lengths,
             self.buckets,
             self.flat,
@@ -112,10 +112,10 @@ class Layout:
             if wanted is None or number in wanted:
                 wanted_slots[slot.group].append(number)
         views: list[Tensor | None] = [None] * len(self.slots)
-        for group, padded_sizes, numbers in zip(groups, self.pieces, wanted_slots):
+        for group, sizes, numbers in zip(groups, self.padded_sizes, wanted_slots):
             if group is None or not numbers:
                 continue
-            for number, view in zip(numbers, self._views_in_group(group, padded_sizes, numbers)):
+            for number, view in zip(numbers, self._views_in_group(group, sizes, numbers)):
                 views[number] = view
         return views
 
@@ -140,7 +140,7 @@ class Layout:
         """Return one tensor per group from one per slot, in one dtype; None for a group without values."""
         if not self.flat:
             return tuple(values)
-        pieces_by_group: list[list[Tensor]] = [[] for _ in self.pieces]
+        pieces_by_group: list[list[Tensor]] = [[] for _ in self.padded_sizes]
         for slot, value in zip(self.slots, values):
             if value is None:
                 continue
@@ -148,7 +148,7 @@ class Layout:
             # Matrices with equal rows are concatenated as matrices (`_row_lengths`).
             row_length = self.row_lengths[slot.group]
             pieces.append(value.reshape(-1) if row_length is None else value.reshape(-1, row_length))
-            padding = self.pieces[slot.group][slot.place] - value.numel()
+            padding = self.padded_sizes[slot.group][slot.place] - value.numel()
             if padding:
                 pieces.append(value.new_zeros(padding))
         return tuple(torch.cat(pieces).reshape(-1) if pieces else None for pieces in pieces_by_group)
@@ -163,7 +163,7 @@ class Layout:
                 copies.append(copy)
             return tuple(copies)
         groups: list[Tensor] = []
-        for number, padded_sizes in enumerate(self.pieces):
+        for number, padded_sizes in enumerate(self.padded_sizes):
             members = [tensor for slot, tensor in zip(self.slots, tensors) if slot.group == number]
             group = members[0].detach().new_empty(sum(padded_sizes))
             groups.append(group)
@@ -199,13 +199,13 @@ def _interned(
     leaves: tuple[int | None, ...],
     slots: tuple[Slot, ...],
     labels: tuple[str, ...],
-    pieces: tuple[tuple[int, ...], ...],
+    padded_sizes: tuple[tuple[int, ...], ...],
     row_lengths: tuple[int | None, ...],
     buckets: tuple[int, ...],
     flat: bool,
 ) -> Layout:
     """Return the one layout of this content."""
-    content = (spec, leaves, slots, labels, pieces, row_lengths, buckets, flat)
+    content = (spec, leaves, slots, labels, padded_sizes, row_lengths, buckets, flat)
     return _layouts.setdefault(content, Layout(*content))
 
 
@@ -295,13 +295,13 @@ def _flat_layout(
     """Return the layout in which the tensors of one key, and of one row length, are a group."""
     full_keys = list(zip(keys, _row_lengths(keys, tensors, max_row_lengths)))
     group_numbers: dict[tuple[GroupKey, int | None], int] = {}
-    pieces: list[list[int]] = []
+    padded_sizes: list[list[int]] = []
     slots: list[Slot] = []
     for full_key, tensor in zip(full_keys, tensors):
         group_number = group_numbers.setdefault(full_key, len(group_numbers))
-        if group_number == len(pieces):
-            pieces.append([])
-        sizes_in_group = pieces[group_number]
+        if group_number == len(padded_sizes):
+            padded_sizes.append([])
+        sizes_in_group = padded_sizes[group_number]
         slots.append(Slot(group_number, len(sizes_in_group), tuple(tensor.shape)))
         sizes_in_group.append(_padded_size(tensor))
     return _interned(
@@ -309,7 +309,7 @@ def _flat_layout(
         tuple(slot_of_leaf),
         tuple(slots),
         labels=tuple(key.label for key, _ in group_numbers),
-        pieces=tuple(tuple(sizes_in_group) for sizes_in_group in pieces),
+        padded_sizes=tuple(tuple(sizes_in_group) for sizes_in_group in padded_sizes),
         row_lengths=tuple(row_length for _, row_length in group_numbers),
         buckets=tuple(key.bucket for key, _ in group_numbers),
         flat=True,
@@ -333,7 +333,7 @@ def _layout_by_tensor(
         tuple(slot_of_leaf),
         tuple(Slot(number, 0, tuple(tensor.shape)) for number, tensor in enumerate(tensors)),
         labels=tuple(labels),
-        pieces=tuple((tensor.numel(),) for tensor in tensors),
+        padded_sizes=tuple((tensor.numel(),) for tensor in tensors),
         row_lengths=(None,) * count,
         buckets=(0,) * count,
         flat=False,

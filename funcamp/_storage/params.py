@@ -159,7 +159,7 @@ class Params:
         gathered_groups = self.ranks.gather(list(sent_slices.values()))
         for number, gathered_group in zip(sent_slices, gathered_groups):
             # Without the zeros that give every rank a slice of one size.
-            groups[number] = gathered_group[: sum(self.layout.pieces[number])]
+            groups[number] = gathered_group[: sum(self.layout.padded_sizes[number])]
         return Params(tuple(groups), self.layout)
 
     def outline(self) -> Params:
@@ -167,7 +167,7 @@ class Params:
         if self.ranks is None:
             return self
         groups: list[Tensor | None] = []
-        for group, padded_sizes in zip(self.groups, self.layout.pieces):
+        for group, padded_sizes in zip(self.groups, self.layout.padded_sizes):
             if group is None or _is_one_number(group):
                 groups.append(group)
             else:

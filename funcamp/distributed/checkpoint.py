@@ -98,7 +98,7 @@ def _fingerprint(params: Params) -> int:
     slot_numbers = range(len(layout.slots))
     described: list[Any] = [_tree.names(layout.tree(slot_numbers))]
     if layout.flat:
-        described += [layout.leaves, layout.slots, layout.pieces]
+        described += [layout.leaves, layout.slots, layout.padded_sizes]
     digest = hashlib.sha256(repr(described).encode()).digest()
     return int.from_bytes(digest[:7], "big")
 

@@ -52,7 +52,7 @@ def pieces_of(params: Params, number: int) -> list[Tensor]:
     # Where the pieces end, from the start of the slice: a number outside of the slice becomes its nearest end.
     ends = [
         min(max(end_in_group - slice_start, 0), slice_size)
-        for end_in_group in itertools.accumulate(params.layout.pieces[number])
+        for end_in_group in itertools.accumulate(params.layout.padded_sizes[number])
     ]
     starts = [0, *ends]
     return [own_slice[start:end] for start, end in zip(starts, [*ends, slice_size])]
@@ -72,7 +72,7 @@ def slice_of(params: Params) -> Tree:
     if _upstream.KEPT_GROUP.present:
         mesh._pg_registry.clear()  # read only when Dynamo traces the mesh
     groups: list[Tensor | None] = []
-    for own_slice, padded_sizes in zip(params.groups, params.layout.pieces):
+    for own_slice, padded_sizes in zip(params.groups, params.layout.padded_sizes):
         if own_slice is None or not own_slice.dim():  # a number per group is the same on every rank
             groups.append(own_slice)
             continue

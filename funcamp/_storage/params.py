@@ -242,7 +242,7 @@ def collapse(like: Tree, tree: Tree) -> Tree:
     return _tree.map_nodes(Params, lambda node, part: node.ravel(part), like, tree)
 
 
-def check_whole(call: str, name: str, tree: Tree) -> None:
+def check_not_sharded(call: str, name: str, tree: Tree) -> None:
     """Raise TypeError if a tree is one rank's slices, because a result for them is not the result for all."""
     if isinstance(tree, Params) and tree.ranks is not None:
         raise TypeError(f"{call}: {name} must not be sharded over ranks; got {tree!r}")

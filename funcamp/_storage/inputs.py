@@ -75,19 +75,19 @@ class Inputs:
         self.dtype = dtype
         self.names = names
         """The keys of the dict that the loss gets; None if it gets the parameters' own tree."""
-        numbers_of_inputs: dict[Input, int] = {}
-        numbers_of_leaves: list[int | None] = []
+        number_of_input: dict[Input, int] = {}
+        input_of_leaf: list[int | None] = []
         for leaf in leaves:
             if leaf is None:
-                numbers_of_leaves.append(None)
+                input_of_leaf.append(None)
                 continue
-            number = numbers_of_inputs.setdefault(Input(leaf.slot, leaf.is_cast), len(numbers_of_inputs))
-            numbers_of_leaves.append(number)
-        self.distinct = tuple(numbers_of_inputs)
+            number = number_of_input.setdefault(Input(leaf.slot, leaf.is_cast), len(number_of_input))
+            input_of_leaf.append(number)
+        self.distinct = tuple(number_of_input)
         """The inputs of the loss; a parameter with two names is one, unless they differ in precision."""
-        self.numbers = tuple(numbers_of_leaves)
+        self.input_of_leaf = tuple(input_of_leaf)
         """For every leaf of the tree that the loss gets the number of its input."""
-        self.in_float8 = tuple([leaf is not None and leaf.in_float8 for leaf in leaves])
+        self.leaf_in_float8 = tuple([leaf is not None and leaf.in_float8 for leaf in leaves])
         """For every leaf whether the loss multiplies by it in float8."""
         self.cast_groups = frozenset([self._group_of(loss_input) for loss_input in self.distinct if loss_input.is_cast])
         """The groups that are cast."""
@@ -139,7 +139,7 @@ class Inputs:
 
     def tree(self, values: Sequence[Tensor]) -> Tree:
         """Return the tree that the loss gets, of the values of the inputs."""
-        leaves = [None if number is None else values[number] for number in self.numbers]
+        leaves = [None if number is None else values[number] for number in self.input_of_leaf]
         if self.names is not None:
             return dict(zip(self.names, leaves))
         return _tree.unflatten(leaves, self.layout.spec)
@@ -161,7 +161,7 @@ class Inputs:
     def float8_inputs(self) -> list[int]:
         """Return the numbers of the inputs that multiply in float8."""
         numbers: dict[int, None] = {}  # an ordered set
-        for number, in_float8 in zip(self.numbers, self.in_float8):
+        for number, in_float8 in zip(self.input_of_leaf, self.leaf_in_float8):
             if in_float8 and number is not None:
                 numbers[number] = None
         return list(numbers)
@@ -169,7 +169,7 @@ class Inputs:
     def float8_groups(self) -> list[int]:
         """Return the groups whose tensors the loss uses in float8 only."""
         is_only_float8: dict[int, bool] = {}
-        for number, in_float8 in zip(self.numbers, self.in_float8):
+        for number, in_float8 in zip(self.input_of_leaf, self.leaf_in_float8):
             if number is not None:
                 group = self._group_of(self.distinct[number])
                 is_only_float8[group] = is_only_float8.get(group, True) and in_float8

@@ -24,6 +24,7 @@ from funcamp._trace.schema import aliased, reads_no_value
 from funcamp._trace.tracing import LetsDynamoIn
 from funcamp._trace.user_line import in_stack
 from funcamp._tree import tensors_in
+from funcamp._types import Tree
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,7 +78,7 @@ class FirstCallWatch:
         """The names of buffers without elements, by id."""
         self._low_copies = LowCopies(own, parameters)
 
-    def mode(self, *, in_trace: bool) -> contextlib.AbstractContextManager[Any]:
+    def mode(self, *, in_trace: bool) -> contextlib.AbstractContextManager[object]:
         """Return the context manager that watches.
 
         A trace dispatches every operation to Python anyway. In eager code that would choose other kernels (torch takes
@@ -89,7 +90,7 @@ class FirstCallWatch:
             modes.enter_context(self._low_copies)
         return modes
 
-    def check_graph(self, returned: Any, arguments: Any) -> None:
+    def check_graph(self, returned: Tree, arguments: Tree) -> None:
         """Raise ValueError if what a compiled module returned depends on an own tensor through autograd.
 
         Dynamo would compile a function that runs under a mode once more, so these are not watched.
@@ -106,7 +107,7 @@ class FirstCallWatch:
                 if name is not None:
                     self.refuse_read(name)
 
-    def own_name(self, arguments: Any) -> str | None:
+    def own_name(self, arguments: Tree) -> str | None:
         """Return the name of an own tensor among the arguments, or of one whose memory they share; None for no such."""
         for tensor in tensors_in(arguments):
             name = self._own_ids.get(id(tensor))
@@ -118,7 +119,7 @@ class FirstCallWatch:
                     return name
         return None
 
-    def note_views(self, name: str, returned: Any) -> None:
+    def note_views(self, name: str, returned: Tree) -> None:
         """Take what an operation returned for the own tensor of this name: it is this tensor, too."""
         for view in tensors_in(returned):
             self._own_ids[id(view)] = name
@@ -142,7 +143,7 @@ class FirstCallWatch:
                     "the first call fills it: call the model on a batch once, before init (after prepare_qat, too)"
                 )
 
-    def refuse_write(self, written: Any) -> None:
+    def refuse_write(self, written: Tree) -> None:
         """Raise an error if one of these is in the memory of the parameters passed."""
         for tensor in tensors_in(written):
             name = self._parameters.name_of(tensor)
@@ -179,7 +180,7 @@ class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):
         return returned
 
 
-def _returns_views(schema: Any) -> bool:
+def _returns_views(schema: torch.FunctionSchema | None) -> bool:
     """Return whether an operation writes nothing and returns views of its arguments."""
     if schema is None or schema.is_mutable:
         return False

@@ -7,7 +7,7 @@ criterion. Later calls run without them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -20,6 +20,9 @@ from funcamp._autograd.scaled_grad import nodes
 from funcamp._autograd.tensor_swap import Holder, recurrent_layers
 from funcamp._trace.python_state import survey
 from funcamp._trace.tracing import running
+from funcamp._types import Tree
+
+_Returned = TypeVar("_Returned")
 
 
 class FirstCalls:
@@ -38,7 +41,7 @@ class FirstCalls:
         tensors: ModuleTensors,
         at_creation: NamedStorages,
         criterion_tensors: dict[int, CriterionTensor],
-        python_parts: Mapping[str, Any],
+        python_parts: Mapping[str, object],
     ) -> None:
         self._tensors = tensors
         self._at_creation = at_creation
@@ -51,7 +54,7 @@ class FirstCalls:
         self._kept_tensors: dict[str, Tensor] = {}
         """Tensors in the memory of the last call's parameters, which the next call must not read."""
 
-    def restarted(self, python_parts: Mapping[str, Any]) -> FirstCalls:
+    def restarted(self, python_parts: Mapping[str, object]) -> FirstCalls:
         """Return the checks of a loss that runs other objects, before its first call."""
         return FirstCalls(self._tensors, self._at_creation, self._criterion_tensors, python_parts)
 
@@ -66,11 +69,11 @@ class FirstCalls:
     def check_forward(
         self,
         holder: Holder,
-        evaluate: Callable[[], Any],
+        evaluate: Callable[[], Tree],
         params: Mapping[str, Tensor],
         values: Mapping[str, Tensor],
-        batch: Any,
-    ) -> Any:
+        batch: Tree,
+    ) -> Tree:
         """Return what `evaluate` returns.
 
         Args:
@@ -131,7 +134,7 @@ class FirstCalls:
                 kept_tensors[path] = tensor
         return kept_tensors
 
-    def check_backward(self, holder: Holder, run: Callable[[], Any], values: Mapping[str, Tensor]) -> Any:
+    def check_backward(self, holder: Holder, run: Callable[[], _Returned], values: Mapping[str, Tensor]) -> _Returned:
         """Return what `run` returns.
 
         Args:

@@ -101,15 +101,15 @@ class Loss:
         """Return the initial buffers."""
         return {}
 
-    def all_names(self, params: Any) -> list[str]:
+    def all_names(self, params: Tree) -> list[str]:
         """Return the names of all parameters, including those that are not trained."""
         return _tree.names(params)
 
-    def python_parts(self) -> dict[str, Any]:
+    def python_parts(self) -> dict[str, object]:
         """Return the objects that may keep state besides the loss's arguments, by name."""
         return {}
 
-    def code_parts(self) -> dict[str, Any]:
+    def code_parts(self) -> dict[str, object]:
         """Return the objects whose Python the loss runs, by name: the same, or a function without such objects."""
         return self.python_parts() or {"loss": self.function}
 

@@ -49,7 +49,7 @@ def _wrong_form(batch: object, *, has_target: bool) -> TypeError:
     return TypeError(f"module_loss: batch must be {_accepted_forms(has_target)}; got {_tree.brief(batch)}{hint}")
 
 
-def _tuple_hint(batch: Mapping[Any, Any]) -> str:
+def _tuple_hint(batch: Mapping[object, object]) -> str:
     """Return how to pass a mapping to a criterion, with its first and last entries as an example."""
     # Which entry is the target, and whether the model takes the rest by name, only the caller knows.
     entries = [f"batch[{key!r}]" for key in batch]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
@@ -129,9 +130,7 @@ def trainable_tensors_of(criterion_slots: Iterable[Slot], model: nn.Module) -> d
     return tensors
 
 
-def check_no_other_is_trained(
-    nodes: Iterable[Any], tensors: dict[int, CriterionTensor], criterion: Callable[[Any, Any], Any] | None
-) -> None:
+def check_no_other_is_trained(nodes: Iterable[Node], tensors: dict[int, CriterionTensor], criterion: object) -> None:
     """Raise ValueError if a loss depends, through autograd, on a trainable tensor that no step trains.
 
     Args:

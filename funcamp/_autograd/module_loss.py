@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,9 @@ from funcamp._autograd.tensor_swap import Holder, TensorSwap
 from funcamp._autograd.ties import find_ties
 from funcamp._storage.params import expand
 from funcamp._trace.python_state import survey
+from funcamp._types import Tree
 
+_Returned = TypeVar("_Returned")
 _log = logging.getLogger("funcamp")
 
 
@@ -110,7 +112,7 @@ class ModuleLoss(Loss):
 
     # The call.
 
-    def __call__(self, params: dict[str, Tensor], *buffers_and_batch: Any) -> Any:
+    def __call__(self, params: dict[str, Tensor], *buffers_and_batch: Tree) -> Tree:
         """Return the loss; for a module with buffers, the loss and the buffers after the forward pass.
 
         Raises:
@@ -181,7 +183,7 @@ class ModuleLoss(Loss):
             values[name] = buffer.detach() if is_frozen_parameter else buffer
         return values
 
-    def _evaluate_checked(self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Any) -> Any:
+    def _evaluate_checked(self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Tree) -> Tree:
         """Return the loss of a batch as `_evaluate` does, with the checks of a first call if it is one."""
         if self._first_calls.forward_is_checked(training=self.holder.model.training):
             return self._evaluate(values, batch)
@@ -189,12 +191,12 @@ class ModuleLoss(Loss):
             self.holder, lambda: self._evaluate(values, batch), params, values, batch
         )
 
-    def _evaluate(self, values: dict[str, Tensor], batch: Any) -> Any:
+    def _evaluate(self, values: dict[str, Tensor], batch: Tree) -> Tree:
         """Return the loss of a batch, and aux if the criterion returns it; write assigned buffers into values."""
         has_target = self.criterion is not None
         arguments = arguments_of(batch, has_target=has_target)
 
-        def call() -> Any:
+        def call() -> Tree:
             try:
                 outputs = self.holder.model(*arguments.positional, **arguments.by_name)
             except TypeError as error:
@@ -204,7 +206,7 @@ class ModuleLoss(Loss):
 
         return self._swap.run(values, call)
 
-    def _criterion_of(self, outputs: Any, target: Any) -> Any:
+    def _criterion_of(self, outputs: object, target: object) -> Tree:
         """Return what the criterion returns."""
         criterion: Any = self.criterion
         if torch.compiler.is_dynamo_compiling():
@@ -231,7 +233,7 @@ class ModuleLoss(Loss):
                     "the forward pass assigned another tensor to one of them: register a clone() for the other"
                 )
 
-    def holding(self, params: dict[str, Tensor], after: Any, run: Callable[[], Any]) -> Any:
+    def holding(self, params: dict[str, Tensor], after: Tree, run: Callable[[], _Returned]) -> _Returned:
         """Call run while the module has these parameters and copies of the buffers after its forward pass.
 
         For a backward pass that calls the module again (`torch.utils.checkpoint`): recomputation needs the same values
@@ -293,7 +295,7 @@ class ModuleLoss(Loss):
         """Return the buffers as they are: a call copies them."""
         return buffers
 
-    def all_names(self, params: Any) -> list[str]:  # noqa: ARG002
+    def all_names(self, params: Tree) -> list[str]:  # noqa: ARG002
         """Return the names of all parameters, including frozen ones."""
         return self._form.names()
 
@@ -304,9 +306,9 @@ class ModuleLoss(Loss):
             return ": every parameter of the module is frozen"
         return ": the module has no parameter"
 
-    def python_parts(self) -> dict[str, Any]:
+    def python_parts(self) -> dict[str, object]:
         """Return the objects that may keep state besides the loss's arguments, by name."""
-        parts = {"model": self.model, "criterion": self.criterion}
+        parts: dict[str, object] = {"model": self.model, "criterion": self.criterion}
         if self.made_of is not self.model:
             parts["made_of"] = self.made_of
         return parts
@@ -381,7 +383,7 @@ class ModuleLoss(Loss):
         share_buffers(self.holder, self.tensors, copies)
         return copies
 
-    def adopt(self, params: Any, buffers: dict[str, Tensor]) -> None:
+    def adopt(self, params: Tree, buffers: dict[str, Tensor]) -> None:
         """Make the module's trainable parameters and its buffers share the memory of a state's.
 
         Raises:
@@ -390,7 +392,7 @@ class ModuleLoss(Loss):
         share_params(self.own_params(), expand(params))
         share_buffers(self.holder, self.tensors, buffers)
 
-    def state_dict(self, params: Any, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def state_dict(self, params: Tree, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the module's own `state_dict` with these values.
 
         `model.load_state_dict` accepts it with strict=True.

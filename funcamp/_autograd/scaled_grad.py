@@ -5,23 +5,29 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import Node
 
 from funcamp import _tree, _upstream
 from funcamp._autograd.checkpointing import allow_hooks, same_parameters
 from funcamp._scaler.scale import scale, unscale_and_check
 from funcamp._scaler.state import ScalerState, check_state
+from funcamp._types import Tree
 from funcamp._upstream.advice import advise
 from funcamp._upstream.autograd_function import keep_functions_whole, whole_functions
 
 #: What differentiates: torch.func.grad, or torch.autograd.grad with respect to detached parameters.
 Engine = Literal["func", "autograd"]
-#: Runs a backward pass in the context that the inputs and the aux of the forward pass need.
-Holding = Callable[[list[Tensor], Any, Callable[[], Any]], Any]
+#: Gradients of the inputs of a loss; None for one that the loss does not use.
+_Gradients: TypeAlias = Sequence[Tensor | None]
+#: Runs a backward pass in the context that the inputs and the aux of the forward pass need: (inputs, aux, run).
+Holding: TypeAlias = Callable[[list[Tensor], Tree, Callable[[], _Gradients]], _Gradients]
+#: Scaled gradients of the inputs of a loss, the loss and aux.
+Differentiated: TypeAlias = tuple[list[Tensor], Tensor, Tree]
 
 
 def scaled_grad_and_value(
@@ -92,7 +98,7 @@ def scaled_grad_and_value(
 def differentiate(
     call: str,
     state: ScalerState,
-    loss_of: Callable[[list[Tensor]], Any],
+    loss_of: Callable[[list[Tensor]], Tree],
     inputs: list[Tensor],
     has_aux: bool,
     engine: Engine,
@@ -100,7 +106,7 @@ def differentiate(
     weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
     holding: Holding | None = None,
     low: tuple[torch.dtype, ...] = (),
-) -> tuple[list[Tensor], Tensor, Any]:
+) -> Differentiated:
     """Return the scaled gradients of weigh(loss) for every input, and the loss and aux as returned.
 
     Args:
@@ -115,7 +121,7 @@ def differentiate(
         low: the dtypes of compute copies among the inputs, for the advice in errors.
     """
 
-    def scaled_loss(values: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Any]]:
+    def scaled_loss(values: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tree]]:
         loss, aux = _checked_loss_and_aux(call, loss_of(values), has_aux)
         return scale(state, weigh(loss)), (loss, aux)
 
@@ -137,7 +143,7 @@ def differentiate(
         raise
 
 
-def choose(engine: Engine | None, arguments: Any) -> Engine:
+def choose(engine: Engine | None, arguments: Tree) -> Engine:
     """Return the engine; for None, torch.func if the call is inside a transform or loss, else autograd."""
     if engine is not None:
         return engine
@@ -171,7 +177,7 @@ def _differentiating() -> Iterator[None]:
         _this_thread.losses -= 1
 
 
-def around_backward(loss_fn: Any, tree_of: Callable[[list[Tensor]], Any]) -> Holding | None:
+def around_backward(loss_fn: object, tree_of: Callable[[list[Tensor]], Tree]) -> Holding | None:
     """Return how to run the backward pass of a loss of `module_loss`: while the module has the parameters.
 
     Args:
@@ -185,18 +191,16 @@ def around_backward(loss_fn: Any, tree_of: Callable[[list[Tensor]], Any]) -> Hol
 
 
 #: Returns the scaled loss, and beside it the loss and aux as returned.
-_ScaledLoss = Callable[[list[Tensor]], tuple[Tensor, tuple[Tensor, Any]]]
+_ScaledLoss: TypeAlias = Callable[[list[Tensor]], tuple[Tensor, tuple[Tensor, Tree]]]
 
 
-def _by_func(scaled_loss: _ScaledLoss, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor, Any]:
+def _by_func(scaled_loss: _ScaledLoss, inputs: list[Tensor]) -> Differentiated:
     """Return gradients, loss and aux by torch.func."""
     grads, (_, (loss, aux)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(inputs)
     return list(grads), loss, aux
 
 
-def _by_autograd(
-    call: str, scaled_loss: _ScaledLoss, inputs: list[Tensor], holding: Holding | None
-) -> tuple[list[Tensor], Tensor, Any]:
+def _by_autograd(call: str, scaled_loss: _ScaledLoss, inputs: list[Tensor], holding: Holding | None) -> Differentiated:
     """Return gradients, loss and aux by torch.autograd."""
     allow_hooks()
     is_traced_by_dynamo = torch.compiler.is_dynamo_compiling()
@@ -206,14 +210,14 @@ def _by_autograd(
         leaves = [_leaf(value) for value in inputs]
         scaled, (loss, aux) = scaled_loss(leaves)
 
-        def backward() -> Sequence[Tensor | None]:
+        def backward() -> _Gradients:
             return torch.autograd.grad(scaled, leaves, allow_unused=True)
 
         begin_backward()
         if not is_traced_by_dynamo:
             for leaf in leaves:
                 leaf.grad = None  # of a backward() in the forward pass, which is not scaled
-        gradients: Sequence[Tensor | None] = backward() if holding is None else holding(leaves, aux, backward)
+        gradients: _Gradients = backward() if holding is None else holding(leaves, aux, backward)
     if not is_traced_by_dynamo:
         gradients = [_with_accumulated(gradient, leaf.grad) for gradient, leaf in zip(gradients, leaves)]
         _advise_if_passed_over(call, scaled, gradients)
@@ -234,7 +238,7 @@ def _with_accumulated(gradient: Tensor | None, accumulated: Tensor | None) -> Te
     return accumulated if gradient is None else gradient + accumulated
 
 
-def _advise_if_passed_over(call: str, scaled: Tensor, gradients: Sequence[Tensor | None]) -> None:
+def _advise_if_passed_over(call: str, scaled: Tensor, gradients: _Gradients) -> None:
     """Raise an error with advice if a reentrant checkpoint has no parameter before it: torch passes over it."""
     if all(gradient is not None for gradient in gradients):
         return
@@ -250,7 +254,7 @@ def _result(gradient: Tensor | None, value: Tensor) -> Tensor:
     return gradient.detach() if gradient.requires_grad else gradient
 
 
-def nodes(grad_fn: Any, without: Iterable[Any] = ()) -> Iterator[Any]:
+def nodes(grad_fn: Node | None, without: Iterable[Node | None] = ()) -> Iterator[Node]:
     """Yield the nodes of an autograd graph.
 
     Args:
@@ -258,7 +262,7 @@ def nodes(grad_fn: Any, without: Iterable[Any] = ()) -> Iterator[Any]:
         without: nodes that are left out, and with them what only they lead to.
     """
     seen = set(without)
-    waiting = [grad_fn]
+    waiting: list[Node | None] = [grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -285,7 +289,7 @@ def check_engine(call: str, engine: object) -> None:
         raise ValueError(f"{call}: engine must be 'func', 'autograd' or None; got {engine!r}")
 
 
-def pair(call: str, name: str, returned: Any) -> tuple[Any, Any]:
+def pair(call: str, name: str, returned: Tree) -> tuple[Tree, Tree]:
     """Return what a loss returned if it is a pair; raise TypeError for anything else.
 
     Args:
@@ -299,7 +303,7 @@ def pair(call: str, name: str, returned: Any) -> tuple[Any, Any]:
     return returned
 
 
-def loss_and_aux(call: str, returned: Any, beside: bool) -> tuple[Tensor, Any]:
+def loss_and_aux(call: str, returned: Tree, beside: bool) -> tuple[Tensor, Tree]:
     """Return the loss, and what a loss function returned beside it if it returns more.
 
     Args:
@@ -339,7 +343,7 @@ def _records_nothing() -> bool:
         return not (probe * 1).requires_grad
 
 
-def _checked_loss_and_aux(call: str, returned: Any, has_aux: bool) -> tuple[Tensor, Any]:
+def _checked_loss_and_aux(call: str, returned: Tree, has_aux: bool) -> tuple[Tensor, Tree]:
     """Return the loss and aux that a loss function returned; raise if they cannot be differentiated and returned."""
     loss, aux = loss_and_aux(call, returned, has_aux)
     if loss.dim() != 0:

@@ -51,11 +51,9 @@ def find_ties(model: nn.Module) -> Ties:
     stored_trained = _first_names(trained, keys)
     stored_buffers = _first_names(buffers, keys)
     frozen_in_buffers = [name for name in kinds if kinds[name] == FROZEN and keys[name] in stored_buffers]
-    return Ties(
-        names={name: stored_trained[keys[name]] for name in trained},
-        buffer_names={name: stored_buffers[keys[name]] for name in (*buffers, *frozen_in_buffers)},
-        frozen_names=frozenset(frozen_in_buffers),
-    )
+    names = {name: stored_trained[keys[name]] for name in trained}
+    buffer_names = {name: stored_buffers[keys[name]] for name in (*buffers, *frozen_in_buffers)}
+    return Ties(names, buffer_names, frozen_names=frozenset(frozen_in_buffers))
 
 
 def _first_names(names: Iterable[str], keys: Mapping[str, object]) -> dict[object, str]:

@@ -304,14 +304,18 @@ def _flat_layout(
         sizes_in_group = padded_sizes[group_number]
         slots.append(Slot(group_number, len(sizes_in_group), tuple(tensor.shape)))
         sizes_in_group.append(_padded_size(tensor))
+    group_keys = [key for key, _ in group_numbers]
+    row_lengths = [row_length for _, row_length in group_numbers]
+    labels = [key.label for key in group_keys]
+    buckets = [key.bucket for key in group_keys]
     return _interned(
         spec,
         tuple(slot_of_leaf),
         tuple(slots),
-        labels=tuple(key.label for key, _ in group_numbers),
-        padded_sizes=tuple(tuple(sizes_in_group) for sizes_in_group in padded_sizes),
-        row_lengths=tuple(row_length for _, row_length in group_numbers),
-        buckets=tuple(key.bucket for key, _ in group_numbers),
+        tuple(labels),
+        tuple(map(tuple, padded_sizes)),
+        tuple(row_lengths),
+        tuple(buckets),
         flat=True,
     )
 
@@ -327,13 +331,15 @@ def _layout_by_tensor(
     spec: _tree.TreeSpec, slot_of_leaf: list[int | None], tensors: list[Tensor], labels: list[str]
 ) -> Layout:
     """Return the layout in which every tensor is a group of its own."""
+    slots = [Slot(number, 0, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
+    sizes = [(tensor.numel(),) for tensor in tensors]
     count = len(tensors)
     return _interned(
         spec,
         tuple(slot_of_leaf),
-        tuple(Slot(number, 0, tuple(tensor.shape)) for number, tensor in enumerate(tensors)),
-        labels=tuple(labels),
-        padded_sizes=tuple((tensor.numel(),) for tensor in tensors),
+        tuple(slots),
+        tuple(labels),
+        tuple(sizes),
         row_lengths=(None,) * count,
         buckets=(0,) * count,
         flat=False,

@@ -197,12 +197,14 @@ class DataParallel(Parallel):
         (gathered,) = all_gather_each([torch.cat([squares_and_finite, *flat_records])], self.ranks)
         # A row per rank: the two numbers, then the records.
         rows = gathered.view(self.ranks.size, -1)
-        both, *values_by_record = torch.split(rows, [2, *[record.numel() for record in records]], dim=1)
+        squares_and_finite_by_rank, *values_by_record = torch.split(
+            rows, [2, *[record.numel() for record in records]], dim=1
+        )
         largest_records: list[Tensor] = []
         for record, values in zip(records, values_by_record):
             largest_records.append(values.amax(0).to(record.dtype).view(record.shape))
-        squares_by_rank = both[:, 0]
-        finite_by_rank = both[:, 1] != 0
+        squares_by_rank = squares_and_finite_by_rank[:, 0]
+        finite_by_rank = squares_and_finite_by_rank[:, 1] != 0
         return squares_by_rank.sum(), finite_by_rank.all(), largest_records
 
     def summed(self, result: Result, share: Share, before: dict[str, Tensor]) -> Result:
@@ -220,10 +222,10 @@ class DataParallel(Parallel):
         mean_loss, *sums = torch.split(means, [values.numel() for values in shares_of_means])
         buffers = dict(result.buffers)
         for number, name in enumerate(names):
-            old = before[name]
+            buffer_before = before[name]
             share_that_wrote = sums[-1][number]
-            mean = sums[number].view(old.shape)
-            buffers[name] = torch.where(share_that_wrote == 0, old, mean).to(old.dtype)
+            mean = sums[number].view(buffer_before.shape)
+            buffers[name] = torch.where(share_that_wrote == 0, buffer_before, mean).to(buffer_before.dtype)
         loss = mean_loss.reshape(()).to(result.loss.dtype)
         return result._replace(gradients=summed_gradients, loss=loss, buffers=buffers)
 

@@ -13,16 +13,20 @@ from torch import nn
 from funcamp._autograd.module_walk import join
 
 _WEIGHT_AND_BIAS = frozenset({"weight", "bias"})
-_OF_ATTENTION = frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"})
-_LAYERS = (
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 
 #: Per module class, the parameters that its forward uses only in operations that torch.autocast casts.
-_CAST_IN: dict[type[nn.Module], frozenset[str]] = {
-    **dict.fromkeys(_LAYERS, _WEIGHT_AND_BIAS),
-    nn.MultiheadAttention: _OF_ATTENTION,
+_CAST_KEYS_BY_CLASS: dict[type[nn.Module], frozenset[str]] = {
+    nn.Linear: _WEIGHT_AND_BIAS,
+    nn.Conv1d: _WEIGHT_AND_BIAS,
+    nn.Conv2d: _WEIGHT_AND_BIAS,
+    nn.Conv3d: _WEIGHT_AND_BIAS,
+    nn.ConvTranspose1d: _WEIGHT_AND_BIAS,
+    nn.ConvTranspose2d: _WEIGHT_AND_BIAS,
+    nn.ConvTranspose3d: _WEIGHT_AND_BIAS,
+    # Not the weight of its output projection, which is a Linear and has its own entry.
+    nn.MultiheadAttention: frozenset(
+        {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"}
+    ),
 }
 
 #: The methods with which these classes read their parameters.
@@ -40,41 +44,42 @@ def cast_by_autocast(model: nn.Module) -> frozenset[str]:
 def read_by_linear_layers(model: nn.Module) -> frozenset[str]:
     """Return the names of the weights that only a linear layer's own forward multiplies by."""
     # Attention reads the weight of its projection and does not call the layer.
-    of_attention: set[int] = set()
+    uncalled_layers: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
-            of_attention.update(map(id, module.children()))
+            uncalled_layers.update(module.children())
     names: set[str] = set()
     for prefix, module in model.named_modules():
-        is_called = isinstance(module, nn.Linear) and id(module) not in of_attention
-        if is_called and "weight" in _cast_keys(module):
+        is_called_linear = isinstance(module, nn.Linear) and module not in uncalled_layers
+        if is_called_linear and "weight" in _cast_keys(module):
             names.add(join(prefix, "weight"))
     return frozenset(names)
 
 
 def _cast_keys(module: nn.Module) -> frozenset[str]:
     """Return the names in a module of its own parameters that autocast would cast."""
-    for kind, keys in _cast_in().items():
-        if isinstance(module, kind):
-            if not _has_forward_of(kind, module):
+    for layer_class, keys in _cast_keys_by_class().items():
+        if isinstance(module, layer_class):
+            if not _has_forward_of(layer_class, module):
                 return frozenset()
             return frozenset(key for key in keys if module._parameters.get(key) is not None)
     return frozenset()
 
 
-def _cast_in() -> dict[type[nn.Module], frozenset[str]]:
+def _cast_keys_by_class() -> dict[type[nn.Module], frozenset[str]]:
+    """Return the classes of torch, and that of transformers if a program has imported it."""
     # GPT-2's layers: a product with the weight transposed. There is none in the model if it was not imported.
-    transposed = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    if transposed is None:
-        return _CAST_IN
-    return {**_CAST_IN, transposed: _WEIGHT_AND_BIAS}
+    transposed_linear = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    if transposed_linear is None:
+        return _CAST_KEYS_BY_CLASS
+    return {**_CAST_KEYS_BY_CLASS, transposed_linear: _WEIGHT_AND_BIAS}
 
 
-def _has_forward_of(kind: type[nn.Module], module: nn.Module) -> bool:
+def _has_forward_of(layer_class: type[nn.Module], module: nn.Module) -> bool:
     """Return whether a module computes with the forward method of this class of torch."""
     for method in _FORWARD_METHODS:
         is_replaced = method in vars(module)
-        is_overridden = getattr(type(module), method, None) is not getattr(kind, method, None)
+        is_overridden = getattr(type(module), method, None) is not getattr(layer_class, method, None)
         if is_replaced or is_overridden:
             return False
     return True

@@ -31,8 +31,9 @@ def same_parameters() -> Iterator[Callable[[], None]]:
     if torch.compiler.is_dynamo_compiling():
         yield lambda: None
         return
-    thread = threading.get_ident()
-    seen: dict[nn.Module, set[tuple[int, ...]]] = {}
+    own_thread = threading.get_ident()
+    # The ids of the parameters with which each module was called in the forward pass.
+    ids_in_forward: dict[nn.Module, set[tuple[int, ...]]] = {}
     is_backward = False
 
     def begin_backward() -> None:
@@ -44,9 +45,12 @@ def same_parameters() -> Iterator[Callable[[], None]]:
             return
         parameter_ids = tuple(id(value) for value in module._parameters.values())
         if not is_backward:
-            if threading.get_ident() == thread:
-                seen.setdefault(module, set()).add(parameter_ids)
-        elif seen.get(module, {parameter_ids}) != {parameter_ids}:  # of two sets it is unknown which one is right
+            if threading.get_ident() == own_thread:
+                ids_in_forward.setdefault(module, set()).add(parameter_ids)
+            return
+        # Of two sets it is unknown which one is right. A module that was not called before has none to compare with.
+        expected = ids_in_forward.get(module, {parameter_ids})
+        if expected != {parameter_ids}:
             raise RuntimeError(
                 f"step: a {type(module).__name__} must be computed again with the parameters of the forward pass, and "
                 "have had one set of them there; functional_call has put its own back: checkpoint functional_call "
@@ -62,6 +66,10 @@ def same_parameters() -> Iterator[Callable[[], None]]:
 
 def allow_hooks() -> None:
     """Enable saved-tensor hooks again: a failed compilation of torch.func may have disabled them."""
-    tape: Any = torch._C._autograd
-    if not torch.compiler.is_dynamo_compiling() and not torch._C._are_functorch_transforms_active():
-        tape._saved_tensors_hooks_enable()
+    if torch.compiler.is_dynamo_compiling():
+        return
+    # Inside a transform of torch.func they are disabled on purpose.
+    if torch._C._are_functorch_transforms_active():
+        return
+    autograd_bindings: Any = torch._C._autograd
+    autograd_bindings._saved_tensors_hooks_enable()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -14,23 +14,32 @@ from torch.autograd import Function
 from funcamp import _tree, _upstream
 
 F = TypeVar("F", bound=type[Function])
-#: Attributes of a decorated class: the argument cast_inputs, and the classes that run instead of it.
-_CAST = "_funcamp_cast_inputs"
-_KINDS = "_funcamp_kinds"
 
-#: The methods of ctx that a forward may call under torch.func.
-_METHODS_OF_CTX = ("save_for_backward", "save_for_forward", "mark_non_differentiable", "set_materialize_grads")
+#: Attributes of a decorated class: the argument cast_inputs, and the `_Implementation` that runs instead of the class.
+_CAST_ATTRIBUTE = "_funcamp_cast_inputs"
+_IMPLEMENTATION_ATTRIBUTE = "_funcamp_implementation"
 
 
 class _SavedTensor:
     """Stands for a tensor that forward saved: its position among the leaves of the inputs and then the outputs."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, position: int) -> None:
+        self.position = position
 
 
-class _Notes:
-    """Replaces ctx in a forward that takes one, under torch.func."""
+def _position_of(tensor: Tensor, known_tensors: list[Any]) -> int | None:
+    """Return the position of a tensor among others, by identity; None if it is not there."""
+    for position, known_tensor in enumerate(known_tensors):
+        if known_tensor is tensor:
+            return position
+    return None
+
+
+class _RecordingContext:
+    """Replaces ctx in a forward that takes one, under torch.func: records what the forward does to it.
+
+    It has the methods of ctx that a forward may call under torch.func.
+    """
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         # Which inputs are differentiated is unknown here, so this names all that can be.
@@ -39,24 +48,31 @@ class _Notes:
         )
         self._method_calls: dict[str, tuple[Any, ...]] = {}
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name not in _METHODS_OF_CTX:
-            raise AttributeError(f"custom_function: ctx has no {name!r} in a forward that runs under torch.func")
+    def save_for_backward(self, *args: Any) -> None:
+        self._method_calls["save_for_backward"] = args
 
-        def note(*args: Any) -> None:
-            self._method_calls[name] = args
+    def save_for_forward(self, *args: Any) -> None:
+        self._method_calls["save_for_forward"] = args
 
-        return note
+    def mark_non_differentiable(self, *args: Any) -> None:
+        self._method_calls["mark_non_differentiable"] = args
+
+    def set_materialize_grads(self, *args: Any) -> None:
+        self._method_calls["set_materialize_grads"] = args
+
+    # Called for what is defined nowhere else.
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"custom_function: ctx has no {name!r} in a forward that runs under torch.func")
 
 
 # Not a method: a forward may set any attribute of ctx.
-def _attributes_of(notes: _Notes) -> dict[str, Any]:
+def _attributes_set_on(context: _RecordingContext) -> dict[str, Any]:
     """Return the attributes that forward set."""
-    known = ("needs_input_grad", "_method_calls")
-    return {name: value for name, value in vars(notes).items() if name not in known}
+    own_attributes = ("needs_input_grad", "_method_calls")
+    return {name: value for name, value in vars(context).items() if name not in own_attributes}
 
 
-class _Call:
+class _CallUnderFunc:
     """One call under torch.func of a forward that takes ctx; torch runs it as forward, setup_context and backward."""
 
     def __init__(self, function: Any, backward: Callable[..., Any]) -> None:
@@ -65,37 +81,37 @@ class _Call:
 
     def forward(self, *args: Any) -> tuple[Any, ...]:
         """Return the outputs of the function's forward, followed by the intermediates that it saved."""
-        notes = _Notes(args)
-        result = self._function.forward(notes, *args)
+        context = _RecordingContext(args)
+        result = self._function.forward(context, *args)
         self._has_one_output = not isinstance(result, tuple)
         outputs = [result] if self._has_one_output else list(result)
         self._argument_count = len(args)
         self._output_count = len(outputs)
+        # Tensors are noted by their position, because torch passes `set_up` other objects for them.
         known_tensors = [*_tree.leaves(args), *outputs]
-
-        def stand_in(value: Any) -> Any:
+        notes, spec = _tree.flatten((context._method_calls, _attributes_set_on(context)))
+        for number, value in enumerate(notes):
             if not isinstance(value, Tensor):
-                return value
-            for index, known_tensor in enumerate(known_tensors):
-                if known_tensor is value:
-                    return _SavedTensor(index)
-            known_tensors.append(value)
-            outputs.append(value.detach())  # an alias, because the tensor itself may be another module's parameter
-            return _SavedTensor(len(known_tensors) - 1)
-
-        leaves, spec = _tree.flatten((notes._method_calls, _attributes_of(notes)))
-        self._notes = _tree.map_leaves(stand_in, leaves, spec)
+                continue
+            position = _position_of(value, known_tensors)
+            if position is None:
+                position = len(known_tensors)
+                known_tensors.append(value)
+                outputs.append(value.detach())  # an alias, because the tensor itself may be another module's parameter
+            notes[number] = _SavedTensor(position)
+        self._notes = _tree.unflatten(notes, spec)
         return tuple(outputs)
 
     def set_up(self, ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
         """Repeat on ctx what the function's forward did to it."""
         ctx.funcamp_region = _region(inputs)
         known_tensors = [*_tree.leaves(inputs), *outputs]
-
-        def saved_tensor(value: Any) -> Any:
-            return known_tensors[value.index] if isinstance(value, _SavedTensor) else value
-
-        method_calls, attributes = _tree.map_leaves(saved_tensor, *_tree.flatten(self._notes))
+        notes, spec = _tree.flatten(self._notes)
+        for number, value in enumerate(notes):
+            if isinstance(value, _SavedTensor):
+                notes[number] = known_tensors[value.position]
+        method_calls, attributes = _tree.unflatten(notes, spec)
+        # A second derivative ignores intermediates, as torch does.
         intermediates = outputs[self._output_count :]
         if intermediates:
             not_differentiable = method_calls.get("mark_non_differentiable", ())
@@ -121,12 +137,12 @@ class _Call:
             backward_name: staticmethod(self.backward),
             "generate_vmap_rule": True,
         }
-        runs: Any = type(self._function.__name__, (self._function,), {**body, **methods})
-        out = runs.apply(*args)
-        return out[0] if self._has_one_output else out[: self._output_count]
+        function_without_ctx: Any = type(self._function.__name__, (self._function,), {**body, **methods})
+        outputs = function_without_ctx.apply(*args)
+        return outputs[0] if self._has_one_output else outputs[: self._output_count]
 
 
-class _Kinds(NamedTuple):
+class _Implementation(NamedTuple):
     """What runs instead of a user's class."""
 
     plain: Any
@@ -134,15 +150,18 @@ class _Kinds(NamedTuple):
     under_func: Callable[..., Any]
     """Applies the class under torch.func."""
     signature: inspect.Signature
+    """Of the user's forward."""
     takes_ctx: bool
+    """Whether the user's forward takes ctx; otherwise the class has a `setup_context`."""
 
 
-def _kinds_of(function: Any) -> _Kinds:
+def _implementation_of(function: Any) -> _Implementation:
     """Return what runs instead of a decorated class, made at its first call."""
-    known: _Kinds | None = vars(function).get(_KINDS)
-    if known is not None:
-        return known
+    existing: _Implementation | None = vars(function).get(_IMPLEMENTATION_ATTRIBUTE)
+    if existing is not None:
+        return existing
     takes_ctx = function.setup_context is Function.setup_context
+    # torch takes either name for the same method.
     backward_name = "backward" if function.vjp is Function.vjp else "vjp"
     users_backward = getattr(function, backward_name)
 
@@ -174,26 +193,26 @@ def _kinds_of(function: Any) -> _Kinds:
 
     def under_func(*args: Any) -> Any:
         if takes_ctx:
-            return _Call(function, backward).run(body, backward_name, args)
+            return _CallUnderFunc(function, backward).run(body, backward_name, args)
         return plain.apply(*args)
 
-    kinds = _Kinds(plain, under_func, inspect.signature(function.forward), takes_ctx)
-    setattr(function, _KINDS, kinds)
-    return kinds
+    implementation = _Implementation(plain, under_func, inspect.signature(function.forward), takes_ctx)
+    setattr(function, _IMPLEMENTATION_ATTRIBUTE, implementation)
+    return implementation
 
 
 def apply(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run a decorated class as its `apply` classmethod; Dynamo matches `self.fn = F.apply` by this name."""
-    kinds = _kinds_of(cls)
+    implementation = _implementation_of(cls)
     # A stand-in for ctx, so that the signature binds.
-    leading = (None,) if kinds.takes_ctx else ()
-    bound = kinds.signature.bind(*leading, *args, **kwargs)
+    leading = (None,) if implementation.takes_ctx else ()
+    bound = implementation.signature.bind(*leading, *args, **kwargs)
     if bound.kwargs:
         bound.apply_defaults()
     if bound.kwargs:
         raise TypeError(f"{cls.__name__}.apply: forward must not have keyword-only arguments; got {bound.kwargs}")
-    values, region = _cast(bound.args[len(leading) :], getattr(cls, _CAST))
-    run = kinds.under_func if _upstream.transforms_active() else kinds.plain.apply
+    values, region = _cast(bound.args[len(leading) :], getattr(cls, _CAST_ATTRIBUTE))
+    run = implementation.under_func if _upstream.transforms_active() else implementation.plain.apply
     with _autocast(region):
         return run(*values)
 
@@ -215,6 +234,7 @@ def _region(args: Any) -> _Region | None:
 
 
 def _autocast(region: _Region | None) -> contextlib.AbstractContextManager[Any]:
+    """Return the context manager of an autocast region; None changes nothing."""
     if region is None:
         return contextlib.nullcontext()
     return torch.autocast(region.device_type, region.dtype, enabled=region.enabled)
@@ -227,18 +247,22 @@ def _cast(args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[tuple[Any, 
         return args, None
     leaves, spec = _tree.flatten(args)
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
-            leaves[index] = leaf.to(dtype) if leaf.device.type == region.device_type else leaf
+        if not isinstance(leaf, Tensor) or leaf.device.type != region.device_type:
+            continue
+        if leaf.is_floating_point() and leaf.dtype != torch.float64:
+            leaves[index] = leaf.to(dtype)
     return _tree.unflatten(leaves, spec), region._replace(enabled=False)
 
 
 def _put_in_graphs(cls: Any) -> None:
+    """Let Dynamo put calls of a class into its graph as one node, so that its backward cannot be dropped."""
     torch.compiler.allow_in_graph(cls)  # type: ignore[no-untyped-call]
 
 
 def _init_subclass(cls: Any, /, **kwargs: Any) -> None:
+    """Do for a subclass of a decorated class what `custom_function` did for that."""
     super(Function, cls).__init_subclass__(**kwargs)
-    if vars(cls).get("apply") is not vars(Function)["apply"]:  # a user's class, not one of `_kinds_of`
+    if vars(cls).get("apply") is not vars(Function)["apply"]:  # a user's class, not one of `_implementation_of`
         _put_in_graphs(cls)
 
 
@@ -300,7 +324,7 @@ def custom_function(cls: Any = None, *, cast_inputs: torch.dtype | None = None) 
         "__qualname__": cls.__qualname__,
         "__init_subclass__": classmethod(_init_subclass),
         "apply": classmethod(apply),
-        _CAST: getattr(cls, _CAST, None) if cast_inputs is None else cast_inputs,
+        _CAST_ATTRIBUTE: getattr(cls, _CAST_ATTRIBUTE, None) if cast_inputs is None else cast_inputs,
     }
     decorated = type(cls.__name__, (cls,), body)
     _put_in_graphs(decorated)

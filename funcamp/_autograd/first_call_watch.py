@@ -24,16 +24,18 @@ from funcamp._trace.schema import aliased, reads_no_value
 from funcamp._trace.tracing import LetsDynamoIn
 from funcamp._trace.user_line import in_stack
 from funcamp._tree import tensors_in
+from funcamp._types import Tree
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
 else:
     TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
 
+#: The device of a tensor, which is an operation in a trace and reads nothing.
 _DEVICE = torch.ops.prim.device.default
 
 #: Methods that read values and return no tensor.
-_READS = frozenset(
+_READ_VALUES = frozenset(
     ("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__", "__int__", "__index__")
 )
 #: Methods that write no values, although they are named like an operator that does (`__iadd__`) or like one in place.
@@ -61,11 +63,12 @@ class FirstCallWatch:
     ) -> None:
         self._parameters = NamedStorages(parameters)
         # With init(consume=True) the module's own tensors are in the memory of the values: only the objects differ.
-        passed = NamedStorages({**parameters, **buffers})
+        passed_storages = NamedStorages({**parameters, **buffers})
         self._own_storages = (
-            own_at_creation.without_storages_of(passed),
-            NamedStorages(own).without_storages_of(passed),
+            own_at_creation.without_storages_of(passed_storages),
+            NamedStorages(own).without_storages_of(passed_storages),
         )
+        """Where own tensors were and are, without the memory of the values passed."""
         passed_ids = {id(value) for value in (*parameters.values(), *buffers.values())}
         self._own_ids = {id(tensor): name for name, tensor in own.items() if id(tensor) not in passed_ids}
         """The names of own tensors and of their views, by id."""
@@ -75,19 +78,19 @@ class FirstCallWatch:
         """The names of buffers without elements, by id."""
         self._low_copies = LowCopies(own, parameters)
 
-    def mode(self, *, in_trace: bool) -> contextlib.AbstractContextManager[Any]:
+    def mode(self, *, in_trace: bool) -> contextlib.AbstractContextManager[object]:
         """Return the context manager that watches.
 
         A trace dispatches every operation to Python anyway. In eager code that would choose other kernels (torch takes
         other ways through its composite operations if there is a dispatch mode), so there functions are watched.
         """
-        stack = contextlib.ExitStack()
-        stack.enter_context(_DispatchWatch(self) if in_trace else _FunctionWatch(self))
+        modes = contextlib.ExitStack()
+        modes.enter_context(_DispatchWatch(self) if in_trace else _FunctionWatch(self))
         if self._low_copies.exist:
-            stack.enter_context(self._low_copies)
-        return stack
+            modes.enter_context(self._low_copies)
+        return modes
 
-    def check_graph(self, returned: Any, arguments: Any) -> None:
+    def check_graph(self, returned: Tree, arguments: Tree) -> None:
         """Raise ValueError if what a compiled module returned depends on an own tensor through autograd.
 
         Dynamo would compile a function that runs under a mode once more, so these are not watched.
@@ -96,15 +99,16 @@ class FirstCallWatch:
             returned: what the loss returned.
             arguments: what it was called with, whose own graphs do not count.
         """
-        outside = {tensor.grad_fn for tensor in tensors_in(arguments)}
+        outside_nodes = {tensor.grad_fn for tensor in tensors_in(arguments)}
         for result in tensors_in(returned):
-            for node in nodes(result.grad_fn, outside):
+            for node in nodes(result.grad_fn, outside_nodes):
+                # Only the node that accumulates the gradient of a leaf has a variable: the leaf.
                 name = self._own_ids.get(id(getattr(node, "variable", None)))
                 if name is not None:
                     self.refuse_read(name)
 
-    def own_name(self, arguments: Any) -> str | None:
-        """Return the name of an own tensor among the arguments, if there is one."""
+    def own_name(self, arguments: Tree) -> str | None:
+        """Return the name of an own tensor among the arguments, or of one whose memory they share; None for no such."""
         for tensor in tensors_in(arguments):
             name = self._own_ids.get(id(tensor))
             if name is not None:
@@ -115,7 +119,7 @@ class FirstCallWatch:
                     return name
         return None
 
-    def note_views(self, name: str, returned: Any) -> None:
+    def note_views(self, name: str, returned: Tree) -> None:
         """Take what an operation returned for the own tensor of this name: it is this tensor, too."""
         for view in tensors_in(returned):
             self._own_ids[id(view)] = name
@@ -131,15 +135,15 @@ class FirstCallWatch:
 
     def refuse_resize(self, written: Iterable[object]) -> None:
         """Raise an error if an operation writes an empty buffer: it gives it a size, which no trace sees."""
-        for leaf in written:
-            name = self._empty_ids.get(id(leaf))
+        for argument in written:
+            name = self._empty_ids.get(id(argument))
             if name is not None:
                 raise ValueError(
                     f"module_loss: model must have the shapes of its buffers; {name!r} is empty, and "
                     "the first call fills it: call the model on a batch once, before init (after prepare_qat, too)"
                 )
 
-    def refuse_write(self, written: Any) -> None:
+    def refuse_write(self, written: Tree) -> None:
         """Raise an error if one of these is in the memory of the parameters passed."""
         for tensor in tensors_in(written):
             name = self._parameters.name_of(tensor)
@@ -160,7 +164,7 @@ class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE:
             return func(*args, **kwargs)
-        schema = getattr(func, "_schema", None)
+        schema = getattr(func, "_schema", None)  # a higher-order operator has none
         own_name = self._watch.own_name((args, kwargs))
         if own_name is not None and reads_no_value(schema.name if schema else ""):
             own_name = None
@@ -170,13 +174,13 @@ class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):
             written = aliased(func, args, kwargs, written=True)
             self._watch.refuse_write(written)
             self._watch.refuse_resize(written)
-        out = func(*args, **kwargs)
+        returned = func(*args, **kwargs)
         if own_name is not None:
-            self._watch.note_views(own_name, out)
-        return out
+            self._watch.note_views(own_name, returned)
+        return returned
 
 
-def _returns_views(schema: Any) -> bool:
+def _returns_views(schema: torch.FunctionSchema | None) -> bool:
     """Return whether an operation writes nothing and returns views of its arguments."""
     if schema is None or schema.is_mutable:
         return False
@@ -194,31 +198,32 @@ class _FunctionWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        called = getattr(func, "__name__", "")
+        function_name = getattr(func, "__name__", "")
         own_name = self._watch.own_name((args, kwargs))
-        if _writes(called):
+        if _writes(function_name):
             if own_name is not None:
                 self._watch.refuse_read(own_name)
             self._watch.refuse_write(args[:1])
         if "out" in kwargs:
             self._watch.refuse_write(kwargs["out"])
-        out = func(*args, **kwargs)
-        if own_name is None or reads_no_value(called):
-            return out
-        results = tensors_in(out)
-        if called in _READS or not share_memory(results, tensors_in((args, kwargs))):
+        returned = func(*args, **kwargs)
+        if own_name is None or reads_no_value(function_name):
+            return returned
+        results = tensors_in(returned)
+        if function_name in _READ_VALUES or not share_memory(results, tensors_in((args, kwargs))):
             self._watch.refuse_read(own_name)
         self._watch.note_views(own_name, results)
-        return out
+        return returned
 
 
-def _writes(called: str) -> bool:
+def _writes(function_name: str) -> bool:
     """Return whether a function of this name writes its first argument."""
-    if called in _WRITE_NOTHING:
+    if function_name in _WRITE_NOTHING:
         return False
-    if called == "__setitem__" or called.startswith("__i"):
+    if function_name == "__setitem__" or function_name.startswith("__i"):
         return True
-    return called.endswith("_") and not called.endswith("__")
+    # One underscore at the end means in place in torch; two, a method of Python.
+    return function_name.endswith("_") and not function_name.endswith("__")
 
 
 def written_error(name: str, where: str = "") -> ValueError:

@@ -7,7 +7,7 @@ criterion. Later calls run without them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -20,6 +20,9 @@ from funcamp._autograd.scaled_grad import nodes
 from funcamp._autograd.tensor_swap import Holder, recurrent_layers
 from funcamp._trace.python_state import survey
 from funcamp._trace.tracing import running
+from funcamp._types import Tree
+
+_Returned = TypeVar("_Returned")
 
 
 class FirstCalls:
@@ -38,39 +41,39 @@ class FirstCalls:
         tensors: ModuleTensors,
         at_creation: NamedStorages,
         criterion_tensors: dict[int, CriterionTensor],
-        python_parts: Mapping[str, Any],
+        python_parts: Mapping[str, object],
     ) -> None:
         self._tensors = tensors
         self._at_creation = at_creation
         self._criterion_tensors = criterion_tensors
         self._python_parts = python_parts
-        self._seen_forward: set[bool] = set()
+        self._modes_checked_in_forward: set[bool] = set()
         """The values of model.training with which an eager call was checked."""
-        self._seen_backward: set[bool] = set()
+        self._modes_checked_in_backward: set[bool] = set()
         """The same for a backward pass."""
         self._kept_tensors: dict[str, Tensor] = {}
         """Tensors in the memory of the last call's parameters, which the next call must not read."""
 
-    def restarted(self, python_parts: Mapping[str, Any]) -> FirstCalls:
+    def restarted(self, python_parts: Mapping[str, object]) -> FirstCalls:
         """Return the checks of a loss that runs other objects, before its first call."""
         return FirstCalls(self._tensors, self._at_creation, self._criterion_tensors, python_parts)
 
     def forward_is_checked(self, *, training: bool) -> bool:
         """Return whether a call in this mode needs no check any more."""
-        return training in self._seen_forward and running() is None and not self._kept_tensors
+        return training in self._modes_checked_in_forward and running() is None and not self._kept_tensors
 
     def backward_is_checked(self, *, training: bool) -> bool:
         """Return whether a backward pass in this mode needs no check any more."""
-        return training in self._seen_backward and running() is None
+        return training in self._modes_checked_in_backward and running() is None
 
     def check_forward(
         self,
         holder: Holder,
-        evaluate: Callable[[], Any],
+        evaluate: Callable[[], Tree],
         params: Mapping[str, Tensor],
         values: Mapping[str, Tensor],
-        batch: Any,
-    ) -> Any:
+        batch: Tree,
+    ) -> Tree:
         """Return what `evaluate` returns.
 
         Args:
@@ -88,18 +91,19 @@ class FirstCalls:
         watched_tensors = {**self._tensors.in_module(), **self._kept_tensors}
         watch = FirstCallWatch(watched_tensors, self._at_creation, params, buffers)
         marks_before = {name: memory_of(value) for name, value in params.items()}
-        trained = [name for name, value in params.items() if value.requires_grad]
+        trained_names = [name for name, value in params.items() if value.requires_grad]
         training = holder.model.training
+        in_trace = running() is not None
 
         # A mode makes Dynamo compile once more what it has compiled, so there only the graph is looked at.
-        if running() is None and _has_compiled_module(holder):
+        if not in_trace and _has_compiled_module(holder):
             returned = evaluate()
             watch.check_graph(returned, (values, batch))
         else:
-            with watch.mode(in_trace=running() is not None):
+            with watch.mode(in_trace=in_trace):
                 returned = evaluate()
 
-        _refuse_frozen(trained, params)
+        _refuse_frozen(trained_names, params)
         if self._criterion_tensors:
             loss = returned[0] if isinstance(returned, tuple) else returned
             graph = nodes(getattr(loss, "grad_fn", None))
@@ -107,10 +111,10 @@ class FirstCalls:
         # flatten_parameters gives a recurrent layer's parameters other memory with the same values.
         _refuse_written(params, marks_before, may_move=bool(recurrent_layers(holder)))
         # A trace runs once: what it leaves behind, jit compares itself.
-        if running() is None:
-            is_first = training not in self._seen_forward
-            self._kept_tensors = self._tensors_kept_of(params) if is_first else {}
-            self._seen_forward.add(training)
+        if not in_trace:
+            is_first_in_mode = training not in self._modes_checked_in_forward
+            self._kept_tensors = self._tensors_kept_of(params) if is_first_in_mode else {}
+            self._modes_checked_in_forward.add(training)
         return returned
 
     def _tensors_kept_of(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -130,7 +134,7 @@ class FirstCalls:
                 kept_tensors[path] = tensor
         return kept_tensors
 
-    def check_backward(self, holder: Holder, run: Callable[[], Any], values: Mapping[str, Tensor]) -> Any:
+    def check_backward(self, holder: Holder, run: Callable[[], _Returned], values: Mapping[str, Tensor]) -> _Returned:
         """Return what `run` returns.
 
         Args:
@@ -142,8 +146,8 @@ class FirstCalls:
         Raises:
             ValueError: a hook writes a buffer, and the step's buffers are those after the forward pass.
         """
-        before = {name: values[name] for name in self._tensors.buffer_names}
-        marks_before = {name: memory_of(buffer) for name, buffer in before.items()}
+        buffers_before = {name: values[name] for name in self._tensors.buffer_names}
+        marks_before = {name: memory_of(buffer) for name, buffer in buffers_before.items()}
         training = holder.model.training
         # Only a global hook of torch sees every call of a module.
         called_modules: list[nn.Module] = []
@@ -154,7 +158,7 @@ class FirstCalls:
             handle.remove()
         # A checkpoint calls modules again, which write their buffers as in the forward pass.
         if not called_modules:
-            for name, buffer in before.items():
+            for name, buffer in buffers_before.items():
                 is_replaced = values[name] is not buffer
                 if is_replaced or memory_of(buffer) != marks_before[name]:
                     raise ValueError(
@@ -163,13 +167,13 @@ class FirstCalls:
                         "is a plain attribute and not a buffer"
                     )
         if running() is None:
-            self._seen_backward.add(training)
+            self._modes_checked_in_backward.add(training)
         return returned
 
 
-def _refuse_frozen(trained: Iterable[str], params: Mapping[str, Tensor]) -> None:
+def _refuse_frozen(trained_names: Iterable[str], params: Mapping[str, Tensor]) -> None:
     """Raise ValueError if one of these parameters no longer requires a gradient."""
-    for name in trained:
+    for name in trained_names:
         if not params[name].requires_grad:
             raise ValueError(
                 "module_loss: model must not freeze a parameter in the forward pass, because the step trains it; got "
@@ -178,19 +182,20 @@ def _refuse_frozen(trained: Iterable[str], params: Mapping[str, Tensor]) -> None
             )
 
 
-def _refuse_written(params: Mapping[str, Tensor], before: Mapping[str, MemoryMark], *, may_move: bool) -> None:
+def _refuse_written(params: Mapping[str, Tensor], marks_before: Mapping[str, MemoryMark], *, may_move: bool) -> None:
     """Raise ValueError if parameters were written inside of a function of torch, or by `.data = value`.
 
     Args:
         params: the parameters.
-        before: their marks before the call.
+        marks_before: their marks before the call.
         may_move: whether they may be in other memory now.
     """
     for name, value in params.items():
         mark = memory_of(value)
-        is_written = mark.version != before[name].version
-        is_moved = mark.storage != before[name].storage and not may_move
-        if is_written or is_moved:
+        mark_before = marks_before[name]
+        is_written = mark.version != mark_before.version
+        is_moved = mark.storage != mark_before.storage
+        if is_written or (is_moved and not may_move):
             raise written_error(name)
 
 

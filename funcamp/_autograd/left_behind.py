@@ -13,11 +13,14 @@ from torch import nn
 
 from funcamp._autograd.module_walk import TensorSlot
 
-_OUTSIDE = (
+#: What to do if the module is called outside of a step, and inside of the step of another module.
+_FIX_OUTSIDE = (
     "validate with step.loss(state, batch), or call "
     "model.load_state_dict(loss_fn.state_dict(state.params, state.buffers)) first"
 )
-_IN_STEP = "pass its parameters to this step in the batch, step.compute_params(state), and call it by functional_call"
+_FIX_IN_OTHER_STEP = (
+    "pass its parameters to this step in the batch, step.compute_params(state), and call it by functional_call"
+)
 
 
 class _ThisThread(threading.local):
@@ -31,12 +34,12 @@ _this_thread = _ThisThread()
 @contextlib.contextmanager
 def in_step_of(trained: object) -> Iterator[None]:
     """Context manager: a step is taken in this thread, which trains this module, or this loss without one."""
-    before = _this_thread.trained
+    trained_by_outer_step = _this_thread.trained
     _this_thread.trained = trained
     try:
         yield
     finally:
-        _this_thread.trained = before
+        _this_thread.trained = trained_by_outer_step
 
 
 class LeftBehind:
@@ -71,10 +74,12 @@ class LeftBehind:
         if not in_other_step and _is_trained_itself(module):
             return
         self.remove()
+        # The version counts writes: the caller may have put other values there.
         if self._parameter._version == self._version:
+            fix = _FIX_IN_OTHER_STEP if in_other_step else _FIX_OUTSIDE
             warnings.warn(
                 f"module_loss: {type(module).__name__} has the values that it had at init, as the steps changed the "
-                f"state and not the module: {_IN_STEP if in_other_step else _OUTSIDE}",
+                f"state and not the module: {fix}",
                 stacklevel=2,
             )
 
@@ -99,6 +104,7 @@ def _is_trained_itself(module: nn.Module) -> bool:
     return torch.compiler.is_compiling() or (module.training and torch.is_grad_enabled())
 
 
+# The names of this class and of its methods are in files of saved modules.
 class _OfACopy:
     """Stands for the hook in a copied, saved or unpickled module, and does nothing."""
 

@@ -101,15 +101,15 @@ class Loss:
         """Return the initial buffers."""
         return {}
 
-    def all_names(self, params: Any) -> list[str]:
+    def all_names(self, params: Tree) -> list[str]:
         """Return the names of all parameters, including those that are not trained."""
         return _tree.names(params)
 
-    def python_parts(self) -> dict[str, Any]:
+    def python_parts(self) -> dict[str, object]:
         """Return the objects that may keep state besides the loss's arguments, by name."""
         return {}
 
-    def code_parts(self) -> dict[str, Any]:
+    def code_parts(self) -> dict[str, object]:
         """Return the objects whose Python the loss runs, by name: the same, or a function without such objects."""
         return self.python_parts() or {"loss": self.function}
 
@@ -181,21 +181,27 @@ def loss(
     if isinstance(function, Loss) or isinstance(getattr(function, "func", None), Loss):  # a functools.partial
         raise TypeError(f"{call}: function must not be a loss already: describe it where it is made; got {function!r}")
     flags = {"has_aux": has_aux, "has_buffers": has_buffers, "keep_buffers": keep_buffers, "has_scaler": has_scaler}
-    checked = {name: boolean(call, name, flag) for name, flag in flags.items()}
+    checked_flags = {name: boolean(call, name, flag) for name, flag in flags.items()}
     if keep_buffers and not has_buffers:
         raise ValueError(f"{call}: keep_buffers must be False without has_buffers; got True")
     check_engine(call, engine)
-    names = _names(call, probes)
-    taps: Taps | None = layer("numerics.record").Taps(names) if names else None
-    return Loss(function, **checked, taps=taps, engine=engine)
+    probe_names = _checked_names(call, probes)
+    taps: Taps | None = layer("numerics.record").Taps(probe_names) if probe_names else None
+    return Loss(function, **checked_flags, taps=taps, engine=engine)
 
 
 def check_function(call: str, function: object) -> None:
-    """Raise TypeError if this is not a function of parameters and batch."""
+    """Raise TypeError if this is not a function of parameters and batch.
+
+    Args:
+        call: the public function, for errors: `loss`, or one that takes a loss.
+        function: its argument.
+    """
     name = "function" if call == "loss" else "loss_fn"
     if not callable(function):
-        swapped = callable(getattr(function, "update", None)) and not isinstance(function, Mapping)
-        fix = ": the loss goes first, then the optimizer" if swapped else ""
+        # An optimizer has a method `update`, as a dict has.
+        is_optimizer = callable(getattr(function, "update", None)) and not isinstance(function, Mapping)
+        fix = ": the loss goes first, then the optimizer" if is_optimizer else ""
         raise TypeError(f"{call}: {name} must be callable; got {_tree.brief(function)}{fix}")
     if isinstance(function, nn.Module):
         raise TypeError(
@@ -204,7 +210,13 @@ def check_function(call: str, function: object) -> None:
         )
 
 
-def _names(call: str, probes: Iterable[str]) -> tuple[str, ...]:
+def _checked_names(call: str, probes: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of probes, of which one may be given as a string.
+
+    Raises:
+        TypeError: they are no strings.
+        ValueError: a name is there twice.
+    """
     if not isinstance(probes, Iterable):
         raise TypeError(f"{call}: probes must be names; got {_tree.brief(probes)}")
     names = (probes,) if isinstance(probes, str) else tuple(probes)

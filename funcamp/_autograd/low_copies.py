@@ -58,17 +58,20 @@ class LowCopies(TorchFunctionMode):
         return bool(self._names)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        called = getattr(func, "__name__", "")
-        if called in _CASTS and isinstance(out, Tensor):
-            self._names.pop(id(out), None)  # a cast to the precision that it has
-        if called in _PRODUCTS or called in _CASTS or reads_no_value(called):
-            return out
+        returned = func(*args, **(kwargs or {}))
+        function_name = getattr(func, "__name__", "")
+        if function_name in _CASTS:
+            if isinstance(returned, Tensor):
+                # A cast to the precision that a tensor has returns the tensor itself, now as the code asks for it.
+                self._names.pop(id(returned), None)
+            return returned
+        if function_name in _PRODUCTS or reads_no_value(function_name):
+            return returned
         arguments = tensors_in((args, kwargs))
         names_read = {self._names[id(tensor)] for tensor in arguments if id(tensor) in self._names}
         if not names_read:
-            return out
-        results = tensors_in(out)
+            return returned
+        results = tensors_in(returned)
         are_views = share_memory(results, arguments)
         for name in names_read:
             if not are_views:
@@ -76,9 +79,10 @@ class LowCopies(TorchFunctionMode):
                 continue
             for view in results:
                 self._watch(name, view)
-        return out
+        return returned
 
     def _watch(self, name: str, value: Tensor) -> None:
+        """Note that a tensor is the copy of this parameter, or a view of it."""
         self._names[id(value)] = name
         self._references.append(value)
 

@@ -44,20 +44,26 @@ def arguments_of(batch: object, *, has_target: bool) -> Arguments:
 
 
 def _wrong_form(batch: object, *, has_target: bool) -> TypeError:
-    hint = ""
-    if has_target and isinstance(batch, Mapping):
-        # Which entry is the target, and whether the model takes the rest by name, only the caller knows.
-        first, *rest = [f"batch[{key!r}]" for key in batch] or ["inputs"]
-        last = rest[-1] if rest else "target"
-        hint = (
-            f": pass its entries as a tuple with the target last, such as ({first}, {last}), or ({first}, batch) for a "
-            "criterion that reads several; module_loss(model) without a criterion passes a mapping on, for a model "
-            "that returns its loss"
-        )
+    """Return the error for a batch of another form."""
+    hint = _tuple_hint(batch) if has_target and isinstance(batch, Mapping) else ""
     return TypeError(f"module_loss: batch must be {_accepted_forms(has_target)}; got {_tree.brief(batch)}{hint}")
 
 
+def _tuple_hint(batch: Mapping[object, object]) -> str:
+    """Return how to pass a mapping to a criterion, with its first and last entries as an example."""
+    # Which entry is the target, and whether the model takes the rest by name, only the caller knows.
+    entries = [f"batch[{key!r}]" for key in batch]
+    first = entries[0] if entries else "inputs"
+    last = entries[-1] if len(entries) > 1 else "target"
+    return (
+        f": pass its entries as a tuple with the target last, such as ({first}, {last}), or ({first}, batch) for a "
+        "criterion that reads several; module_loss(model) without a criterion passes a mapping on, for a model "
+        "that returns its loss"
+    )
+
+
 def _accepted_forms(has_target: bool) -> str:
+    """Return the forms of a batch in the words of an error message."""
     if has_target:
         return "a tuple or list (*inputs, target) with a criterion"
     return "a mapping of keyword arguments, a tuple or list of arguments, or a tensor"
@@ -73,12 +79,13 @@ def check_fit(model: nn.Module, batch: object, arguments: Arguments, error: Type
         error: what the call raised. If the arguments fit, it is the model's own.
         has_target: as in `arguments_of`.
     """
+    signature = inspect.signature(model.forward)
     try:
-        inspect.signature(model.forward).bind(*arguments.positional, **arguments.by_name)
+        signature.bind(*arguments.positional, **arguments.by_name)
     except TypeError:
         raise TypeError(
             f"module_loss: batch must be {_accepted_forms(has_target)}, as "
-            f"{type(model).__name__}.forward{inspect.signature(model.forward)} takes them; "
+            f"{type(model).__name__}.forward{signature} takes them; "
             f"got {_tree.brief(batch)}: {error}"
         ) from error
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
@@ -15,7 +16,7 @@ from funcamp._check import boolean
 from funcamp._trace.python_state import Slot, survey
 
 #: Methods that only a module under fully_shard, DDP or FSDP has.
-_OF_DATA_PARALLELISM = ("set_requires_gradient_sync", "no_sync")
+_DATA_PARALLEL_METHODS = ("set_requires_gradient_sync", "no_sync")
 
 
 class CriterionTensor(NamedTuple):
@@ -56,6 +57,7 @@ def _order_hint(model: object, criterion: object) -> str:
 
 
 def _check_criterion(criterion: object) -> None:
+    """Raise TypeError if this is neither a criterion nor None."""
     if criterion is None:
         return
     if not callable(criterion):
@@ -69,7 +71,7 @@ def _check_criterion(criterion: object) -> None:
 
 def _check_layer(name: str, module: nn.Module) -> None:
     """Raise if a module of the model cannot be a function of its parameters."""
-    if any(hasattr(module, method) for method in _OF_DATA_PARALLELISM):
+    if any(hasattr(module, method) for method in _DATA_PARALLEL_METHODS):
         raise TypeError(
             "module_loss: model must be the module itself, not under fully_shard, DDP or FSDP, whose hooks on own "
             f"parameters a function of parameters passes by; got {name} so. "
@@ -108,28 +110,27 @@ def _identities_in(slot: Slot) -> Iterator[int]:
             yield id(slot.key)
         elif isinstance(slot.key, int):
             yield slot.key
-    if isinstance(slot.value, Tensor) and slot.path.endswith("}"):  # in a set
+    is_in_set = slot.path.endswith("}")
+    if is_in_set and isinstance(slot.value, Tensor):
         yield id(slot.value)
-    if type(slot.value) is int:
+    if type(slot.value) is int:  # not a bool
         yield slot.value
 
 
 def trainable_tensors_of(criterion_slots: Iterable[Slot], model: nn.Module) -> dict[int, CriterionTensor]:
     """Return the trainable tensors that a criterion reaches and that are not the model's, by id."""
-    of_model = set(map(id, tensors_of(model).values()))
+    ids_of_model = set(map(id, tensors_of(model).values()))
     tensors: dict[int, CriterionTensor] = {}
     for slot in criterion_slots:
         tensor = slot.value
-        if not isinstance(tensor, Tensor) or id(tensor) in of_model:
+        if not isinstance(tensor, Tensor) or id(tensor) in ids_of_model:
             continue
         if tensor.requires_grad and tensor.is_leaf:
             tensors.setdefault(id(tensor), CriterionTensor(slot.path.removeprefix("criterion."), tensor))
     return tensors
 
 
-def check_no_other_is_trained(
-    nodes: Iterable[Any], tensors: dict[int, CriterionTensor], criterion: Callable[[Any, Any], Any] | None
-) -> None:
+def check_no_other_is_trained(nodes: Iterable[Node], tensors: dict[int, CriterionTensor], criterion: object) -> None:
     """Raise ValueError if a loss depends, through autograd, on a trainable tensor that no step trains.
 
     Args:
@@ -138,6 +139,7 @@ def check_no_other_is_trained(
         criterion: the criterion, for the message.
     """
     for node in nodes:
+        # Only the node that accumulates the gradient of a leaf has a variable: the leaf.
         reached = tensors.get(id(getattr(node, "variable", None)))
         if reached is not None:
             name = getattr(criterion, "__name__", type(criterion).__name__)

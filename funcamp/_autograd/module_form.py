@@ -52,6 +52,7 @@ class ModuleForm:
         self._fingerprint = _fingerprint(self._modules)
 
     def _compare(self, current: dict[str, Kind]) -> None:
+        """Raise ValueError, for the first name that differs, if these are not the kinds that there were."""
         if current == self.kinds:
             return
         for name in {**self.kinds, **current}:

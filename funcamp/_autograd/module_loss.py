@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,9 @@ from funcamp._autograd.tensor_swap import Holder, TensorSwap
 from funcamp._autograd.ties import find_ties
 from funcamp._storage.params import expand
 from funcamp._trace.python_state import survey
+from funcamp._types import Tree
 
+_Returned = TypeVar("_Returned")
 _log = logging.getLogger("funcamp")
 
 
@@ -110,7 +112,7 @@ class ModuleLoss(Loss):
 
     # The call.
 
-    def __call__(self, params: dict[str, Tensor], *buffers_and_batch: Any) -> Any:
+    def __call__(self, params: dict[str, Tensor], *buffers_and_batch: Tree) -> Tree:
         """Return the loss; for a module with buffers, the loss and the buffers after the forward pass.
 
         Raises:
@@ -125,8 +127,9 @@ class ModuleLoss(Loss):
             expected = "params, buffers and batch" if self.has_buffers else "params and batch"
             raise TypeError(f"{self!r}: must be called with {expected}; got {1 + len(buffers_and_batch)} arguments")
         buffers: dict[str, Tensor] = passed_buffers[0] if self.has_buffers else {}
-        copies = {name: value.clone() for name, value in buffers.items()}
-        values = self._values(params, copies)
+        # The forward pass may write its buffers, and the caller's must stay as they are.
+        buffer_copies = {name: value.clone() for name, value in buffers.items()}
+        values = self._values(params, buffer_copies)
         passed_values = dict(values)
         if torch.compiler.is_dynamo_compiling():
             self._form.check_in_call()
@@ -152,8 +155,10 @@ class ModuleLoss(Loss):
         """
         if self._form.is_touched():
             self._form.check_in_call()
-            if all(isinstance(parameter, nn.Parameter) for parameter in self.made_of.parameters()):
-                # Not while an outer call has put other tensors there. A forward pass may have cached new buffers.
+            # Not while an outer call has put other tensors there. Of the buffers none is compared, because a forward
+            # pass may have cached new ones.
+            has_own_parameters = all(isinstance(parameter, nn.Parameter) for parameter in self.made_of.parameters())
+            if has_own_parameters:
                 self._check_ties(find_ties(self.made_of).names, self.tensors.names)
             self._form.accept()
             self.tensors.slots.find()
@@ -167,17 +172,18 @@ class ModuleLoss(Loss):
             buffers: by stored name.
         """
         values = dict(params)
-        for name, stored in self.tensors.tied_names.items():
-            if name not in params and stored in params:
-                values[name] = params[stored]
-        for name, stored in self.tensors.buffer_names.items():
+        for name, stored_name in self.tensors.tied_names.items():
+            if name not in params and stored_name in params:
+                values[name] = params[stored_name]
+        for name, stored_name in self.tensors.buffer_names.items():
             # A frozen parameter is another object in the same memory, as in the module: an object that is both would
             # make `self.buffer += 1` register the buffer as a parameter.
             is_frozen_parameter = name in self.tensors.frozen_names
-            values[name] = buffers[stored].detach() if is_frozen_parameter else buffers[stored]
+            buffer = buffers[stored_name]
+            values[name] = buffer.detach() if is_frozen_parameter else buffer
         return values
 
-    def _evaluate_checked(self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Any) -> Any:
+    def _evaluate_checked(self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Tree) -> Tree:
         """Return the loss of a batch as `_evaluate` does, with the checks of a first call if it is one."""
         if self._first_calls.forward_is_checked(training=self.holder.model.training):
             return self._evaluate(values, batch)
@@ -185,12 +191,12 @@ class ModuleLoss(Loss):
             self.holder, lambda: self._evaluate(values, batch), params, values, batch
         )
 
-    def _evaluate(self, values: dict[str, Tensor], batch: Any) -> Any:
+    def _evaluate(self, values: dict[str, Tensor], batch: Tree) -> Tree:
         """Return the loss of a batch, and aux if the criterion returns it; write assigned buffers into values."""
         has_target = self.criterion is not None
         arguments = arguments_of(batch, has_target=has_target)
 
-        def call() -> Any:
+        def call() -> Tree:
             try:
                 outputs = self.holder.model(*arguments.positional, **arguments.by_name)
             except TypeError as error:
@@ -200,7 +206,7 @@ class ModuleLoss(Loss):
 
         return self._swap.run(values, call)
 
-    def _criterion_of(self, outputs: Any, target: Any) -> Any:
+    def _criterion_of(self, outputs: object, target: object) -> Tree:
         """Return what the criterion returns."""
         criterion: Any = self.criterion
         if torch.compiler.is_dynamo_compiling():
@@ -215,19 +221,19 @@ class ModuleLoss(Loss):
 
     def _check_buffers_are_tied(self, values: Mapping[str, Tensor], passed_values: Mapping[str, Tensor]) -> None:
         """Raise ValueError if a forward pass assigned one of two buffers that were one tensor."""
-        for name, stored in self.tensors.tied_buffer_names.items():
+        for name, stored_name in self.tensors.tied_buffer_names.items():
             if name in self.tensors.frozen_names:
-                both = (name, stored)
-                are_one = all(values[each] is passed_values[each] for each in both)
+                # These are two objects in one memory (`_values`): they are still one if neither was replaced.
+                are_one = all(values[each] is passed_values[each] for each in (name, stored_name))
             else:
-                are_one = values[name] is values[stored]
+                are_one = values[name] is values[stored_name]
             if not are_one:
                 raise ValueError(
-                    f"module_loss: buffers that are one tensor must stay one; got {stored!r} and {name!r}, and the "
-                    "forward pass assigned another tensor to one of them: register a clone() for the other"
+                    f"module_loss: buffers that are one tensor must stay one; got {stored_name!r} and {name!r}, and "
+                    "the forward pass assigned another tensor to one of them: register a clone() for the other"
                 )
 
-    def holding(self, params: dict[str, Tensor], after: Any, run: Callable[[], Any]) -> Any:
+    def holding(self, params: dict[str, Tensor], after: Tree, run: Callable[[], _Returned]) -> _Returned:
         """Call run while the module has these parameters and copies of the buffers after its forward pass.
 
         For a backward pass that calls the module again (`torch.utils.checkpoint`): recomputation needs the same values
@@ -241,8 +247,8 @@ class ModuleLoss(Loss):
         buffers: dict[str, Tensor] = {}
         if self.has_buffers:
             buffers = after[0] if self.has_aux else after
-        copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        values = self._values(params, copies)
+        buffer_copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        values = self._values(params, buffer_copies)
         with self._swap.lock():
             is_checked = self._first_calls.backward_is_checked(training=self.holder.model.training)
             if is_checked or not buffers or torch.compiler.is_dynamo_compiling():
@@ -274,6 +280,7 @@ class ModuleLoss(Loss):
         self._check_ties(ties.buffer_names, self.tensors.buffer_names)
 
     def _check_ties(self, now: dict[str, str], before: dict[str, str]) -> None:
+        """Raise ValueError if names have other stored names than before."""
         if now != before:
             raise ValueError(
                 "module_loss: model must have the ties it had when the loss was made; tensors were tied or parted "
@@ -288,19 +295,20 @@ class ModuleLoss(Loss):
         """Return the buffers as they are: a call copies them."""
         return buffers
 
-    def all_names(self, params: Any) -> list[str]:  # noqa: ARG002
+    def all_names(self, params: Tree) -> list[str]:  # noqa: ARG002
         """Return the names of all parameters, including frozen ones."""
         return self._form.names()
 
     def why_empty(self) -> str:
         """Return why there are no parameters, for an error message."""
-        if any(True for _ in self.made_of.parameters()):
+        has_parameters = next(self.made_of.parameters(), None) is not None
+        if has_parameters:
             return ": every parameter of the module is frozen"
         return ": the module has no parameter"
 
-    def python_parts(self) -> dict[str, Any]:
+    def python_parts(self) -> dict[str, object]:
         """Return the objects that may keep state besides the loss's arguments, by name."""
-        parts = {"model": self.model, "criterion": self.criterion}
+        parts: dict[str, object] = {"model": self.model, "criterion": self.criterion}
         if self.made_of is not self.model:
             parts["made_of"] = self.made_of
         return parts
@@ -375,7 +383,7 @@ class ModuleLoss(Loss):
         share_buffers(self.holder, self.tensors, copies)
         return copies
 
-    def adopt(self, params: Any, buffers: dict[str, Tensor]) -> None:
+    def adopt(self, params: Tree, buffers: dict[str, Tensor]) -> None:
         """Make the module's trainable parameters and its buffers share the memory of a state's.
 
         Raises:
@@ -384,7 +392,7 @@ class ModuleLoss(Loss):
         share_params(self.own_params(), expand(params))
         share_buffers(self.holder, self.tensors, buffers)
 
-    def state_dict(self, params: Any, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def state_dict(self, params: Tree, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the module's own `state_dict` with these values.
 
         `model.load_state_dict` accepts it with strict=True.
@@ -396,11 +404,13 @@ class ModuleLoss(Loss):
         Raises:
             KeyError: a parameter or buffer is missing.
         """
-        tree = expand(params)
-        values: dict[str, Tensor] = {name: tree[stored] for name, stored in self.tensors.names.items()}
+        params_by_name = expand(params)
+        values: dict[str, Tensor] = {}
+        for name, stored_name in self.tensors.names.items():
+            values[name] = params_by_name[stored_name]
         if buffers is not None:
-            for name, stored in self.tensors.buffer_names.items():
-                values[name] = buffers[stored]
+            for name, stored_name in self.tensors.buffer_names.items():
+                values[name] = buffers[stored_name]
         return state_dict_with(self.made_of, values)
 
 

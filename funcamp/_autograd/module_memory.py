@@ -37,23 +37,26 @@ def share_buffers(modules: nn.Module, tensors: ModuleTensors, values: Mapping[st
         values: by stored name.
     """
     # New objects, as Module.to creates: a buffer that is a view would keep its base's memory alive.
-    new_buffers = {stored: value.detach() for stored, value in values.items()}
+    new_buffers = {stored_name: value.detach() for stored_name, value in values.items()}
     own_tensors = tensors.in_module()
-    replacements: dict[int, Tensor] = {}
-    for name, stored in tensors.buffer_names.items():
-        replacements[id(own_tensors[name])] = new_buffers[stored]
-        new_buffers[stored].__dict__.update(own_tensors[name].__dict__)  # attributes that a user set
+    new_buffers_by_id: dict[int, Tensor] = {}
+    for name, stored_name in tensors.buffer_names.items():
+        own_tensor = own_tensors[name]
+        new_buffer = new_buffers[stored_name]
+        new_buffer.__dict__.update(own_tensor.__dict__)  # attributes that a user set
+        new_buffers_by_id[id(own_tensor)] = new_buffer
     for module in modules.modules():
         for key, buffer in list(module._buffers.items()):
-            if id(buffer) in replacements:
-                module._buffers[key] = replacements[id(buffer)]
+            if id(buffer) in new_buffers_by_id:
+                module._buffers[key] = new_buffers_by_id[id(buffer)]
         for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) in replacements:
-                rebind(parameter, replacements[id(parameter)])
+            if parameter is not None and id(parameter) in new_buffers_by_id:
+                rebind(parameter, new_buffers_by_id[id(parameter)])
 
 
 def state_dict_with(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return copies of the entries of a model's `state_dict`, with these values in place of the tensors they name."""
+    # By id, because `tensors_of` names the tensors of a shared module once, and a `state_dict` several times.
     values_by_id = {id(tensor): values[name] for name, tensor in tensors_of(model).items() if name in values}
     entries: dict[str, Any] = {}
     for name, entry in model.state_dict(keep_vars=True).items():

@@ -43,11 +43,11 @@ class ModuleTensors:
 
     def own_params(self) -> dict[str, Tensor]:
         """Return the module's trainable parameters by their stored names."""
-        return _stored(self.in_module(), self.names)
+        return _by_stored_name(self.in_module(), self.names)
 
     def own_buffers(self) -> dict[str, Tensor]:
         """Return the module's buffers by their stored names."""
-        return _stored(self.in_module(), self.buffer_names)
+        return _by_stored_name(self.in_module(), self.buffer_names)
 
     def shapes(self) -> dict[str, Size]:
         """Return the shapes of the module's tensors by name."""
@@ -76,15 +76,15 @@ def describe(model: nn.Module, reached: Iterable[object]) -> ModuleTensors:
         linear_names=read_by_linear_layers(model) - hooked_names,
         hooked_names=hooked_names,
         slots=TensorSlots(model, ties.names.keys() | ties.buffer_names.keys()),
-        tied_names=_with_another_name(ties.names),
-        tied_buffer_names=_with_another_name(ties.buffer_names),
+        tied_names=_names_stored_under_another(ties.names),
+        tied_buffer_names=_names_stored_under_another(ties.buffer_names),
     )
 
 
-def _with_another_name(names: Mapping[str, str]) -> dict[str, str]:
-    return {name: stored for name, stored in names.items() if name != stored}
+def _names_stored_under_another(names: Mapping[str, str]) -> dict[str, str]:
+    return {name: stored_name for name, stored_name in names.items() if name != stored_name}
 
 
-def _stored(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+def _by_stored_name(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
     """Return the tensors under the stored ones of these names."""
-    return {stored: tensors[stored] for stored in names.values()}
+    return {stored_name: tensors[stored_name] for stored_name in names.values()}

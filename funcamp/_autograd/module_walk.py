@@ -61,8 +61,8 @@ def kinds_of(model: nn.Module) -> dict[str, Kind]:
 
 def names_among(model: nn.Module, objects: Iterable[object]) -> frozenset[str]:
     """Return the names of the model's tensors that are among these objects."""
-    ids = set(map(id, objects))
-    return frozenset(name for name, tensor in tensors_of(model).items() if id(tensor) in ids)
+    object_ids = set(map(id, objects))
+    return frozenset(name for name, tensor in tensors_of(model).items() if id(tensor) in object_ids)
 
 
 def plain_attributes(model: nn.Module) -> dict[str, Tensor]:

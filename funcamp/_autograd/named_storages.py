@@ -67,7 +67,7 @@ class NamedStorages:
         return None
 
     def without_storages_of(self, other: NamedStorages) -> NamedStorages:
-        """Return these without the storages that others are in too."""
+        """Return these tensors without those that share a storage with one of the others."""
         remaining = NamedStorages({})
         for key in self._storages.keys() - other._storages.keys():
             remaining._storages[key] = self._storages[key]
@@ -95,15 +95,18 @@ def share_memory(results: Iterable[Tensor], arguments: Iterable[Tensor]) -> bool
 
 
 def _has_storage(tensor: Tensor) -> bool:
+    """Return whether a tensor has one storage with its bytes: other subclasses may have several, or none."""
     return type(tensor) in _WITH_STORAGE and tensor.layout == torch.strided
 
 
 def _bytes_in_storage(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor's bytes in its storage start and end."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     return start, start + extent(tensor)
 
 
 def _without_transforms(tensor: Tensor) -> Tensor:
+    """Return the tensor that the wrappers of torch.func contain."""
     while _upstream.is_wrapped(tensor):
         tensor = _upstream.unwrapped(tensor)
     return tensor

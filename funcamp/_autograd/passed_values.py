@@ -52,16 +52,22 @@ def _hooked_view(name: str, value: Tensor, parameter: Tensor) -> Tensor:
     for hook in (parameter._backward_hooks or {}).values():
         view.register_hook(hook)  # type: ignore[no-untyped-call]
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-        view.register_hook(_after_accumulation(hook, view.detach(), name))  # type: ignore[no-untyped-call]
+        view.register_hook(_as_gradient_hook(hook, view.detach(), name))  # type: ignore[no-untyped-call]
     return view.to(value.dtype) if is_in_other_precision else view
 
 
-def _after_accumulation(hook: Callable[[Tensor], None], value: Tensor, name: str) -> Callable[[Tensor], Tensor]:
-    """Return a hook of a gradient that does what a hook of register_post_accumulate_grad_hook does to `.grad`."""
+def _as_gradient_hook(hook: Callable[[Tensor], None], value: Tensor, name: str) -> Callable[[Tensor], Tensor]:
+    """Return a hook of a gradient that does what a hook of register_post_accumulate_grad_hook does to `.grad`.
+
+    Args:
+        hook: takes a parameter, of which it may change `.grad`.
+        value: what the parameter is in this call.
+        name: its name, for errors.
+    """
 
     def change(gradient: Tensor) -> Tensor:
         parameter = value.detach().requires_grad_()
-        version = parameter._version
+        version_before = parameter._version
         parameter.grad = gradient.detach().clone()
         reason = None
         with torch.no_grad():
@@ -69,18 +75,18 @@ def _after_accumulation(hook: Callable[[Tensor], None], value: Tensor, name: str
                 hook(parameter)
             except KeyError:
                 reason = "looks the parameter up, but a step passes other tensors"
-        changed = parameter.grad
-        if parameter._version != version:
+        changed_gradient = parameter.grad
+        if parameter._version != version_before:
             reason = "writes the parameter"
-        elif changed is None:
+        elif changed_gradient is None:
             reason = "drops the gradient"
-        if reason is not None or changed is None:
+        if reason is not None or changed_gradient is None:
             raise ValueError(
                 "module_loss: a hook of register_post_accumulate_grad_hook must read and change the parameter's .grad "
                 f"only; that of {name!r} {reason}: for an optimizer in the backward pass leave it out, as the step "
                 "takes its own"
             )
-        return changed
+        return changed_gradient
 
     return change
 
@@ -92,26 +98,29 @@ def like_own_tensors(values: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
     Afterwards the values are as before, because a caller or a state has them. Attributes that the call sets on a value
     stay on the module's own tensor, as they do if it is called itself.
     """
-    # For each value: its attributes, those of the module's own tensor, and the names that it had before.
-    changed: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = []
-    for name, tensor in own.items():
+    # For each value: its attributes, those of the module's own tensor, and the names that it had before. Plain tuples
+    # and one function, because this runs in every eager call: with a NamedTuple and a function for each value it takes
+    # 110 instead of 70 microseconds for 146 tensors.
+    changes: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = []
+    for name, own_tensor in own.items():
         value = values.get(name)
-        if value is None or value is tensor:
+        if value is None or value is own_tensor:
             continue
         attributes = value.__dict__
-        own_attributes = tensor.__dict__
+        own_attributes = own_tensor.__dict__
         names_before = frozenset(attributes) if attributes else _NO_NAMES
         # The exact class first: isinstance of a Parameter runs Python.
-        if type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter):
+        if type(own_tensor) is nn.Parameter or isinstance(own_tensor, nn.Parameter):
             attributes[_IS_PARAMETER] = True
         for key, item in own_attributes.items():
             attributes.setdefault(key, item)
-        changed.append((attributes, own_attributes, names_before))
+        changes.append((attributes, own_attributes, names_before))
     try:
         yield
     finally:
-        for attributes, own_attributes, names_before in changed:
-            for key in [key for key in attributes if key not in names_before]:
+        for attributes, own_attributes, names_before in changes:
+            added_keys = [key for key in attributes if key not in names_before]
+            for key in added_keys:
                 if key == _IS_PARAMETER:
                     del attributes[key]
                 elif key in own_attributes or not key.startswith("_"):  # others are of torch's own subclasses

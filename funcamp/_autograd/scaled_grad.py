@@ -5,23 +5,29 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import Node
 
 from funcamp import _tree, _upstream
 from funcamp._autograd.checkpointing import allow_hooks, same_parameters
 from funcamp._scaler.scale import scale, unscale_and_check
 from funcamp._scaler.state import ScalerState, check_state
+from funcamp._types import Tree
 from funcamp._upstream.advice import advise
 from funcamp._upstream.autograd_function import keep_functions_whole, whole_functions
 
 #: What differentiates: torch.func.grad, or torch.autograd.grad with respect to detached parameters.
 Engine = Literal["func", "autograd"]
-#: Runs a backward pass in the context that the inputs and the aux of the forward pass need.
-Holding = Callable[[list[Tensor], Any, Callable[[], Any]], Any]
+#: Gradients of the inputs of a loss; None for one that the loss does not use.
+_Gradients: TypeAlias = Sequence[Tensor | None]
+#: Runs a backward pass in the context that the inputs and the aux of the forward pass need: (inputs, aux, run).
+Holding: TypeAlias = Callable[[list[Tensor], Tree, Callable[[], _Gradients]], _Gradients]
+#: Scaled gradients of the inputs of a loss, the loss and aux.
+Differentiated: TypeAlias = tuple[list[Tensor], Tensor, Tree]
 
 
 def scaled_grad_and_value(
@@ -69,21 +75,21 @@ def scaled_grad_and_value(
 
     def grad_and_value(state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         state = check_state(call, state)
-        flat, spec = _tree.gradients(call, "params", params, state.scale.device)
+        leaves, spec = _tree.gradients(call, "params", params, state.scale.device)
+        tensors = [leaf for leaf in leaves if leaf is not None]
+        chosen_engine = choose(engine or getattr(loss_fn, "engine", None), (state, params, args, kwargs))
 
-        def build(inner: list[Tensor]) -> Any:
-            remaining = iter(inner)
-            return _tree.unflatten([None if leaf is None else next(remaining) for leaf in flat], spec)
+        def tree_of(values: list[Tensor]) -> Any:
+            """Return the tree of params with these values in place of its tensors."""
+            remaining = iter(values)
+            return _tree.unflatten([None if leaf is None else next(remaining) for leaf in leaves], spec)
 
-        chosen = choose(engine or getattr(loss_fn, "engine", None), (state, params, args, kwargs))
+        def loss_of(values: list[Tensor]) -> Any:
+            return loss_fn(tree_of(values), *args, **kwargs)
 
-        def loss_of(inner: list[Tensor]) -> Any:
-            return loss_fn(build(inner), *args, **kwargs)
-
-        present = [leaf for leaf in flat if leaf is not None]
-        holding = around_backward(loss_fn, build)
-        scaled_grads, loss, aux = differentiate(call, state, loss_of, present, has_aux, chosen, holding=holding)
-        checked = unscale_and_check(state, build(scaled_grads))
+        holding = around_backward(loss_fn, tree_of)
+        scaled_grads, loss, aux = differentiate(call, state, loss_of, tensors, has_aux, chosen_engine, holding=holding)
+        checked = unscale_and_check(state, tree_of(scaled_grads))
         return (checked, (loss, aux)) if has_aux else (checked, loss)
 
     return grad_and_value
@@ -92,7 +98,7 @@ def scaled_grad_and_value(
 def differentiate(
     call: str,
     state: ScalerState,
-    loss_of: Callable[[list[Tensor]], Any],
+    loss_of: Callable[[list[Tensor]], Tree],
     inputs: list[Tensor],
     has_aux: bool,
     engine: Engine,
@@ -100,23 +106,35 @@ def differentiate(
     weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
     holding: Holding | None = None,
     low: tuple[torch.dtype, ...] = (),
-) -> tuple[list[Tensor], Tensor, Any]:
+) -> Differentiated:
     """Return the scaled gradients of weigh(loss) for every input, and the loss and aux as returned.
 
-    low: the dtypes of compute copies among the inputs.
+    Args:
+        call: the public function, for errors.
+        state: the scaler's state.
+        loss_of: the loss as a function of the inputs.
+        inputs: the tensors with respect to which it is differentiated.
+        has_aux: whether the loss returns more than itself.
+        engine: what differentiates.
+        weigh: a function of the loss that is scaled in its place, such as its share of a sum over micro-batches.
+        holding: runs the backward pass; None to run it as it is.
+        low: the dtypes of compute copies among the inputs, for the advice in errors.
     """
 
-    def scaled_loss(inner: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Any]]:
-        loss, aux = _split(call, loss_of(inner), has_aux)
+    def scaled_loss(values: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tree]]:
+        loss, aux = _checked_loss_and_aux(call, loss_of(values), has_aux)
         return scale(state, weigh(loss)), (loss, aux)
 
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()
-        return _by_func(scaled_loss, inputs) if engine == "func" else _by_autograd(call, scaled_loss, inputs, None)
+        if engine == "func":
+            return _by_func(scaled_loss, inputs)
+        return _by_autograd(call, scaled_loss, inputs, None)
     if torch.is_inference_mode_enabled():
         raise RuntimeError(f"{call}: a loss must not be differentiated under torch.inference_mode()")
     try:
-        with whole_functions(), _inside():  # the loss may contain frames that torch.compile compiles one by one
+        # The loss may contain frames that torch.compile compiles one by one.
+        with whole_functions(), _differentiating():
             if engine == "func":
                 return _by_func(scaled_loss, inputs)
             return _by_autograd(call, scaled_loss, inputs, holding)
@@ -125,70 +143,83 @@ def differentiate(
         raise
 
 
-def choose(engine: Engine | None, arguments: Any) -> Engine:
+def choose(engine: Engine | None, arguments: Tree) -> Engine:
     """Return the engine; for None, torch.func if the call is inside a transform or loss, else autograd."""
     if engine is not None:
         return engine
     if torch.compiler.is_dynamo_compiling():
         return "autograd" if torch._dynamo.config.trace_autograd_ops else "func"
     # a torch without the level may be inside a jvp, in which "autograd" would lose the tangents
-    if _upstream.transforms_active() or getattr(forward_ad, "_current_level", 0) >= 0 or _losses.depth:
+    is_in_jvp = getattr(forward_ad, "_current_level", 0) >= 0
+    if is_in_jvp or _upstream.transforms_active() or _this_thread.losses:
         return "func"
-    requires = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _tree.leaves(arguments))
-    return "func" if requires and torch.is_grad_enabled() else "autograd"
+    if not torch.is_grad_enabled():
+        return "autograd"
+    requires_grad = any(tensor.requires_grad for tensor in _tree.tensors_in(arguments))
+    return "func" if requires_grad else "autograd"
 
 
-class _Losses(threading.local):
-    depth = 0
+class _ThisThread(threading.local):
+    #: The number of nested losses that this thread is differentiating.
+    losses = 0
 
 
-_losses = _Losses()
-"""The number of nested losses that this thread is differentiating."""
+_this_thread = _ThisThread()
 
 
 @contextlib.contextmanager
-def _inside() -> Iterator[None]:
-    _losses.depth += 1
+def _differentiating() -> Iterator[None]:
+    """Context manager: a loss is being differentiated in this thread."""
+    _this_thread.losses += 1
     try:
         yield
     finally:
-        _losses.depth -= 1
+        _this_thread.losses -= 1
 
 
-def around_backward(loss_fn: Any, build: Callable[[list[Tensor]], Any]) -> Holding | None:
-    """Return how to run the backward pass of a loss of `module_loss`: while the module has the parameters."""
+def around_backward(loss_fn: object, tree_of: Callable[[list[Tensor]], Tree]) -> Holding | None:
+    """Return how to run the backward pass of a loss of `module_loss`: while the module has the parameters.
+
+    Args:
+        loss_fn: any loss; None is returned for one that is not of `module_loss`.
+        tree_of: returns what the loss gets as parameters, of the tensors that it is differentiated with respect to.
+    """
     holding = getattr(loss_fn, "holding", None)
-    return None if holding is None else lambda inputs, aux, run: holding(build(inputs), aux, run)
+    if holding is None:
+        return None
+    return lambda inputs, aux, run: holding(tree_of(inputs), aux, run)
 
 
-_Scaled = Callable[[list[Tensor]], tuple[Tensor, tuple[Tensor, Any]]]
+#: Returns the scaled loss, and beside it the loss and aux as returned.
+_ScaledLoss: TypeAlias = Callable[[list[Tensor]], tuple[Tensor, tuple[Tensor, Tree]]]
 
 
-def _by_func(scaled_loss: _Scaled, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor, Any]:
+def _by_func(scaled_loss: _ScaledLoss, inputs: list[Tensor]) -> Differentiated:
+    """Return gradients, loss and aux by torch.func."""
     grads, (_, (loss, aux)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(inputs)
     return list(grads), loss, aux
 
 
-def _by_autograd(
-    call: str, scaled_loss: _Scaled, inputs: list[Tensor], holding: Holding | None
-) -> tuple[list[Tensor], Tensor, Any]:
+def _by_autograd(call: str, scaled_loss: _ScaledLoss, inputs: list[Tensor], holding: Holding | None) -> Differentiated:
+    """Return gradients, loss and aux by torch.autograd."""
     allow_hooks()
+    is_traced_by_dynamo = torch.compiler.is_dynamo_compiling()
+    # A loss of `module_loss` restores the parameters itself and needs no check.
     watch = same_parameters() if holding is None else contextlib.nullcontext(lambda: None)
     with torch.enable_grad(), watch as begin_backward:
         leaves = [_leaf(value) for value in inputs]
         scaled, (loss, aux) = scaled_loss(leaves)
 
-        def backward() -> Sequence[Tensor | None]:
+        def backward() -> _Gradients:
             return torch.autograd.grad(scaled, leaves, allow_unused=True)
 
         begin_backward()
-        by_dynamo = torch.compiler.is_dynamo_compiling()
-        if not by_dynamo:
+        if not is_traced_by_dynamo:
             for leaf in leaves:
                 leaf.grad = None  # of a backward() in the forward pass, which is not scaled
-        gradients: Sequence[Tensor | None] = backward() if holding is None else holding(leaves, aux, backward)
-    if not by_dynamo:
-        gradients = [_plus(gradient, leaf.grad) for gradient, leaf in zip(gradients, leaves)]
+        gradients: _Gradients = backward() if holding is None else holding(leaves, aux, backward)
+    if not is_traced_by_dynamo:
+        gradients = [_with_accumulated(gradient, leaf.grad) for gradient, leaf in zip(gradients, leaves)]
         _advise_if_passed_over(call, scaled, gradients)
     if all(gradient is None for gradient in gradients):
         raise ValueError(
@@ -196,17 +227,18 @@ def _by_autograd(
             "them from the argument, or write module_loss(model, criterion), which puts them into the module"
         )
     results = [_result(gradient, value) for gradient, value in zip(gradients, inputs)]
-    return results, loss.detach(), _tree.map_leaves(Tensor.detach, *_tree.flatten(aux))
+    aux_leaves, aux_spec = _tree.flatten(aux)
+    return results, loss.detach(), _tree.map_leaves(Tensor.detach, aux_leaves, aux_spec)
 
 
-def _plus(gradient: Tensor | None, accumulated: Tensor | None) -> Tensor | None:
+def _with_accumulated(gradient: Tensor | None, accumulated: Tensor | None) -> Tensor | None:
     """Add what a backward() inside of the backward pass, of an autograd.Function, has put into `.grad`."""
     if accumulated is None:
         return gradient
     return accumulated if gradient is None else gradient + accumulated
 
 
-def _advise_if_passed_over(call: str, scaled: Tensor, gradients: Sequence[Tensor | None]) -> None:
+def _advise_if_passed_over(call: str, scaled: Tensor, gradients: _Gradients) -> None:
     """Raise an error with advice if a reentrant checkpoint has no parameter before it: torch passes over it."""
     if all(gradient is not None for gradient in gradients):
         return
@@ -222,16 +254,22 @@ def _result(gradient: Tensor | None, value: Tensor) -> Tensor:
     return gradient.detach() if gradient.requires_grad else gradient
 
 
-def nodes(grad_fn: Any, without: Iterable[Any] = ()) -> Iterator[Any]:
-    """Yield the nodes of an autograd graph, as far as they are not behind others."""
+def nodes(grad_fn: Node | None, without: Iterable[Node | None] = ()) -> Iterator[Node]:
+    """Yield the nodes of an autograd graph.
+
+    Args:
+        grad_fn: the last node; None for no graph.
+        without: nodes that are left out, and with them what only they lead to.
+    """
     seen = set(without)
-    waiting = [grad_fn]
+    waiting: list[Node | None] = [grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [function for function, _ in node.next_functions]
-            yield node
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [function for function, _ in node.next_functions]
+        yield node
 
 
 def put_leaves_in_graphs() -> None:
@@ -241,6 +279,7 @@ def put_leaves_in_graphs() -> None:
 
 
 def _leaf(value: Tensor) -> Tensor:
+    """Return the tensor without its history, as a leaf of a new graph."""
     return value.detach().requires_grad_()
 
 
@@ -250,16 +289,31 @@ def check_engine(call: str, engine: object) -> None:
         raise ValueError(f"{call}: engine must be 'func', 'autograd' or None; got {engine!r}")
 
 
-def pair(call: str, name: str, returned: Any) -> tuple[Any, Any]:
-    """Return what a loss returned if it is a pair; raise TypeError for anything else."""
+def pair(call: str, name: str, returned: Tree) -> tuple[Tree, Tree]:
+    """Return what a loss returned if it is a pair; raise TypeError for anything else.
+
+    Args:
+        call: the public function, for errors.
+        name: the function that returned it, by the name of its argument.
+        returned: what it returned.
+    """
     if not isinstance(returned, tuple) or len(returned) != 2:
         rule = "must return a pair: (loss, aux), (loss, buffers) or (loss, (buffers, aux))"
         raise TypeError(f"{call}: {name} {rule}; got {_tree.brief(returned)}")
     return returned
 
 
-def loss_and_aux(call: str, returned: Any, beside: bool) -> tuple[Tensor, Any]:
-    """Return the loss, and what a loss function returned beside it if it returns more."""
+def loss_and_aux(call: str, returned: Tree, beside: bool) -> tuple[Tensor, Tree]:
+    """Return the loss, and what a loss function returned beside it if it returns more.
+
+    Args:
+        call: the public function, for errors.
+        returned: what the loss function returned.
+        beside: whether it returns more than the loss.
+
+    Raises:
+        TypeError: it returned no pair, or no floating-point tensor as loss.
+    """
     loss, aux = pair(call, "loss_fn", returned) if beside else (returned, ())
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         got = f"{_tree.describe(loss)}{_loss_hint(loss)}"
@@ -268,6 +322,7 @@ def loss_and_aux(call: str, returned: Any, beside: bool) -> tuple[Tensor, Any]:
 
 
 def _loss_hint(loss: object) -> str:
+    """Return how to correct a function that returned this for a loss; "" for no advice."""
     if loss is None:
         return ": return the loss"
     if isinstance(loss, tuple):
@@ -288,7 +343,8 @@ def _records_nothing() -> bool:
         return not (probe * 1).requires_grad
 
 
-def _split(call: str, returned: Any, has_aux: bool) -> tuple[Tensor, Any]:
+def _checked_loss_and_aux(call: str, returned: Tree, has_aux: bool) -> tuple[Tensor, Tree]:
+    """Return the loss and aux that a loss function returned; raise if they cannot be differentiated and returned."""
     loss, aux = loss_and_aux(call, returned, has_aux)
     if loss.dim() != 0:
         got = f"{tuple(loss.shape)}: take its mean() or sum()"

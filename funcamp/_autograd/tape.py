@@ -20,7 +20,7 @@ from funcamp._types import Tree
 #: How two records of one tape become one.
 Merge = Literal["sum", "max"]
 
-_MERGE: dict[Merge, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum}
+_MERGE_FUNCTIONS: dict[Merge, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
 class Tape(NamedTuple):
@@ -52,10 +52,11 @@ class Taps(Protocol):
 def merged(tapes: Sequence[Tape], before: Sequence[Tree], after: Sequence[Tree]) -> tuple[Tree, ...]:
     """Merge the records of micro-batches with those of the next one, tape by tape."""
     merged_records: list[Tree] = []
-    for tape, old, new in zip(tapes, before, after):
-        merge = _MERGE[tape.over_micro_batches]
-        new_leaves, spec = _tree.flatten(new)
-        leaves = [merge(old_leaf, new_leaf) for old_leaf, new_leaf in zip(_tree.leaves(old), new_leaves)]
+    for tape, old_records, new_records in zip(tapes, before, after):
+        merge = _MERGE_FUNCTIONS[tape.over_micro_batches]
+        old_leaves = _tree.leaves(old_records)
+        new_leaves, spec = _tree.flatten(new_records)
+        leaves = [merge(old_leaf, new_leaf) for old_leaf, new_leaf in zip(old_leaves, new_leaves)]
         merged_records.append(_tree.unflatten(leaves, spec))
     return tuple(merged_records)
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.func import functional_call
 from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._autograd.module_walk import TensorSlot, TensorSlots
 from funcamp._autograd.passed_values import like_own_tensors
+
+_Returned = TypeVar("_Returned")
 
 #: While a thread calls a module with other tensors, others wait: the tensors are put into the module itself.
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -33,7 +35,7 @@ class Holder(nn.Module):
         self.model = model
         self.made_of = made_of
 
-    def __call__(self, run: Callable[[], Any]) -> Any:
+    def __call__(self, run: Callable[[], _Returned]) -> _Returned:
         return run()
 
 
@@ -49,34 +51,34 @@ class TensorSwap:
     def __init__(self, model: nn.Module, made_of: nn.Module, tensors: ModuleTensors) -> None:
         self.holder = Holder(model, made_of)
         self._made_of = made_of
-        self._is_of_copy = model is not made_of
+        self._calls_copy = model is not made_of
         self._tensors = tensors
         self._recurrent_layers = recurrent_layers(self.holder)
-        self._model_slots = TensorSlots(model) if self._is_of_copy else tensors.slots
+        self._model_slots = TensorSlots(model) if self._calls_copy else tensors.slots
         self._slots: dict[str, list[TensorSlot]] = {}
         self._collect_slots()
 
     def find_slots(self) -> None:
         """Look for the tensors again, in a module that got another one in the place of a part."""
-        if self._is_of_copy:
+        if self._calls_copy:
             self._model_slots.find()
         self._collect_slots()
 
     def _collect_slots(self) -> None:
         """Collect where each tensor goes: into the module that is called first, and into that of which it is a copy."""
         self._slots = {name: [slot] for name, slot in self._model_slots.by_name.items()}
-        if self._is_of_copy:
+        if self._calls_copy:
             # The criterion may read the module that the loss was made of, which has no taps.
             for name, slot in self._tensors.slots.by_name.items():
                 self._slots[name].append(slot)
 
-    def lock(self) -> contextlib.AbstractContextManager[Any]:
+    def lock(self) -> contextlib.AbstractContextManager[object]:
         """Return the context manager in which no other thread has its tensors in the module."""
         if torch.compiler.is_dynamo_compiling():
             return contextlib.nullcontext()
         return _locks.setdefault(self._made_of, threading.RLock())
 
-    def run(self, values: dict[str, Tensor], call: Callable[[], Any]) -> Any:
+    def run(self, values: dict[str, Tensor], call: Callable[[], _Returned]) -> _Returned:
         """Return what `call` returns while the modules have these values. Needs the lock.
 
         Args:
@@ -95,8 +97,8 @@ class TensorSwap:
         finally:
             self._reset_recurrent_layers()
 
-    def _run_in_slots(self, values: dict[str, Tensor], call: Callable[[], Any]) -> Any:
-        """Run as `functional_call` does."""
+    def _run_in_slots(self, values: dict[str, Tensor], call: Callable[[], _Returned]) -> _Returned:
+        """Run as `functional_call` does, with the tensors put straight into the dicts where modules have them."""
         # functional_call follows every dotted name twice: 0.3 ms longer for 146 tensors, 9 % of an eager step of a
         # GPT with 12 narrow layers on a CPU, 12 % for 20 small convolutions with BatchNorm.
         replaced: list[tuple[TensorSlot, Tensor | None]] = []
@@ -113,15 +115,15 @@ class TensorSwap:
             for slot, own_tensor in replaced:
                 slot.owner[slot.key] = own_tensor
 
-    def _run_by_torch(self, values: dict[str, Tensor], call: Callable[[], Any]) -> Any:
+    def _run_by_torch(self, values: dict[str, Tensor], call: Callable[[], _Returned]) -> _Returned:
         """Run by `functional_call`, which Dynamo traces, and which knows tensors of any name."""
         passed = {f"model.{name}": value for name, value in values.items()}
-        if self._is_of_copy:
+        if self._calls_copy:
             for name in (*self._tensors.names, *self._tensors.buffer_names):
                 if name in values:
                     passed[f"made_of.{name}"] = values[name]
         # Without torch's tying, which would replace the two precisions of a tied tensor by one.
-        returned = functional_call(self.holder, passed, (call,), tie_weights=False)
+        returned: _Returned = functional_call(self.holder, passed, (call,), tie_weights=False)
         for name in values:
             values[name] = passed[f"model.{name}"]
         return returned

@@ -48,22 +48,20 @@ def find_ties(model: nn.Module) -> Ties:
 
     trained = [name for name in kinds if kinds[name] == TRAINED]
     buffers = [name for name in kinds if kinds[name] == BUFFER]
-    first_trained = _first_names(trained, keys)
-    first_buffers = _first_names(buffers, keys)
-    frozen_in_buffers = [name for name in kinds if kinds[name] == FROZEN and keys[name] in first_buffers]
-    return Ties(
-        names={name: first_trained[keys[name]] for name in trained},
-        buffer_names={name: first_buffers[keys[name]] for name in (*buffers, *frozen_in_buffers)},
-        frozen_names=frozenset(frozen_in_buffers),
-    )
+    stored_trained = _first_names(trained, keys)
+    stored_buffers = _first_names(buffers, keys)
+    frozen_in_buffers = [name for name in kinds if kinds[name] == FROZEN and keys[name] in stored_buffers]
+    names = {name: stored_trained[keys[name]] for name in trained}
+    buffer_names = {name: stored_buffers[keys[name]] for name in (*buffers, *frozen_in_buffers)}
+    return Ties(names, buffer_names, frozen_names=frozenset(frozen_in_buffers))
 
 
 def _first_names(names: Iterable[str], keys: Mapping[str, object]) -> dict[object, str]:
     """Return the first name of each key."""
-    first: dict[object, str] = {}
+    first_names: dict[object, str] = {}
     for name in names:
-        first.setdefault(keys[name], name)
-    return first
+        first_names.setdefault(keys[name], name)
+    return first_names
 
 
 def _refuse_common_memory(
@@ -72,8 +70,9 @@ def _refuse_common_memory(
     """Raise ValueError if two tensors share memory without being one, so that a step of one would change the other."""
     attributes = plain_attributes(model)
     all_kinds = {**dict.fromkeys(attributes, ATTRIBUTE), **kinds}
-    distinct = set(_first_names(tensors, keys).values())
-    compared = {name: tensor for name, tensor in tensors.items() if name in distinct}
+    # Names of one tensor share its memory by design, so each tensor is compared under its first name.
+    first_names = set(_first_names(tensors, keys).values())
+    compared = {name: tensor for name, tensor in tensors.items() if name in first_names}
     for name, tensor in attributes.items():
         if name not in tensors:
             compared[name] = tensor

@@ -8,7 +8,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import real
 from funcamp._dtensor import Across, groups, local, settled_sum, total
-from funcamp._storage.params import check_whole
+from funcamp._storage.params import check_not_sharded
 from funcamp._types import Tree
 
 
@@ -38,7 +38,7 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]
     References:
         `torch.nn.utils.clip_grad_norm_`, torch/nn/utils/clip_grad.py, PyTorch 2.13.
     """
-    check_whole("clip_grad_norm", "grads", grads)
+    check_not_sharded("clip_grad_norm", "grads", grads)
     flat, spec = _tree.parameters("clip_grad_norm", "grads", grads)
     check_limit("clip_grad_norm", "max_norm", max_norm)
     settled = [settled_sum(leaf) for leaf in flat if leaf is not None]

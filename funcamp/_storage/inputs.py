@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._storage.layout import Groups, Layout, arrange
-from funcamp._storage.params import Params, clone
+from funcamp._storage.params import Params, clone, repeated_name
 from funcamp._storage.policy import Policy
 from funcamp._types import Tree
 
@@ -75,18 +75,26 @@ class Inputs:
         self.dtype = dtype
         self.names = names
         """The keys of the dict that the loss gets; None if it gets the parameters' own tree."""
-        distinct: dict[Input, int] = {}
+        number_of_input: dict[Input, int] = {}
+        input_of_leaf: list[int | None] = []
         for leaf in leaves:
-            if leaf is not None:
-                distinct.setdefault(Input(leaf.slot, leaf.is_cast), len(distinct))
-        self.distinct = tuple(distinct)
+            if leaf is None:
+                input_of_leaf.append(None)
+                continue
+            number = number_of_input.setdefault(Input(leaf.slot, leaf.is_cast), len(number_of_input))
+            input_of_leaf.append(number)
+        self.distinct = tuple(number_of_input)
         """The inputs of the loss; a parameter with two names is one, unless they differ in precision."""
-        self.numbers = tuple([None if leaf is None else distinct[Input(leaf.slot, leaf.is_cast)] for leaf in leaves])
+        self.input_of_leaf = tuple(input_of_leaf)
         """For every leaf of the tree that the loss gets the number of its input."""
-        self.in_float8 = tuple([leaf is not None and leaf.in_float8 for leaf in leaves])
+        self.leaf_in_float8 = tuple([leaf is not None and leaf.in_float8 for leaf in leaves])
         """For every leaf whether the loss multiplies by it in float8."""
-        self.cast_groups = frozenset([layout.slots[one.slot].group for one in self.distinct if one.is_cast])
+        self.cast_groups = frozenset([self._group_of(loss_input) for loss_input in self.distinct if loss_input.is_cast])
         """The groups that are cast."""
+
+    def _group_of(self, loss_input: Input) -> int:
+        """Return the number of the group in which an input is stored."""
+        return self.layout.slots[loss_input.slot].group
 
     def cast(self, params: Params) -> Cast:
         """Return full groups and their casts: the work that a step does once; of slices by all-gathers."""
@@ -94,7 +102,8 @@ class Inputs:
         casts: list[Tensor | None] = [None] * len(groups)
         for number in sorted(self.cast_groups):
             group = groups[number]
-            casts[number] = None if group is None else group.to(self.dtype)
+            if group is not None:
+                casts[number] = group.to(self.dtype)
         return Cast(groups, tuple(casts))
 
     def values(self, cast: Cast) -> list[Tensor]:
@@ -102,59 +111,69 @@ class Inputs:
 
         Each micro-batch makes its own: Dynamo's scan takes no tensors from outside that share memory.
         """
-        views = self.layout.views(cast.groups, {slot for slot, is_cast in self.distinct if not is_cast})
-        views_of_casts = self.layout.views(cast.casts, {slot for slot, is_cast in self.distinct if is_cast})
-        values = [views_of_casts[slot] if is_cast else views[slot] for slot, is_cast in self.distinct]
+        cast_slots = {slot for slot, is_cast in self.distinct if is_cast}
+        uncast_slots = {slot for slot, is_cast in self.distinct if not is_cast}
+        views_of_groups = self.layout.views(cast.groups, uncast_slots)
+        views_of_casts = self.layout.views(cast.casts, cast_slots)
+        values = [views_of_casts[slot] if is_cast else views_of_groups[slot] for slot, is_cast in self.distinct]
         return [value for value in values if value is not None]
 
     def _gathered(self, params: Params) -> Groups:
         """Return full groups, each sent in the precision in which it is used."""
-        slots = self.layout.slots
         # The dtype in which a group is sent: None, its own, if any use of it reads full precision.
         dtypes: dict[int, torch.dtype | None] = {}
-        for slot, is_cast in self.distinct:
-            if not is_cast:
-                dtypes[slots[slot].group] = None
+        for loss_input in self.distinct:
+            if not loss_input.is_cast:
+                dtypes[self._group_of(loss_input)] = None
         for number in sorted(self.cast_groups):
             dtypes.setdefault(number, self.dtype)
         # By themselves: a trace drops what nothing reads besides products in float8.
-        separate = {number: dtypes.pop(number) for number in self.float8_groups()}
-        pairs = zip(params.gathered(dtypes).groups, params.gathered(separate).groups)
-        return tuple([group if other is None else other for group, other in pairs])
+        float8_dtypes: dict[int, torch.dtype | None] = {}
+        for number in self.float8_groups():
+            float8_dtypes[number] = dtypes.pop(number)
+        groups = list(params.gathered(dtypes).groups)
+        for number, float8_group in enumerate(params.gathered(float8_dtypes).groups):
+            if float8_group is not None:
+                groups[number] = float8_group
+        return tuple(groups)
 
     def tree(self, values: Sequence[Tensor]) -> Tree:
         """Return the tree that the loss gets, of the values of the inputs."""
-        leaves = [None if number is None else values[number] for number in self.numbers]
+        leaves = [None if number is None else values[number] for number in self.input_of_leaf]
         if self.names is not None:
             return dict(zip(self.names, leaves))
         return _tree.unflatten(leaves, self.layout.spec)
 
     def gradients(self, gradients: Sequence[Tensor]) -> Params:
         """Return the gradients with respect to the inputs as parameters are stored; sum those of one parameter."""
-        by_slot: list[Tensor | None] = [None] * len(self.layout.slots)
-        for (slot, _), gradient in zip(self.distinct, gradients):
+        sums: list[Tensor | None] = [None] * len(self.layout.slots)
+        for loss_input, gradient in zip(self.distinct, gradients):
             if gradient.layout != torch.strided:
                 raise TypeError(
                     f"step: gradients must be dense (sparse=False in an embedding); got layout {gradient.layout} for "
                     f"a parameter of shape {tuple(gradient.shape)}"
                 )
-            other = by_slot[slot]
-            by_slot[slot] = gradient if other is None else other + gradient
-        return Params(self.layout.join(by_slot), self.layout)
+            # A tied parameter is two inputs if its names differ in precision.
+            sum_before = sums[loss_input.slot]
+            sums[loss_input.slot] = gradient if sum_before is None else sum_before + gradient
+        return Params(self.layout.join(sums), self.layout)
 
     def float8_inputs(self) -> list[int]:
         """Return the numbers of the inputs that multiply in float8."""
-        numbers = [number for number, in_float8 in zip(self.numbers, self.in_float8) if in_float8]
-        return list(dict.fromkeys([number for number in numbers if number is not None]))
+        numbers: dict[int, None] = {}  # an ordered set
+        for number, in_float8 in zip(self.input_of_leaf, self.leaf_in_float8):
+            if in_float8 and number is not None:
+                numbers[number] = None
+        return list(numbers)
 
     def float8_groups(self) -> list[int]:
         """Return the groups whose tensors the loss uses in float8 only."""
-        only_float8: dict[int, bool] = {}
-        for number, in_float8 in zip(self.numbers, self.in_float8):
+        is_only_float8: dict[int, bool] = {}
+        for number, in_float8 in zip(self.input_of_leaf, self.leaf_in_float8):
             if number is not None:
-                group = self.layout.slots[self.distinct[number].slot].group
-                only_float8[group] = only_float8.get(group, True) and in_float8
-        return [group for group, only in only_float8.items() if only]
+                group = self._group_of(self.distinct[number])
+                is_only_float8[group] = is_only_float8.get(group, True) and in_float8
+        return [group for group, only_float8 in is_only_float8.items() if only_float8]
 
 
 class _Leaf(NamedTuple):
@@ -179,20 +198,32 @@ def lay_out(
 ) -> Params:
     """Return the parameters as a state stores them, in memory of their own.
 
-    With consume the given tensors get that memory too, instead of their own. Flat storage puts parameters that the loss
-    uses in different precisions into separate groups, and names with different values of split.
+    Args:
+        call: the public function, for errors.
+        params: a pytree of tensors, or `Params`, which keep their layout.
+        policy: what is read in which precision. Flat storage puts matrices that the loss reads in different precisions
+            into separate groups.
+        loss_fn: the loss that gets them.
+        group: the label of a leaf, as in `ravel`.
+        flat: whether a group is a one-dimensional tensor.
+        buckets: the number of consecutive parts of flat storage.
+        consume: whether the given tensors get the state's memory too, instead of their own.
+        split: values by name; flat storage puts names with different ones into separate groups.
+
+    Raises:
+        TypeError: a parameter is in float16.
     """
     tree = params.tree() if isinstance(params, Params) else params
     leaves, _ = _tree.parameters(call, "params", tree)
-    _check_kinds(call, _tree.names(tree), leaves, {})  # before they are consumed
+    _check_dtypes_and_shapes(call, _tree.names(tree), leaves, {})  # before they are consumed
     if isinstance(params, Params):
         copy: Params = clone(params)
         return copy
     aliases = _aliases(loss_fn)
 
     def apart(name: str, leaf: Tensor) -> object:
-        uses = {_precision(policy, loss_fn, alias, leaf) for alias in aliases.get(name, [name])}
-        return leaf.dim() > 1 and sorted(uses), (split or {}).get(name)
+        precisions = {_precision(policy, loss_fn, alias, leaf) for alias in aliases.get(name, [name])}
+        return leaf.dim() > 1 and sorted(precisions), (split or {}).get(name)
 
     layout, tensors = arrange(call, params, group, apart, buckets, flat=flat)
     if consume:
@@ -208,29 +239,52 @@ def inputs_of(call: str, params: Params, policy: Policy, loss_fn: KnowsNames) ->
         ValueError: the parameters have other names or shapes than the loss knows, or one name twice.
         TypeError: a parameter is in float16.
     """
-    layout, tree = params.layout, params.outline().tree()
+    layout = params.layout
+    tree = params.outline().tree()  # shapes and dtypes only: sharded parameters have no full values here
     leaves, _ = _tree.parameters(call, "params", tree)
     names = _tree.names(tree)
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{call}: every leaf of params must have a unique dotted name; got {twice!r} twice")
+    repeated = repeated_name(names)
+    if repeated is not None:
+        raise ValueError(f"{call}: every leaf of params must have a unique dotted name; got {repeated!r} twice")
     stored_names: dict[str, str] | None = loss_fn.names
     if stored_names is not None and set(names) != set(stored_names.values()):
-        odd = sorted(set(names) ^ set(stored_names.values()))[0]
-        raise ValueError(f"{call}: params must have the names of {loss_fn!r}'s params(); they differ in {odd!r}")
-    _check_kinds(call, names, leaves, loss_fn.shapes())
-    by_name = {name: (slot, leaf) for name, slot, leaf in zip(names, layout.leaves, leaves)}
-    seen: list[_Leaf | None] = []
-    for name, stored_name in (stored_names or dict(zip(names, names))).items():
-        slot, leaf = by_name[stored_name]
-        seen.append(None if slot is None or leaf is None else _Leaf(slot, *_precision(policy, loss_fn, name, leaf)))
-    return Inputs(layout, policy.compute_dtype, None if stored_names is None else tuple(stored_names), seen)
+        differing_names = set(names) ^ set(stored_names.values())
+        raise ValueError(
+            f"{call}: params must have the names of {loss_fn!r}'s params(); they differ in {min(differing_names)!r}"
+        )
+    _check_dtypes_and_shapes(call, names, leaves, loss_fn.shapes())
+    slots_by_name = dict(zip(names, layout.leaves))
+    leaves_by_name = dict(zip(names, leaves))
+    # Without names of its own the loss gets the tree as it is stored.
+    names_to_stored = stored_names or {name: name for name in names}
+    leaves_of_loss: list[_Leaf | None] = []
+    for name, stored_name in names_to_stored.items():
+        slot = slots_by_name[stored_name]
+        leaf = leaves_by_name[stored_name]
+        if slot is None or leaf is None:
+            leaves_of_loss.append(None)
+        else:
+            precision = _precision(policy, loss_fn, name, leaf)
+            leaves_of_loss.append(_Leaf(slot, precision.is_cast, precision.in_float8))
+    keys = None if stored_names is None else tuple(stored_names)
+    return Inputs(layout, policy.compute_dtype, keys, leaves_of_loss)
 
 
-def _precision(policy: Policy, loss_fn: KnowsNames, name: str, leaf: Tensor) -> tuple[bool, bool]:
-    """Return whether the loss gets a parameter in the compute dtype, and whether it multiplies by it in float8."""
-    in_float8 = not policy.no_float8(name, leaf, loss_fn.linear_names)
-    return not in_float8 and policy.casts(name, leaf, _cast_names(policy, loss_fn)), in_float8
+class _Precision(NamedTuple):
+    """In which precision the loss reads a parameter: at most one of the two."""
+
+    is_cast: bool
+    """Whether it gets it in the compute dtype."""
+    in_float8: bool
+    """Whether it multiplies by it in float8."""
+
+
+def _precision(policy: Policy, loss_fn: KnowsNames, name: str, leaf: Tensor) -> _Precision:
+    """Return in which precision the loss reads a parameter under one of its names."""
+    why_not_float8 = policy.no_float8(name, leaf, loss_fn.linear_names)
+    if not why_not_float8:
+        return _Precision(is_cast=False, in_float8=True)
+    return _Precision(is_cast=policy.casts(name, leaf, _cast_names(policy, loss_fn)), in_float8=False)
 
 
 def _cast_names(policy: Policy, loss_fn: KnowsNames) -> frozenset[str] | None:
@@ -248,12 +302,14 @@ def _cast_names(policy: Policy, loss_fn: KnowsNames) -> frozenset[str] | None:
 def _aliases(loss_fn: KnowsNames) -> dict[str, list[str]]:
     """Return, for each stored name, the names under which the loss gets the parameter."""
     aliases: dict[str, list[str]] = {}
-    for name, source in (loss_fn.names or {}).items():
-        aliases.setdefault(source, []).append(name)
+    for name, stored_name in (loss_fn.names or {}).items():
+        aliases.setdefault(stored_name, []).append(name)
     return aliases
 
 
-def _check_kinds(call: str, names: list[str], leaves: list[Tensor | None], shapes: dict[str, torch.Size]) -> None:
+def _check_dtypes_and_shapes(
+    call: str, names: list[str], leaves: list[Tensor | None], shapes: dict[str, torch.Size]
+) -> None:
     """Raise if a parameter is float16, as torch's scaler does, or has another shape than the module's."""
     for name, leaf in zip(names, leaves):
         if leaf is None:

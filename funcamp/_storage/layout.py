@@ -25,12 +25,17 @@ from funcamp._memory import identity, rebind
 from funcamp._trace.slices import slices
 from funcamp._types import Tree
 
+#: The number of elements at a multiple of which a matrix starts; a vector at half of it.
 _ALIGNMENT = 128
-_ROW_LENGTHS = 4
+#: For how many row lengths matrices get a group of their own: those with the most elements.
+_MAX_ROW_LENGTHS = 4
 
+#: One tensor per group; None for a group without values.
 Groups: TypeAlias = "tuple[Tensor | None, ...]"
 
 
+# The fingerprint of a saved sharded state is of this class's repr (`distributed/checkpoint.py`): its name and those of
+# its fields are in files.
 class Slot(NamedTuple):
     """The position of one tensor."""
 
@@ -50,77 +55,124 @@ class Layout:
     slots: tuple[Slot, ...]
     labels: tuple[str, ...]
     """For every group the label that `group` returned for its tensors."""
-    pieces: tuple[tuple[int, ...], ...]
+    padded_sizes: tuple[tuple[int, ...], ...]
     """For every group the padded sizes of its tensors."""
-    columns: tuple[int | None, ...]
+    row_lengths: tuple[int | None, ...]
     """For every group the row length if all its tensors are matrices with rows of that length, else None."""
     buckets: tuple[int, ...]
     """For every group the number of its bucket: a consecutive part of the tree."""
     flat: bool
     """Whether a group is a one-dimensional tensor; else it is one tensor in its own shape."""
 
-    def __init__(self, *content: Any) -> None:
-        self.spec, self.leaves, self.slots, self.labels, self.pieces, self.columns, self.buckets, self.flat = content
+    def __init__(
+        self,
+        spec: _tree.TreeSpec,
+        leaves: tuple[int | None, ...],
+        slots: tuple[Slot, ...],
+        labels: tuple[str, ...],
+        padded_sizes: tuple[tuple[int, ...], ...],
+        row_lengths: tuple[int | None, ...],
+        buckets: tuple[int, ...],
+        flat: bool,
+    ) -> None:
+        self.spec = spec
+        self.leaves = leaves
+        self.slots = slots
+        self.labels = labels
+        self.padded_sizes = padded_sizes
+        self.row_lengths = row_lengths
+        self.buckets = buckets
+        self.flat = flat
 
     def __reduce__(self) -> tuple[Any, ...]:
-        numbers = _tree.unflatten(list(self.leaves), self.spec)  # a pickled TreeSpec depends on torch's version
-        return _restore, (numbers, self.slots, self.labels, self.pieces, self.columns, self.buckets, self.flat)
+        # A pickled TreeSpec depends on torch's version, so the structure is saved as a tree of numbers of slots.
+        slot_numbers = self.tree(range(len(self.slots)))
+        return _restore, (
+            slot_numbers,
+            self.slots,
+            self.labels,
+            self.padded_sizes,
+            self.row_lengths,
+            self.buckets,
+            self.flat,
+        )
 
     def views(self, groups: Groups, wanted: Container[int] | None = None) -> list[Tensor | None]:
         """Return a view per slot; None if its group is None, the group itself if its shape is ().
 
-        wanted: the numbers of the slots to view; None for all.
+        Args:
+            groups: one tensor per group.
+            wanted: the numbers of the slots to view; None for all.
         """
         if not self.flat:
             return [groups[slot.group] for slot in self.slots]
-        for group, columns in zip(groups, self.columns):
-            if group is not None and group.dim() > (1 if columns is None else 2):
+        self._refuse_batch_dimension(groups)
+        wanted_slots: list[list[int]] = [[] for _ in groups]
+        for number, slot in enumerate(self.slots):
+            if wanted is None or number in wanted:
+                wanted_slots[slot.group].append(number)
+        views: list[Tensor | None] = [None] * len(self.slots)
+        for group, sizes, numbers in zip(groups, self.padded_sizes, wanted_slots):
+            if group is None or not numbers:
+                continue
+            for number, view in zip(numbers, self._views_in_group(group, sizes, numbers)):
+                views[number] = view
+        return views
+
+    def _refuse_batch_dimension(self, groups: Groups) -> None:
+        """Raise ValueError if a group is of several trees, as the result of a vmap is."""
+        for group, row_length in zip(groups, self.row_lengths):
+            most_dimensions = 1 if row_length is None else 2
+            if group is not None and group.dim() > most_dimensions:
                 raise ValueError(
                     f"tree: groups must have no batch dimension; got {tuple(group.shape)}: take the tree under vmap, "
                     "vmap(lambda params: params.tree())(params)"
                 )
-        chosen: list[list[tuple[int, Slot]]] = [[] for _ in groups]
-        for number, slot in enumerate(self.slots):
-            if wanted is None or number in wanted:
-                chosen[slot.group].append((number, slot))
-        views: list[Tensor | None] = [None] * len(self.slots)
-        for group, sizes, mine in zip(groups, self.pieces, chosen):
-            if group is not None and mine:
-                asked = [(slot.place, slot.shape) for _, slot in mine]
-                found = slices(group, sizes, asked) if group.dim() else [group] * len(mine)
-                for (number, _), view in zip(mine, found):
-                    views[number] = view
-        return views
+
+    def _views_in_group(self, group: Tensor, padded_sizes: tuple[int, ...], numbers: list[int]) -> list[Tensor]:
+        """Return the views of some slots of one group of flat storage; one number per group is the view of each."""
+        if not group.dim():
+            return [group] * len(numbers)
+        chosen_slots = [self.slots[number] for number in numbers]
+        return slices(group, padded_sizes, [(slot.place, slot.shape) for slot in chosen_slots])
 
     def join(self, values: Sequence[Tensor | None]) -> Groups:
         """Return one tensor per group from one per slot, in one dtype; None for a group without values."""
         if not self.flat:
             return tuple(values)
-        parts: list[list[Tensor]] = [[] for _ in self.pieces]
+        pieces_by_group: list[list[Tensor]] = [[] for _ in self.padded_sizes]
         for slot, value in zip(self.slots, values):
             if value is None:
                 continue
-            columns = self.columns[slot.group]
-            parts[slot.group].append(value.reshape(-1) if columns is None else value.reshape(-1, columns))
-            if padding := self.pieces[slot.group][slot.place] - value.numel():
-                parts[slot.group].append(value.new_zeros(padding))
-        return tuple(torch.cat(part).reshape(-1) if part else None for part in parts)
+            pieces = pieces_by_group[slot.group]
+            # Matrices with equal rows are concatenated as matrices (`_row_lengths`).
+            row_length = self.row_lengths[slot.group]
+            pieces.append(value.reshape(-1) if row_length is None else value.reshape(-1, row_length))
+            padding = self.padded_sizes[slot.group][slot.place] - value.numel()
+            if padding:
+                pieces.append(value.new_zeros(padding))
+        return tuple(torch.cat(pieces).reshape(-1) if pieces else None for pieces in pieces_by_group)
 
     def take(self, tensors: Sequence[Tensor]) -> Groups:
         """Make groups as `join` does, but turn each tensor into a view of its group, one by one."""
         if not self.flat:
-            copies = []
+            copies: list[Tensor] = []
             for tensor in tensors:
-                copies.append(tensor.detach().clone())
-                rebind(tensor, copies[-1])
+                copy = tensor.detach().clone()
+                rebind(tensor, copy)
+                copies.append(copy)
             return tuple(copies)
-        groups: list[Tensor | None] = [None] * len(self.pieces)
-        for number, sizes in enumerate(self.pieces):
-            mine = [(slot, tensor) for slot, tensor in zip(self.slots, tensors) if slot.group == number]
-            group = groups[number] = mine[0][1].detach().new_empty(sum(sizes))
-            for (_, tensor), piece in zip(mine, torch.split(group, list(sizes))):
-                piece[tensor.numel() :].zero_()
-                rebind(tensor, piece[: tensor.numel()].view(tensor.shape).copy_(tensor))
+        groups: list[Tensor] = []
+        for number, padded_sizes in enumerate(self.padded_sizes):
+            members = [tensor for slot, tensor in zip(self.slots, tensors) if slot.group == number]
+            group = members[0].detach().new_empty(sum(padded_sizes))
+            groups.append(group)
+            for tensor, piece in zip(members, torch.split(group, list(padded_sizes))):
+                size = tensor.numel()
+                piece[size:].zero_()
+                view = piece[:size].view(tensor.shape)
+                view.copy_(tensor)
+                rebind(tensor, view)
         return tuple(groups)
 
     def last_first(self) -> list[int]:
@@ -134,19 +186,45 @@ class Layout:
     def label_of(self) -> dict[str, str]:
         """Return the label of every leaf, by the leaf's name."""
         tree = self.tree([self.labels[slot.group] for slot in self.slots])
-        return {name: label for name, label in zip(_tree.names(tree), _tree.leaves(tree)) if label is not None}
+        names = _tree.names(tree)
+        return {name: label for name, label in zip(names, _tree.leaves(tree)) if label is not None}
 
 
+#: Every layout by its content.
 _layouts: dict[Any, Layout] = {}
 
 
-def _intern(*content: Any) -> Layout:
+def _interned(
+    spec: _tree.TreeSpec,
+    leaves: tuple[int | None, ...],
+    slots: tuple[Slot, ...],
+    labels: tuple[str, ...],
+    padded_sizes: tuple[tuple[int, ...], ...],
+    row_lengths: tuple[int | None, ...],
+    buckets: tuple[int, ...],
+    flat: bool,
+) -> Layout:
+    """Return the one layout of this content."""
+    content = (spec, leaves, slots, labels, padded_sizes, row_lengths, buckets, flat)
     return _layouts.setdefault(content, Layout(*content))
 
 
-def _restore(numbers: Tree, *content: Any) -> Layout:
-    leaves, spec = _tree.flatten(numbers)
-    return _intern(spec, tuple(leaves), *content)
+# Its name and the order of its arguments are in files of pickled parameters.
+def _restore(slot_numbers: Tree, *content: Any) -> Layout:
+    """Return the layout that was pickled; invert `Layout.__reduce__`."""
+    leaves, spec = _tree.flatten(slot_numbers)
+    return _interned(spec, tuple(leaves), *content)
+
+
+class GroupKey(NamedTuple):
+    """What the tensors of one group of flat storage have in common, besides the length of their rows."""
+
+    label: str
+    dtype: torch.dtype
+    device: torch.device
+    apart: str
+    """What the caller's `apart` returned, as text."""
+    bucket: int
 
 
 def arrange(
@@ -160,17 +238,28 @@ def arrange(
 ) -> tuple[Layout, list[Tensor]]:
     """Return the layout of a tree and its tensors, one per slot.
 
-    Flat: one group per label, dtype, device, value of apart and bucket; buckets are consecutive parts of the tree.
-    Else: one group per tensor.
+    Flat: one group per label, dtype, device, value of apart and bucket, and per row length of matrices; buckets are
+    consecutive parts of the tree. Else: one group per tensor.
+
+    Args:
+        call: the public function, for errors.
+        params: a pytree of tensors; None passes through.
+        group: returns the label of a leaf, given its name and the leaf. Names of one tensor must have one label.
+        apart: returns, for the same arguments, a value that tensors of one group share.
+        buckets: the number of buckets.
+        flat: whether a group is a one-dimensional tensor.
+
+    Raises:
+        TypeError: a leaf is no floating-point or complex tensor, or group returned no string.
+        ValueError: group returned different labels for two names of a tensor.
     """
     leaves, spec = _tree.parameters(call, "params", params)
     size_of_all = sum(leaf.numel() for leaf in leaves if leaf is not None)
     size_before = 0
-    first: dict[Any, int] = {}
+    slot_by_identity: dict[object, int] = {}
     slot_of_leaf: list[int | None] = []
     tensors: list[Tensor] = []
-    labels: list[str] = []
-    keys: list[tuple[Any, ...]] = []
+    keys: list[GroupKey] = []
     for name, leaf in zip(_tree.names(params), leaves):
         if leaf is None:
             slot_of_leaf.append(None)
@@ -178,67 +267,104 @@ def arrange(
         label = group(name, leaf)
         if not isinstance(label, str):
             raise TypeError(f"{call}: group must return a string; got {label!r} for {name!r}")
-        number = first.setdefault(identity(leaf), len(tensors))
+        number = slot_by_identity.setdefault(identity(leaf), len(tensors))
         slot_of_leaf.append(number)
-        if number == len(tensors):
+        is_new = number == len(tensors)
+        if is_new:
             bucket = size_before * buckets // max(size_of_all, 1)
             tensors.append(leaf)
-            labels.append(label)
-            keys.append((label, leaf.dtype, leaf.device, str(apart(name, leaf)), bucket))
+            keys.append(GroupKey(label, leaf.dtype, leaf.device, str(apart(name, leaf)), bucket))
             size_before += leaf.numel()
-        elif labels[number] != label:
+        elif keys[number].label != label:
             raise ValueError(
-                f"{call}: group must return the same for every name of a tensor; got {labels[number]!r} and {label!r} "
-                f"for {name!r}"
+                f"{call}: group must return the same for every name of a tensor; got {keys[number].label!r} and "
+                f"{label!r} for {name!r}"
             )
-    if not flat:
-        return _tensor_by_tensor(spec, slot_of_leaf, tensors, labels), tensors
-    rows = _row_lengths(keys, tensors, _ROW_LENGTHS * buckets)
+    if flat:
+        return _flat_layout(spec, slot_of_leaf, tensors, keys, _MAX_ROW_LENGTHS * buckets), tensors
+    return _layout_by_tensor(spec, slot_of_leaf, tensors, [key.label for key in keys]), tensors
+
+
+def _flat_layout(
+    spec: _tree.TreeSpec,
+    slot_of_leaf: list[int | None],
+    tensors: list[Tensor],
+    keys: list[GroupKey],
+    max_row_lengths: int,
+) -> Layout:
+    """Return the layout in which the tensors of one key, and of one row length, are a group."""
+    full_keys = list(zip(keys, _row_lengths(keys, tensors, max_row_lengths)))
+    group_numbers: dict[tuple[GroupKey, int | None], int] = {}
+    padded_sizes: list[list[int]] = []
     slots: list[Slot] = []
-    pieces: dict[Any, list[int]] = {}
-    for key, length, leaf in zip(keys, rows, tensors):
-        sizes = pieces.setdefault((key, length), [])
-        slots.append(Slot(list(pieces).index((key, length)), len(sizes), tuple(leaf.shape)))
-        unit = _ALIGNMENT if leaf.dim() > 1 else _ALIGNMENT // 2
-        sizes.append(-(-leaf.numel() // unit) * unit)
-    layout = _intern(
+    for full_key, tensor in zip(full_keys, tensors):
+        group_number = group_numbers.setdefault(full_key, len(group_numbers))
+        if group_number == len(padded_sizes):
+            padded_sizes.append([])
+        sizes_in_group = padded_sizes[group_number]
+        slots.append(Slot(group_number, len(sizes_in_group), tuple(tensor.shape)))
+        sizes_in_group.append(_padded_size(tensor))
+    group_keys = [key for key, _ in group_numbers]
+    row_lengths = [row_length for _, row_length in group_numbers]
+    labels = [key.label for key in group_keys]
+    buckets = [key.bucket for key in group_keys]
+    return _interned(
         spec,
         tuple(slot_of_leaf),
         tuple(slots),
-        tuple(key[0] for key, _ in pieces),
-        tuple(tuple(sizes) for sizes in pieces.values()),
-        tuple(length for _, length in pieces),
-        tuple(key[-1] for key, _ in pieces),
-        True,
+        tuple(labels),
+        tuple(map(tuple, padded_sizes)),
+        tuple(row_lengths),
+        tuple(buckets),
+        flat=True,
     )
-    return layout, tensors
 
 
-def _tensor_by_tensor(
+def _padded_size(tensor: Tensor) -> int:
+    """Return the number of elements of a tensor and of the zeros after it."""
+    alignment = _ALIGNMENT if tensor.dim() > 1 else _ALIGNMENT // 2
+    units = -(-tensor.numel() // alignment)  # rounded up
+    return units * alignment
+
+
+def _layout_by_tensor(
     spec: _tree.TreeSpec, slot_of_leaf: list[int | None], tensors: list[Tensor], labels: list[str]
 ) -> Layout:
     """Return the layout in which every tensor is a group of its own."""
-    count = len(tensors)
     slots = [Slot(number, 0, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
-    pieces = [(tensor.numel(),) for tensor in tensors]
-    return _intern(
-        spec, tuple(slot_of_leaf), tuple(slots), tuple(labels), tuple(pieces), (None,) * count, (0,) * count, False
+    sizes = [(tensor.numel(),) for tensor in tensors]
+    count = len(tensors)
+    return _interned(
+        spec,
+        tuple(slot_of_leaf),
+        tuple(slots),
+        tuple(labels),
+        tuple(sizes),
+        row_lengths=(None,) * count,
+        buckets=(0,) * count,
+        flat=False,
     )
 
 
-def _row_lengths(keys: list[tuple[Any, ...]], tensors: list[Tensor], most: int) -> list[int | None]:
+def _row_lengths(keys: list[GroupKey], tensors: list[Tensor], max_row_lengths: int) -> list[int | None]:
     """Return the row length of every tensor that is grouped by row length, None for the rest.
 
     Inductor never performs a concatenation of matrices along their rows: each product that computes a weight's gradient
     writes directly into its slice. One-dimensional pieces it copies.
+
+    Args:
+        keys: the key of each tensor.
+        tensors: the tensors.
+        max_row_lengths: how many pairs of key and row length get a group: those with the most elements.
     """
-    likes = [
-        (key, leaf.shape[1]) if leaf.dim() == 2 and leaf.numel() % _ALIGNMENT == 0 else None
-        for key, leaf in zip(keys, tensors)
-    ]
-    sizes: Counter[Any] = Counter()
-    for like, leaf in zip(likes, tensors):
-        sizes[like] += leaf.numel()
-    del sizes[None]
-    chosen = {like for like, size in sizes.most_common(most) if size}
-    return [like[1] if like is not None and like in chosen else None for like in likes]
+    # Padding between matrices would not be a row, so each must fill whole units.
+    row_keys: list[tuple[GroupKey, int] | None] = []
+    for key, tensor in zip(keys, tensors):
+        is_unpadded_matrix = tensor.dim() == 2 and tensor.numel() % _ALIGNMENT == 0
+        row_keys.append((key, tensor.shape[1]) if is_unpadded_matrix else None)
+    sizes: Counter[tuple[GroupKey, int]] = Counter()
+    for row_key, tensor in zip(row_keys, tensors):
+        if row_key is not None:
+            sizes[row_key] += tensor.numel()
+    largest = {row_key for row_key, size in sizes.most_common(max_row_lengths) if size}
+    return [row_key[1] if row_key is not None and row_key in largest else None for row_key in row_keys]

@@ -63,15 +63,18 @@ class Params:
     """The ranks that store the other slices; None if this process has the whole groups."""
 
     def __init__(self, groups: Groups, layout: Layout, ranks: Ranks | None = None) -> None:
-        self.groups, self.layout, self.ranks = groups, layout, ranks
+        self.groups = groups
+        self.layout = layout
+        self.ranks = ranks
 
     def __repr__(self) -> str:
         count = len(self.layout.slots)
         if not self.layout.flat:
             return f"Params({count} tensors, each a group)"
-        parts = ", ".join(f"{label}: {_tree.describe(group)}" for label, group in zip(self.layout.labels, self.groups))
-        whose = "" if self.ranks is None else f"rank {self.ranks.rank} of {self.ranks.size} of "
-        return f"{whose}Params({count} tensors in {{{parts}}})"
+        labelled_groups = zip(self.layout.labels, self.groups)
+        groups = ", ".join(f"{label}: {_tree.describe(group)}" for label, group in labelled_groups)
+        owner = "" if self.ranks is None else f"rank {self.ranks.rank} of {self.ranks.size} of "
+        return f"{owner}Params({count} tensors in {{{groups}}})"
 
     def __getitem__(self, key: Any) -> Any:
         tree = self.tree()
@@ -102,8 +105,8 @@ class Params:
 
     def placeholders(self) -> Tree:
         """Return the original pytree with an empty tensor for every leaf."""
-        groups = [None if group is None else group.new_empty(0) for group in self.groups]
-        return self.layout.tree([groups[slot.group] for slot in self.layout.slots])
+        empty_groups = [None if group is None else group.new_empty(0) for group in self.groups]
+        return self.layout.tree([empty_groups[slot.group] for slot in self.layout.slots])
 
     def ravel(self, tree: Tree) -> Params:
         """Lay out another tree of the same structure and shapes like this one.
@@ -123,13 +126,14 @@ class Params:
                     [3., 3.]])
         """
         self._refuse_slices()
-        values = _collect("ravel", self, tree)
-        ones: dict[int, Tensor | None] = {}
+        values = _values_by_slot("ravel", self, tree)
+        groups_of_one_number: dict[int, Tensor | None] = {}
         for number, slot in enumerate(self.layout.slots):
-            if _is_one(self.groups[slot.group]):
-                ones.setdefault(slot.group, values[number])
+            if _is_one_number(self.groups[slot.group]):
+                groups_of_one_number.setdefault(slot.group, values[number])
                 values[number] = None
-        groups = [ones.get(number, group) for number, group in enumerate(self.layout.join(values))]
+        joined_groups = self.layout.join(values)
+        groups = [groups_of_one_number.get(number, group) for number, group in enumerate(joined_groups)]
         return Params(tuple(groups), self.layout)
 
     def gathered(self, dtypes: Mapping[int, torch.dtype | None] | None = None) -> Params:
@@ -140,26 +144,34 @@ class Params:
         """
         if self.ranks is None:
             return self
+        if dtypes is None:
+            dtypes = dict.fromkeys(range(len(self.groups)))
         groups: list[Tensor | None] = [None] * len(self.groups)
-        sent: dict[int, Tensor] = {}
+        sent_slices: dict[int, Tensor] = {}
         for number, group in enumerate(self.groups):
-            if group is not None and not group.dim():  # a number per group is the same on every rank
+            if group is None:
+                continue
+            if _is_one_number(group):  # the same on every rank
                 groups[number] = group
-            elif group is not None and (dtypes is None or number in dtypes):
-                dtype = None if dtypes is None else dtypes[number]
-                sent[number] = group if dtype is None else group.to(dtype)
-        for number, value in zip(sent, self.ranks.gather(list(sent.values()))):
-            groups[number] = value[: sum(self.layout.pieces[number])]
+            elif number in dtypes:
+                dtype = dtypes[number]
+                sent_slices[number] = group if dtype is None else group.to(dtype)
+        gathered_groups = self.ranks.gather(list(sent_slices.values()))
+        for number, gathered_group in zip(sent_slices, gathered_groups):
+            # Without the zeros that give every rank a slice of one size.
+            groups[number] = gathered_group[: sum(self.layout.padded_sizes[number])]
         return Params(tuple(groups), self.layout)
 
     def outline(self) -> Params:
         """Return groups of full size that store one zero each if these are slices, else these."""
         if self.ranks is None:
             return self
-        groups = [
-            group if group is None or not group.dim() else group.new_zeros(()).expand(sum(sizes))
-            for group, sizes in zip(self.groups, self.layout.pieces)
-        ]
+        groups: list[Tensor | None] = []
+        for group, padded_sizes in zip(self.groups, self.layout.padded_sizes):
+            if group is None or _is_one_number(group):
+                groups.append(group)
+            else:
+                groups.append(group.new_zeros(()).expand(sum(padded_sizes)))
         return Params(tuple(groups), self.layout)
 
     def cut_like(self, full: Params) -> Params:
@@ -181,11 +193,15 @@ class Params:
         self._refuse_slices()
         copies = [None if view is None else view.clone() for view in self.layout.views(self.groups)]
         names = _tree.names(self.layout.tree(copies))
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"state_dict: every leaf must have a unique dotted name; got {twice!r} twice")
-        found = {name: copies[slot] for name, slot in zip(names, self.layout.leaves) if slot is not None}
-        return {name: value for name, value in found.items() if value is not None}
+        repeated = repeated_name(names)
+        if repeated is not None:
+            raise ValueError(f"state_dict: every leaf must have a unique dotted name; got {repeated!r} twice")
+        copies_by_name: dict[str, Tensor] = {}
+        for name, slot_number in zip(names, self.layout.leaves):
+            copy = None if slot_number is None else copies[slot_number]
+            if copy is not None:
+                copies_by_name[name] = copy
+        return copies_by_name
 
     def _refuse_slices(self) -> None:
         """Raise if this process has only slices."""
@@ -209,7 +225,7 @@ def cut(params: Params, ranks: Ranks) -> Params:
     """Return this rank's slices of groups that every rank has in full; no collective."""
     groups: list[Tensor | None] = []
     for group in params.groups:
-        if group is None or not group.dim():  # a number per group (a step count) is the same on every rank
+        if group is None or _is_one_number(group):  # a step count, for example: the same on every rank
             groups.append(group)
         else:
             groups.append(ranks.cut(group))
@@ -226,7 +242,7 @@ def collapse(like: Tree, tree: Tree) -> Tree:
     return _tree.map_nodes(Params, lambda node, part: node.ravel(part), like, tree)
 
 
-def check_whole(call: str, name: str, tree: Tree) -> None:
+def check_not_sharded(call: str, name: str, tree: Tree) -> None:
     """Raise TypeError if a tree is one rank's slices, because a result for them is not the result for all."""
     if isinstance(tree, Params) and tree.ranks is not None:
         raise TypeError(f"{call}: {name} must not be sharded over ranks; got {tree!r}")
@@ -311,29 +327,45 @@ def clone(tree: Tree) -> Tree:
     return _tree.unflatten(copies, spec)
 
 
-def _collect(call: str, like: Params, tree: Tree) -> list[Tensor | None]:
-    """Return the values of a tree, one per slot of Params; check its structure and shapes."""
+def repeated_name(names: Sequence[str]) -> str | None:
+    """Return the first name that is there more than once, if there is one."""
+    if len(set(names)) == len(names):
+        return None
+    return next(name for name in names if names.count(name) > 1)
+
+
+def _values_by_slot(call: str, like: Params, tree: Tree) -> list[Tensor | None]:
+    """Return the values of a tree, one per slot of Params; zeros for a slot of which the tree has only None.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+        ValueError: the tree has another structure than that of the Params, or a leaf another shape.
+    """
     layout = like.layout
-    values, spec = _tree.tensors(call, "tree", tree)
+    leaves, spec = _tree.tensors(call, "tree", tree)
     if spec != layout.spec:
         _tree.same_structure(call, ("the Params' tree", "tree"), (like.tree(), tree))
-    found: list[Tensor | None] = [None] * len(layout.slots)
-    for index, (number, value) in enumerate(zip(layout.leaves, values)):
-        if number is None or value is None or found[number] is not None:
+    shapes = [() if _is_one_number(like.groups[slot.group]) else slot.shape for slot in layout.slots]
+    values: list[Tensor | None] = [None] * len(layout.slots)
+    for index, (number, leaf) in enumerate(zip(layout.leaves, leaves)):
+        if number is None or leaf is None:
             continue
-        slot = layout.slots[number]
-        shape = () if _is_one(like.groups[slot.group]) else slot.shape
-        if tuple(value.shape) != shape:
+        is_later_name = values[number] is not None  # of tied leaves the first counts
+        if is_later_name:
+            continue
+        shape = shapes[number]
+        if tuple(leaf.shape) != shape:
             raise ValueError(
-                f"{call}: tree{_tree.path_of(tree, index)} must have shape {shape}; got {_tree.describe(value)}"
+                f"{call}: tree{_tree.path_of(tree, index)} must have shape {shape}; got {_tree.describe(leaf)}"
             )
-        found[number] = value
+        values[number] = leaf
     for number, slot in enumerate(layout.slots):
         group = like.groups[slot.group]
-        if found[number] is None and group is not None:
-            found[number] = group.new_zeros(() if _is_one(group) else slot.shape)
-    return found
+        if values[number] is None and group is not None:
+            values[number] = group.new_zeros(shapes[number])
+    return values
 
 
-def _is_one(group: Tensor | None) -> bool:
+def _is_one_number(group: Tensor | None) -> bool:
+    """Return whether a group is one number for all its tensors, such as an optimizer's step count."""
     return group is not None and group.dim() == 0

@@ -25,7 +25,7 @@ _DTYPES = {
     "float32": torch.float32,
 }
 #: Names used by Lightning, Accelerate, Hugging Face and torch. "16-true" means float16 parameters, so it is not here.
-_SHORT = {
+_OTHER_NAMES = {
     **dict.fromkeys(("fp16", "f16", "half", "16-mixed"), "float16"),
     **dict.fromkeys(("bf16", "bf16-mixed"), "bfloat16"),
     **dict.fromkeys(("fp32", "f32", "float", "32-true", "no"), "float32"),
@@ -41,6 +41,7 @@ class ProductConfig(Protocol):
 
 
 def _float8_config() -> Any:
+    """Return the class of configurations that the layer has."""
     return layer("float8.config").Float8Config
 
 
@@ -102,7 +103,8 @@ class Policy:
     def __post_init__(self) -> None:
         if str(self.compute_dtype) == "float8":
             object.__setattr__(self, "compute_dtype", torch.bfloat16)
-            object.__setattr__(self, "float8", _float8_config()() if self.float8 is None else self.float8)
+            if self.float8 is None:
+                object.__setattr__(self, "float8", _float8_config()())
         if self.float8 is not None and not isinstance(self.float8, _float8_config()):
             raise TypeError(f"Policy: float8 must be a Float8Config or None; got {self.float8!r}")
         if not isinstance(self.compute_dtype, torch.dtype):
@@ -111,22 +113,17 @@ class Policy:
         if self.compute_dtype not in _DTYPES.values():
             raise ValueError(f"Policy: compute_dtype must be one of {', '.join(_DTYPES)}; got {self.compute_dtype}")
         boolean("Policy", "autocast", self.autocast)
-        for name in ("keep", "copy"):
-            globs = getattr(self, name)
-            if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):
-                raise TypeError(f"Policy: {name} must be a tuple of strings; got {globs!r}")
-            for glob in globs:
-                if not glob or set(glob) & set(",|= "):
-                    raise ValueError(
-                        f"Policy: {name} must hold globs without comma, bar, equals or space; got {glob!r}"
-                    )
-            object.__setattr__(self, name, tuple(globs))
+        object.__setattr__(self, "keep", _checked_globs("keep", self.keep))
+        object.__setattr__(self, "copy", _checked_globs("copy", self.copy))
 
     def __str__(self) -> str:
         parts = [name_of(self.compute_dtype)]
         if not self.autocast:
             parts.append("autocast=off")
-        parts += [f"{name}={'|'.join(getattr(self, name))}" for name in ("keep", "copy") if getattr(self, name)]
+        if self.keep:
+            parts.append(f"keep={'|'.join(self.keep)}")
+        if self.copy:
+            parts.append(f"copy={'|'.join(self.copy)}")
         if self.float8 is not None:
             parts.append(f"float8={self.float8}")
         return ",".join(parts)
@@ -149,30 +146,34 @@ class Policy:
         """
         if not isinstance(text, str):
             raise TypeError(f"Policy.parse: text must be a string; got {text!r}")
-        head, *rest = [part.strip() for part in text.split(",")]
-        name = head.lower().removeprefix("torch.")
-        dtype: Any = "float8" if name in ("float8", "fp8") else _DTYPES.get(_SHORT.get(name, name))
+        dtype_text, *option_texts = [part.strip() for part in text.split(",")]
+        dtype_name = dtype_text.lower().removeprefix("torch.")
+        dtype: Any
+        if dtype_name in ("float8", "fp8"):
+            dtype = "float8"
+        else:
+            dtype = _DTYPES.get(_OTHER_NAMES.get(dtype_name, dtype_name))
         if dtype is None:
             raise ValueError(
-                f"Policy.parse: text must begin with a dtype, one of {', '.join([*_DTYPES, *_SHORT, 'float8'])}; "
+                f"Policy.parse: text must begin with a dtype, one of {', '.join([*_DTYPES, *_OTHER_NAMES, 'float8'])}; "
                 f"got {text!r}"
             )
-        given: dict[str, Any] = {}
-        for part in rest:
-            name, _, value = part.partition("=")
-            if name not in ("autocast", "keep", "copy", "float8") or name in given:
+        options: dict[str, Any] = {}
+        for option_text in option_texts:
+            name, _, value = option_text.partition("=")
+            if name not in ("autocast", "keep", "copy", "float8") or name in options:
                 raise ValueError(
-                    f"Policy.parse: text must have autocast=, keep=, copy= or float8= once each; got {part!r}"
+                    f"Policy.parse: text must have autocast=, keep=, copy= or float8= once each; got {option_text!r}"
                 )
             if name == "float8":
-                given[name] = _float8_config().parse(value)
+                options[name] = _float8_config().parse(value)
             elif name == "autocast":
                 if value not in ("on", "off"):
                     raise ValueError(f"Policy.parse: autocast must be on or off; got {value!r}")
-                given[name] = value == "on"
+                options[name] = value == "on"
             else:
-                given[name] = tuple(value.split("|"))
-        return cls(dtype, **given)
+                options[name] = tuple(value.split("|"))
+        return cls(dtype, **options)
 
     def casts(self, name: str, leaf: Tensor, known: frozenset[str] | None) -> bool:
         """Return whether the loss gets the tensor of this name in the compute dtype.
@@ -181,11 +182,13 @@ class Policy:
         """
         if self.compute_dtype == torch.float32 or leaf.dtype != torch.float32:
             return False
-        if any(_matches(glob, name) for glob in self.keep):
+        if _matches_any(self.keep, name):
             return False
-        if any(_matches(glob, name) for glob in self.copy):
+        if _matches_any(self.copy, name):
             return True
-        return leaf.dim() >= 2 if known is None else name in known
+        if known is None:
+            return leaf.dim() >= 2
+        return name in known
 
     def no_float8(self, name: str, leaf: Tensor, linear: frozenset[str]) -> str:
         """Return why the loss does not multiply by this tensor in float8; "" if it does.
@@ -194,22 +197,23 @@ class Policy:
         """
         if self.float8 is None or name not in linear:
             return "it is no linear layer's weight"
-        for kind in ("keep", "copy"):
-            if any(_matches(glob, name) for glob in getattr(self, kind)):
-                return f"the policy's {kind} names it"
+        if _matches_any(self.keep, name):
+            return "the policy's keep names it"
+        if _matches_any(self.copy, name):
+            return "the policy's copy names it"
         if leaf.dtype != torch.float32:
             return f"it is {name_of(leaf.dtype)}, not float32"
         return self.float8.why_not(leaf.shape)
 
     def check_names(self, call: str, names: Sequence[str]) -> None:
         """Raise ValueError if a glob of keep or copy matches no parameter's name: a typo would have no effect."""
-        for kind in ("keep", "copy"):
-            for glob in getattr(self, kind):
+        for field, globs in (("keep", self.keep), ("copy", self.copy)):
+            for glob in globs:
                 if not any(_matches(glob, name) for name in names):
-                    some = ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
+                    first_names = ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
                     raise ValueError(
-                        f"{call}: every glob in the policy's {kind} must match a parameter's name; got {glob!r}, and "
-                        f"the names are {some}: correct it ({glob + '.*'!r} for all of a layer) or leave it out"
+                        f"{call}: every glob in the policy's {field} must match a parameter's name; got {glob!r}, and "
+                        f"the names are {first_names}: correct it ({glob + '.*'!r} for all of a layer) or leave it out"
                     )
 
 
@@ -225,19 +229,42 @@ def check_policy(call: str, policy: object) -> Policy:
     return policy
 
 
+def _checked_globs(field: str, globs: object) -> tuple[str, ...]:
+    """Return the globs of a field of a policy.
+
+    Raises:
+        TypeError: they are no tuple or list of strings.
+        ValueError: one is empty, or has a character that `Policy.parse` needs.
+    """
+    if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"Policy: {field} must be a tuple of strings; got {globs!r}")
+    for glob in globs:
+        if not glob or set(glob) & set(",|= "):
+            raise ValueError(f"Policy: {field} must hold globs without comma, bar, equals or space; got {glob!r}")
+    return tuple(globs)
+
+
+def _matches_any(globs: Sequence[str], name: str) -> bool:
+    return any(_matches(glob, name) for glob in globs)
+
+
 def _matches(glob: str, name: str) -> bool:
-    first, *rest = glob.split("*")
-    if not rest:
+    """Return whether a name is what a glob describes, in which only `*` is special: any characters, dots too."""
+    first, *others = glob.split("*")
+    if not others:
         return glob == name
+    *inner, last = others
     if not name.startswith(first):
         return False
-    at = len(first)
-    for part in rest[:-1]:
-        found = name.find(part, at)
-        if found < 0:
+    # Each text at its first occurrence after the one before it: if any choice leaves room for the last, this one does.
+    end = len(first)
+    for text in inner:
+        start = name.find(text, end)
+        if start < 0:
             return False
-        at = found + len(part)
-    return len(name) - at >= len(rest[-1]) and name.endswith(rest[-1])
+        end = start + len(text)
+    has_room = len(name) - end >= len(last)
+    return has_room and name.endswith(last)
 
 
 def autocast_of(policy: Policy, device_type: str) -> contextlib.AbstractContextManager[Any]:

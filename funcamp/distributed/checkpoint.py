@@ -68,26 +68,39 @@ def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
         >>> list(distributed.sharded_state_dict(state))[:4]
         ['step', 'skipped', 'consecutive_skips', 'params.0']
     """
-    found: dict[str, Tensor] = clone(_slices("sharded_state_dict", "state", state))
-    return found
+    copies: dict[str, Tensor] = clone(_tensors_of("sharded_state_dict", "state", state))
+    return copies
 
 
 #: The entry with a fingerprint of the layout: which parameter is at which place in the groups.
 _LAYOUT = "layout"
 
 
-def _slices(call: str, name: str, state: TrainState) -> dict[str, Tensor]:
+def _tensors_of(call: str, name: str, state: TrainState) -> dict[str, Tensor]:
+    """Return the tensors of a state by dotted name, sharded ones as DTensors, and the fingerprint of its layout.
+
+    Args:
+        call: the public function, for errors.
+        name: the name of its argument.
+        state: the argument.
+    """
     check_train_state(call, name, state)
     tree = _tree.map_nodes(Params, slice_of, state)
     return named(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
 
 
 def _fingerprint(params: Params) -> int:
+    """Return a number of 56 bits for the names of the parameters and their places in the groups.
+
+    It is in saved checkpoints, so this text must stay as it is: also the names of the fields of `Slot`, in its repr.
+    """
     layout = params.layout
-    known: list[Any] = [_tree.names(layout.tree(range(len(layout.slots))))]
+    slot_numbers = range(len(layout.slots))
+    described: list[Any] = [_tree.names(layout.tree(slot_numbers))]
     if layout.flat:
-        known += [layout.leaves, layout.slots, layout.pieces]
-    return int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[:7], "big")
+        described += [layout.leaves, layout.slots, layout.padded_sizes]
+    digest = hashlib.sha256(repr(described).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
 @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
@@ -114,7 +127,7 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
         tensor(0)
     """
     call = "load_sharded_state_dict"
-    expected = _slices(call, "like", like)
+    expected = _tensors_of(call, "like", like)
     if not isinstance(saved, dict) or list(saved) != list(expected):
         raise ValueError(f"{call}: saved must be what sharded_state_dict(like) gave; got other names")
     for name, value in saved.items():
@@ -123,9 +136,10 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
         raise ValueError(
             f"{call}: saved must hold like's parameters, in its order and under its policy; got another layout"
         )
-    leaves, spec = _tree.flatten(like)
-    given = iter(saved.values())
-    new = [None if leaf is None else joined_slice(next(given), leaf) for leaf in leaves]
-    state: TrainState = _tree.unflatten(new, spec)
+    # The names are of the tree with DTensors, which has the leaves of like in the same order.
+    like_leaves, spec = _tree.flatten(like)
+    saved_values = iter(saved.values())
+    new_leaves = [None if leaf is None else joined_slice(next(saved_values), leaf) for leaf in like_leaves]
+    state: TrainState = _tree.unflatten(new_leaves, spec)
     check_values(call, state)
     return state

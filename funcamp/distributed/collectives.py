@@ -36,8 +36,8 @@ class Ranks(NamedTuple):
 
     def padded(self, group: Tensor) -> Tensor:
         """Return a group with zeros at the end, so that every rank has a slice of one size."""
-        missing = -group.numel() % self.size
-        return torch.cat([group, group.new_zeros(missing)]) if missing else group
+        padding = -group.numel() % self.size
+        return torch.cat([group, group.new_zeros(padding)]) if padding else group
 
 
 def ranks_of(call: str, group: Any = None) -> Ranks:
@@ -68,21 +68,30 @@ def ranks_of(call: str, group: Any = None) -> Ranks:
 
 def process_group(ranks: Ranks) -> dist.ProcessGroup:
     """Return the ProcessGroup of these constants."""
-    found: dist.ProcessGroup = _upstream.find("torch.distributed.distributed_c10d._resolve_process_group")(ranks.name)
-    return found
+    resolve = _upstream.find("torch.distributed.distributed_c10d._resolve_process_group")
+    group: dist.ProcessGroup = resolve(ranks.name)
+    return group
 
 
 def check_alike(rule: str, described: list[str], ranks: Ranks) -> None:
-    """Raise ValueError on all ranks if a rank's description differs from the first rank's; reads the host."""
+    """Raise ValueError on all ranks if a rank's description differs from the first rank's; reads the host.
+
+    Args:
+        rule: what must be the same, for the error.
+        described: this rank's description, line by line.
+        ranks: the ranks.
+    """
     if ranks.size == 1:
         return
-    found: list[Any] = [None] * ranks.size
-    dist.all_gather_object(found, described, process_group(ranks))
-    for rank, other in enumerate(found):
-        if other != found[0]:
-            pairs = itertools.zip_longest(found[0], other, fillvalue="nothing more")
-            first, here = next((a, b) for a, b in pairs if a != b)
-            raise ValueError(f"init: {rule}; on rank 0 {first}, on rank {rank} {here}")
+    descriptions: list[Any] = [None] * ranks.size
+    dist.all_gather_object(descriptions, described, process_group(ranks))
+    first_description = descriptions[0]
+    for rank, description in enumerate(descriptions):
+        if description == first_description:
+            continue
+        for first, other in itertools.zip_longest(first_description, description, fillvalue="nothing more"):
+            if first != other:
+                raise ValueError(f"init: {rule}; on rank 0 {first}, on rank {rank} {other}")
 
 
 def max_over(*groups: Any) -> Reduce:
@@ -115,11 +124,22 @@ def max_over(*groups: Any) -> Reduce:
     References:
         Megatron-LM and apex take the MAX over their model-parallel group (apex/transformer/amp/grad_scaler.py).
     """
-    each = [part for group in groups for part in (group.get_all_groups() if _is_mesh(group) else [group])]
-    return _MaxOver(tuple(dict.fromkeys(ranks_of("max_over", group) for group in each or [None])))
+    process_groups: list[Any] = []
+    for group in groups:
+        if _is_mesh(group):
+            process_groups += group.get_all_groups()
+        else:
+            process_groups.append(group)
+    if not process_groups:
+        process_groups.append(None)  # the default group
+    # A group that is there twice, as in two meshes, is reduced over once.
+    distinct_ranks = dict.fromkeys([ranks_of("max_over", group) for group in process_groups])
+    return _MaxOver(tuple(distinct_ranks))
 
 
 class _MaxOver:
+    """What `max_over` returns: a class, for the sake of its `repr`."""
+
     def __init__(self, groups: tuple[Ranks, ...]) -> None:
         self._groups = groups
 
@@ -134,7 +154,9 @@ class _MaxOver:
 
 def all_reduce(x: Tensor, op: str, ranks: Ranks) -> Tensor:
     """Return the sum or the max of a real tensor over ranks."""
-    return x if ranks.size == 1 else _waited(_ops().all_reduce(x.contiguous(), op, ranks.name))
+    if ranks.size == 1:
+        return x
+    return _waited(_ops().all_reduce(x.contiguous(), op, ranks.name))
 
 
 def largest(amax: Tensor, ranks: Ranks) -> Tensor:
@@ -150,77 +172,107 @@ def comparable(amax: Tensor) -> Tensor:
 def all_reduce_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
     """Return the sums over ranks, by one all-reduce per large tensor and one per dtype for the small ones."""
 
-    def reduced(group: list[Tensor]) -> list[Tensor]:
-        if len(group) == 1:  # without views around it, or the compiler waits for it before the backward pass goes on
-            return [all_reduce(group[0], "sum", ranks)]
-        total = all_reduce(torch.cat([x.reshape(-1) for x in group]), "sum", ranks)
-        return [part.view(x.shape) for x, part in zip(group, torch.split(total, [x.numel() for x in group]))]
+    def reduced(together: list[Tensor]) -> list[Tensor]:
+        if len(together) == 1:  # without views around it, or the compiler waits for it before the backward pass goes on
+            return [all_reduce(together[0], "sum", ranks)]
+        buffer = torch.cat([tensor.reshape(-1) for tensor in together])
+        sums = torch.split(all_reduce(buffer, "sum", ranks), [tensor.numel() for tensor in together])
+        return [sum_of_one.view(tensor.shape) for tensor, sum_of_one in zip(together, sums)]
 
-    return _in_groups(reduced, tensors, ranks)
+    return _with_small_ones_merged(reduced, tensors, ranks)
 
 
 def all_gather_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
     """Return the tensors of all ranks along their first dimensions, by as few all-gathers."""
 
-    def gathered(group: list[Tensor]) -> list[Tensor]:
-        sent = group[0].contiguous() if len(group) == 1 else torch.cat([x.reshape(-1) for x in group])
-        found = _waited(_ops().all_gather_into_tensor(sent, ranks.size, ranks.name))
-        if len(group) == 1:
-            return [found]
-        parts = torch.split(found.view(ranks.size, -1), [x.numel() for x in group], 1)
-        return [part.reshape(-1, *x.shape[1:]) for x, part in zip(group, parts)]
+    def gathered_buffer(buffer: Tensor) -> Tensor:
+        return _waited(_ops().all_gather_into_tensor(buffer, ranks.size, ranks.name))
 
-    return _in_groups(gathered, tensors, ranks)
+    def gathered(together: list[Tensor]) -> list[Tensor]:
+        if len(together) == 1:
+            return [gathered_buffer(together[0].contiguous())]
+        buffer = torch.cat([tensor.reshape(-1) for tensor in together])
+        # A row per rank; the elements of one tensor are some of its columns.
+        rows = gathered_buffer(buffer).view(ranks.size, -1)
+        columns = torch.split(rows, [tensor.numel() for tensor in together], dim=1)
+        return [values.reshape(-1, *tensor.shape[1:]) for tensor, values in zip(together, columns)]
+
+    return _with_small_ones_merged(gathered, tensors, ranks)
 
 
 def reduce_scatter_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
     """Return this rank's parts (first dimension) of the sums over ranks, by as few reduce-scatters."""
 
-    def scattered(group: list[Tensor]) -> list[Tensor]:
-        rows = [x.reshape(ranks.size, -1) for x in group]
-        sent = group[0].contiguous() if len(group) == 1 else torch.cat(rows, 1).reshape(-1)
-        found = _waited(_ops().reduce_scatter_tensor(sent, "sum", ranks.size, ranks.name))
-        if len(group) == 1:
-            return [found]
-        parts = torch.split(found, [row.shape[1] for row in rows])
-        return [part.view(-1, *x.shape[1:]) for x, part in zip(group, parts)]
+    def scattered_buffer(buffer: Tensor) -> Tensor:
+        return _waited(_ops().reduce_scatter_tensor(buffer, "sum", ranks.size, ranks.name))
 
-    return _in_groups(scattered, tensors, ranks)
+    def scattered(together: list[Tensor]) -> list[Tensor]:
+        if len(together) == 1:
+            return [scattered_buffer(together[0].contiguous())]
+        # A row per rank: its parts of all tensors, one after the other.
+        rows_by_tensor = [tensor.reshape(ranks.size, -1) for tensor in together]
+        buffer = torch.cat(rows_by_tensor, 1).reshape(-1)
+        parts = torch.split(scattered_buffer(buffer), [rows.shape[1] for rows in rows_by_tensor])
+        return [part.view(-1, *tensor.shape[1:]) for tensor, part in zip(together, parts)]
+
+    return _with_small_ones_merged(scattered, tensors, ranks)
 
 
-def _in_groups(fn: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
+def _with_small_ones_merged(
+    collective: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor], ranks: Ranks
+) -> list[Tensor]:
+    """Return the results of a collective for every tensor, by one call per large tensor and per dtype of small ones.
+
+    Args:
+        collective: a function of real tensors of one dtype, which it sends together.
+        tensors: real or complex tensors.
+        ranks: the ranks; a single one has the results already.
+    """
     # Not Inductor's coalesced collectives: with gloo they abort the process (2.13); for NCCL merging small ones is
     # enough.
-    done = list(tensors)
+    results = list(tensors)
     if ranks.size == 1:
-        return done
-    real = [torch.view_as_real(value) if value.is_complex() else value for value in tensors]
-    small = [value.numel() * value.element_size() < _SMALL for value in real]
-    groups = [[place] for place in range(len(real)) if not small[place]]
-    for dtype in dict.fromkeys([value.dtype for value in real]):  # last, because compilers keep the collectives' order
-        groups.append([place for place, value in enumerate(real) if small[place] and value.dtype == dtype])
-    for places in [places for places in groups if places]:
-        for place, value in zip(places, fn([real[place] for place in places])):
-            done[place] = torch.view_as_complex(value) if tensors[place].is_complex() else value
-    return done
+        return results
+    real_tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    for indices in _sent_together(real_tensors):
+        outputs = collective([real_tensors[index] for index in indices])
+        for index, output in zip(indices, outputs):
+            results[index] = torch.view_as_complex(output) if tensors[index].is_complex() else output
+    return results
+
+
+def _sent_together(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of the tensors of each collective."""
+    large: list[list[int]] = []
+    small_by_dtype: dict[torch.dtype, list[int]] = {tensor.dtype: [] for tensor in tensors}
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() * tensor.element_size() < _SMALL:
+            small_by_dtype[tensor.dtype].append(index)
+        else:
+            large.append([index])
+    # The small ones last, because compilers keep the collectives' order.
+    return large + [indices for indices in small_by_dtype.values() if indices]
 
 
 def broadcast(x: Tensor, ranks: Ranks) -> Tensor:
     """Return the first rank's tensor, of any dtype."""
     if ranks.size == 1:
         return x
-    data = x.contiguous().reshape(-1).view(torch.uint8)  # gloo does not support every dtype
-    return _waited(_ops().broadcast(data, 0, ranks.name)).view(x.dtype).view(x.shape)
+    as_bytes = x.contiguous().reshape(-1).view(torch.uint8)  # gloo does not support every dtype
+    return _waited(_ops().broadcast(as_bytes, 0, ranks.name)).view(x.dtype).view(x.shape)
 
 
 def _ops() -> Any:
+    """Return torch's functional collectives: operations that return a tensor to wait for."""
     return torch.ops._c10d_functional
 
 
 def _waited(x: Tensor) -> Tensor:
+    """Return what a collective returned, when it has arrived."""
     waited: Tensor = _ops().wait_tensor(x)
     return waited
 
 
 def _is_mesh(group: Any) -> bool:
+    """Return whether this is a DeviceMesh, without importing the class."""
     return hasattr(group, "get_all_groups") and hasattr(group, "ndim")

@@ -31,7 +31,8 @@ from funcamp.distributed.collectives import (
 )
 from funcamp.distributed.shards import summed_slices
 
-_ONE = Ranks("", 1, 0)
+#: The ranks of one process.
+_ONE_RANK = Ranks("", 1, 0)
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -82,7 +83,7 @@ class DataParallel(Parallel):
         "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
     """
 
-    ranks: Ranks = _ONE
+    ranks: Ranks = _ONE_RANK
     dtype: torch.dtype | None = None
     mean_buffers: bool = True
 
@@ -101,38 +102,55 @@ class DataParallel(Parallel):
             raise TypeError(f"{call}: dtype must be a torch.dtype; got {dtype!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"{call}: dtype must be a floating-point type; got {dtype}")
-        shard, mean_buffers = boolean(call, "shard", shard), boolean(call, "mean_buffers", mean_buffers)
-        super().__init__(None, ranks.size, shard, integer(call, "buckets", buckets, 1))
-        vars(self).update(ranks=ranks, dtype=dtype, mean_buffers=mean_buffers)
+        checked_shard = boolean(call, "shard", shard)
+        checked_mean_buffers = boolean(call, "mean_buffers", mean_buffers)
+        checked_buckets = integer(call, "buckets", buckets, 1)
+        super().__init__(reduce=None, size=ranks.size, shard=checked_shard, buckets=checked_buckets)
+        # The class is frozen, and its arguments are not its fields: a group is stored as its constants.
+        vars(self).update(ranks=ranks, dtype=dtype, mean_buffers=checked_mean_buffers)
 
     def __repr__(self) -> str:
-        return f"DataParallel(rank {self.ranks.rank} of {self.ranks.size}{', shard=True' if self.shard else ''})"
+        sharding = ", shard=True" if self.shard else ""
+        return f"DataParallel(rank {self.ranks.rank} of {self.ranks.size}{sharding})"
 
     def check(self, call: str, params: Params) -> None:
         """Raise ValueError if the parameters are not laid out as `own_part` does it."""
-        if params.ranks == (self.ranks if self.shard else None):
+        expected_ranks = self.ranks if self.shard else None
+        if params.ranks == expected_ranks:
             return
-        rule = f"not be sharded; distributed.gather_state gives the full state; got params {params!r}"
         if self.shard:
-            made = "as its init and load_state_dict return it"
-            rule = f"be sharded over this step's ranks, {made}; got params {params!r} with {self!r}"
-        raise ValueError(f"{call}: state must {rule}")
+            raise ValueError(
+                f"{call}: state must be sharded over this step's ranks, as its init and load_state_dict return it; got "
+                f"params {params!r} with {self!r}"
+            )
+        raise ValueError(
+            f"{call}: state must not be sharded; distributed.gather_state gives the full state; got params {params!r}"
+        )
 
     def agree(self, described: list[str]) -> None:
         """Raise ValueError on all ranks if a rank's step differs from the first rank's; reads the host."""
-        own = [(name, getattr(self, name)) for name in ("shard", "dtype", "buckets", "mean_buffers")]
-        described = described + [f"{name} of DataParallel is {value}" for name, value in own]
+        options = {
+            "shard": self.shard,
+            "dtype": self.dtype,
+            "buckets": self.buckets,
+            "mean_buffers": self.mean_buffers,
+        }
+        described = described + [f"{name} of DataParallel is {value}" for name, value in options.items()]
         check_alike("the optimizer and every constant must be the same on all ranks", described, self.ranks)
 
     def broadcast_first(self, tree: Tree) -> None:
         """Write the first rank's values into tensors that have the same names on all ranks."""
         if self.ranks.size == 1:  # a tensor written onto itself would count as changed
             return
-        single = expand(tree)
-        named = zip(_tree.names(single), _tree.leaves(single))
-        rule = "params and buffers must have the same names, shapes and dtypes on all ranks"
-        described = [f"{name} is {_tree.describe(leaf).rpartition(' on ')[0]}" for name, leaf in named]
-        check_alike(rule, described, self.ranks)
+        # Tensors are compared one by one under their names, and sent in groups.
+        by_tensor = expand(tree)
+        described: list[str] = []
+        for name, leaf in zip(_tree.names(by_tensor), _tree.leaves(by_tensor)):
+            without_device, _, _ = _tree.describe(leaf).rpartition(" on ")
+            described.append(f"{name} is {without_device}")
+        check_alike(
+            "params and buffers must have the same names, shapes and dtypes on all ranks", described, self.ranks
+        )
         for leaf in _tree.leaves(tree):
             if leaf is not None:
                 local(leaf).copy_(broadcast(local(leaf), self.ranks))
@@ -155,68 +173,107 @@ class DataParallel(Parallel):
         """
         if self.ranks.size == 1:
             return squares, finite, records
-        merges = [tape.over_ranks is not None for tape in tapes]
-        leaves, spec = _tree.flatten([record for record, merge in zip(records, merges) if merge])
+        merged_tapes = [number for number, tape in enumerate(tapes) if tape.over_ranks is not None]
+        leaves, spec = _tree.flatten([records[number] for number in merged_tapes])
         if isinstance(share, Tensor):
+            # A rank without a share does not count: its records become 0, the least that a magnitude can be.
             leaves = [torch.where(share == 0, 0.0, leaf) for leaf in leaves]
         if self.shard:
             squares, finite, leaves = self._joined_slices(squares, finite, leaves)
         else:
             leaves = [largest(leaf, self.ranks) for leaf in leaves]
-        merged = iter(_tree.unflatten(leaves, spec))
-        return squares, finite, [next(merged) if merge else record for record, merge in zip(records, merges)]
+        joined_records = list(records)
+        for number, record in zip(merged_tapes, _tree.unflatten(leaves, spec)):
+            joined_records[number] = record
+        return squares, finite, joined_records
 
     def _joined_slices(
         self, squares: Tensor, finite: Tensor, records: list[Tensor]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the sum of squares, the finite flag and the largest records of all ranks, by one all-gather."""
-        wide = squares.dtype
-        flat_records = [comparable(record).reshape(-1).to(wide) for record in records]
-        (rows,) = all_gather_each([torch.cat([torch.stack([squares, finite.to(wide)]), *flat_records])], self.ranks)
-        both, *columns = torch.split(
-            rows.view(self.ranks.size, -1), [2, *[record.numel() for record in records]], dim=1
+        dtype_sent = squares.dtype
+        squares_and_finite = torch.stack([squares, finite.to(dtype_sent)])
+        flat_records = [comparable(record).reshape(-1).to(dtype_sent) for record in records]
+        (gathered,) = all_gather_each([torch.cat([squares_and_finite, *flat_records])], self.ranks)
+        # A row per rank: the two numbers, then the records.
+        rows = gathered.view(self.ranks.size, -1)
+        squares_and_finite_by_rank, *values_by_record = torch.split(
+            rows, [2, *[record.numel() for record in records]], dim=1
         )
-        largest_records = [
-            column.amax(0).to(record.dtype).view(record.shape) for column, record in zip(columns, records)
-        ]
-        return both[:, 0].sum(), (both[:, 1] != 0).all(), largest_records
+        largest_records: list[Tensor] = []
+        for record, values in zip(records, values_by_record):
+            largest_records.append(values.amax(0).to(record.dtype).view(record.shape))
+        squares_by_rank = squares_and_finite_by_rank[:, 0]
+        finite_by_rank = squares_and_finite_by_rank[:, 1] != 0
+        return squares_by_rank.sum(), finite_by_rank.all(), largest_records
 
     def summed(self, result: Result, share: Share, before: dict[str, Tensor]) -> Result:
         """Return the summed gradients, and the means of loss and floating-point buffers weighted by share."""
-        grads, loss, after = result.gradients, result.loss, result.buffers
+        gradients = result.gradients
         if self.ranks.size == 1:
-            return result._replace(gradients=self._summed(grads, [])[0])
-        names = [name for name, value in after.items() if self.mean_buffers and value.is_floating_point()]
-        values = [loss, *[after[name] for name in names]]
-        wide = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-        parts = [weighed(value.reshape(-1).to(wide), share) for value in values]
-        if names:  # last, so that a buffer that no rank wrote keeps its bits
-            written = [(after[name] != before[name]).any().to(wide) for name in names]
-            parts.append(weighed(torch.stack(written), share))
+            summed_gradients, _ = self._summed(gradients, [])
+            return result._replace(gradients=summed_gradients)
+        names = [name for name, value in result.buffers.items() if self.mean_buffers and value.is_floating_point()]
+        shares_of_means = _shares_of_means(result, share, before, names)
         if isinstance(share, Tensor):  # the backward pass of a mean over 0 examples gives NaN
-            grads = _tree.map_leaves(lambda leaf: torch.where(share == 0, 0.0, leaf), *_tree.flatten(grads))
-        grads, (total,) = self._summed(grads, [torch.cat(parts)])
-        mean, *sums = torch.split(total, [part.numel() for part in parts])
-        new = {}
-        for place, name in enumerate(names):
-            old = before[name]
-            new[name] = torch.where(sums[-1][place] == 0, old, sums[place].view(old.shape)).to(old.dtype)
-        return result._replace(gradients=grads, loss=mean.reshape(()).to(loss.dtype), buffers={**after, **new})
+            leaves, spec = _tree.flatten(gradients)
+            gradients = _tree.map_leaves(lambda leaf: torch.where(share == 0, 0.0, leaf), leaves, spec)
+        summed_gradients, (means,) = self._summed(gradients, [torch.cat(shares_of_means)])
+        mean_loss, *sums = torch.split(means, [values.numel() for values in shares_of_means])
+        buffers = dict(result.buffers)
+        for number, name in enumerate(names):
+            buffer_before = before[name]
+            share_that_wrote = sums[-1][number]
+            mean = sums[number].view(buffer_before.shape)
+            buffers[name] = torch.where(share_that_wrote == 0, buffer_before, mean).to(buffer_before.dtype)
+        loss = mean_loss.reshape(()).to(result.loss.dtype)
+        return result._replace(gradients=summed_gradients, loss=loss, buffers=buffers)
 
-    def _summed(self, grads: Params, more: list[Tensor]) -> tuple[Params, list[Tensor]]:
+    def _summed(self, gradients: Params, more: list[Tensor]) -> tuple[Params, list[Tensor]]:
         """Sum gradients and further tensors over ranks."""
-        flat, spec = _tree.flatten(grads)
-        values = [settled_sum(leaf) for leaf in flat]
+        leaves, spec = _tree.flatten(gradients)
+        groups = [settled_sum(leaf) for leaf in leaves]
         if self.dtype is not None:
-            values = [v if v is None or v.is_complex() else v.to(self.dtype) for v in values]
+            groups = [_in_dtype(group, self.dtype) for group in groups]
         if self.ranks.size == 1 and not self.shard:
-            return _tree.unflatten(values, spec), more
+            return _tree.unflatten(groups, spec), more
         if self.shard:
-            slices = summed_slices(Params(tuple(values), grads.layout), self.ranks)
+            slices = summed_slices(Params(tuple(groups), gradients.layout), self.ranks)
             return slices, all_reduce_each(more, self.ranks)
-        order = grads.layout.last_first()
-        held = [number for number in order if values[number] is not None]
-        sums = all_reduce_each([*[local(values[number]) for number in held], *more], self.ranks)
-        for number, value in zip(held, sums):
-            values[number] = as_dtensor_like(values[number], value)
-        return _tree.unflatten(values, spec), sums[len(held) :]
+        # In the order in which gradients complete, so that a collective can overlap the rest of the backward pass.
+        numbers = [number for number in gradients.layout.last_first() if groups[number] is not None]
+        local_groups = [local(groups[number]) for number in numbers]
+        sums = all_reduce_each([*local_groups, *more], self.ranks)
+        for number, summed_group in zip(numbers, sums):
+            groups[number] = as_dtensor_like(groups[number], summed_group)
+        return _tree.unflatten(groups, spec), sums[len(numbers) :]
+
+
+def _shares_of_means(result: Result, share: Share, before: dict[str, Tensor], names: list[str]) -> list[Tensor]:
+    """Return this rank's shares of what is averaged over ranks, one-dimensional and in one dtype.
+
+    Args:
+        result: of this rank.
+        share: of this rank.
+        before: the buffers before the step.
+        names: the names of the buffers that are averaged.
+
+    Returns:
+        The shares of the loss and of each buffer; if there are buffers, then also for each whether the forward pass
+        wrote it, so that one that no rank wrote keeps its bits.
+    """
+    values = [result.loss, *[result.buffers[name] for name in names]]
+    has_float64 = any(value.dtype == torch.float64 for value in values)
+    dtype = torch.float64 if has_float64 else torch.float32
+    shares = [weighed(value.reshape(-1).to(dtype), share) for value in values]
+    if names:
+        is_written = [(result.buffers[name] != before[name]).any().to(dtype) for name in names]
+        shares.append(weighed(torch.stack(is_written), share))
+    return shares
+
+
+def _in_dtype(group: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a group of gradients in the dtype in which they are summed; complex ones in their own."""
+    if group is None or group.is_complex():
+        return group
+    return group.to(dtype)

@@ -21,11 +21,16 @@ from funcamp.distributed.collectives import Ranks, process_group, reduce_scatter
 
 def summed_slices(params: Params, ranks: Ranks) -> Params:
     """Return this rank's slices of the sum over ranks, by one reduce-scatter per large group and dtype."""
+    # In the order in which gradients complete, so that a collective can overlap the rest of the backward pass.
+    padded_groups: dict[int, Tensor] = {}
+    for number in params.layout.last_first():
+        group = params.groups[number]
+        if group is not None:
+            padded_groups[number] = ranks.padded(group)
     groups = list(params.groups)
-    present = [number for number in params.layout.last_first() if groups[number] is not None]
-    padded = [ranks.padded(group) for group in [groups[number] for number in present] if group is not None]
-    for number, part in zip(present, reduce_scatter_each(padded, ranks)):
-        groups[number] = part
+    slices = reduce_scatter_each(list(padded_groups.values()), ranks)
+    for number, slice_of_sum in zip(padded_groups, slices):
+        groups[number] = slice_of_sum
     return Params(tuple(groups), params.layout, ranks)
 
 
@@ -33,13 +38,24 @@ def pieces_of(params: Params, number: int) -> list[Tensor]:
     """Return the pieces of a group's tensors that are in this rank's slice, then the padding at the end.
 
     A tensor of other ranks has an empty piece.
+
+    Args:
+        params: sharded parameters.
+        number: the number of the group, which must not be None.
     """
-    group, ranks = params.groups[number], params.ranks
-    assert group is not None
+    own_slice = params.groups[number]
+    ranks = params.ranks
+    assert own_slice is not None
     assert ranks is not None
-    begin, sizes = ranks.rank * group.numel(), params.layout.pieces[number]
-    ends = [min(max(end - begin, 0), group.numel()) for end in itertools.accumulate(sizes)]
-    return [group[start:end] for start, end in zip([0, *ends], [*ends, group.numel()])]
+    slice_size = own_slice.numel()
+    slice_start = ranks.rank * slice_size
+    # Where the pieces end, from the start of the slice: a number outside of the slice becomes its nearest end.
+    ends = [
+        min(max(end_in_group - slice_start, 0), slice_size)
+        for end_in_group in itertools.accumulate(params.layout.padded_sizes[number])
+    ]
+    starts = [0, *ends]
+    return [own_slice[start:end] for start, end in zip(starts, [*ends, slice_size])]
 
 
 def slice_of(params: Params) -> Tree:
@@ -55,15 +71,18 @@ def slice_of(params: Params) -> Tree:
     mesh = DeviceMesh.from_group(process_group(ranks), device)
     if _upstream.KEPT_GROUP.present:
         mesh._pg_registry.clear()  # read only when Dynamo traces the mesh
-    found: list[Tensor | None] = []
-    for group, sizes in zip(params.groups, params.layout.pieces):
-        if group is None or not group.dim():
-            found.append(group)
+    groups: list[Tensor | None] = []
+    for own_slice, padded_sizes in zip(params.groups, params.layout.padded_sizes):
+        if own_slice is None or not own_slice.dim():  # a number per group is the same on every rank
+            groups.append(own_slice)
             continue
-        size = sum(sizes)
-        held = group[: max(0, min(group.numel(), size - ranks.rank * group.numel()))]
-        found.append(DTensor.from_local(held, mesh, [Shard(0)], shape=torch.Size([size]), stride=(1,)))
-    return found
+        group_size = sum(padded_sizes)
+        slice_start = ranks.rank * own_slice.numel()
+        # The last ranks may have less of the group than a slice, or nothing: the rest is zeros.
+        size_without_padding = max(0, min(own_slice.numel(), group_size - slice_start))
+        part = own_slice[:size_without_padding]
+        groups.append(DTensor.from_local(part, mesh, [Shard(0)], shape=torch.Size([group_size]), stride=(1,)))
+    return groups
 
 
 def _by_name(params: Params) -> dict[str, Tensor | None]:

@@ -103,7 +103,7 @@ class Float8Layers:
             return {}
         rows: dict[int | None, Tensor] = dict(zip(inputs.float8_inputs(), self._scale(state, inputs)))
         by_path: dict[str, Tensor] = {}
-        for name, number, in_float8 in zip(inputs.names or (), inputs.numbers, inputs.in_float8):
+        for name, number, in_float8 in zip(inputs.names or (), inputs.input_of_leaf, inputs.leaf_in_float8):
             if in_float8:
                 by_path[name.rpartition(".")[0]] = rows[number].clone()
         return by_path

@@ -72,7 +72,7 @@ def _gathered(
         sent.append(torch.cat([piece.view(torch.uint8) for piece in [*pieces, padding.to(FORWARD)]]))
     groups: list[Tensor | None] = [None] * len(params.groups)
     for group, whole in zip(chosen, ranks.gather(sent)):
-        groups[group] = whole.view(FORWARD)[: sum(layout.pieces[group])]
+        groups[group] = whole.view(FORWARD)[: sum(layout.padded_sizes[group])]
     values = layout.views(tuple(groups), local)
     made = {}
     for number, amax in zip(local, amaxes):

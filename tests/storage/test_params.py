@@ -52,7 +52,7 @@ def test_any_tree_comes_back(shapes: Any, random: Any) -> None:
     assert_same(flat.tree(), tree)
     assert_same(flat.ravel(tree), flat)
     assert_same(ravel(flat.tree()), flat)
-    assert sum(len(part) for part in flat.layout.pieces) == len(flat.layout.slots)
+    assert sum(len(part) for part in flat.layout.padded_sizes) == len(flat.layout.slots)
 
 
 def test_layout_of_a_group() -> None:
@@ -62,7 +62,7 @@ def test_layout_of_a_group() -> None:
         assert view.storage_offset() * 4 % 256 == 0
         if view.dim() >= 2 and view.numel():
             assert view.storage_offset() * 2 % 256 == 0, "the float16 copy of a matrix is aligned as well"
-    for group, sizes in zip(flat.groups, flat.layout.pieces):
+    for group, sizes in zip(flat.groups, flat.layout.padded_sizes):
         assert group is not None
         assert group.shape == (sum(sizes),)
         assert group.storage_offset() == 0

@@ -73,7 +73,7 @@ class NumericsReport:
 
     def __init__(self, recorder: Recorder) -> None:
         self.operations, self.records, self.passes = recorder.operations, recorder.records, recorder.passes
-        self._gradients, self.module, self._operands = recorder.gradients, recorder.module, recorder.operands
+        self._gradients, self.module, self._operands = recorder.gradients, recorder.modules.root, recorder.operands
         self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
 
     def __repr__(self) -> str:

@@ -59,7 +59,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, own: list[str
         picture = written[-1].read_bytes()
     except ImportError as error:
         sys.stderr.write(f"{error}\n")
-    report._page(args.out / "report.html", dtype, f"Numerics of {args.target}", picture)
+    report._write_page(args.out / "report.html", dtype, f"Numerics of {args.target}", picture)
     sys.stdout.write(f"{text}\nfiles: {', '.join(map(str, written))}\n")
     if ending is not None:
         raise ending

@@ -55,14 +55,14 @@ def has_values(x: object) -> TypeGuard[Tensor]:
 
 def count(x: Tensor) -> Tensor:
     """Return the row of a tensor's record."""
-    return counts([taken(x, None).unsqueeze(0)]).squeeze(0)
+    return counts([take_numbers(x, None).unsqueeze(0)]).squeeze(0)
 
 
 #: Neighbors taken together in a sample, because one number of a cache line costs as much as all of them.
 _BLOCK = 16
 
 
-def taken(x: Tensor, sample: int | None) -> Tensor:
+def take_numbers(x: Tensor, sample: int | None) -> Tensor:
     """Return a tensor's numbers as shape (n,); if it has more, about `sample` of them, evenly spread."""
     real_numbers = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
     numbers = real_numbers.detach().reshape(-1)

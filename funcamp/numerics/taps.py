@@ -16,14 +16,14 @@ from torch.autograd import Function
 
 from funcamp import _tree, _upstream
 from funcamp._upstream.autograd_function import keep_functions_whole
-from funcamp.numerics.counting import check_sample, check_values, count, taken
+from funcamp.numerics.counting import check_sample, check_values, count, take_numbers
 from funcamp.numerics.counting_pass import count_jointly
 from funcamp.numerics.record import Record
 
 
 def count_both(saved: Tensor, grad: Tensor, sample: int) -> Tensor:
     """Return the rows of a sample of the forward pass and of the gradient, counted together."""
-    return count_jointly([saved.unsqueeze(0), taken(grad, sample).unsqueeze(0)])
+    return count_jointly([saved.unsqueeze(0), take_numbers(grad, sample).unsqueeze(0)])
 
 
 class _Tap(Function):
@@ -34,7 +34,7 @@ class _Tap(Function):
         # With a sample all counting happens in the backward pass: fewer kernels to compile and to launch.
         # x is copied, because in-place operations may write the result; a compiler removes the copy.
         tapped = x.clone()
-        saved = count(x) if sample is None else taken(x, sample).clone()
+        saved = count(x) if sample is None else take_numbers(x, sample).clone()
         return tapped, saved
 
     @staticmethod

@@ -156,7 +156,7 @@ class Recorder(_Mode):
         yield JitStep, "__call__", self._wrap_step(_call_eagerly)
         yield TrainStep, "__call__", self._wrap_step(TrainStep.__call__)
         yield torch.autograd, "_engine_run_backward", self._wrap_backward(_engine)
-        for name in ("count", "count_both", "taken"):
+        for name in ("count", "count_both", "take_numbers"):
             yield taps, name, self._mute(getattr(taps, name))
         for scaling_call in _scaling_calls():
             function = getattr(scaling_call.owner, scaling_call.name)

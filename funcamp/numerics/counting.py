@@ -21,6 +21,11 @@ from funcamp._upstream.autograd_function import keep_functions_whole
 #: and one bin beyond each end; 2^-150 has a separate bin, because it becomes zero in float32.
 LOWEST, HIGHEST = -151, 128
 BINS = HIGHEST - LOWEST + 1
+
+#: The first columns of a row.
+COUNT, SUM, SUM_OF_SQUARES, NAN, POSINF, NEGINF, POSZERO, NEGZERO = range(8)
+
+#: Their number, after which come the counts between powers of two and those of powers, and the width of a row.
 HEAD = 8
 WIDTH = HEAD + 2 * BINS
 

@@ -13,7 +13,23 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp.numerics.counting import BINS, HEAD, HIGHEST, LOWEST, WIDTH, check_values, count
+from funcamp.numerics.counting import (
+    BINS,
+    COUNT,
+    HEAD,
+    HIGHEST,
+    LOWEST,
+    NAN,
+    NEGINF,
+    NEGZERO,
+    POSINF,
+    POSZERO,
+    SUM,
+    SUM_OF_SQUARES,
+    WIDTH,
+    check_values,
+    count,
+)
 from funcamp.numerics.formats import format_of
 
 
@@ -48,47 +64,47 @@ class Stats:
     @property
     def count(self) -> Tensor:
         """The number of elements."""
-        return self.row[..., 0]
+        return self.row[..., COUNT]
 
     @property
     def sum(self) -> Tensor:
         """The sum of the finite elements."""
-        return self.row[..., 1]
+        return self.row[..., SUM]
 
     @property
     def sum_of_squares(self) -> Tensor:
         """The sum of squares of the finite elements."""
-        return self.row[..., 2]
+        return self.row[..., SUM_OF_SQUARES]
 
     @property
     def nan(self) -> Tensor:
         """The number of NaNs."""
-        return self.row[..., 3]
+        return self.row[..., NAN]
 
     @property
     def posinf(self) -> Tensor:
         """The number of +inf."""
-        return self.row[..., 4]
+        return self.row[..., POSINF]
 
     @property
     def neginf(self) -> Tensor:
         """The number of -inf."""
-        return self.row[..., 5]
+        return self.row[..., NEGINF]
 
     @property
     def poszero(self) -> Tensor:
         """The number of 0.0."""
-        return self.row[..., 6]
+        return self.row[..., POSZERO]
 
     @property
     def negzero(self) -> Tensor:
         """The number of -0.0."""
-        return self.row[..., 7]
+        return self.row[..., NEGZERO]
 
     @property
     def nonfinite(self) -> Tensor:
         """The number of NaNs and infinities."""
-        return self.row[..., 3:6].sum(-1)
+        return self.row[..., NAN:POSZERO].sum(-1)
 
     @property
     def nonzero(self) -> Tensor:
@@ -168,11 +184,11 @@ class Stats:
         counts_between = torch.where(is_power_of_two, between, spread)
         counts_of_powers = torch.where(is_power_of_two, powers, 0.0)  # no power of two stays one otherwise
 
-        count = self.row[..., :1]
+        number_of_elements = self.row[..., :SUM]
         scaled_sum = self.sum.unsqueeze(-1) * factor
         scaled_sum_of_squares = self.sum_of_squares.unsqueeze(-1) * factor * factor
-        kinds = self.row[..., 3:HEAD]
-        columns = [count, scaled_sum, scaled_sum_of_squares, kinds, counts_between, counts_of_powers]
+        kinds = self.row[..., NAN:HEAD]
+        columns = [number_of_elements, scaled_sum, scaled_sum_of_squares, kinds, counts_between, counts_of_powers]
         return Stats(torch.cat(columns, -1))
 
     @property

@@ -100,8 +100,8 @@ class Recorder(_Mode):
         passes: int | None = None,
         loss_scale: float | None = None,
     ) -> None:
-        for name in (_current_node, _sequence_number, _engine, _Mode):
-            _upstream.check(name)
+        for private_name in (_current_node, _sequence_number, _engine, _Mode):
+            _upstream.check(private_name)
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.records: dict[str, Record] = {}
@@ -163,7 +163,7 @@ class Recorder(_Mode):
             yield scaling_call.owner, scaling_call.name, self._wrap_scaling(function, scaling_call.scale_after)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._phase is _Phase.ENDED:  # an `except BaseException` of the script caught it
+        if self._phase is _Phase.ENDED:  # an `except BaseException` of the script caught `Enough`
             raise Enough
         keywords = kwargs or {}
         if self._read_next is not None:
@@ -252,6 +252,7 @@ class Recorder(_Mode):
         return scale_loss
 
     def _note_losses(self, losses: Sequence[Any]) -> None:
+        """Remember whether each loss is finite, until its backward pass."""
         for loss in losses:
             if _is_countable(loss):
                 self._finite_losses.append(self._read(loss, _is_finite))
@@ -349,14 +350,14 @@ class Recorder(_Mode):
         if obstacle or not loss_is_finite or (is_finite and not narrow(operations)):
             return Pass(scale, loss_is_finite, is_finite, None, operations, obstacle)
 
-        def trial(exponent: int) -> Trial:
+        def try_exponent(exponent: int) -> Trial:
             if is_finite and exponent == 0:  # the run itself
                 return Trial(operations, True, {})
             return self._try_factor(repeat, 2.0**exponent)
 
         lowest, highest = _exponents_to_try(initial_dtypes, scale)
         try:
-            exponent, best = largest(trial, lowest, highest)
+            exponent, best = largest(try_exponent, lowest, highest)
         except Exception as error:  # of a user's hook, or of a function that allows only one backward pass
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return Pass(scale, True, is_finite, None, operations, lines[0])

@@ -16,7 +16,8 @@ Granularity = Literal["tensor", "row"]
 Amax = Literal["max", "most_recent"]
 
 #: The formats of the forward pass and of gradients, with their largest numbers.
-FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+FORWARD = torch.float8_e4m3fn
+BACKWARD = torch.float8_e5m2
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in (FORWARD, BACKWARD)}
 
 #: The sizes that float8 products accept are multiples of this.
@@ -66,10 +67,11 @@ class Float8Config:
     emulate: bool = False
 
     def __post_init__(self) -> None:
-        for name, kinds in (("scaling", Scaling), ("granularity", Granularity), ("amax", Amax)):
-            if getattr(self, name) not in get_args(kinds):
-                known = " or ".join(map(repr, get_args(kinds)))
-                raise ValueError(f"{_CALL}: {name} must be {known}; got {getattr(self, name)!r}")
+        for name, literal in (("scaling", Scaling), ("granularity", Granularity), ("amax", Amax)):
+            value = getattr(self, name)
+            choices = get_args(literal)
+            if value not in choices:
+                raise ValueError(f"{_CALL}: {name} must be {' or '.join(map(repr, choices))}; got {value!r}")
         for name in ("power_of_two", "emulate"):
             boolean(_CALL, name, getattr(self, name))
         integer(_CALL, "history", self.history, 1, 2**20)
@@ -81,8 +83,11 @@ class Float8Config:
             )
 
     def __str__(self) -> str:
-        parts = [f"{name}={value}" for name, value in vars(self).items() if name != "scaling" and value != _PLAIN[name]]
-        return "|".join([self.scaling, *parts])
+        parts: list[str] = [self.scaling]
+        for name, value in vars(self).items():
+            if name != "scaling" and value != _DEFAULTS[name]:
+                parts.append(f"{name}={value}")
+        return "|".join(parts)
 
     @classmethod
     def parse(cls, text: str) -> Float8Config:
@@ -95,18 +100,17 @@ class Float8Config:
         if not isinstance(text, str):
             raise TypeError(f"{_CALL}.parse: text must be a string; got {text!r}")
         scaling, *parts = text.split("|")
-        given: dict[str, Any] = {"scaling": scaling}
+        arguments: dict[str, Any] = {"scaling": scaling}
         for part in parts:
-            name, _, value = part.partition("=")
-            kind: Any = type(_PLAIN.get(name))
-            fits = {bool: value in ("True", "False"), int: value.isdecimal(), str: True}.get(kind, False)
-            if name in given or not fits:
-                names = ", ".join(_PLAIN)
+            name, _, text_value = part.partition("=")
+            value = _parse_value(name, text_value)
+            if name in arguments or value is None:
+                names = ", ".join(_DEFAULTS)
                 raise ValueError(
                     f"{_CALL}.parse: text must give each of {names} a valid value, once at most; got {part!r}"
                 )
-            given[name] = value == "True" if kind is bool else kind(value)
-        return cls(**given)
+            arguments[name] = value
+        return cls(**arguments)
 
     @property
     def by_row(self) -> bool:
@@ -118,7 +122,17 @@ class Float8Config:
         return "" if fits(shape) else f"its sizes {tuple(shape)} are not multiples of {MULTIPLE}"
 
 
-_PLAIN: dict[str, Any] = {field.name: field.default for field in fields(Float8Config)}
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Float8Config)}
+
+
+def _parse_value(name: str, text: str) -> bool | int | str | None:
+    """Return a field's value from its text; None if there is no such field, or the text is not of its type."""
+    default = _DEFAULTS.get(name)
+    if isinstance(default, bool):
+        return text == "True" if text in ("True", "False") else None
+    if isinstance(default, int):
+        return int(text) if text.isdecimal() else None
+    return text if isinstance(default, str) else None
 
 
 def check_config(call: str, config: object, scaling: Scaling | None = None) -> Float8Config:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,34 +21,44 @@ from funcamp.float8.product import Operands, Scales, product
 _LAYER = "_funcamp_layer"
 
 
+class StandInPlace(NamedTuple):
+    """Where a stand-in goes."""
+
+    modules: dict[str, nn.Module | None]
+    """The submodules of a module."""
+    name: str
+    """The layer's name among them."""
+    stand_in: nn.Module
+
+
 class StandIns:
     """The stand-ins of a module's linear layers, made once."""
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         self.running: list[Float8Linears] = []
         """The context that runs, if there is one; the stand-ins share this list."""
-        made = {id(layer): _stand_in(layer, self.running) for layer in layers}
-        self.places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
-        """Where each one goes: a module's dict, and the name in it."""
-        for part in model.modules():
-            for name, child in part._modules.items():
-                if id(child) in made:
-                    self.places.append((part._modules, name, made[id(child)]))
+        stand_ins = {id(layer): _make_stand_in(layer, self.running) for layer in layers}
+        self.places: list[StandInPlace] = []
+        for module in model.modules():
+            for name, child in module._modules.items():
+                if id(child) in stand_ins:
+                    self.places.append(StandInPlace(module._modules, name, stand_ins[id(child)]))
 
 
-def _stand_in(layer: nn.Module, running: list[Float8Linears]) -> nn.Module:
-    found: Any = copy.copy(layer)
-    found.__class__ = type(type(layer).__name__, (_InFloat8, type(layer)), {})
-    found._funcamp_running = running
-    object.__setattr__(found, _LAYER, layer)  # a plain attribute: the dict of submodules is the layer's own
-    own: nn.Module = found
-    return own
+def _make_stand_in(layer: nn.Module, running: list[Float8Linears]) -> nn.Module:
+    stand_in: Any = copy.copy(layer)
+    stand_in.__class__ = type(type(layer).__name__, (_InFloat8, type(layer)), {})
+    stand_in._funcamp_running = running
+    # A plain attribute: the copy shares the dict of submodules with the layer.
+    object.__setattr__(stand_in, _LAYER, layer)
+    module: nn.Module = stand_in
+    return module
 
 
 def layer_of(module: nn.Module) -> nn.Module:
     """Return the layer that a stand-in stands for; any other module as it is."""
-    found: nn.Module = vars(module).get(_LAYER, module)
-    return found
+    layer: nn.Module = vars(module).get(_LAYER, module)
+    return layer
 
 
 class _InFloat8(nn.Module):
@@ -73,8 +83,8 @@ class Float8Linears:
         stand_ins: those of the module.
         config: the configuration.
         delayed: the scales of delayed scaling, of all weights.
-        made: the operands of all weights.
-        places: the places of the weights among the inputs of a forward pass.
+        weight_operands: the operands of all weights.
+        input_numbers: the numbers of the weights among the inputs of a forward pass.
         tape: amaxes to differentiate with respect to; without records for current scaling.
     """
 
@@ -83,44 +93,50 @@ class Float8Linears:
         stand_ins: StandIns,
         config: Float8Config,
         delayed: Scales | None,
-        made: Sequence[Operands],
-        places: Sequence[int],
+        weight_operands: Sequence[Operands],
+        input_numbers: Sequence[int],
         tape: Tape,
     ) -> None:
-        self._stand_ins, self._config, self._delayed, self._operands = stand_ins, config, delayed, made
-        self._places, self.tape = places, tape
+        self._stand_ins = stand_ins
+        self._config = config
+        self._delayed = delayed
+        self._weight_operands = weight_operands
+        self._input_numbers = input_numbers
+        self.tape = tape
         self._weights: Sequence[Tensor] = ()
         self._amaxes: list[Tensor] = []
-        self._before: list[nn.Module | None] = []
+        self._replaced: list[nn.Module | None] = []
+        """What was in each place before the stand-in."""
 
     def begin(self, inputs: Sequence[Tensor], zeros: Tree) -> None:
         """Take the weights among the inputs of a forward pass, and the amaxes to differentiate with respect to."""
-        self._weights = [inputs[place] for place in self._places]
+        self._weights = [inputs[number] for number in self._input_numbers]
         self._amaxes = list(zeros.unbind()) if isinstance(zeros, Tensor) else []
 
     def __enter__(self) -> None:
-        self._before = [modules[name] for modules, name, _ in self._stand_ins.places]
+        places = self._stand_ins.places
+        self._replaced = [place.modules[place.name] for place in places]
         self._stand_ins.running.append(self)
-        for modules, name, stand_in in self._stand_ins.places:
-            modules[name] = stand_in
+        for place in places:
+            place.modules[place.name] = place.stand_in
 
     def __exit__(self, *_: object) -> None:
         self._stand_ins.running.pop()
-        for place, before in zip(self._stand_ins.places, self._before):
-            place[0][place[1]] = before
+        for place, module in zip(self._stand_ins.places, self._replaced):
+            place.modules[place.name] = module
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return what torch.nn.functional.linear does, in float8 if the weight is among those of `begin`."""
-        place = next((place for place, known in enumerate(self._weights) if known is weight), None)
-        if place is None:
+        index = next((index for index, known in enumerate(self._weights) if known is weight), None)
+        if index is None:
             return F.linear(x, weight, bias)
-        made = self._operands[place]
+        weight_operands = self._weight_operands[index]
         if self._delayed is None:
-            y: Tensor = product(x, weight, made, self._config, None, None)
+            y: Tensor = product(x, weight, weight_operands, self._config, None, None)
         else:
-            delayed = self._delayed.at(place)
+            delayed = self._delayed.at(index)
             # That of this use: a scan takes no two views of one tensor from outside.
-            made = made._replace(inverse=delayed.inverse[1])
+            weight_operands = weight_operands._replace(inverse=delayed.inverse[1])
             # The next use of this weight takes the amaxes of this one.
-            y, self._amaxes[place] = product(x, weight, made, self._config, delayed, self._amaxes[place])
+            y, self._amaxes[index] = product(x, weight, weight_operands, self._config, delayed, self._amaxes[index])
         return y if bias is None else y + bias.to(y.dtype)

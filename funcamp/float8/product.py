@@ -31,14 +31,14 @@ _scaled_mm: Any = _upstream.find("torch._scaled_mm")
 
 
 class Scales(NamedTuple):
-    """Delayed scales, and their reciprocals."""
+    """Scales that are known before the product, and their reciprocals."""
 
     scale: Tensor
     inverse: Tensor
 
-    def at(self, *place: int) -> Scales:
-        """Return those of a place."""
-        return Scales(self.scale[place], self.inverse[place])
+    def at(self, *index: int) -> Scales:
+        """Return the scales at an index."""
+        return Scales(self.scale[index], self.inverse[index])
 
 
 class Operands(NamedTuple):
@@ -48,34 +48,46 @@ class Operands(NamedTuple):
     transposed: Tensor
     inverse: Tensor
     """The reciprocal of the scale, or per row of those of the rows."""
-    across: Tensor | None
+    column_inverse: Tensor | None
     """Per row, of the scales of the columns, which the transposed matrix has; else None, because Dynamo takes no tensor
     twice."""
     amax: Tensor | None
     """With delayed scaling."""
 
+    def transposed_inverse(self) -> Tensor:
+        """Return the reciprocals of the scales of the transposed matrix."""
+        return self.inverse if self.column_inverse is None else self.column_inverse
+
 
 _FIELDS = len(Operands._fields)
 
 
-def operands(value: Tensor, config: Float8Config, delayed: Scales | None, dtype: torch.dtype = FORWARD) -> Operands:
+def make_operands(
+    matrix: Tensor, config: Float8Config, delayed: Scales | None, dtype: torch.dtype = FORWARD
+) -> Operands:
     """Scale a matrix into float8, with delayed scaling by a given scale."""
     if config.by_row:
-        rows, columns = (quantize(value, dtype, dim=dim, power_of_two=config.power_of_two) for dim in (1, 0))
-        scales = reciprocal(rows.scale), reciprocal(columns.scale)
-        return Operands(rows.values.contiguous(), columns.values.t().contiguous(), *scales, None)
+        rows = quantize(matrix, dtype, dim=1, power_of_two=config.power_of_two)
+        columns = quantize(matrix, dtype, dim=0, power_of_two=config.power_of_two)
+        inverse = reciprocal(rows.scale)
+        column_inverse = reciprocal(columns.scale)
+        return Operands(rows.values.contiguous(), columns.values.t().contiguous(), inverse, column_inverse, amax=None)
     if delayed is None:
-        values, scale = quantize(value, dtype, power_of_two=config.power_of_two)
-        inverse, amax = reciprocal(scale), None
-    else:
-        values, _ = quantize(value, dtype, scale=delayed.scale)
-        inverse, amax = delayed.inverse, amax_of(value)
-    return of_values(values, inverse, amax)
+        values, scale = quantize(matrix, dtype, power_of_two=config.power_of_two)
+        return operands_of_values(values, reciprocal(scale), None)
+    values, _ = quantize(matrix, dtype, scale=delayed.scale)
+    return operands_of_values(values, delayed.inverse, amax_of(matrix))
 
 
-def of_values(values: Tensor, inverse: Tensor, amax: Tensor | None) -> Operands:
+def operands_of_values(values: Tensor, inverse: Tensor, amax: Tensor | None) -> Operands:
     """Return the operands of a matrix in float8 with one scale."""
-    return Operands(values.contiguous(), values.t().contiguous(), inverse, None, amax)
+    return Operands(
+        plain=values.contiguous(),
+        transposed=values.t().contiguous(),
+        inverse=inverse,
+        column_inverse=None,
+        amax=amax,
+    )
 
 
 class _Product(Function):
@@ -92,49 +104,83 @@ class _Product(Function):
         inverse: Tensor | None,  # noqa: ARG004
         amax: Tensor | None,
         config: Float8Config,
-        *both: Any,
+        *operand_fields: Any,
     ) -> Any:
-        of_x, of_weight = _operands(both)
-        y = _multiply(of_x.plain, of_weight.plain, of_x.inverse, of_weight.inverse, None, x.dtype, config, True)
+        x_operands, weight_operands = _split_operands(operand_fields)
+        y = _multiply(
+            x_operands.plain,
+            weight_operands.plain,
+            x_operands.inverse,
+            weight_operands.inverse,
+            None,
+            x.dtype,
+            config,
+            True,
+        )
         return y if amax is None else (y, amax.clone())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        x, *saved, _, ctx.config = inputs[:7]
+        x, weight, follows_x, scale, inverse, _, config = inputs[:7]
         ctx.dtype = x.dtype
-        both = [one._replace(plain=None) for one in _operands(inputs[7:])]  # for the forward pass alone
-        ctx.save_for_backward(*saved, *both[0], *both[1])
+        ctx.config = config
+        x_operands, weight_operands = _split_operands(inputs[7:])
+        # The plain matrices are for the forward pass alone.
+        x_operands = x_operands._replace(plain=None)
+        weight_operands = weight_operands._replace(plain=None)
+        ctx.save_for_backward(weight, follows_x, scale, inverse, *x_operands, *weight_operands)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *merged: Tensor) -> Any:
-        weight, follows_x, scale, inverse, *both = ctx.saved_tensors
-        (of_x, of_weight), config = _operands(both), ctx.config
-        found = operands(grad, config, None if scale is None else Scales(scale, inverse), BACKWARD)
-        grad_x = grad_weight = amax = None
+    def backward(ctx: Any, grad: Tensor, *amaxes_of_later_uses: Tensor) -> Any:
+        weight, follows_x, scale, inverse, *operand_fields = ctx.saved_tensors
+        x_operands, weight_operands = _split_operands(operand_fields)
+        config = ctx.config
+        delayed = None if scale is None else Scales(scale, inverse)
+        grad_operands = make_operands(grad, config, delayed, BACKWARD)
+        grad_x = None
+        grad_weight = None
+        amax = None
         if ctx.needs_input_grad[0]:
-            pair = found.plain, of_weight.transposed, found.inverse, _across(of_weight)
-            grad_x = _multiply(*pair, weight, ctx.dtype, config, False)
+            grad_x = _multiply(
+                grad_operands.plain,
+                weight_operands.transposed,
+                grad_operands.inverse,
+                weight_operands.transposed_inverse(),
+                weight,
+                ctx.dtype,
+                config,
+                False,
+            )
         if ctx.needs_input_grad[1]:
-            pair = found.transposed, of_x.transposed, _across(found), _across(of_x)
-            grad_weight = _multiply(*pair, follows_x, weight.dtype, config, False)
-        if found.amax is not None:
-            amax = torch.maximum(torch.stack([of_x.amax, of_weight.amax, found.amax]), merged[0])
-        return grad_x, grad_weight, None, None, None, amax, None, *[None] * (2 * _FIELDS)
+            grad_weight = _multiply(
+                grad_operands.transposed,
+                x_operands.transposed,
+                grad_operands.transposed_inverse(),
+                x_operands.transposed_inverse(),
+                follows_x,
+                weight.dtype,
+                config,
+                False,
+            )
+        if grad_operands.amax is not None:
+            amaxes = torch.stack([x_operands.amax, weight_operands.amax, grad_operands.amax])
+            amax = torch.maximum(amaxes, amaxes_of_later_uses[0])
+        no_gradients_of_operands = [None] * (2 * _FIELDS)
+        return grad_x, grad_weight, None, None, None, amax, None, *no_gradients_of_operands
 
 
-def _operands(both: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the operands of x and of the weight."""
-    return Operands(*both[:_FIELDS]), Operands(*both[_FIELDS:])
-
-
-def _across(value: Operands) -> Tensor:
-    return value.inverse if value.across is None else value.across
+def _split_operands(fields: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the operands of x and of the weight from the fields of both."""
+    return Operands(*fields[:_FIELDS]), Operands(*fields[_FIELDS:])
 
 
 class _Kernel(Function):
     """a b^T in a dtype, without a derivative; under vmap one product after the other.
 
+    inverse_a, inverse_b: the reciprocals of the scales.
     follows: what b was made of, for the error of a second derivative.
+    dtype: of the product.
+    fast: `use_fast_accum` of torch's kernel on a GPU.
     """
 
     @staticmethod
@@ -148,15 +194,18 @@ class _Kernel(Function):
         config: Float8Config,
         fast: bool,
     ) -> Tensor:
-        b, kind = b.t(), a.device.type  # the kernel takes its second operand column by column
-        scales = inverse_a.reshape(-1, 1), inverse_b.reshape(1, -1)  # Inductor rejects a view of shape ()
-        made = torch.bfloat16 if config.by_row else dtype  # the GPU's kernel with scales per row makes no other
+        b = b.t()  # the kernel takes its second operand column by column
+        scale_a = inverse_a.reshape(-1, 1)  # Inductor rejects a view of shape ()
+        scale_b = inverse_b.reshape(1, -1)
+        kernel_dtype = torch.bfloat16 if config.by_row else dtype  # the GPU's kernel with scales per row has no other
+        device_type = a.device.type
         # On a CPU torch's float8 product is a product in float32, which autocast would lower.
-        with contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
+        with contextlib.nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False):
             if config.emulate:
-                return ((a.float() * scales[0]) @ (b.float() * scales[1])).to(made).to(dtype)
-            found: Tensor = _scaled_mm(a, b, *scales, out_dtype=made, use_fast_accum=fast)
-            return found.to(dtype)
+                emulated = (a.float() * scale_a) @ (b.float() * scale_b)
+                return emulated.to(kernel_dtype).to(dtype)
+            y: Tensor = _scaled_mm(a, b, scale_a, scale_b, out_dtype=kernel_dtype, use_fast_accum=fast)
+            return y.to(dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -171,11 +220,11 @@ class _Kernel(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-        each = [
-            [value if dim is None else value.select(dim, number) for value, dim in zip(args, in_dims)]
-            for number in range(info.batch_size)
-        ]
-        return torch.stack([_multiply(*one) for one in each]), 0
+        products = []
+        for sample in range(info.batch_size):
+            sample_args = [arg if dim is None else arg.select(dim, sample) for arg, dim in zip(args, in_dims)]
+            products.append(_multiply(*sample_args))
+        return torch.stack(products), 0
 
 
 _multiply: Any = _Kernel.apply
@@ -256,39 +305,46 @@ def scaled_mm(
     elif scale is not None or amax is not None:
         raise ValueError(f"{call}: scale and amax must not be given with current scaling, which has no state")
     delayed = None if scale is None else Scales(scale, reciprocal(scale))
-    made = operands(weight.detach(), config, delayed and delayed.at(1))
-    return product(x, weight, made, config, delayed, amax)
+    weight_operands = make_operands(weight.detach(), config, delayed and delayed.at(1))
+    return product(x, weight, weight_operands, config, delayed, amax)
 
 
 def product(
     x: Tensor,
     weight: Tensor,
-    made: Operands,
+    weight_operands: Operands,
     config: Float8Config,
     delayed: Scales | None,
     amax: Tensor | None,
 ) -> Any:
-    """Return `scaled_mm` of checked arguments, with the operands of the weight."""
+    """Return `scaled_mm` of checked arguments.
+
+    delayed: the scales of x, weight and gradient, shape (3,).
+    """
     if not config.emulate:
         check_device(x.device, config)
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    flat = x.reshape(-1, x.shape[-1])
-    rows = flat.shape[0]
-    filling = -rows % MULTIPLE if rows else MULTIPLE
-    if filling:
-        flat = F.pad(flat, (0, 0, 0, filling))
+    matrix = x.reshape(-1, x.shape[-1])
+    rows = matrix.shape[0]
+    missing_rows = -rows % MULTIPLE if rows else MULTIPLE
+    if missing_rows:
+        matrix = F.pad(matrix, (0, 0, 0, missing_rows))
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()
-    entered = operands(flat.detach(), config, delayed and delayed.at(0))
-    of_grad = (None, None) if delayed is None else delayed.at(2)
-    function: Any = _Product
+    x_operands = make_operands(matrix.detach(), config, delayed and delayed.at(0))
+    grad_scale, grad_inverse = (None, None) if delayed is None else delayed.at(2)
     # To save x would keep its memory; a second derivative with respect to x must still reach the error of `_Kernel`.
-    follows_x = flat[:0].clone()
-    out = function.apply(flat, weight, follows_x, *of_grad, amax, config, *entered, *made)
-    y, *merged = (out,) if amax is None else out
-    y = y[:rows].reshape(*x.shape[:-1], weight.shape[0])
-    return (y, *merged) if merged else y
+    follows_x = matrix[:0].clone()
+    function: Any = _Product
+    result = function.apply(
+        matrix, weight, follows_x, grad_scale, grad_inverse, amax, config, *x_operands, *weight_operands
+    )
+    output_shape = (*x.shape[:-1], weight.shape[0])
+    if amax is None:
+        return result[:rows].reshape(output_shape)
+    y, amax_for_next_use = result
+    return y[:rows].reshape(output_shape), amax_for_next_use
 
 
 def check_device(device: torch.device, config: Float8Config) -> None:

@@ -13,8 +13,9 @@ from funcamp._scaler.precision import reciprocal, widen
 from funcamp.float8.config import FORWARD, LARGEST
 
 #: The smallest amax that torchao distinguishes from 0.
-_LEAST = 1e-12
+_SMALLEST_AMAX = 1e-12
 
+#: The dtypes that are quantized.
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -89,13 +90,14 @@ def quantize(
 
 def amax_of(x: Tensor, dim: int | None = None) -> Tensor:
     """Return the largest magnitude of a tensor, or of each of its rows along a dimension; NaN if any is."""
-    magnitude = x.abs()
-    return (magnitude.amax() if dim is None else magnitude.amax(dim, keepdim=True)).float()
+    magnitudes = x.abs()
+    amax = magnitudes.amax() if dim is None else magnitudes.amax(dim, keepdim=True)
+    return amax.float()
 
 
 def current_scale(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
     """Return f32(largest / max(f64(amax), 1e-12)), or the power of two below it."""
-    scale = (LARGEST[dtype] / widen(amax).clamp(min=_LEAST)).float()
+    scale = (LARGEST[dtype] / widen(amax).clamp(min=_SMALLEST_AMAX)).float()
     if not power_of_two:
         return scale
     mantissa, _ = torch.frexp(scale)  # exact, unlike the logarithm: in [0.5, 1)

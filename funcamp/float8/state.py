@@ -56,10 +56,10 @@ def init(config: Float8Config, products: int, *, device: torch.device | str | No
         torch.Size([16, 2, 3])
     """
     config = check_config("float8.init", config, "delayed")
-    count = integer("float8.init", "products", products, 0)
+    products = integer("float8.init", "products", products, 0)
     return Float8State(
-        torch.zeros(config.history, count, 3, dtype=torch.float32, device=device),
-        torch.ones(count, 3, dtype=torch.float32, device=device),
+        history=torch.zeros(config.history, products, 3, dtype=torch.float32, device=device),
+        scale=torch.ones(products, 3, dtype=torch.float32, device=device),
     )
 
 
@@ -107,16 +107,20 @@ def update(state: Float8State, amax: Tensor, config: Float8Config, *, found_inf:
         if not isinstance(found_inf, Tensor) or found_inf.dim():
             raise TypeError(f"{call}: found_inf must be a tensor of shape () or None; got {_tree.brief(found_inf)}")
         enters = enters & (found_inf == 0)
-    entered = torch.cat([amax[None], history[:-1]])
-    present = entered.amax(0) if config.amax == "max" else amax
+    next_history = torch.cat([amax[None], history[:-1]])
+    amax_of_history = next_history.amax(0) if config.amax == "max" else amax
     largest = torch.where(_is_gradient(scale), LARGEST[BACKWARD], LARGEST[FORWARD]) * 2.0**-config.margin
-    moved = (widen(largest) / widen(present)).float().clamp(max=_FLOAT32_MAX)
-    return Float8State(torch.where(enters, entered, history), torch.where(enters, moved, scale))
+    next_scale = (widen(largest) / widen(amax_of_history)).float().clamp(max=_FLOAT32_MAX)
+    return Float8State(
+        history=torch.where(enters, next_history, history),
+        scale=torch.where(enters, next_scale, scale),
+    )
 
 
 def with_loss_scale(scale: Tensor, loss_scale: Tensor) -> Tensor:
     """Return the scales for the gradients of a loss that is multiplied by a loss scale."""
-    return torch.where(_is_gradient(scale), (scale * reciprocal(loss_scale)).clamp(max=_FLOAT32_MAX), scale)
+    divided = (scale * reciprocal(loss_scale)).clamp(max=_FLOAT32_MAX)
+    return torch.where(_is_gradient(scale), divided, scale)
 
 
 def without_loss_scale(amax: Tensor, loss_scale: Tensor) -> Tensor:
@@ -125,6 +129,7 @@ def without_loss_scale(amax: Tensor, loss_scale: Tensor) -> Tensor:
 
 
 def _is_gradient(values: Tensor) -> Tensor:
+    """Return which of a product's three tensors is the gradient, the last; bool, shape (3,)."""
     return torch.arange(3, device=values.device) == 2  # torch.tensor([...]) would copy from the host
 
 

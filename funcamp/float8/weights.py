@@ -15,7 +15,7 @@ from funcamp._tree import settled
 from funcamp.distributed.collectives import Ranks, largest
 from funcamp.distributed.shards import pieces_of
 from funcamp.float8.config import FORWARD, Float8Config
-from funcamp.float8.product import Operands, Scales, of_values, operands
+from funcamp.float8.product import Operands, Scales, make_operands, operands_of_values
 from funcamp.float8.quantized import amax_of, current_scale, quantize
 
 
@@ -32,51 +32,86 @@ def weights_in_float8(
     values: theirs.
     delayed: of all layers, shape (layers, 3).
     """
-    numbers = inputs.float8_inputs()
-    slots = [inputs.distinct[number].slot for number in numbers]
-    scales_of_weights = [None if delayed is None else delayed.at(row, 1) for row in range(len(numbers))]
+    input_numbers = inputs.float8_inputs()
+    slots = [inputs.distinct[number].slot for number in input_numbers]
+    if delayed is None:
+        weight_scales: list[Scales | None] = [None] * len(slots)
+    else:
+        weight_scales = [delayed.at(layer, 1) for layer in range(len(slots))]
     gathered: dict[int, Operands] = {}
     if isinstance(params.ranks, Ranks) and running() is not None and not config.by_row:
-        by_slot = dict(zip(slots, scales_of_weights))
-        gathered = _gathered(params, params.ranks, inputs.float8_groups(), config, by_slot)
-    return [
-        gathered.get(slot) or operands(values[number].detach(), config, scales)
-        for slot, number, scales in zip(slots, numbers, scales_of_weights)
-    ]
+        scales_by_slot = dict(zip(slots, weight_scales))
+        gathered = _gather_operands(params, params.ranks, inputs.float8_groups(), config, scales_by_slot)
+    all_operands = []
+    for slot, number, scales in zip(slots, input_numbers, weight_scales):
+        if slot in gathered:
+            all_operands.append(gathered[slot])
+        else:
+            all_operands.append(make_operands(values[number].detach(), config, scales))
+    return all_operands
 
 
-def _gathered(
-    params: Params, ranks: Ranks, chosen: list[int], config: Float8Config, delayed: dict[int, Scales | None]
+def _gather_operands(
+    params: Params, ranks: Ranks, groups: list[int], config: Float8Config, delayed: dict[int, Scales | None]
 ) -> dict[int, Operands]:
-    """Return the operands of the weights in these groups of flat storage, by the number of the weight.
+    """Return the operands of the weights in these groups of flat storage, by their slots.
 
-    All tensors of the groups must be in `delayed`, by their numbers.
+    All tensors of the groups must be in `delayed`, by their slots.
     """
-    layout = params.layout
-    held = {group: [number for number, slot in enumerate(layout.slots) if slot.group == group] for group in chosen}
-    parts = {group: pieces_of(params, group) for group in chosen}
-    local = {number: part for group in chosen for number, part in zip(held[group], parts[group])}
-    if not local:
+    slots_of_group = {group: _slots_in(params, group) for group in groups}
+    pieces_of_group = {group: pieces_of(params, group) for group in groups}  # this rank's, then the padding
+    pieces: dict[int, Tensor] = {}
+    for group in groups:
+        pieces.update(zip(slots_of_group[group], pieces_of_group[group]))
+    if not pieces:
         return {}
-    amaxes = torch.stack([amax_of(part) if part.numel() else part.new_zeros(()) for part in local.values()])
-    amaxes = largest(amaxes, ranks)
-    scales = {number: scale for number in local if (scale := delayed[number]) is not None}
-    if not scales:
-        current = settled(current_scale(amaxes, FORWARD, config.power_of_two))
-        both = Scales(current, settled(reciprocal(current)))
-        scales = {number: both.at(place) for place, number in enumerate(local)}
-    sent = []
-    for group in chosen:
-        *mine, padding = parts[group]
-        pieces = [quantize(part, scale=scales[number].scale).values for number, part in zip(held[group], mine)]
-        sent.append(torch.cat([piece.view(torch.uint8) for piece in [*pieces, padding.to(FORWARD)]]))
-    groups: list[Tensor | None] = [None] * len(params.groups)
-    for group, whole in zip(chosen, ranks.gather(sent)):
-        groups[group] = whole.view(FORWARD)[: sum(layout.padded_sizes[group])]
-    values = layout.views(tuple(groups), local)
-    made = {}
-    for number, amax in zip(local, amaxes):
-        value = values[number]
-        assert value is not None
-        made[number] = of_values(value, scales[number].inverse, None if delayed[number] is None else amax)
-    return made
+    weight_slots = list(pieces)
+    amaxes = _largest_over_ranks(list(pieces.values()), ranks)
+    scales = _scales_by_slot(weight_slots, amaxes, config, delayed)
+
+    groups_to_send = []
+    for group in groups:
+        padding = pieces_of_group[group][-1]
+        quantized = [quantize(pieces[slot], scale=scales[slot].scale).values for slot in slots_of_group[group]]
+        quantized.append(padding.to(FORWARD))
+        groups_to_send.append(torch.cat([piece.view(torch.uint8) for piece in quantized]))  # as bytes
+    gathered_groups: list[Tensor | None] = [None] * len(params.groups)
+    for group, gathered_bytes in zip(groups, ranks.gather(groups_to_send)):
+        length = sum(params.layout.padded_sizes[group])
+        gathered_groups[group] = gathered_bytes.view(FORWARD)[:length]
+
+    weights = params.layout.views(tuple(gathered_groups), weight_slots)
+    operands_by_slot = {}
+    for slot, amax in zip(weight_slots, amaxes):
+        weight = weights[slot]
+        assert weight is not None
+        is_delayed = delayed[slot] is not None
+        operands_by_slot[slot] = operands_of_values(weight, scales[slot].inverse, amax if is_delayed else None)
+    return operands_by_slot
+
+
+def _slots_in(params: Params, group: int) -> list[int]:
+    """Return the numbers of the slots of a layout that are in a group."""
+    return [number for number, slot in enumerate(params.layout.slots) if slot.group == group]
+
+
+def _largest_over_ranks(pieces: list[Tensor], ranks: Ranks) -> Tensor:
+    """Return the largest magnitudes of tensors of which each rank has pieces, which may be empty."""
+    amaxes = [amax_of(piece) if piece.numel() else piece.new_zeros(()) for piece in pieces]
+    return largest(torch.stack(amaxes), ranks)
+
+
+def _scales_by_slot(
+    slots: list[int], amaxes: Tensor, config: Float8Config, delayed: dict[int, Scales | None]
+) -> dict[int, Scales]:
+    """Return the delayed scales of weights, or the current ones from their amaxes, all computed at once."""
+    scales_by_slot: dict[int, Scales] = {}
+    for slot in slots:
+        scales = delayed[slot]
+        if scales is not None:
+            scales_by_slot[slot] = scales
+    if scales_by_slot:
+        return scales_by_slot
+    current = settled(current_scale(amaxes, FORWARD, config.power_of_two))
+    current_scales = Scales(current, settled(reciprocal(current)))
+    return {slot: current_scales.at(index) for index, slot in enumerate(slots)}

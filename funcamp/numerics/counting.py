@@ -21,18 +21,27 @@ from funcamp._upstream.autograd_function import keep_functions_whole
 #: and one bin beyond each end; 2^-150 has a separate bin, because it becomes zero in float32.
 LOWEST, HIGHEST = -151, 128
 BINS = HIGHEST - LOWEST + 1
+
+#: The first columns of a row.
+COUNT, SUM, SUM_OF_SQUARES, NAN, POSINF, NEGINF, POSZERO, NEGZERO = range(8)
+
+#: Their number, after which come the counts between powers of two and those of powers, and the width of a row.
 HEAD = 8
 WIDTH = HEAD + 2 * BINS
 
 #: Elements per table of counts, and the maximum number of tables.
-_PART, _TABLES = 4096, 32
+_ELEMENTS_PER_TABLE = 4096
+_MAX_TABLES = 32
 
 #: A table has, for either sign, for numbers between powers of two and for powers, one slot for zero (a power), one per
 #: exponent, and one for NaN and infinities (powers). Their number is not a power of two, because places at such
 #: distances share a line of a CPU's cache: a scatter to 512 slots takes 2 to 30 times as long.
-_ZERO, _FIRST, _NONFINITE, _SLOTS = 0, 1, BINS + 1, BINS + 2
+_ZERO = 0
+_FIRST = 1
+_NONFINITE = BINS + 1
+_SLOTS = BINS + 2
 
-_VIEWS_BATCH = not _upstream.NO_RULE_FOR_BITS.present
+_VMAP_VIEWS_BITS = not _upstream.NO_RULE_FOR_BITS.present
 
 
 def check_values(call: str, x: object) -> Tensor:
@@ -51,35 +60,49 @@ def has_values(x: object) -> TypeGuard[Tensor]:
 
 def count(x: Tensor) -> Tensor:
     """Return the row of a tensor's record."""
-    return counts([taken(x, None).unsqueeze(0)]).squeeze(0)
+    return counts([take_numbers(x, None).unsqueeze(0)]).squeeze(0)
 
 
 #: Neighbors taken together in a sample, because one number of a cache line costs as much as all of them.
 _BLOCK = 16
 
 
-def taken(x: Tensor, sample: int | None) -> Tensor:
+def take_numbers(x: Tensor, sample: int | None) -> Tensor:
     """Return a tensor's numbers as shape (n,); if it has more, about `sample` of them, evenly spread."""
-    x = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()).detach().reshape(-1)
-    if sample is None or x.numel() <= sample:
-        return x
-    block = max(1, min(_BLOCK, sample // _BLOCK))
-    blocks, wanted = x.numel() // block, sample // block
-    places = torch.arange(wanted, device=x.device) * _stride(blocks, wanted) % blocks
-    return x[: blocks * block].reshape(blocks, block)[places].reshape(-1)
+    real_numbers = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
+    numbers = real_numbers.detach().reshape(-1)
+    if sample is None or numbers.numel() <= sample:
+        return numbers
+    block_size = max(1, min(_BLOCK, sample // _BLOCK))
+    all_blocks = numbers.numel() // block_size
+    sampled_blocks = sample // block_size
+    stride = _stride(all_blocks, sampled_blocks)
+    block_indices = torch.arange(sampled_blocks, device=x.device) * stride % all_blocks
+    blocks = numbers[: all_blocks * block_size].reshape(all_blocks, block_size)
+    return blocks[block_indices].reshape(-1)
 
 
 def counts(parts: list[Tensor]) -> Tensor:
     """Return the rows of records, together in shape (rows, 568), for numbers of shapes (rows, n)."""
     # After vmap the memory may look like channels last, which cat keeps; hence contiguous().
     x = torch.cat(parts).contiguous()
-    place, values = _placed_wide(x) if x.dtype == torch.float64 else _placed(_single_bits(x))
-    values, found = values.double(), _table(place)
-    both = found[:, 0] + found[:, 1]
-    total, squares = values.sum(1, keepdim=True), values.square().sum(1, keepdim=True)
+    if x.dtype == torch.float64:
+        indices, finite_values = _indices_and_values_of_doubles(x)
+    else:
+        indices, finite_values = _indices_and_values(_single_bits(x))
+    finite_values = finite_values.double()
+    table = _count_indices(indices)
+    both_signs = table[:, 0] + table[:, 1]
+    total = finite_values.sum(1, keepdim=True)
+    sum_of_squares = finite_values.square().sum(1, keepdim=True)
     columns = [
-        *(torch.full_like(total, x.shape[1]), total, squares, both[:, 0, _NONFINITE:]),
-        *(found[:, :, 1, _NONFINITE], found[:, :, 1, _ZERO], both[:, :, _FIRST:_NONFINITE].flatten(1)),
+        torch.full_like(total, x.shape[1]),
+        total,
+        sum_of_squares,
+        both_signs[:, 0, _NONFINITE:],  # NaN
+        table[:, :, 1, _NONFINITE],  # +inf and -inf
+        table[:, :, 1, _ZERO],  # 0.0 and -0.0
+        both_signs[:, :, _FIRST:_NONFINITE].flatten(1),  # per exponent: between powers of two, then powers
     ]
     return torch.cat([column.double() for column in columns], -1)
 
@@ -99,8 +122,9 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     It stores a tensor for a view of another width. It drops such a view if one follows at once that undoes it, hence
     the two shapes.
     """
-    octets = _bits(x.flatten(), torch.uint8).reshape(x.shape[0], x.shape[1] * x.itemsize)
-    return _bits(octets, dtype)
+    all_bytes = _bits(x.flatten(), torch.uint8)
+    bytes_by_row = all_bytes.reshape(x.shape[0], x.shape[1] * x.itemsize)
+    return _bits(bytes_by_row, dtype)
 
 
 def _stride(size: int, sample: int) -> int:
@@ -108,7 +132,7 @@ def _stride(size: int, sample: int) -> int:
 
     It is coprime to size, so no place comes twice and every column of a matrix is sampled.
     """
-    stride = -(-size // sample)
+    stride = -(-size // sample)  # rounded up
     while math.gcd(stride, size) > 1:
         stride += 1
     return stride
@@ -121,49 +145,61 @@ def check_sample(call: str, sample: int | None) -> int | None:
     return integer(call, "sample", sample, 1, kind="an integer or None")
 
 
-def _placed(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places in a table, as int32, and the finite values, for numbers given as float32 bits."""
-    low = bits & 0x7FFFFFFF
-    tiny = low < 0x800000
+def _indices_and_values(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices in a table, as int32, and the finite values, for numbers given as float32 bits.
+
+    The other values are 0.
+    """
+    magnitude_bits = bits & 0x7FFFFFFF
+    is_subnormal = magnitude_bits < 0x800000  # or zero
     # A subnormal is an integer times 2^-149, so the exponent of that integer gives its exponent.
-    lifted = torch.where(tiny, _bits(low.float(), torch.int32), low)
-    field = lifted >> 23
-    place = (torch.where(tiny, field - 149, field) + (_FIRST - LOWEST - 127)).clamp(min=_ZERO)
-    place = torch.where(low >= 0x7F800000, place + 1, place)
-    place = torch.where((lifted & 0x7FFFFF) == 0, place + _SLOTS, place)
-    place = torch.where(bits < 0, place + 2 * _SLOTS, place)
-    return place, torch.where(low < 0x7F800000, _bits(bits, torch.float32), 0.0)
+    normal_bits = torch.where(is_subnormal, _bits(magnitude_bits.float(), torch.int32), magnitude_bits)
+    exponent_bits = normal_bits >> 23
+    biased_exponent = torch.where(is_subnormal, exponent_bits - 149, exponent_bits)
+    slot = (biased_exponent + (_FIRST - LOWEST - 127)).clamp(min=_ZERO)
+    # The exponent bits of NaN and infinities are those of 2^128, the last bin; their slot is the next one.
+    slot = torch.where(magnitude_bits >= 0x7F800000, slot + 1, slot)
+    is_power_of_two = (normal_bits & 0x7FFFFF) == 0
+    index = torch.where(is_power_of_two, slot + _SLOTS, slot)
+    index = torch.where(bits < 0, index + 2 * _SLOTS, index)
+    return index, torch.where(magnitude_bits < 0x7F800000, _bits(bits, torch.float32), 0.0)
 
 
-def _placed_wide(x: Tensor) -> tuple[Tensor, Tensor]:
+def _indices_and_values_of_doubles(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the same for float64 numbers."""
     bits = _bits(x, torch.int64)
-    low = bits & (2**63 - 1)
-    exponent = (low >> 52) - 1023
+    magnitude_bits = bits & (2**63 - 1)
+    exponent = (magnitude_bits >> 52) - 1023
     slot = exponent.clamp(LOWEST, HIGHEST) + (_FIRST - LOWEST)
     slot = torch.where(exponent == 1024, _NONFINITE, slot)
-    place = torch.where(low == 0, _ZERO, slot)
-    place = torch.where(low & ((1 << 52) - 1) == 0, place + _SLOTS, place)
-    place = torch.where(bits < 0, place + 2 * _SLOTS, place)
-    return place.to(torch.int32), torch.where(exponent < 1024, x, 0.0)
+    slot = torch.where(magnitude_bits == 0, _ZERO, slot)
+    is_power_of_two = magnitude_bits & ((1 << 52) - 1) == 0
+    index = torch.where(is_power_of_two, slot + _SLOTS, slot)
+    index = torch.where(bits < 0, index + 2 * _SLOTS, index)
+    return index.to(torch.int32), torch.where(exponent < 1024, x, 0.0)
 
 
-def _table(place: Tensor) -> Tensor:
-    """Count the numbers of shape (rows, n) per place, in shape (rows, sign, power of two, slot).
+def _count_indices(indices: Tensor) -> Tensor:
+    """Count the indices of shape (rows, n) in a table per row, of shape (rows, sign, power of two, slot).
 
     One scatter into several tables per row, because writers then rarely collide in one bin.
     """
-    (rows, length), size, device = place.shape, 4 * _SLOTS, place.device
-    tables = 1 << (min(max(length // _PART, 1), _TABLES).bit_length() - 1)
-    place = place + size * tables * torch.arange(rows, dtype=torch.int32, device=device).unsqueeze(-1)
+    rows, length = indices.shape
+    device = indices.device
+    table_size = 4 * _SLOTS
+    wanted_tables = min(max(length // _ELEMENTS_PER_TABLE, 1), _MAX_TABLES)
+    tables = 1 << (wanted_tables.bit_length() - 1)  # a power of two, so that `&` distributes over them
+    row_numbers = torch.arange(rows, dtype=torch.int32, device=device).unsqueeze(-1)
+    indices = indices + table_size * tables * row_numbers
     if tables > 1:
-        index = torch.int32 if length < 2**31 else torch.int64
-        place = place + size * (torch.arange(length, dtype=index, device=device) & (tables - 1))
-    place = place.flatten().long()
-    found = torch.zeros(rows * tables * size, dtype=torch.int32, device=device)
-    found = found.scatter_add(0, place, torch.ones_like(place, dtype=torch.int32))
-    found = found.reshape(rows, tables, 2, 2, _SLOTS)
-    return found.sum(1) if tables > 1 else found.squeeze(1)
+        column_dtype = torch.int32 if length < 2**31 else torch.int64
+        column_numbers = torch.arange(length, dtype=column_dtype, device=device)
+        indices = indices + table_size * (column_numbers & (tables - 1))
+    flat_indices = indices.flatten().long()
+    zeros = torch.zeros(rows * tables * table_size, dtype=torch.int32, device=device)
+    counted = zeros.scatter_add(0, flat_indices, torch.ones_like(flat_indices, dtype=torch.int32))
+    by_table = counted.reshape(rows, tables, 2, 2, _SLOTS)
+    return by_table.sum(1) if tables > 1 else by_table.squeeze(1)
 
 
 class _Bits(Function):
@@ -182,7 +218,8 @@ class _Bits(Function):
 
 
 def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if _VIEWS_BATCH or not _upstream.transforms_active():
+    """View a tensor's bits as another dtype, also under vmap."""
+    if _VMAP_VIEWS_BITS or not _upstream.transforms_active():
         return x.view(dtype)
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()

@@ -35,13 +35,18 @@ def _fake(parts: list[Tensor]) -> Tensor:
 
 @torch.library.register_vmap(_COUNTS, lib=_library)  # type: ignore[untyped-decorator]
 def _vmap(info: Any, in_dims: tuple[list[int | None]], parts: list[Tensor]) -> tuple[Tensor, int]:
-    size = info.batch_size
-    batched = [
-        part.expand(size, *part.shape) if dim is None else part.movedim(dim, 0) for part, dim in zip(parts, in_dims[0])
-    ]
-    found: Tensor = _COUNTS([part.flatten(0, 1) for part in batched])
-    each = torch.split(found, [size * part.shape[1] for part in batched])
-    return torch.cat([rows.reshape(*part.shape[:2], WIDTH) for rows, part in zip(each, batched)], 1), 0
+    """Count the rows of all samples in one operation.
+
+    The result has the samples in its first dimension, then the rows of all parts.
+    """
+    samples = info.batch_size
+    batched_parts = []
+    for part, dim in zip(parts, in_dims[0]):
+        batched_parts.append(part.expand(samples, *part.shape) if dim is None else part.movedim(dim, 0))
+    all_rows: Tensor = _COUNTS([part.flatten(0, 1) for part in batched_parts])
+    rows_by_part = torch.split(all_rows, [samples * part.shape[1] for part in batched_parts])
+    rows_by_sample = [rows.reshape(*part.shape[:2], WIDTH) for rows, part in zip(rows_by_part, batched_parts)]
+    return torch.cat(rows_by_sample, 1), 0
 
 
 def count_jointly(parts: list[Tensor]) -> Tensor:
@@ -49,17 +54,17 @@ def count_jointly(parts: list[Tensor]) -> Tensor:
     return counts(parts) if running() is None else _COUNTS(parts)
 
 
-def _joint_counts_of(graph: fx.Graph) -> list[list[fx.Node]]:
+def _group_counts(graph: fx.Graph) -> list[list[fx.Node]]:
     """Return the nodes to count together: of one dtype, device and length, none computed from another."""
-    behind: dict[fx.Node, int] = {}
-    groups: dict[Any, list[fx.Node]] = {}
+    counts_before: dict[fx.Node, int] = {}  # the largest number of counting nodes on a path to each node
+    groups: dict[tuple[int, torch.dtype, torch.device, int], list[fx.Node]] = {}
     for node in graph.nodes:
-        behind[node] = max((behind[before] for before in node.all_input_nodes), default=0)
+        counts_before[node] = max((counts_before[source] for source in node.all_input_nodes), default=0)
         if node.target is _COUNTS:
-            value = node.all_input_nodes[0].meta["val"]
-            key = (behind[node], value.dtype, value.device, value.shape[1])
+            numbers = node.all_input_nodes[0].meta["val"]
+            key = (counts_before[node], numbers.dtype, numbers.device, numbers.shape[1])
             groups.setdefault(key, []).append(node)
-            behind[node] += 1
+            counts_before[node] += 1
     return list(groups.values())
 
 
@@ -78,35 +83,41 @@ class JointCounts(GraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Change the graph in place."""
-        groups = _joint_counts_of(graph)
+        groups = _group_counts(graph)
         for nodes in groups:
             _count_together(graph, nodes)
-        if groups:
+        if groups:  # the users of a group's first nodes stand before the joint count
             _upstream.find("torch._inductor.pattern_matcher.stable_topological_sort")(graph)
 
 
 def _count_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    given: list[Any] = [node.args[0] for node in nodes]
-    parts = [part for one in given for part in one]
-    rows = [sum(len(part.meta["val"]) for part in one) for one in given]
+    """Replace the counts of a group by one count of all their parts, which is split again."""
+    all_parts: list[fx.Node] = []
+    rows_by_node: list[int] = []
+    for node in nodes:
+        parts: Any = node.args[0]
+        all_parts += parts
+        rows_by_node.append(sum(len(part.meta["val"]) for part in parts))
+    fake_parts = [part.meta["val"] for part in all_parts]
 
-    def together(*parts: Tensor) -> list[Tensor]:
-        return list(torch.split(counts(list(parts)), rows))
+    def count_and_split(*parts: Tensor) -> list[Tensor]:
+        return list(torch.split(counts(list(parts)), rows_by_node))
 
-    table = _upstream.find("torch._inductor.decomposition.select_decomp_table")()
-    with parts[0].meta["val"].fake_mode:
-        traced = make_fx(together, decomposition_table=table)(*[part.meta["val"] for part in parts])
-    places = dict(zip(traced.graph.find_nodes(op="placeholder"), parts))
+    decompositions = _upstream.find("torch._inductor.decomposition.select_decomp_table")()
+    with fake_parts[0].fake_mode:
+        traced = make_fx(count_and_split, decomposition_table=decompositions)(*fake_parts)
+    placeholders = traced.graph.find_nodes(op="placeholder")
     with graph.inserting_after(nodes[-1]):
-        found: Any = graph.graph_copy(traced.graph, places)
-    for node, counted in zip(nodes, found):
-        node.replace_all_uses_with(counted)
+        joint_counts: Any = graph.graph_copy(traced.graph, dict(zip(placeholders, all_parts)))
+    for node, joint_count in zip(nodes, joint_counts):
+        node.replace_all_uses_with(joint_count)
         graph.erase_node(node)
 
 
 def _run(program: Program) -> Program:
-    # The graph only names the functions of these files.
-    name: bytes = _upstream.find("torch._inductor.custom_graph_pass.get_hash_for_files")((__file__, counting.__file__))
+    hash_files = _upstream.find("torch._inductor.custom_graph_pass.get_hash_for_files")
+    # The graph only names the functions of these files, so Inductor's cache must see when they change.
+    name: bytes = hash_files((__file__, counting.__file__))
     return program._replace(options={**program.options, "joint_custom_pre_pass": JointCounts(name)})
 
 

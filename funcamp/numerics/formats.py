@@ -39,5 +39,11 @@ def format_of(dtype: torch.dtype) -> Format:
     if dtype not in DTYPES:
         raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
     info = torch.finfo(dtype)
-    step = 2.0 ** math.floor(math.log2(info.max)) * info.eps
-    return Format(info.tiny * info.eps / 2, info.tiny, info.max, info.max + step / 2)
+    smallest_subnormal = info.tiny * info.eps
+    step_at_max = 2.0 ** math.floor(math.log2(info.max)) * info.eps
+    return Format(
+        underflow=smallest_subnormal / 2,
+        tiny=info.tiny,
+        max=info.max,
+        overflow=info.max + step_at_max / 2,
+    )

@@ -30,7 +30,8 @@ class Record:
     backward: Stats
 
     def __init__(self, forward: Stats, backward: Stats) -> None:
-        self.forward, self.backward = forward, backward
+        self.forward = forward
+        self.backward = backward
 
     def __add__(self, other: Record) -> Record:
         return Record(self.forward + other.forward, self.backward + other.backward)
@@ -54,19 +55,28 @@ class Record:
         return Record(self.forward, self.backward.rescale(1 / scale))
 
 
-_tree.register(Record, lambda r: ([r.forward, r.backward], None), lambda both, _: Record(both[0], both[1]), "passes")
+_tree.register(
+    Record,
+    lambda record: ([record.forward, record.backward], None),
+    lambda passes, _: Record(passes[0], passes[1]),
+    "passes",
+)
 
 
-def text(record: Stats, counted: Stats | None = None) -> str:
-    """Return a record's standard deviation and, from `counted` if given, its non-finite values."""
-    counted = record if counted is None else counted
-    if record.row.dim() > 1:
-        record, counted = record.total(), counted.total()
-    std = record.std.item()
-    shown = "n/a" if math.isnan(std) else f"{std:.3g}"
-    kinds = (("NaN", counted.nan), ("inf", counted.posinf + counted.neginf))
-    counts = [f"{number.item():.0f} {kind}" for kind, number in kinds if number > 0]
-    return f"{shown} ({', '.join(counts)} of {counted.count.item():.0f})" if counts else shown
+def text(stats: Stats, counted: Stats | None = None) -> str:
+    """Return the standard deviation of a tensor and, from `counted` if given, its non-finite values."""
+    if counted is None:
+        counted = stats
+    if stats.row.dim() > 1:
+        stats = stats.total()
+        counted = counted.total()
+    std = stats.std.item()
+    std_text = "n/a" if math.isnan(std) else f"{std:.3g}"
+    nonfinite = (("NaN", counted.nan), ("inf", counted.posinf + counted.neginf))
+    numbers = [f"{number.item():.0f} {kind}" for kind, number in nonfinite if number > 0]
+    if not numbers:
+        return std_text
+    return f"{std_text} ({', '.join(numbers)} of {counted.count.item():.0f})"
 
 
 def probe(device: torch.device | str | None = None) -> Record:
@@ -82,7 +92,9 @@ def probe(device: torch.device | str | None = None) -> Record:
         >>> probe().forward.count
         tensor(0., dtype=torch.float64)
     """
-    return Record(*(Stats(torch.zeros(WIDTH, dtype=torch.float64, device=device)) for _ in range(2)))
+    forward = torch.zeros(WIDTH, dtype=torch.float64, device=device)
+    backward = torch.zeros(WIDTH, dtype=torch.float64, device=device)
+    return Record(Stats(forward), Stats(backward))
 
 
 class Taps:
@@ -115,7 +127,8 @@ class Records(Mapping[str, Record]):
     """float64, shape (..., names, 2, 568), 2 for the passes; leading dimensions are a batch of records."""
 
     def __init__(self, names: tuple[str, ...], rows: Tensor) -> None:
-        self.names, self.rows = names, rows
+        self.names = names
+        self.rows = rows
 
     @classmethod
     def of(cls, records: Mapping[str, Record]) -> Records:
@@ -128,7 +141,8 @@ class Records(Mapping[str, Record]):
     def __getitem__(self, name: str) -> Record:
         if name not in self.names:
             raise KeyError(name)
-        forward, backward = self.rows.select(-3, self.names.index(name)).unbind(-2)
+        passes = self.rows.select(-3, self.names.index(name))
+        forward, backward = passes.unbind(-2)
         return Record(Stats(forward), Stats(backward))
 
     def __iter__(self) -> Iterator[str]:
@@ -137,7 +151,9 @@ class Records(Mapping[str, Record]):
     def __len__(self) -> int:
         return len(self.names)
 
-    __eq__, __hash__ = object.__eq__, object.__hash__
+    # Those of Mapping compare the records, each of which is a new object at every access, and make this unhashable.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def __add__(self, other: Records) -> Records:
         if not isinstance(other, Records):
@@ -154,4 +170,9 @@ class Records(Mapping[str, Record]):
         return Records(self.names, self.rows.reshape(-1, *self.rows.shape[-3:]).sum(0))
 
 
-_tree.register(Records, lambda r: ([r.rows], r.names), lambda rows, names: Records(tuple(names), rows[0]), "rows")
+_tree.register(
+    Records,
+    lambda records: ([records.rows], records.names),
+    lambda rows, names: Records(tuple(names), rows[0]),
+    "rows",
+)

@@ -13,7 +13,23 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp.numerics.counting import BINS, HEAD, HIGHEST, LOWEST, WIDTH, check_values, count
+from funcamp.numerics.counting import (
+    BINS,
+    COUNT,
+    HEAD,
+    HIGHEST,
+    LOWEST,
+    NAN,
+    NEGINF,
+    NEGZERO,
+    POSINF,
+    POSZERO,
+    SUM,
+    SUM_OF_SQUARES,
+    WIDTH,
+    check_values,
+    count,
+)
 from funcamp.numerics.formats import format_of
 
 
@@ -48,47 +64,47 @@ class Stats:
     @property
     def count(self) -> Tensor:
         """The number of elements."""
-        return self.row[..., 0]
+        return self.row[..., COUNT]
 
     @property
     def sum(self) -> Tensor:
         """The sum of the finite elements."""
-        return self.row[..., 1]
+        return self.row[..., SUM]
 
     @property
     def sum_of_squares(self) -> Tensor:
         """The sum of squares of the finite elements."""
-        return self.row[..., 2]
+        return self.row[..., SUM_OF_SQUARES]
 
     @property
     def nan(self) -> Tensor:
         """The number of NaNs."""
-        return self.row[..., 3]
+        return self.row[..., NAN]
 
     @property
     def posinf(self) -> Tensor:
         """The number of +inf."""
-        return self.row[..., 4]
+        return self.row[..., POSINF]
 
     @property
     def neginf(self) -> Tensor:
         """The number of -inf."""
-        return self.row[..., 5]
+        return self.row[..., NEGINF]
 
     @property
     def poszero(self) -> Tensor:
         """The number of 0.0."""
-        return self.row[..., 6]
+        return self.row[..., POSZERO]
 
     @property
     def negzero(self) -> Tensor:
         """The number of -0.0."""
-        return self.row[..., 7]
+        return self.row[..., NEGZERO]
 
     @property
     def nonfinite(self) -> Tensor:
         """The number of NaNs and infinities."""
-        return self.row[..., 3:6].sum(-1)
+        return self.row[..., NAN:POSZERO].sum(-1)
 
     @property
     def nonzero(self) -> Tensor:
@@ -119,9 +135,10 @@ class Stats:
     @property
     def amax(self) -> Tensor:
         """The smallest power of two that no finite magnitude exceeds; 0.0 if there is no nonzero element."""
-        powers = _powers_of_two(self.row)
-        tops = torch.where(self._between > 0, 2 * powers, torch.where(self._powers > 0, powers, 0.0))
-        return tops.amax(-1)
+        powers_of_two = _powers_of_two(self.row)
+        largest_power = torch.where(self._powers > 0, powers_of_two, 0.0)
+        bounds = torch.where(self._between > 0, 2 * powers_of_two, largest_power)
+        return bounds.amax(-1)
 
     def underflow(self, dtype: torch.dtype, scale: float | Tensor = 1.0) -> Tensor:
         """Return the fraction of finite nonzero elements that become zero if scaled and rounded to a dtype.
@@ -132,8 +149,10 @@ class Stats:
 
     def subnormal(self, dtype: torch.dtype, scale: float | Tensor = 1.0) -> Tensor:
         """Return the fraction that becomes subnormal, with fewer digits. Exact as `underflow`."""
-        known = format_of(dtype)
-        return self._fraction(self._below(known.tiny, scale) - self._below(known.underflow, scale, ties=True))
+        bounds = format_of(dtype)
+        below_normal = self._below(bounds.tiny, scale)
+        zero = self._below(bounds.underflow, scale, ties=True)
+        return self._fraction(below_normal - zero)
 
     def overflow(self, dtype: torch.dtype, scale: float | Tensor = 1.0) -> Tensor:
         """Return the fraction too large for a dtype.
@@ -150,35 +169,51 @@ class Stats:
         """
         check_positive("rescale", "factor", factor)
         factor = torch.as_tensor(factor, dtype=torch.float64, device=self.row.device).unsqueeze(-1)
-        fraction, exponent = torch.frexp(factor)
-        shift, part = exponent.long() - 1, 2 * fraction - 1  # factor = 2^shift (1 + part)
+        mantissa, exponent = torch.frexp(factor)
+        # factor = 2^shift (1 + excess), with 0 <= excess < 1
+        shift = exponent.long() - 1
+        excess = 2 * mantissa - 1
+        is_power_of_two = excess == 0
+        # 2^shift moves the counts by bins. (1 + excess) then moves the upper part of each bin into the next one.
         source = torch.arange(BINS, device=self.row.device) - shift
-        between, powers = (_shifted(counts, source) for counts in (self._between, self._powers))
-        ours, before = (1 / (1 + part) * 2 - 1), _shifted(self._between, source - 1)
-        exact = part == 0
-        spread = torch.where(exact, between, between * ours + before * (1 - ours) + powers)
-        head = torch.cat([self.row[..., :1], self.sum.unsqueeze(-1) * factor], -1)
-        head = torch.cat([head, self.sum_of_squares.unsqueeze(-1) * factor * factor, self.row[..., 3:HEAD]], -1)
-        return Stats(torch.cat([head, spread, torch.where(exact, powers, 0.0)], -1))
+        between = _shifted(self._between, source)
+        powers = _shifted(self._powers, source)
+        between_from_below = _shifted(self._between, source - 1)
+        staying_fraction = 1 / (1 + excess) * 2 - 1
+        spread = between * staying_fraction + between_from_below * (1 - staying_fraction) + powers
+        counts_between = torch.where(is_power_of_two, between, spread)
+        counts_of_powers = torch.where(is_power_of_two, powers, 0.0)  # no power of two stays one otherwise
+
+        number_of_elements = self.row[..., :SUM]
+        scaled_sum = self.sum.unsqueeze(-1) * factor
+        scaled_sum_of_squares = self.sum_of_squares.unsqueeze(-1) * factor * factor
+        kinds = self.row[..., NAN:HEAD]
+        columns = [number_of_elements, scaled_sum, scaled_sum_of_squares, kinds, counts_between, counts_of_powers]
+        return Stats(torch.cat(columns, -1))
 
     @property
     def _between(self) -> Tensor:
+        """The number of elements between two powers of two, 2^e < |x| < 2^(e+1), per exponent."""
         return self.row[..., HEAD : HEAD + BINS]
 
     @property
     def _powers(self) -> Tensor:
+        """The number of elements that are powers of two, per exponent."""
         return self.row[..., HEAD + BINS :]
 
     def _below(self, bound: float, scale: float | Tensor, *, ties: bool = False) -> Tensor:
         """Return the number of finite nonzero elements with |x| scale < bound, or with ties <= bound."""
         check_positive("Stats", "scale", scale)
         scale = torch.as_tensor(scale, dtype=torch.float64, device=self.row.device).unsqueeze(-1)
-        ratio = bound / scale / _powers_of_two(self.row)
-        powers = torch.where(ratio >= 1 if ties else ratio > 1, self._powers, 0.0)
-        return (powers + self._between * (ratio - 1).clamp(0, 1)).sum(-1)
+        ratio = bound / scale / _powers_of_two(self.row)  # of the bound to the lower end of each bin
+        power_is_below = ratio >= 1 if ties else ratio > 1
+        powers = torch.where(power_is_below, self._powers, 0.0)
+        # If the bound is inside a bin, the values of the bin count as evenly distributed.
+        fraction_below = (ratio - 1).clamp(0, 1)
+        return (powers + self._between * fraction_below).sum(-1)
 
-    def _fraction(self, part: Tensor) -> Tensor:
-        return part / self.nonzero.clamp(min=1)
+    def _fraction(self, number: Tensor) -> Tensor:
+        return number / self.nonzero.clamp(min=1)
 
 
 _tree.register(Stats, lambda record: ([record.row], None), lambda rows, _: Stats(rows[0]), "row")
@@ -220,10 +255,14 @@ def _powers_of_two(row: Tensor) -> Tensor:
 
 
 def _shifted(counts: Tensor, source: Tensor) -> Tensor:
-    """Shift counts by bins; the first and the last bin collect what would be lost."""
-    inside = (source >= 0) & (source < BINS)
-    moved = torch.where(inside, counts.gather(-1, source.clamp(0, BINS - 1).expand(counts.shape)), 0.0)
+    """Shift counts by bins; the first and the last bin collect what would be lost.
+
+    source: the bin that each bin takes its count from.
+    """
+    is_inside = (source >= 0) & (source < BINS)
+    nearest_source = source.clamp(0, BINS - 1).expand(counts.shape)
+    moved = torch.where(is_inside, counts.gather(-1, nearest_source), 0.0)
     lost = counts.sum(-1) - moved.sum(-1)
-    down = source[..., 0] > 0
-    ends = torch.nn.functional.one_hot(torch.where(down, 0, BINS - 1), BINS)
-    return moved + lost.unsqueeze(-1) * ends
+    moves_down = source[..., 0] > 0
+    end_bin = torch.where(moves_down, 0, BINS - 1)
+    return moved + lost.unsqueeze(-1) * torch.nn.functional.one_hot(end_bin, BINS)

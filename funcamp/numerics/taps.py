@@ -16,14 +16,14 @@ from torch.autograd import Function
 
 from funcamp import _tree, _upstream
 from funcamp._upstream.autograd_function import keep_functions_whole
-from funcamp.numerics.counting import check_sample, check_values, count, taken
+from funcamp.numerics.counting import check_sample, check_values, count, take_numbers
 from funcamp.numerics.counting_pass import count_jointly
 from funcamp.numerics.record import Record
 
 
 def count_both(saved: Tensor, grad: Tensor, sample: int) -> Tensor:
     """Return the rows of a sample of the forward pass and of the gradient, counted together."""
-    return count_jointly([saved.unsqueeze(0), taken(grad, sample).unsqueeze(0)])
+    return count_jointly([saved.unsqueeze(0), take_numbers(grad, sample).unsqueeze(0)])
 
 
 class _Tap(Function):
@@ -33,13 +33,16 @@ class _Tap(Function):
     def forward(x: Tensor, forward: Tensor, backward: Tensor, sample: int | None) -> tuple[Tensor, Tensor]:  # noqa: ARG004
         # With a sample all counting happens in the backward pass: fewer kernels to compile and to launch.
         # x is copied, because in-place operations may write the result; a compiler removes the copy.
-        return x.clone(), count(x) if sample is None else taken(x, sample).clone()
+        tapped = x.clone()
+        saved = count(x) if sample is None else take_numbers(x, sample).clone()
+        return tapped, saved
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(output[1])
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        _, saved = output
+        ctx.save_for_backward(saved)
+        ctx.mark_non_differentiable(saved)
+        ctx.set_materialize_grads(False)  # a loss that does not depend on x leaves the record empty
         ctx.sample = inputs[3]
 
     @staticmethod
@@ -102,5 +105,6 @@ def tap(x: Tensor, probe: Record, *, sample: int | None = None) -> Tensor:
         keep_functions_whole()
         if not _upstream.transforms_active():
             function = _Tap
-    out: Tensor = function.apply(x, probe.forward.row, probe.backward.row, sample)[0]
-    return out
+    tapped: Tensor
+    tapped, _ = function.apply(x, probe.forward.row, probe.backward.row, sample)
+    return tapped

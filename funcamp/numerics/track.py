@@ -19,7 +19,9 @@ from funcamp.numerics.record import Record, Taps, probe
 from funcamp.numerics.statistics import Stats
 from funcamp.numerics.taps import tap
 
-_PASSES = ("_funcamp_forward", "_funcamp_backward")
+#: The buffers of a tapped module that have the rows of its record.
+_FORWARD = "_funcamp_forward"
+_BACKWARD = "_funcamp_backward"
 
 #: The modules: their paths, or a predicate of path and module.
 Chosen = Iterable[str] | Callable[[str, nn.Module], bool] | None
@@ -45,7 +47,7 @@ class TrackedModule:
 
     def __call__(self, values: dict[str, Tensor], probes: Mapping[str, Record], *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns."""
-        return functional_call(self.skeleton, {**values, **_rows(self.names, probes)}, args, kwargs)
+        return functional_call(self.skeleton, {**values, **_probe_buffers(self.names, probes)}, args, kwargs)
 
 
 class TrackedLoss(ModuleLoss):
@@ -63,17 +65,17 @@ class TrackedLoss(ModuleLoss):
     def __repr__(self) -> str:
         return f"track_scales({super().__repr__()}, {len(self.probes)} modules)"
 
-    def __call__(self, params: dict[str, Tensor], *probes_and_rest: Any) -> Any:
+    def __call__(self, params: dict[str, Tensor], *probes_and_arguments: Any) -> Any:
         """Return the loss; for a module with buffers, the loss and the buffers after the forward pass."""
-        if not probes_and_rest or not isinstance(probes_and_rest[0], Mapping):
+        if not probes_and_arguments or not isinstance(probes_and_arguments[0], Mapping):
             raise TypeError(f"{self!r}: must be called with params, probes and the arguments of module_loss")
-        probes, *rest = probes_and_rest
-        return super().__call__({**params, **_rows(self.probes, probes)}, *rest)
+        probes, *arguments = probes_and_arguments
+        return super().__call__({**params, **_probe_buffers(self.probes, probes)}, *arguments)
 
     def holding(self, params: Any, after: Any, run: Callable[[], Any]) -> Any:
         """Call run as `ModuleLoss.holding` does, for the pair (params, probes)."""
         values, probes = params
-        return super().holding({**values, **_rows(self.probes, probes)}, after, run)
+        return super().holding({**values, **_probe_buffers(self.probes, probes)}, after, run)
 
 
 @overload
@@ -127,80 +129,118 @@ def track_scales(
 
 
 def _with_taps(module: nn.Module, chosen: Chosen, sample: int | None) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a copy of a module's structure that shares its tensors, and the paths of the tapped modules."""
+    """Return a copy of a module's structure that shares its tensors, and the paths of the tapped modules.
+
+    Raises:
+        TypeError: the module is compiled or scripted.
+        ValueError: it has taps already, or the choice of modules is invalid.
+    """
     # A compiled module is recognized by its attribute, because importing its class imports Dynamo, which takes seconds.
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         raise TypeError(
             "track_scales: module must be the module itself, compiled afterwards with what calls it; "
             f"got a {type(module).__name__}"
         )
-    if any(_PASSES[0] in part._buffers for part in module.modules()):
+    if any(_FORWARD in submodule._buffers for submodule in module.modules()):
         raise ValueError("track_scales: module must not be tracked already; got one with taps")
     names = _choose(module, chosen)
-    held = [each for part in module.modules() for each in (part._parameters, part._buffers, vars(part))]
-    shared = {id(value): value for each in held for value in each.values() if isinstance(value, Tensor)}
-    skeleton = copy.deepcopy(module, dict(shared))
+    # deepcopy takes what its memo has under an object's id instead of a copy.
+    skeleton = copy.deepcopy(module, _tensors_by_id(module))
     for name in names:
-        part = skeleton.get_submodule(name)
-        for which in _PASSES:
-            part.register_buffer(which, torch.zeros(WIDTH, dtype=torch.float64, device="meta"), persistent=False)
-        part.register_forward_hook(functools.partial(_tap_outputs, sample))
+        layer = skeleton.get_submodule(name)
+        for buffer_name in (_FORWARD, _BACKWARD):
+            no_values = torch.zeros(WIDTH, dtype=torch.float64, device="meta")
+            layer.register_buffer(buffer_name, no_values, persistent=False)
+        layer.register_forward_hook(functools.partial(_tap_outputs, sample))
     return skeleton, names
 
 
+def _tensors_by_id(module: nn.Module) -> dict[int, Tensor]:
+    """Return all parameters, buffers and plain attributes of a module's parts that are tensors, by their id."""
+    tensors = {}
+    for submodule in module.modules():
+        for attributes in (submodule._parameters, submodule._buffers, vars(submodule)):
+            for value in attributes.values():
+                if isinstance(value, Tensor):
+                    tensors[id(value)] = value
+    return tensors
+
+
 def _choose(module: nn.Module, chosen: Chosen) -> tuple[str, ...]:
-    known = dict(module.named_modules())
+    """Return the paths of the modules to tap.
+
+    Raises:
+        TypeError: chosen is neither paths nor a predicate.
+        ValueError: a path is not in the module, or given twice; none is chosen.
+    """
+    modules = dict(module.named_modules())
     if chosen is None:
-        names = [name for name, part in known.items() if _is_layer(part)]
-        # Submodules of a layer (a projection, a parametrization) are not called, or compute its weight.
-        outer = tuple(f"{name}." if name else "" for name in names if list(known[name].children()))
-        names = [name for name in names if not any(name.startswith(o) and name != o.rstrip(".") for o in outer)]
+        paths = _layer_paths(modules)
     elif not callable(chosen) and not isinstance(chosen, Iterable):
         raise TypeError(f"track_scales: modules must be paths or a predicate; got {chosen!r}")
     elif callable(chosen):
-        names = [name for name, part in known.items() if chosen(name, part)]
+        paths = [path for path, submodule in modules.items() if chosen(path, submodule)]
     else:
-        names = [chosen] if isinstance(chosen, str) else list(chosen)
-        for name in names:
-            if name not in known:
-                raise ValueError(f"track_scales: modules must be paths in the module; got {name!r}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"track_scales: modules must differ; got {names}")
-    if not names:
-        raise ValueError(f"track_scales: modules must choose a module at least; got none of {len(known)}")
-    return tuple(names)
+        paths = [chosen] if isinstance(chosen, str) else list(chosen)
+        for path in paths:
+            if path not in modules:
+                raise ValueError(f"track_scales: modules must be paths in the module; got {path!r}")
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"track_scales: modules must differ; got {paths}")
+    if not paths:
+        raise ValueError(f"track_scales: modules must choose a module at least; got none of {len(modules)}")
+    return tuple(paths)
 
 
-def _is_layer(part: nn.Module) -> bool:
-    names = {name for name, _ in part.named_children()}
-    return isinstance(part, nn.MultiheadAttention) or names <= {"parametrizations"}
+def _layer_paths(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the paths of the layers that are tapped by default."""
+    paths = [path for path, submodule in modules.items() if _is_layer(submodule)]
+    # Submodules of a layer (a projection, a parametrization) are not called, or compute its weight.
+    layers_with_children = [path for path in paths if list(modules[path].children())]
+    return [path for path in paths if not _is_below_any(path, layers_with_children)]
 
 
-def _tap_outputs(sample: int | None, part: nn.Module, _: Any, outputs: Any) -> Any:
-    forward, backward = (getattr(part, which) for which in _PASSES)
+def _is_below_any(path: str, outer_paths: Iterable[str]) -> bool:
+    for outer_path in outer_paths:
+        prefix = f"{outer_path}." if outer_path else ""
+        if path != outer_path and path.startswith(prefix):
+            return True
+    return False
+
+
+def _is_layer(module: nn.Module) -> bool:
+    child_names = {name for name, _ in module.named_children()}
+    return isinstance(module, nn.MultiheadAttention) or child_names <= {"parametrizations"}
+
+
+def _tap_outputs(sample: int | None, layer: nn.Module, _: Any, outputs: Any) -> Any:
+    """Forward hook of a tapped module: tap its outputs with the record that its buffers hold."""
+    forward = getattr(layer, _FORWARD)
+    backward = getattr(layer, _BACKWARD)
     if forward.device.type == "meta":  # called outside of functional_call
         return outputs
-    return _tapped(outputs, Record(Stats(forward), Stats(backward)), sample)
+    return _tap_tensors(outputs, Record(Stats(forward), Stats(backward)), sample)
 
 
-def _tapped(outputs: Any, record: Record, sample: int | None) -> Any:
+def _tap_tensors(outputs: Any, record: Record, sample: int | None) -> Any:
+    """Return a pytree with all its tensors tapped, also those in dataclasses."""
     leaves, spec = _tree.flatten(outputs)
     for index, leaf in enumerate(leaves):
         if has_values(leaf):
             leaves[index] = tap(leaf, record, sample=sample)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # a pytree leaf unless registered
             fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
-            leaves[index] = dataclasses.replace(leaf, **_tapped(fields, record, sample))
+            leaves[index] = dataclasses.replace(leaf, **_tap_tensors(fields, record, sample))
     return _tree.unflatten(leaves, spec)
 
 
-def _rows(names: Iterable[str], probes: Mapping[str, Record]) -> dict[str, Tensor]:
+def _probe_buffers(paths: Iterable[str], probes: Mapping[str, Record]) -> dict[str, Tensor]:
     """Return the buffers that the taps read, by name."""
-    found: dict[str, Tensor] = {}
-    for name in names:
-        if not isinstance(probes, Mapping) or not isinstance(probes.get(name), Record):
-            raise ValueError(f"track_scales: probes must hold a Record for every tapped module; got none for {name!r}")
-        prefix = f"{name}." if name else ""
-        rows = (probes[name].forward.row, probes[name].backward.row)
-        found |= {f"{prefix}{which}": row for which, row in zip(_PASSES, rows)}
-    return found
+    buffers: dict[str, Tensor] = {}
+    for path in paths:
+        if not isinstance(probes, Mapping) or not isinstance(probes.get(path), Record):
+            raise ValueError(f"track_scales: probes must hold a Record for every tapped module; got none for {path!r}")
+        prefix = f"{path}." if path else ""
+        buffers[prefix + _FORWARD] = probes[path].forward.row
+        buffers[prefix + _BACKWARD] = probes[path].backward.row
+    return buffers

@@ -15,7 +15,7 @@ from torch.func import vmap
 from torch.multiprocessing.spawn import spawn
 
 from funcamp.numerics import Stats, stats
-from funcamp.numerics.counting import taken
+from funcamp.numerics.counting import take_numbers
 from tests.conftest import Transform
 from tests.support.helpers import assert_close, assert_same
 
@@ -205,7 +205,7 @@ def test_nested_vmap_of_channels_last_halves() -> None:
     ("size", "sample"), [(1000, 5), (100_000, 31), (10**6, 47), (4097, 4096), (7, 1), (10_007, 256)]
 )
 def test_samples_are_spread_and_none_comes_twice(size: int, sample: int) -> None:
-    found = taken(torch.arange(float(size)), sample)
+    found = take_numbers(torch.arange(float(size)), sample)
     assert sample * 0.9 < len(found.unique()) == len(found) <= sample
     assert found.max() > 0.75 * size or sample == 1
 

@@ -401,6 +401,16 @@ def test_command_records_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (tmp_path / "two" / "report.txt").read_text().count("addmm") == 4
 
 
+def test_a_script_that_catches_every_exception_ends_nevertheless(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nlayer = torch.nn.Linear(4, 4)\nfor _ in range(3):\n    try:\n"
+        "        layer(torch.ones(2, 4)).sum().backward()\n    except BaseException:\n        pass\n"
+    )
+    assert main(["report", "--out", str(tmp_path / "out"), str(script)]) == 0
+    assert (tmp_path / "out" / "report.txt").read_text().count("addmm") == 1
+
+
 def test_command_knows_the_scale_and_drops_what_came_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(

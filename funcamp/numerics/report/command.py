@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -34,14 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss-scale", type=float, help="factor of the loss, if no scaler or step scales it")
 
 
-def run(parser: argparse.ArgumentParser, args: argparse.Namespace, own: list[str]) -> int:
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_arguments: list[str]) -> int:
     """Record, write the files and print the main results; return 1 if something became inf or NaN.
 
     If the script ended by an exception or an exit, it is raised again afterwards.
     """
     for name in ("first", "passes"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be 1 or more; got {getattr(args, name)}")
+        number = getattr(args, name)
+        if number < 1:
+            parser.error(f"--{name} must be 1 or more; got {number}")
     if args.loss_scale is not None and not 0 < args.loss_scale < float("inf"):
         parser.error(f"--loss-scale must be a positive number; got {args.loss_scale}")
     dtype = _FORMATS[args.dtype]
@@ -49,39 +51,45 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, own: list[str
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out must be a folder that can be written; got {args.out} ({error.strerror})")
-    report, ending = _record(parser, args, own)
+    report, ending = _record(parser, args, script_arguments)
     lines = [*report.summary(dtype), "", report.annotate()]
     text = "\n".join(lines) + "\n"
-    (args.out / "report.txt").write_text(text + "\n" + _table(report, dtype), encoding="utf-8")
-    written, picture = [args.out / "report.txt", args.out / "report.html"], b""
+    text_path = args.out / "report.txt"
+    page_path = args.out / "report.html"
+    picture_path = args.out / "report.png"
+    text_path.write_text(text + "\n" + _table(report, dtype), encoding="utf-8")
+    written_paths = [text_path, page_path]
+    picture = b""
     try:
-        written.append(report.plot(args.out / "report.png", dtype))
-        picture = written[-1].read_bytes()
-    except ImportError as error:
+        report.plot(picture_path, dtype)
+        picture = picture_path.read_bytes()
+        written_paths.append(picture_path)
+    except ImportError as error:  # without matplotlib there is no picture
         sys.stderr.write(f"{error}\n")
-    report._page(args.out / "report.html", dtype, f"Numerics of {args.target}", picture)
-    sys.stdout.write(f"{text}\nfiles: {', '.join(map(str, written))}\n")
+    report._write_page(page_path, dtype, f"Numerics of {args.target}", picture)
+    sys.stdout.write(f"{text}\nfiles: {', '.join(map(str, written_paths))}\n")
     if ending is not None:
         raise ending
     return int(report.first_nonfinite() is not None)
 
 
 def _record(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, own: list[str]
+    parser: argparse.ArgumentParser, args: argparse.Namespace, script_arguments: list[str]
 ) -> tuple[NumericsReport, BaseException | None]:
     """Return the report, and the exception that ended the script before its passes were complete."""
     file, _, name = args.target.rpartition(":")
     if not name.endswith(".py"):
-        if not file or own:
+        if not file or script_arguments:
             parser.error(f"target must be a script, or a callable without arguments after a colon; got {args.target!r}")
-        return numerics_report(_callable(parser, file, name), loss_scale=args.loss_scale), None
+        function = _import_callable(parser, file, name)
+        return numerics_report(function, loss_scale=args.loss_scale), None
     script = Path(args.target)
     if not script.is_file():
         parser.error(f"target must be a file; there is none at {script}")
     recorder = Recorder(None, args.first, args.passes, args.loss_scale)
     ending: BaseException | None = None
     try:
-        with replaced(sys, argv=[str(script), *own], path=_path(script)), recorder.recording():
+        with replaced(sys, argv=[str(script), *script_arguments], path=_search_path(script)), recorder.recording():
             runpy.run_path(str(script), run_name="__main__")
     except BaseException as error:
         if not recorder.seen_backward:
@@ -94,12 +102,16 @@ def _record(
 
 def from_the_script(trace: TracebackType | None, error: BaseException) -> TracebackType | None:
     """Return a traceback from the script's first frame on; all of it if no frame is the script's."""
-    own, left = str(Path(__file__).parents[2] / "_")[:-1], trace
-    while left is not None:
-        file = left.tb_frame.f_code.co_filename
-        if not (file.startswith(own) or left.tb_frame.f_globals.get("__name__") == "runpy"):
-            return left
-        left = left.tb_next
+    library_folder = str(Path(__file__).parents[2]) + os.sep
+    remaining = trace
+    while remaining is not None:
+        frame = remaining.tb_frame
+        in_library = frame.f_code.co_filename.startswith(library_folder)
+        in_runpy = frame.f_globals.get("__name__") == "runpy"
+        if not (in_library or in_runpy):
+            return remaining
+        remaining = remaining.tb_next
+    # A script that cannot be parsed has no frame; its error names the line itself.
     return None if isinstance(error, SyntaxError) else trace
 
 
@@ -109,27 +121,30 @@ def excepthook(kind: type[BaseException], error: BaseException, trace: Traceback
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
-def _path(script: Path) -> list[str]:
+def _search_path(script: Path) -> list[str]:
+    """Return `sys.path` as Python sets it for a script: the script's folder first."""
     return [str(script.parent.resolve()), *sys.path]
 
 
-def _callable(parser: argparse.ArgumentParser, file: str, name: str) -> Callable[..., Any]:
+def _import_callable(parser: argparse.ArgumentParser, file: str, name: str) -> Callable[..., Any]:
+    """Return a callable by its name in a file or in a module."""
     if file.endswith(".py"):
         if not Path(file).is_file():
             parser.error(f"target must be a file; there is none at {file}")
-        with replaced(sys, path=_path(Path(file))):
-            found = runpy.run_path(file).get(name)
+        with replaced(sys, path=_search_path(Path(file))):
+            function = runpy.run_path(file).get(name)
     else:
         try:
-            found = getattr(importlib.import_module(file), name, None)
+            function = getattr(importlib.import_module(file), name, None)
         except ModuleNotFoundError as error:
             parser.error(f"target must name a module; {error}")
-    if not callable(found):
+    if not callable(function):
         parser.error(f"target must name a callable; {file} has no such {name!r}")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def _table(report: NumericsReport, dtype: torch.dtype) -> str:
+    """Return the table of operations as text; without rich, a line per operation."""
     try:
         from rich.console import Console
     except ImportError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from funcamp.float8.config import BACKWARD, FORWARD, MULTIPLE, fits
@@ -34,35 +35,51 @@ class Float8Layer(NamedTuple):
     """Why the layer should stay in higher precision; "" if float8 holds it."""
 
     def __str__(self) -> str:
+        advice = f"keep it, {self.keep}" if self.keep else "float8 holds it"
         lost = ", ".join(f"{name} {100 * getattr(self, name):.2g} %" for name in ("input", "weight", "gradient"))
-        return (
-            f"{self.path or 'the module'}: {f'keep it, {self.keep}' if self.keep else 'float8 holds it'} (lost: {lost})"
-        )
+        return f"{self.path or 'the module'}: {advice} (lost: {lost})"
 
 
 def fit(path: str, multiplied: Multiplied, gradient: Stats, scales: Tensor | None, most: float) -> Float8Layer:
-    """Return how float8 holds a layer."""
-    counted = {
+    """Return how float8 holds a layer.
+
+    gradient: of the layer's output; empty if there is none.
+    scales: of delayed scaling, for input, weight and gradient; None for the current scales.
+    most: the largest fraction of values that the layer may lose.
+    """
+    tensors = {
         "input": (multiplied.input, FORWARD),
         "weight": (multiplied.weight, FORWARD),
         "gradient": (gradient, BACKWARD),
     }
-    lost, reasons = {}, []
+    lost_fractions = {}
+    reasons = []
     if not fits(multiplied.sizes):
         reasons.append(f"its sizes {multiplied.sizes} are not multiples of {MULTIPLE}")
-    for place, (name, (stats, dtype)) in enumerate(counted.items()):
-        amax = stats.amax.item()
-        if scales is None:
-            scale = 2.0 ** math.floor(math.log2(format_of(dtype).max)) / amax if amax else 1.0
-        else:
-            scale = scales[place].item()
-        scale = min(scale, 2.0**127)
-        lost[name] = (
-            (stats.underflow(dtype, scale) + stats.overflow(dtype, scale / 2)).item() if stats.count > 0 else math.nan
-        )
-        kind = "E5M2" if dtype == BACKWARD else "E4M3"
+    for index, (name, (stats, dtype)) in enumerate(tensors.items()):
+        scale = _current_scale(stats, dtype) if scales is None else scales[index].item()
+        lost_fractions[name] = _lost_fraction(stats, dtype, min(scale, 2.0**127))
+        format_name = "E5M2" if dtype == BACKWARD else "E4M3"
         if stats.nonfinite > 0:
             reasons.append(f"its {name} has values that are not finite")
-        elif lost[name] > most:
-            reasons.append(f"{kind} loses {100 * lost[name]:.2g} % of its {name}")
-    return Float8Layer(path, **lost, keep="; ".join(reasons))
+        elif lost_fractions[name] > most:
+            reasons.append(f"{format_name} loses {100 * lost_fractions[name]:.2g} % of its {name}")
+    return Float8Layer(path, **lost_fractions, keep="; ".join(reasons))
+
+
+def _current_scale(stats: Stats, dtype: torch.dtype) -> float:
+    """Return the scale of the tensor's own largest magnitude, rounded down to a power of two."""
+    amax = stats.amax.item()  # rounded up to a power of two
+    if not amax:
+        return 1.0
+    largest_power = 2.0 ** math.floor(math.log2(format_of(dtype).max))
+    return largest_power / amax
+
+
+def _lost_fraction(stats: Stats, dtype: torch.dtype, scale: float) -> float:
+    """Return the fraction of values that become zero, or saturate at less than half of them; NaN of no values."""
+    if not stats.count > 0:
+        return math.nan
+    underflow = stats.underflow(dtype, scale)
+    saturated_at_half = stats.overflow(dtype, scale / 2)
+    return (underflow + saturated_at_half).item()

@@ -81,58 +81,67 @@ def largest(again: Callable[[int], Trial], lowest: int, highest: int) -> tuple[i
     Returns:
         The k and its trial; None and the last trial if none is finite.
     """
-    low = high = best = None
-    place, stride = 0, _STRIDE
+    finite_at: int | None = None  # the largest k known to be finite
+    overflow_at: int | None = None  # the smallest k known to overflow
+    best: Trial | None = None
+    exponent = 0
+    stride = _STRIDE
     while True:
-        trial = again(place)
+        trial = again(exponent)
         if trial.finite:
-            low, best = place, trial
-            room = _room(trial.operations)
-            if room is None and high is not None:  # all zero: no magnitude to estimate from
-                place = (low + high) // 2
+            finite_at = exponent
+            best = trial
+            limit = highest if overflow_at is None else overflow_at - 1
+            doublings = _doublings_left(trial.operations)
+            if doublings is not None:
+                exponent = min(finite_at + max(doublings, 0), limit)
+            elif overflow_at is None:  # all values are zero: there is no magnitude to estimate from
+                exponent = min(finite_at + stride, limit)
             else:
-                place = min(low + (stride if room is None else max(room, 0)), highest if high is None else high - 1)
+                exponent = (finite_at + overflow_at) // 2
         else:
-            high = place
-            if low is not None:
-                place = (low + high) // 2
-            elif place <= lowest:
+            overflow_at = exponent
+            if finite_at is not None:
+                exponent = (finite_at + overflow_at) // 2
+            elif exponent <= lowest:
                 return None, trial
             else:
-                place = max(place - stride, lowest)
+                exponent = max(exponent - stride, lowest)
         stride *= 2
-        if best is not None and place == low:
-            return low, best
+        if best is not None and exponent == finite_at:
+            return finite_at, best
 
 
-def _room(operations: list[Operation]) -> int | None:
+def _doublings_left(operations: list[Operation]) -> int | None:
     """Return how many doublings the finite values allow, each in its dtype; None if all are zero."""
-    amaxes = [one.stats.amax.item() for one in operations]
-    rooms = [
-        math.frexp(torch.finfo(one.dtype).max)[1] - round(math.log2(amax))
-        for one, amax in zip(operations, amaxes)
-        if amax
-    ]
-    return min(rooms, default=None)
+    doublings = []
+    for operation in operations:
+        amax = operation.stats.amax.item()
+        if amax:
+            largest_exponent = math.frexp(torch.finfo(operation.dtype).max)[1]
+            doublings.append(largest_exponent - round(math.log2(amax)))
+    return min(doublings, default=None)
 
 
 def combined(run: list[Operation], repeated: list[Operation]) -> list[Operation]:
     """Return a repeated pass's operations, or the run's (at a larger scale) if those are finite."""
-    kept: dict[object, list[Operation]] = defaultdict(list)
-    for one in reversed(run):
-        kept[_place(one)].append(one)
-    found = []
-    for one in repeated:
-        same = kept[_place(one)]
-        larger = same.pop() if same else one
-        found.append(one if larger.stats.nonfinite > 0 else larger)
-    return found
+    run_by_key: dict[object, list[Operation]] = defaultdict(list)
+    for operation in reversed(run):  # so that pop() takes the first of several with one key
+        run_by_key[_key(operation)].append(operation)
+    evidence = []
+    for operation in repeated:
+        same_in_run = run_by_key[_key(operation)]
+        at_larger_scale = same_in_run.pop() if same_in_run else operation
+        overflowed = at_larger_scale.stats.nonfinite > 0
+        evidence.append(operation if overflowed else at_larger_scale)
+    return evidence
 
 
-def _place(one: Operation) -> object:
-    return one.path, one.name, one.output, one.dtype, one.shape
+def _key(operation: Operation) -> object:
+    """Return what an operation has in common with its repetition."""
+    return operation.path, operation.name, operation.output, operation.dtype, operation.shape
 
 
 def narrow(operations: list[Operation]) -> bool:
-    """Return whether an operation ran in a format that needs loss scaling."""
-    return any(torch.finfo(one.dtype).max < 2.0**20 for one in operations)
+    """Return whether an operation ran in a format that needs loss scaling: float16 or float8."""
+    return any(torch.finfo(operation.dtype).max < 2.0**20 for operation in operations)

@@ -8,12 +8,13 @@ one is repeated at other scales.
 from __future__ import annotations
 
 import contextlib
+import enum
 import math
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from funcamp.numerics import taps
 from funcamp.numerics.counting import count, has_values
 from funcamp.numerics.record import Record, probe
 from funcamp.numerics.report.float8_fit import Multiplied
+from funcamp.numerics.report.module_paths import ModulePaths
 from funcamp.numerics.report.passes import Operation, Pass, Trial, combined, largest, narrow
 from funcamp.numerics.statistics import Stats
 
@@ -49,9 +51,36 @@ if TYPE_CHECKING:
 else:
     _Mode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
 
+_T = TypeVar("_T")
+
+#: Runs a backward pass with its initial gradients times a factor, and returns the gradients.
+_Repeat = Callable[[float], Sequence[Tensor | None]]
+
 
 class Enough(BaseException):
     """Ends a run after the requested passes; a BaseException, so that `except Exception` misses it."""
+
+
+class _Phase(enum.Enum):
+    """What becomes of the operations that run now."""
+
+    RECORDING = enum.auto()
+    """They are recorded."""
+    MUTED = enum.auto()
+    """They are not part of the run: those of taps, of scaling a loss, of this recorder."""
+    REPEATING = enum.auto()
+    """They are those of a backward pass at another loss scale, and recorded separately."""
+    ENDED = enum.auto()
+    """All requested passes are recorded, and the next operation ends the run."""
+
+
+class _Location(NamedTuple):
+    """Where an operation was called."""
+
+    path: str | None
+    """The module; empty outside modules; None if the operation is in no differentiated pass, and not recorded."""
+    line: tuple[str, int] | None
+    """The file and the line."""
 
 
 class Recorder(_Mode):
@@ -60,7 +89,7 @@ class Recorder(_Mode):
     Args:
         module: names the operations; None for the first one that is called.
         first: the first backward pass to record.
-        passes: number of passes to record; None for all.
+        passes: number of passes to record, of a script; None for all, of a function.
         loss_scale: the factor of the loss; None to find it in the run.
     """
 
@@ -71,280 +100,389 @@ class Recorder(_Mode):
         passes: int | None = None,
         loss_scale: float | None = None,
     ) -> None:
-        for name in (_current_node, _sequence_number, _engine, _Mode):
-            _upstream.check(name)
+        for private_name in (_current_node, _sequence_number, _engine, _Mode):
+            _upstream.check(private_name)
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.records: dict[str, Record] = {}
         self.operands: dict[str, Multiplied] = {}
         """What each linear layer multiplies."""
-        self.gradients: dict[str, Stats] = {}  # of modules' outputs, without loss scaling
+        self.gradients: dict[str, Stats] = {}
+        """The gradients of modules' outputs, by path, without loss scaling."""
         self.passes: list[Pass] = []
         self.loss_scale = 1.0 if loss_scale is None else loss_scale
-        self.module = module
-        self._looks_for_scale = loss_scale is None
-        self._finite_losses: list[bool] = []
+        self.modules = ModulePaths(module)
+        self.seen_backward = False
         self.end = 0
         """Index of the first operation after the last backward pass."""
-        self._skip, self._passes = first - 1, passes
-        self._paths: dict[nn.Module, str] = {} if module is None else _paths(module)
-        self._stack: list[str | None] = []
-        self._of_node: dict[int, tuple[str, tuple[str, int] | None]] = {}
-        self._evaluating = self._muted = self._repeating = self._done = False
-        self.seen_backward = False
-        self._reading: Callable[[Tensor], None] | None = None
+
+        self._phase = _Phase.RECORDING
+        self._passes_to_skip = first - 1
+        self._passes_left = passes
+        self._is_script = passes is not None
+        self._looks_for_scale = loss_scale is None
+        self._finite_losses: list[bool] = []
+        """Whether each loss that was scaled since the last backward pass is finite."""
+        self._read_next: Callable[[Tensor], None] | None = None
+        """What to do with the result of the next operation, which is not recorded."""
+
+        self._module_stack: list[str | None] = []
+        """The paths of the modules that run now; None for those that are not recorded."""
+        self._is_evaluation = False
+        """Whether the outermost module that runs now is called for no gradient."""
+        self._locations: dict[int, _Location] = {}
+        """Where the operation of an autograd node was called, by the node's sequence number."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Context manager: this mode, hooks on modules, and compiled functions run eagerly."""
-        wrapped = [
-            (JitStep, "__call__", self._cutting(_eagerly)),
-            (TrainStep, "__call__", self._cutting(TrainStep.__call__)),
-            (torch.autograd, "_engine_run_backward", self._around_backward(_engine)),
-            *((taps, name, self._muting(getattr(taps, name))) for name in ("count", "count_both", "taken")),
-            *((owner, name, self._noting(getattr(owner, name), place)) for owner, name, place in _scales()),
-        ]
+        replacements = list(self._replacements())
         hooks = (
-            register_module_forward_pre_hook(self._muting(self._enter)),
+            register_module_forward_pre_hook(self._mute(self._enter)),
             register_module_forward_hook(self._leave, always_call=True),
         )
         with contextlib.suppress(Enough), contextlib.ExitStack() as stack, warnings.catch_warnings():
             for hook in hooks:
                 stack.callback(hook.remove)
-            for owner, name, value in wrapped:
-                stack.enter_context(replaced(owner, **{name: value}))
+            for owner, name, function in replacements:
+                stack.enter_context(replaced(owner, **{name: function}))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self)
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
             yield
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._done:  # an `except BaseException` of the script caught it
-            raise Enough
-        if self._reading is not None:
-            read, self._reading = self._reading, None
-            out = func(*args, **(kwargs or {}))
-            read(out)
-            return out
-        if self._skip or self._muted:
-            return func(*args, **(kwargs or {}))
-        node = _current_node()
-        before = _found((args, kwargs))
-        out = func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[1]
-        path, line = self._place_of(node)
-        if path is None or func.is_view or torch.Tag.inplace_view in func.tags or _NO_RESULTS.fullmatch(name):
-            return out
-        for index, leaf in enumerate(_tree.leaves(out)):
-            if _counts(leaf):
-                row = count(leaf)
-                creates = torch.stack([row[4] + row[5] > 0, row[3] > 0]) & ~before.to(row.device)
-                about = (node is not None, path, name, index, leaf.dtype, tuple(leaf.shape))
-                self.operations.append(Operation(*about, Stats(row), creates, self.loss_scale, line))
-        return out
+    def _replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """Yield the functions to replace during a recording: their owner, their name, and what replaces them."""
+        yield JitStep, "__call__", self._wrap_step(_call_eagerly)
+        yield TrainStep, "__call__", self._wrap_step(TrainStep.__call__)
+        yield torch.autograd, "_engine_run_backward", self._wrap_backward(_engine)
+        for name in ("count", "count_both", "take_numbers"):
+            yield taps, name, self._mute(getattr(taps, name))
+        for scaling_call in _scaling_calls():
+            function = getattr(scaling_call.owner, scaling_call.name)
+            yield scaling_call.owner, scaling_call.name, self._wrap_scaling(function, scaling_call.scale_after)
 
-    def _muting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._phase is _Phase.ENDED:  # an `except BaseException` of the script caught `Enough`
+            raise Enough
+        keywords = kwargs or {}
+        if self._read_next is not None:
+            read = self._read_next
+            self._read_next = None
+            result = func(*args, **keywords)
+            read(result)
+            return result
+        if self._passes_to_skip or self._phase is _Phase.MUTED:
+            return func(*args, **keywords)
+        return self._run_recorded(func, args, keywords)
+
+    def _run_recorded(self, func: Any, args: Any, keywords: Any) -> Any:
+        """Run an operation and record its outputs."""
+        node = _current_node()
+        inputs_contain = _contains_nonfinite((args, keywords))  # before the operation, which may write its inputs
+        result = func(*args, **keywords)
+        location = self._locate(node)
+        if location.path is None or not _computes(func):
+            return result
+        name = func._schema.name.split("::")[1]
+        for index, output in enumerate(_tree.leaves(result)):
+            if not _is_countable(output):
+                continue
+            stats = Stats(count(output))
+            contains = torch.stack([stats.posinf + stats.neginf > 0, stats.nan > 0])
+            operation = Operation(
+                backward=node is not None,
+                path=location.path,
+                name=name,
+                output=index,
+                dtype=output.dtype,
+                shape=tuple(output.shape),
+                stats=stats,
+                creates=contains & ~inputs_contain.to(contains.device),
+                loss_scale=self.loss_scale,
+                line=location.line,
+            )
+            self.operations.append(operation)
+        return result
+
+    @contextlib.contextmanager
+    def _in_phase(self, phase: _Phase) -> Iterator[None]:
+        """Context manager: another phase, unless the run has ended, which is final."""
+        before = self._phase
+        if before is not _Phase.ENDED:
+            self._phase = phase
+        try:
+            yield
+        finally:
+            if self._phase is not _Phase.ENDED:
+                self._phase = before
+
+    def _mute(self, call: Callable[..., _T]) -> Callable[..., _T]:
         """Wrap a call whose operations are not part of the run."""
 
-        def muted(*args: Any, **kwargs: Any) -> Any:
-            with replaced(self, _muted=True):
+        def muted(*args: Any, **kwargs: Any) -> _T:
+            with self._in_phase(_Phase.MUTED):
                 return call(*args, **kwargs)
 
         return muted
 
-    def _cutting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_step(self, call: Callable[..., _T]) -> Callable[..., _T]:
         """Wrap the call of a step, whose optimizer's and scaler's operations are not recorded."""
 
-        def cutting(*args: Any, **kwargs: Any) -> Any:
-            out = call(*args, **kwargs)
+        def call_without_optimizer(*args: Any, **kwargs: Any) -> _T:
+            result = call(*args, **kwargs)
             del self.operations[self.end :]
-            return out
+            return result
 
-        return cutting
+        return call_without_optimizer
 
-    def _noting(self, call: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_scaling(self, call: Callable[..., _T], scale_after: Callable[[Any], Any]) -> Callable[..., _T]:
         """Wrap a call that scales a loss: record the scale and whether the loss is finite."""
-        scaled = self._muting(call)  # not an operation of the model; it may overflow
+        muted_call = self._mute(call)  # not an operation of the model; it may overflow
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            out = scaled(*args, **kwargs)
-            scale = place(args[0])
-            if isinstance(scale, Tensor) and not self._skip:
-                losses = _tree.leaves([args[1:], kwargs])
-                self._finite_losses += [self._look(leaf, _is_finite) for leaf in losses if _counts(leaf)]
+        def scale_loss(*args: Any, **kwargs: Any) -> _T:
+            result = muted_call(*args, **kwargs)
+            scale = scale_after(args[0])
+            if isinstance(scale, Tensor) and not self._passes_to_skip:
+                self._note_losses(_tree.leaves([args[1:], kwargs]))
                 if self._looks_for_scale:
-                    self.loss_scale = self._look(scale, lambda plain: plain.max().item())  # vmap has a batch of them
-            return out
+                    self.loss_scale = self._read(scale, _largest_item)  # vmap has a batch of them
+            return result
 
-        return noted
+        return scale_loss
 
-    def _look(self, x: Tensor, read: Callable[[Tensor], Any]) -> Any:
+    def _note_losses(self, losses: Sequence[Any]) -> None:
+        """Remember whether each loss is finite, until its backward pass."""
+        for loss in losses:
+            if _is_countable(loss):
+                self._finite_losses.append(self._read(loss, _is_finite))
+
+    def _read(self, x: Tensor, read: Callable[[Tensor], _T]) -> _T:
         """Return `read` of a tensor's values, below the wrappers of torch.func."""
-        found: list[Any] = []
-        self._through(x.detach, lambda plain: found.append(read(plain)))
-        return found[0]
+        results: list[_T] = []
+        self._run_and_read(x.detach, lambda values: results.append(read(values)))
+        return results[0]
 
-    def _through(self, operation: Callable[[], Tensor], read: Callable[[Tensor], None]) -> Tensor:
+    def _run_and_read(self, operation: Callable[[], Tensor], read: Callable[[Tensor], None]) -> Tensor:
         """Return an operation's result, and pass it to `read` without the wrappers of torch.func."""
-        with replaced(self, _reading=read):
+        with replaced(self, _read_next=read):
             return operation()
 
-    def _around_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the call that starts every backward pass: count the pass, and repeat it if that helps."""
 
         def run_backward(
-            outputs: Any, seeds: Any, keep: bool, create: bool, inputs: Any, *rest: Any, **how: Any
+            outputs: Sequence[Any],
+            initial_gradients: Sequence[Tensor | None],
+            keep_graph: bool,
+            create_graph: bool,
+            inputs: Sequence[Any],
+            *options: Any,
+            **named_options: Any,
         ) -> Any:
-            if self._done:
+            def run_with(keep_graph: bool) -> Any:
+                return run(outputs, initial_gradients, keep_graph, create_graph, inputs, *options, **named_options)
+
+            if self._phase is _Phase.ENDED:
                 raise Enough
-            nested = self._repeating or _current_node() is not None
-            if nested or self._skip:
-                out = run(outputs, seeds, keep, create, inputs, *rest, **how)
-                if not nested:
-                    self._skip, self._finite_losses = self._skip - 1, []
-                return out
-            obstacle, before = _obstacle(), dict(self.gradients)
-            out = run(outputs, seeds, keep or not obstacle, create, inputs, *rest, **how)
+            is_nested = self._phase is _Phase.REPEATING or _current_node() is not None
+            if is_nested:
+                return run_with(keep_graph)
+            if self._passes_to_skip:
+                result = run_with(keep_graph)
+                self._passes_to_skip -= 1
+                self._finite_losses = []
+                return result
+
+            obstacle = _obstacle()
+            can_repeat = not obstacle
+            gradients_before = dict(self.gradients)
+            result = run_with(keep_graph or can_repeat)
             self.seen_backward = True
 
-            def again(scale: float) -> Sequence[Tensor | None]:
+            def repeat(factor: float) -> Sequence[Tensor | None]:
                 with torch.no_grad():
-                    scaled = tuple(seed if seed is None else seed * scale for seed in seeds)
-                return run(outputs, scaled, True, False, tuple(inputs or leaves_behind(outputs)), True, False)  # type: ignore[no-any-return]
+                    scaled_gradients = tuple([None if seed is None else seed * factor for seed in initial_gradients])
+                # The gradients are returned and not accumulated in `.grad`, which takes the inputs.
+                all_inputs = tuple(inputs or leaves_behind(outputs))
+                gradients: Sequence[Tensor | None] = run(
+                    outputs, scaled_gradients, True, False, all_inputs, allow_unreachable=True, accumulate_grad=False
+                )
+                return gradients
 
-            finite = self._finite_losses or [self._look(leaf, _is_finite) for leaf in outputs if _counts(leaf)]
-            formats = [seed.dtype for seed in seeds if isinstance(seed, Tensor)]
-            self.passes.append(self._muting(self._look_again)(again, all(finite), formats, obstacle, before))
-            self._finite_losses, self.end = [], len(self.operations)
-            if self._passes is not None:
-                self._passes -= 1
-                if not self._passes:
-                    self._done = True
-                    raise Enough
-            return out
+            if not self._finite_losses:  # no scaler or step was called: the outputs are the losses
+                self._note_losses(outputs)
+            initial_dtypes = [seed.dtype for seed in initial_gradients if isinstance(seed, Tensor)]
+            judge_pass = self._mute(self._judge_pass)
+            self.passes.append(judge_pass(repeat, all(self._finite_losses), initial_dtypes, obstacle, gradients_before))
+            self._end_pass()
+            return result
 
         return run_backward
 
-    def _look_again(
+    def _end_pass(self) -> None:
+        """Prepare for the next backward pass; end the run after the last one."""
+        self._finite_losses = []
+        self.end = len(self.operations)
+        if self._passes_left is None:
+            return
+        self._passes_left -= 1
+        if not self._passes_left:
+            self._phase = _Phase.ENDED
+            raise Enough
+
+    def _judge_pass(
         self,
-        again: Callable[[float], Sequence[Tensor | None]],
+        repeat: _Repeat,
         loss_is_finite: bool,
-        formats: list[torch.dtype],
+        initial_dtypes: list[torch.dtype],
         obstacle: str,
-        before: dict[str, Stats],
+        gradients_before: dict[str, Stats],
     ) -> Pass:
-        """Return the findings about the last pass, repeated if it overflowed or may at a larger scale."""
+        """Return the findings about the last pass, repeated if it overflowed or may at a larger scale.
+
+        initial_dtypes: those of the initial gradients.
+        gradients_before: `gradients` before the pass.
+        """
         scale = self.loss_scale
-        operations = [one for one in self.operations[self.end :] if one.backward]
-        clean = not any(one.stats.nonfinite > 0 for one in operations)
-        if obstacle or not loss_is_finite or (clean and not narrow(operations)):
-            return Pass(scale, loss_is_finite, clean, None, operations, obstacle)
+        operations = [operation for operation in self.operations[self.end :] if operation.backward]
+        is_finite = not any(operation.stats.nonfinite > 0 for operation in operations)
+        if obstacle or not loss_is_finite or (is_finite and not narrow(operations)):
+            return Pass(scale, loss_is_finite, is_finite, None, operations, obstacle)
 
-        def trial(place: int) -> Trial:
-            if clean and place == 0:
+        def try_exponent(exponent: int) -> Trial:
+            if is_finite and exponent == 0:  # the run itself
                 return Trial(operations, True, {})
-            factor = 2.0**place
-            apart: dict[str, Any] = {"operations": [], "records": {}, "gradients": {}}  # not part of the run
-            with replaced(self, loss_scale=scale * factor, _muted=False, _repeating=True, **apart):
-                grads = again(factor)
-                finite = all(self._look(grad, _is_finite) for grad in grads if isinstance(grad, Tensor))
-                return Trial(self.operations, finite, self.gradients)
+            return self._try_factor(repeat, 2.0**exponent)
 
-        # Seeds, and the scale times them, must be normal numbers.
-        lowest = max([-120, *(math.frexp(torch.finfo(dtype).tiny)[1] for dtype in formats)])
-        highest = min([127, *(math.frexp(torch.finfo(dtype).max)[1] for dtype in formats)]) - math.frexp(scale)[1]
+        lowest, highest = _exponents_to_try(initial_dtypes, scale)
         try:
-            place, best = largest(trial, lowest, max(highest, 0))
+            exponent, best = largest(try_exponent, lowest, highest)
         except Exception as error:  # of a user's hook, or of a function that allows only one backward pass
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            return Pass(scale, True, clean, None, operations, lines[0])
-        if place is None:
+            return Pass(scale, True, is_finite, None, operations, lines[0])
+        if exponent is None:
             return Pass(scale, True, False, None, best.operations)
         evidence = best.operations
-        if place < 0:
-            evidence, self.gradients = combined(operations, evidence), before
+        if exponent < 0:  # the run overflowed: the gradients of modules are those of the trial
+            evidence = combined(operations, best.operations)
+            self.gradients = gradients_before
             for path, gradient in best.gradients.items():
                 _add(self.gradients, path, gradient)
-        return Pass(scale, True, place >= 0, scale * 2.0**place, evidence)
+        return Pass(scale, True, exponent >= 0, scale * 2.0**exponent, evidence)
 
-    def _place_of(self, node: Any) -> tuple[str | None, tuple[str, int] | None]:
-        """Return the module and line of the current operation; no module if it is in no differentiated pass."""
+    def _try_factor(self, repeat: _Repeat, factor: float) -> Trial:
+        """Repeat the last pass at the loss scale times a factor, and record it apart from the run."""
+        loss_scale = self.loss_scale * factor
+        apart: dict[str, Any] = {"operations": [], "records": {}, "gradients": {}}
+        with self._in_phase(_Phase.REPEATING), replaced(self, loss_scale=loss_scale, **apart):
+            returned = [gradient for gradient in repeat(factor) if isinstance(gradient, Tensor)]
+            finite = all(self._read(gradient, _is_finite) for gradient in returned)
+            return Trial(self.operations, finite, self.gradients)
+
+    def _locate(self, node: Any) -> _Location:
+        """Return where the operation was called that has just run, and remember it for its backward pass.
+
+        node: autograd's current node, None in a forward pass.
+        """
         if node is None:
-            path, line = self._stack[-1] if self._stack else (None if self._evaluating else ""), _line()
+            location = _Location(self._forward_path(), _line())
         else:
-            path, line = self._of_node.get(node._sequence_nr(), ("", None))
-            if self._stack and self._stack[-1] is None:
-                path = None
-        if path is not None:
-            self._of_node.setdefault(_sequence_number() - 1, (path, line))
-        return path, line
+            location = self._locations.get(node._sequence_nr(), _Location("", None))
+            if self._module_stack and self._module_stack[-1] is None:  # of a module that is not recorded
+                location = location._replace(path=None)
+        if location.path is not None:
+            # Autograd creates the node of an operation before the operation gets here. One without a node must not
+            # replace an earlier one's location.
+            self._locations.setdefault(_sequence_number() - 1, location)
+        return location
+
+    def _forward_path(self) -> str | None:
+        if self._module_stack:
+            return self._module_stack[-1]
+        return None if self._is_evaluation else ""
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        module = layer_of(module)
-        if module not in self._paths:  # another root
-            self._name(getattr(module, "_orig_mod", module))
-        if not self._stack:
-            in_backward = _current_node() is not None
-            if self._passes is not None and not in_backward and not self.records:
-                self.operations.clear()  # of the script's initialization and data loading
-            differentiated = torch.is_grad_enabled() or _upstream.transforms_active()
-            self._evaluating = self._passes is not None and not differentiated
-        # None: called again by a checkpoint, or in an evaluation
-        again = _current_node() is not None or self._evaluating
-        self._stack.append(None if again else self._paths[getattr(module, "_orig_mod", module)])
-        if isinstance(module, nn.Linear) and not again and not self._skip and args:
-            inputs, weight = (Stats(self._look(value, count)) for value in (args[0], module.weight))
-            found = Multiplied(inputs, weight, tuple(module.weight.shape))
-            path = self._stack[-1] or ""
-            known = self.operands.get(path)
-            self.operands[path] = found if known is None else known._replace(input=known.input + found.input)
+        """Before a module's forward pass: note that it runs, and count the operands of a linear layer."""
+        layer = layer_of(module)
+        path = self.modules.path_of(layer)
+        in_backward = _current_node() is not None
+        if not self._module_stack:
+            self._begin_root(in_backward)
+        is_recorded = not (in_backward or self._is_evaluation)  # in a backward pass a checkpoint calls it again
+        self._module_stack.append(path if is_recorded else None)
+        if is_recorded and isinstance(layer, nn.Linear) and not self._passes_to_skip and args:
+            self._add_operands(path, args[0], layer.weight)
 
-    def _name(self, root: nn.Module) -> None:
-        """Name the parts of another root after its class; the first root's parts have their plain paths."""
-        prefix, number = "", 1
-        if self.module is None:
-            self.module = root
+    def _begin_root(self, in_backward: bool) -> None:
+        """At the call of an outermost module: leave out what a script does besides its training steps."""
+        if not self._is_script:
+            return
+        if not in_backward and not self.records:
+            self.operations.clear()  # of the script's initialization and data loading
+        is_differentiated = torch.is_grad_enabled() or _upstream.transforms_active()
+        self._is_evaluation = not is_differentiated
+
+    def _add_operands(self, path: str, layer_input: Tensor, weight: Tensor) -> None:
+        """Count what a linear layer multiplies; the weight once, the inputs of all calls."""
+        counted_input = Stats(self._read(layer_input, count))
+        counted_weight = Stats(self._read(weight, count))
+        earlier = self.operands.get(path)
+        if earlier is None:
+            self.operands[path] = Multiplied(counted_input, counted_weight, tuple(weight.shape))
         else:
-            prefix = f"<{type(root).__name__}>"
-            while prefix in self._paths.values():
-                number += 1
-                prefix = f"<{type(root).__name__} {number}>"
-        for part, path in _paths(root).items():
-            self._paths.setdefault(part, ".".join(filter(None, (prefix, path))))
+            self.operands[path] = earlier._replace(input=earlier.input + counted_input)
 
     def _leave(self, module: nn.Module, _: Any, outputs: Any) -> Any:
-        path = self._stack.pop()
-        if not self._stack:
-            self._evaluating = False
-        if path is None or self._skip or outputs is None or hasattr(module, "_orig_mod"):
+        """After a module's forward pass: return its outputs, marked so that they and their gradients are counted."""
+        path = self._module_stack.pop()
+        if not self._module_stack:
+            self._is_evaluation = False
+        is_wrapper = hasattr(module, "_orig_mod")  # of torch.compile: the module inside has the same outputs
+        if path is None or self._passes_to_skip or outputs is None or is_wrapper:
             return None
         leaves, spec = _tree.flatten(outputs)
-        marked = [_Mark.apply(leaf, self, path) if _counts(leaf) else leaf for leaf in leaves]  # type: ignore[no-untyped-call]
-        return _tree.unflatten(marked, spec)
+        for index, leaf in enumerate(leaves):
+            if _is_countable(leaf):
+                leaves[index] = _Mark.apply(leaf, self, path)  # type: ignore[no-untyped-call]
+        return _tree.unflatten(leaves, spec)
 
     def mark(self, x: Tensor, path: str, *, backward: bool) -> Tensor:
         """Copy and count a module's output or its gradient, also under vmap and torch.func."""
 
-        def note(plain: Tensor) -> None:
-            if self._skip or self._muted:
+        def add_to_records(values: Tensor) -> None:
+            if self._passes_to_skip or self._phase is _Phase.MUTED:
                 return
-            self._place_of(_current_node())
-            counted, empty = Stats(count(plain)), probe(plain.device).forward
+            self._locate(_current_node())
+            counted = Stats(count(values))
+            empty = probe(values.device).forward
             if backward:
                 _add(self.gradients, path, counted.rescale(1 / self.loss_scale))
-            _add(self.records, path, Record(empty, counted) if backward else Record(counted, empty))
+                _add(self.records, path, Record(empty, counted))
+            else:
+                _add(self.records, path, Record(counted, empty))
 
-        return self._through(x.clone, note)
+        return self._run_and_read(x.clone, add_to_records)
 
 
-def _scales() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Yield calls that scale a loss, and how to get the scale from their first argument afterwards."""
-    yield scaling, "scaled", lambda state: state.scale
-    kinds: list[type] = [torch.amp.GradScaler]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-        if "scale" in vars(kind):
-            yield kind, "scale", lambda scaler: scaler._scale
+class _ScalingCall(NamedTuple):
+    """A function that scales a loss."""
+
+    owner: Any
+    """The module or class that has it."""
+    name: str
+    scale_after: Callable[[Any], Any]
+    """Returns the scale from the function's first argument, after the call."""
+
+
+def _scaling_calls() -> Iterator[_ScalingCall]:
+    """Yield the functions that scale a loss: this library's, and those of torch's scaler and its subclasses."""
+    yield _ScalingCall(scaling, "scaled", lambda state: state.scale)
+    classes: list[type] = [torch.amp.GradScaler]
+    for scaler_class in classes:
+        classes += scaler_class.__subclasses__()
+        if "scale" in vars(scaler_class):
+            yield _ScalingCall(scaler_class, "scale", lambda scaler: scaler._scale)
 
 
 def _obstacle() -> str:
@@ -355,26 +493,41 @@ def _obstacle() -> str:
     return ""
 
 
+def _exponents_to_try(initial_dtypes: list[torch.dtype], loss_scale: float) -> tuple[int, int]:
+    """Return the lowest and the highest k for which a pass is repeated with its initial gradients times 2^k.
+
+    The initial gradients, and the loss scale times 2^k, must be normal numbers.
+    """
+    formats = [torch.finfo(dtype) for dtype in initial_dtypes]
+    lowest = max([-120, *(math.frexp(info.tiny)[1] for info in formats)])
+    largest_factor = min([127, *(math.frexp(info.max)[1] for info in formats)])
+    highest = largest_factor - math.frexp(loss_scale)[1]
+    return lowest, max(highest, 0)
+
+
 def leaves_behind(outputs: Sequence[Any]) -> list[Tensor]:
     """Return the leaves that a backward pass from these outputs reaches."""
-    found, seen = [], set()
+    leaves = []
+    seen_nodes = set()
+    # An output is a tensor, or a GradientEdge, which has a node.
     stack = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
+        if node is None or node in seen_nodes:
             continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        stack.extend(following for following, _ in node.next_functions)
-    return found
+        seen_nodes.add(node)
+        if hasattr(node, "variable"):  # a node that accumulates the gradient of a leaf
+            leaves.append(node.variable)
+        stack.extend([next_node for next_node, _ in node.next_functions])
+    return leaves
 
 
 def _line() -> tuple[str, int] | None:
     """Return the innermost current line outside torch and this library."""
-    frame = sys._getframe(1) if hasattr(sys, "_getframe") else None
+    frame = sys._getframe(1) if hasattr(sys, "_getframe") else None  # another Python than CPython may have none
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "funcamp"):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "funcamp"):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None
@@ -383,15 +536,25 @@ def _line() -> tuple[str, int] | None:
 _Sum = TypeVar("_Sum", Record, Stats)
 
 
-def _add(sums: dict[str, _Sum], path: str, one: _Sum) -> None:
-    sums[path] = sums[path] + one if path in sums else one
+def _add(sums: dict[str, _Sum], path: str, counted: _Sum) -> None:
+    if path in sums:
+        sums[path] = sums[path] + counted
+    else:
+        sums[path] = counted
+
+
+def _largest_item(x: Tensor) -> float:
+    return x.max().item()
 
 
 def _is_finite(x: Tensor) -> bool:
-    return bool(torch.isfinite(x.coalesce().values() if x.layout == torch.sparse_coo else x).all())
+    values = x.coalesce().values() if x.layout == torch.sparse_coo else x
+    return bool(torch.isfinite(values).all())
 
 
 class _Mark(Function):
+    """Count a tensor in the forward pass, and its gradient in the backward pass."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -399,7 +562,7 @@ class _Mark(Function):
         return recorder.mark(x, path, backward=False)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Recorder, str], output: Tensor) -> None:  # noqa: ARG004
         _, ctx.recorder, ctx.path = inputs
 
     @staticmethod
@@ -407,40 +570,44 @@ class _Mark(Function):
         return ctx.recorder.mark(grad, ctx.path, backward=True), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # noqa: ARG004
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # noqa: ARG004
         return tangent.clone()
 
 
-def _paths(root: nn.Module) -> dict[nn.Module, str]:
-    return {part: f".{path}".replace("._orig_mod", "").lstrip(".") for path, part in root.named_modules()}
-
-
-def _counts(leaf: Any) -> bool:
+def _is_countable(leaf: object) -> TypeGuard[Tensor]:
     # A zero tangent has no storage.
     return has_values(leaf) and leaf.device.type != "meta" and not leaf._is_zerotensor()
 
 
-def _found(given: Any) -> Tensor:
-    """Return whether an operation's inputs contain inf, or NaN; bool, shape (2,)."""
-    found = torch.zeros(2, dtype=torch.bool)
-    for leaf in _tree.leaves(given):
-        if _counts(leaf):
-            value = leaf.float() if leaf.dtype.itemsize == 1 else leaf  # torch has no isinf of float8
-            flags = torch.stack([torch.isinf(value).any(), torch.isnan(value).any()])
-            found = found.to(flags.device) | flags
+def _computes(operation: Any) -> bool:
+    """Return whether an operation computes values: no view, no new tensor, no copy."""
+    if operation.is_view or torch.Tag.inplace_view in operation.tags:
+        return False
+    name = operation._schema.name.split("::")[1]
+    return not _NO_RESULTS.fullmatch(name)
+
+
+def _contains_nonfinite(arguments: object) -> Tensor:
+    """Return whether an operation's arguments contain inf, or NaN; bool, shape (2,)."""
+    contains = torch.zeros(2, dtype=torch.bool)
+    for leaf in _tree.leaves(arguments):
+        if _is_countable(leaf):
+            values = leaf.float() if leaf.dtype.itemsize == 1 else leaf  # torch has no isinf of float8
+            flags = torch.stack([torch.isinf(values).any(), torch.isnan(values).any()])
+            contains = contains.to(flags.device) | flags
         elif isinstance(leaf, float):
-            found = found | torch.tensor([math.isinf(leaf), math.isnan(leaf)], device=found.device)
-    return found
+            contains = contains | torch.tensor([math.isinf(leaf), math.isnan(leaf)], device=contains.device)
+    return contains
 
 
-def _eagerly(step: JitStep, state: Any, batch: Any) -> Any:
+def _call_eagerly(step: JitStep, state: Any, batch: Any) -> Any:
     """Return the result of a `jit` step's call, computed eagerly."""
     if step._options.unroll is None:
         return step._step(state, batch)
     leaves, spec = _tree.flatten(batch)
-    rows = []
+    all_metrics = []
     for index in range(step._options.unroll):
-        piece = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        state, metrics = step._step(state, _tree.unflatten(piece, spec))
-        rows.append(metrics)
-    return state, _tree.stacked(rows)
+        step_leaves = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        state, metrics = step._step(state, _tree.unflatten(step_leaves, spec))
+        all_metrics.append(metrics)
+    return state, _tree.stacked(all_metrics)

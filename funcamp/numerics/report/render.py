@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,9 +16,13 @@ from funcamp._types import name_of
 from funcamp.numerics.record import Record
 from funcamp.numerics.report.passes import Operation, Pass, narrow
 
+_T = TypeVar("_T")
+
 _NUMBERS = ("shape", "std", "amax", "zero", "underflow", "subnormal", "overflow")
 COLUMNS = ("", "module", "operation", "dtype", *_NUMBERS, "")
 
+#: The statistics that count non-finite values, with the words for them.
+_NONFINITE = (("nan", "NaN"), ("posinf", "inf"), ("neginf", "-inf"))
 
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
@@ -42,73 +46,91 @@ def table(rows: list[dict[str, Any]], title: str) -> Any:
     except ImportError as error:
         raise ImportError("table: needs rich: pip install 'funcamp[demo]'; to_rows() needs nothing") from error
 
-    found = Table(title=title, title_justify="left")
+    rich_table = Table(title=title, title_justify="left")
     for name in COLUMNS:
-        found.add_column(name, justify="right" if name in _NUMBERS else "left")
+        rich_table.add_column(name, justify="right" if name in _NUMBERS else "left")
     for row in rows:
-        style = "red" if row["creates"] else ("yellow" if row["underflow"] > 0.01 else None)
-        found.add_row(*cells(row), style=style)
-    return found
+        rich_table.add_row(*cells(row), style=_choose_by_fault(row, "red", "yellow", None))
+    return rich_table
+
+
+def _choose_by_fault(row: dict[str, Any], nonfinite: _T, flushed: _T, none: _T) -> _T:
+    """Return the first value if a row creates inf or NaN, the second above 1 % underflow, else the third."""
+    if row["creates"]:
+        return nonfinite
+    if row["underflow"] > 0.01:
+        return flushed
+    return none
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """Return a row of `to_rows` as short text, one cell per column."""
-    zeros = (row["poszero"] + row["negzero"]) / max(row["count"], 1)
-    nonfinite = [
-        f"{int(row[name])} {word}"
-        for name, word in (("nan", "NaN"), ("posinf", "inf"), ("neginf", "-inf"))
-        if row[name]
-    ]
-    made = [f"makes {row['creates'].replace(' ', ', ')}"] if row["creates"] else []
-    name = row["operation"] + (f"[{row['output']}]" if row["output"] else "")
+    zero_fraction = (row["poszero"] + row["negzero"]) / max(row["count"], 1)
+    output_index = f"[{row['output']}]" if row["output"] else ""  # of an operation with several outputs
+    remarks = []
+    if row["creates"]:
+        remarks.append(f"makes {row['creates'].replace(' ', ', ')}")
+    remarks += [f"{int(row[name])} {word}" for name, word in _NONFINITE if row[name]]
     return (
         "<-" if row["direction"] == "backward" else "->",
         row["module"],
-        name,
+        f"{row['operation']}{output_index}",
         row["dtype"],
         "x".join(map(str, row["shape"])) or "()",
         "n/a" if math.isnan(row["std"]) else f"{row['std']:.3g}",
         f"2^{math.log2(row['amax']):.0f}" if row["amax"] else "0",
-        *(percent(part) for part in (zeros, row["underflow"], row["subnormal"], row["overflow"])),
-        ", ".join(made + nonfinite),
+        percent(zero_fraction),
+        percent(row["underflow"]),
+        percent(row["subnormal"]),
+        percent(row["overflow"]),
+        ", ".join(remarks),
     )
 
 
 def power(scale: float) -> str:
     """Format a loss scale with its power of two."""
     exponent = math.log2(scale)
-    number = f"{scale:.0f}" if 1 <= scale < 2**53 and scale.is_integer() else f"{scale:g}"
+    is_exact_integer = 1 <= scale < 2**53 and scale.is_integer()
+    number = f"{scale:.0f}" if is_exact_integer else f"{scale:g}"
     return f"{number} (2^{exponent:.0f})" if exponent.is_integer() else number
 
 
-def no_scale_helps(one: Operation, cause: str) -> str:
+def no_scale_helps(operation: Operation, cause: str) -> str:
     """Return the sentence for a loss or gradients that are non-finite at every loss scale."""
-    what = "gradients are inf or NaN at every loss scale" if one.backward else "loss is inf or NaN before it is scaled"
+    if operation.backward:
+        what = "gradients are inf or NaN at every loss scale"
+    else:
+        what = "loss is inf or NaN before it is scaled"
     change = "keep it from dividing by zero, and from a root or logarithm of zero"
-    if narrow([one]):
+    if narrow([operation]):
         change = f"compute it in float32 or bfloat16, make what goes into it smaller, or {change}"
     return f"No loss scale helps: the {what}: {cause}. Change that operation: {change}."
 
 
 def at_scales(passes: list[Pass]) -> list[str]:
     """Return sentences on the scales at which the backward passes were finite."""
-    found = []
-    for index, one in enumerate(passes):
-        run = f"Backward pass{f' {index + 1}' if len(passes) > 1 else ''}: at the loss scale {power(one.loss_scale)} "
-        run += f"the gradients {'are finite' if one.finite else 'overflow'}"
-        if one.largest_scale is not None:
-            found.append(f"{run}; repeated at others, they are finite up to {power(one.largest_scale)}.")
-        elif one.obstacle and not one.finite:
-            found.append(
-                f"{run}; it could not be repeated at others ({one.obstacle}), so their size is unknown. Run "
-                "this report once in float32 or bfloat16: the loss scale that it recommends works in float16 too."
+    sentences = []
+    for number, backward_pass in enumerate(passes, 1):
+        name = f"Backward pass {number}" if len(passes) > 1 else "Backward pass"
+        what = "are finite" if backward_pass.finite else "overflow"
+        beginning = f"{name}: at the loss scale {power(backward_pass.loss_scale)} the gradients {what}"
+        if backward_pass.largest_scale is not None:
+            largest_scale = power(backward_pass.largest_scale)
+            sentences.append(f"{beginning}; repeated at others, they are finite up to {largest_scale}.")
+        elif backward_pass.obstacle and not backward_pass.finite:
+            sentences.append(
+                f"{beginning}; it could not be repeated at others ({backward_pass.obstacle}), so their size is "
+                "unknown. Run this report once in float32 or bfloat16: the loss scale that it recommends works in "
+                "float16 too."
             )
-    return found
+    return sentences
 
 
-def percent(part: float) -> str:
+def percent(fraction: float) -> str:
     """Format a fraction, short but distinguishable from 0."""
-    return "" if not part else ("<0.01%" if part < 1e-4 else f"{100 * part:.3g}%")
+    if not fraction:
+        return ""
+    return "<0.01%" if fraction < 1e-4 else f"{100 * fraction:.3g}%"
 
 
 def annotate(module: nn.Module | None, records: Mapping[str, Record | str]) -> str:
@@ -130,20 +152,28 @@ def annotate(module: nn.Module | None, records: Mapping[str, Record | str]) -> s
     """
     if module is None:
         return "\n".join(f"{path or '(module)'}  {record}" for path, record in records.items())
-    lines: list[tuple[str, str]] = []
+    lines = list(_tree_lines(module, records))
+    paths_in_module = {path for path, _ in module.named_modules()}
+    for path, record in records.items():
+        if path not in paths_in_module:
+            lines.append((path, str(record)))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:{width}}  {record}".rstrip() for name, record in lines)
 
-    def visit(part: nn.Module, path: str, label: str, depth: int) -> None:
-        extra = part.extra_repr()
-        name = type(part).__name__ + (f"({extra})" if extra and "\n" not in extra else "")
-        lines.append(("  " * depth + label + name, str(records[path]) if path in records else ""))
-        for child_name, child in part.named_children():
-            visit(child, f"{path}.{child_name}" if path else child_name, f"({child_name}): ", depth + 1)
 
-    visit(module, "", "", 0)
-    known = {path for path, _ in module.named_modules()}
-    lines.extend((path, str(record)) for path, record in records.items() if path not in known)
-    width = max(len(text) for text, _ in lines)
-    return "\n".join(f"{text:{width}}  {record}".rstrip() for text, record in lines)
+def _tree_lines(
+    module: nn.Module, records: Mapping[str, Record | str], path: str = "", label: str = "", depth: int = 0
+) -> Iterator[tuple[str, str]]:
+    """Yield the name and the record of a module and of everything below it, indented as `print(module)` does."""
+    name = type(module).__name__
+    extra = module.extra_repr()
+    if extra and "\n" not in extra:
+        name = f"{name}({extra})"
+    record = str(records[path]) if path in records else ""
+    yield "  " * depth + label + name, record
+    for child_name, child in module.named_children():
+        child_path = f"{path}.{child_name}" if path else child_name
+        yield from _tree_lines(child, records, child_path, f"({child_name}): ", depth + 1)
 
 
 def write_page(
@@ -156,23 +186,23 @@ def write_page(
     rows: list[dict[str, Any]],
 ) -> Path:
     """Write the page of `NumericsReport.to_html`."""
-    lines = []
+    table_rows = []
     for row in rows:
-        kind = "made" if row["creates"] else ("flushed" if row["underflow"] > 0.01 else "")
-        line = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(row))
-        lines.append(f'<tr class="{kind}">{line}</tr>')
+        style_class = _choose_by_fault(row, "made", "flushed", "")
+        table_cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(row))
+        table_rows.append(f'<tr class="{style_class}">{table_cells}</tr>')
     head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
-    said = "".join(f"<li>{html.escape(line)}</li>" for line in sentences)
+    findings = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
     image = ""
     if picture:
         encoded = base64.b64encode(picture).decode()
         image = f'<h2>Exponents</h2><img alt="exponents of every operation" src="data:image/png;base64,{encoded}">'
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
-        f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1><ul>{said}</ul>",
+        f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1><ul>{findings}</ul>",
         f"<h2>Modules</h2><pre>{html.escape(tree)}</pre>{image}",
         f"<h2>Operations</h2><p>{html.escape(caption.capitalize())}.</p>",
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></body></html>\n",
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(table_rows)}</tbody></table></body></html>\n",
     ]
     path.write_text("".join(parts), encoding="utf-8")
     return path

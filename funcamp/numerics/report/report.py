@@ -24,7 +24,11 @@ from funcamp.numerics.report.recorder import Recorder, leaves_behind
 from funcamp.numerics.report.render import power
 from funcamp.numerics.statistics import Stats
 
-_NONE = Stats(torch.zeros(WIDTH, dtype=torch.float64))
+_EMPTY = Stats(torch.zeros(WIDTH, dtype=torch.float64))
+
+#: The statistics of a row of `NumericsReport.to_rows`, and the fractions that rounding to its dtype would lose.
+_STATISTICS = ("count", "mean", "std", "amax", "nan", "posinf", "neginf", "poszero", "negzero")
+_FRACTIONS = ("underflow", "subnormal", "overflow")
 
 
 class Origin(NamedTuple):
@@ -38,7 +42,7 @@ class Origin(NamedTuple):
 
     def __str__(self) -> str:
         came = "first in" if self.made else "came in with a parameter or the batch, first seen in"
-        return f"{self.kind} {came} {_where(self.operation)}"
+        return f"{self.kind} {came} {_describe(self.operation)}"
 
 
 class Recommendation(NamedTuple):
@@ -59,6 +63,20 @@ class Recommendation(NamedTuple):
     """Whether gradients overflowed and could not be measured: the right scale may then be smaller."""
 
 
+class _Evidence(NamedTuple):
+    """What the recorded backward passes show of gradients in a dtype."""
+
+    operations: list[Operation]
+    ran_in_dtype: bool
+    """Whether they ran in this dtype; otherwise they are those of all dtypes, except values of shape ()."""
+    overflowed_scales: list[float]
+    """The loss scales of passes that overflowed and could not be repeated."""
+
+    def amaxes(self) -> list[float]:
+        """Return the largest magnitude of each operation, without loss scaling."""
+        return [operation.stats.amax.item() / operation.loss_scale for operation in self.operations]
+
+
 class NumericsReport:
     """The results of `numerics_report`. Reading it syncs; creating it does not, apart from the run itself."""
 
@@ -72,15 +90,19 @@ class NumericsReport:
     """The backward passes, and the scales at which each is finite."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.operations, self.records, self.passes = recorder.operations, recorder.records, recorder.passes
-        self._gradients, self.module, self._operands = recorder.gradients, recorder.module, recorder.operands
+        self.operations = recorder.operations
+        self.records = recorder.records
+        self.passes = recorder.passes
+        self.module = recorder.modules.root
+        self._gradients = recorder.gradients
+        self._operands = recorder.operands
         self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
 
     def __repr__(self) -> str:
-        return f"NumericsReport({self._counted()})"
+        return f"NumericsReport({self._operation_counts()})"
 
-    def _counted(self) -> str:
-        backward = sum(one.backward for one in self.operations)
+    def _operation_counts(self) -> str:
+        backward = sum(operation.backward for operation in self.operations)
         return f"{len(self.operations) - backward} forward, {backward} backward operations"
 
     def first_nonfinite(self) -> Origin | None:
@@ -89,7 +111,7 @@ class NumericsReport:
         An infinity that the program itself writes (a mask) does not count, nor one that an operation gets as input; a
         NaN made of it does. A value that torch masks at once, as in the backward pass of a norm at 0, is reported too.
         """
-        return _origin(self.operations)
+        return _find_origin(self.operations)
 
     def cause(self) -> Origin | None:
         """Return what makes the loss, or gradients at every scale, non-finite; None if a scale can help.
@@ -97,12 +119,13 @@ class NumericsReport:
         A loss that is non-finite before scaling comes from the forward pass. Gradients are checked by repeating the
         backward pass at other scales.
         """
-        forward = [one for one in self.operations if not one.backward]
-        for one in self.passes:
-            if not one.loss_is_finite:
-                return _origin(forward, any_infinity=True)
-            if not (one.finite or one.obstacle) and one.largest_scale is None:
-                return _origin(one.evidence, any_infinity=True)
+        for backward_pass in self.passes:
+            if not backward_pass.loss_is_finite:
+                forward_operations = [operation for operation in self.operations if not operation.backward]
+                return _find_origin(forward_operations, any_infinity=True)
+            was_repeated = not (backward_pass.finite or backward_pass.obstacle)
+            if was_repeated and backward_pass.largest_scale is None:
+                return _find_origin(backward_pass.evidence, any_infinity=True)
         return None
 
     def recommend_scale(self, dtype: torch.dtype = torch.float16, headroom: float = 2.0) -> Recommendation:
@@ -135,27 +158,60 @@ class NumericsReport:
         """
         if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 < headroom < math.inf:
             raise ValueError(f"recommend_scale: headroom must be a positive number; got {headroom!r}")
-        limit = 2.0 ** math.floor(math.log2(format_of(dtype).max))
-        if (cause := self.cause()) is not None:
+        largest_power = 2.0 ** math.floor(math.log2(format_of(dtype).max))
+        cause = self.cause()
+        if cause is not None:
             raise ValueError(f"recommend_scale: the gradients must be finite at some loss scale; got {cause}")
-        evidence = [one for found in self.passes for one in found.evidence]
-        unseen = [found.loss_scale for found in self.passes if found.obstacle and not found.finite]
-        same = [] if unseen else [one for one in evidence if one.dtype == dtype]
-        rows = same or [one for one in evidence if one.shape]
-        amaxes = [one.stats.amax.item() / one.loss_scale for one in rows]
+        evidence = self._evidence(dtype)
+        amaxes = evidence.amaxes()
         amax = max(amaxes, default=0.0)
-        if not amax and not unseen:
+        is_upper_bound = bool(evidence.overflowed_scales)
+        if not amax and not is_upper_bound:
             raise ValueError("recommend_scale: the report must have finite, nonzero gradients; got none")
-        known = [found.largest_scale for found in self.passes if found.largest_scale is not None]
-        bounds = [2.0**127, *(overflowed / 2 for overflowed in unseen), *(known if same else ())]
-        if amax and (not same or len(known) < len(self.passes)):
-            bounds.append(limit / amax)
-        scale, gradients = 2.0 ** math.floor(math.log2(min(bounds) / headroom)), _unscaled(rows)
-        scaled, unscaled = (gradients.underflow(dtype, factor).item() for factor in (scale, 1.0))
-        zero = ((gradients.poszero + gradients.negzero) / gradients.count.clamp(min=1)).item()
+
+        largest_scale = self._largest_scale(evidence, amax, largest_power)
+        scale = 2.0 ** math.floor(math.log2(largest_scale / headroom))
+        gradients = _unscaled(evidence.operations)
+        zeros = gradients.poszero + gradients.negzero
         return Recommendation(
-            scale, scaled, unscaled, zero, _where(rows[amaxes.index(amax)]) if amax else "", bool(unseen)
+            scale=scale,
+            underflow=gradients.underflow(dtype, scale).item(),
+            underflow_unscaled=gradients.underflow(dtype, 1.0).item(),
+            zero=(zeros / gradients.count.clamp(min=1)).item(),
+            bounded_by=_describe(evidence.operations[amaxes.index(amax)]) if amax else "",
+            is_upper_bound=is_upper_bound,
         )
+
+    def _evidence(self, dtype: torch.dtype) -> _Evidence:
+        """Return the operations of all backward passes that bound the loss scale for a dtype."""
+        operations: list[Operation] = []
+        overflowed_scales = []
+        for backward_pass in self.passes:
+            operations += backward_pass.evidence
+            if backward_pass.obstacle and not backward_pass.finite:
+                overflowed_scales.append(backward_pass.loss_scale)
+        in_dtype = [operation for operation in operations if operation.dtype == dtype]
+        if in_dtype and not overflowed_scales:
+            return _Evidence(in_dtype, True, [])
+        # The loss itself, of shape (), is in float32.
+        with_shape = [operation for operation in operations if operation.shape]
+        return _Evidence(with_shape, False, overflowed_scales)
+
+    def _largest_scale(self, evidence: _Evidence, amax: float, largest_power: float) -> float:
+        """Return the largest loss scale that the recorded passes allow, without headroom.
+
+        amax: the largest magnitude of the evidence, without loss scaling; 0 if it is unknown.
+        largest_power: the largest power of two of the dtype.
+        """
+        measured = [one.largest_scale for one in self.passes if one.largest_scale is not None]
+        bounds = [2.0**127]
+        bounds += [scale / 2 for scale in evidence.overflowed_scales]
+        if evidence.ran_in_dtype:
+            bounds += measured
+        all_are_measured = evidence.ran_in_dtype and len(measured) == len(self.passes)
+        if amax and not all_are_measured:
+            bounds.append(largest_power / amax)
+        return min(bounds)
 
     def float8(self, scales: Mapping[str, Tensor] | None = None, *, most: float = 0.01) -> list[Float8Layer]:
         """Return, per linear layer, what float8 loses of its input, weight and gradient, and whether to keep it.
@@ -177,15 +233,17 @@ class NumericsReport:
         """
         if isinstance(most, bool) or not isinstance(most, (int, float)) or not 0 <= most <= 1:
             raise ValueError(f"float8: most must be from 0 to 1; got {most!r}")
-        gradients = {path: one.backward for path, one in self.unscaled_records().items()}
-        return [
-            fit(path, one, gradients.get(path, _NONE), (scales or {}).get(path), most)
-            for path, one in self._operands.items()
-        ]
+        records = self.unscaled_records()
+        delayed_scales = scales or {}
+        layers = []
+        for path, multiplied in self._operands.items():
+            gradient = records[path].backward if path in records else _EMPTY
+            layers.append(fit(path, multiplied, gradient, delayed_scales.get(path), most))
+        return layers
 
     def gradients(self) -> Stats:
         """Return all values of the backward pass without loss scaling, except those of shape ()."""
-        return _unscaled([one for one in self.operations if one.backward and one.shape])
+        return _unscaled([operation for operation in self.operations if operation.backward and operation.shape])
 
     def to_rows(self, dtype: torch.dtype = torch.float16) -> list[dict[str, Any]]:
         """Return one dict of numbers and strings per operation: `pandas.DataFrame(report.to_rows())`.
@@ -198,7 +256,7 @@ class NumericsReport:
             TypeError: dtype has no known limits.
         """
         format_of(dtype)
-        return [_plain(index, one, dtype) for index, one in enumerate(self.operations)]
+        return [_row(index, operation, dtype) for index, operation in enumerate(self.operations)]
 
     def table(self, dtype: torch.dtype = torch.float16) -> Any:
         """Return the rows as a `rich.table.Table`: `rich.print(report.table())`.
@@ -216,15 +274,18 @@ class NumericsReport:
         deviation at a loss scale that works.
         """
         unscaled = self.unscaled_records()
-        shown = {
-            path: f"(-> {text(record.forward)}, <- {text(unscaled[path].backward, record.backward)})"
-            for path, record in self.records.items()
-        }
-        return render.annotate(self.module, shown)
+        texts = {}
+        for path, record in self.records.items():
+            forward = text(record.forward)
+            backward = text(unscaled[path].backward, counted=record.backward)
+            texts[path] = f"(-> {forward}, <- {backward})"
+        return render.annotate(self.module, texts)
 
     def unscaled_records(self) -> dict[str, Record]:
         """Return `records` without loss scaling; overflowed gradients are from the largest working scale."""
-        return {path: Record(one.forward, self._gradients.get(path, _NONE)) for path, one in self.records.items()}
+        return {
+            path: Record(record.forward, self._gradients.get(path, _EMPTY)) for path, record in self.records.items()
+        }
 
     def plot(self, path: str | Path, dtype: torch.dtype = torch.float16, *, modules: bool = False) -> Path:
         """Draw a row per operation with exponents on the x axis and the limits of a format as lines.
@@ -262,12 +323,19 @@ class NumericsReport:
         picture = io.BytesIO()
         with contextlib.suppress(ImportError):
             plot.draw(plot.of_operations(self.operations), picture, dtype)
-        return self._page(path, dtype, title, picture.getvalue())
+        return self._write_page(path, dtype, title, picture.getvalue())
 
-    def _page(self, path: str | Path, dtype: torch.dtype, title: str, picture: bytes) -> Path:
-        sentences, rows = self.summary(dtype), self.to_rows(dtype)
-        caption = render.caption(dtype, self.loss_scale)
-        return render.write_page(Path(path), title, sentences, self.annotate(), picture, caption, rows)
+    def _write_page(self, path: str | Path, dtype: torch.dtype, title: str, picture: bytes) -> Path:
+        """Write the page of `to_html` with a picture that is drawn already; empty for none."""
+        return render.write_page(
+            path=Path(path),
+            title=title,
+            sentences=self.summary(dtype),
+            tree=self.annotate(),
+            picture=picture,
+            caption=render.caption(dtype, self.loss_scale),
+            rows=self.to_rows(dtype),
+        )
 
     def summary(self, dtype: torch.dtype = torch.float16) -> list[str]:
         """Return the main results, one sentence each.
@@ -276,25 +344,21 @@ class NumericsReport:
             TypeError: dtype has no known limits.
         """
         origin = self.first_nonfinite()
-        found = [f"Operations: {self._counted()}. Loss scale in this run: {power(self.loss_scale)}."]
-        found.append(f"Non-finite values: {'none made' if origin is None else origin}.")
+        sentences = [
+            f"Operations: {self._operation_counts()}. Loss scale in this run: {power(self.loss_scale)}.",
+            f"Non-finite values: {'none made' if origin is None else origin}.",
+        ]
         cause = self.cause()
         if cause is not None:
-            return [*found, render.no_scale_helps(cause.operation, str(cause))]
-        found += render.at_scales(self.passes)
+            sentences.append(render.no_scale_helps(cause.operation, str(cause)))
+            return sentences
+        sentences += render.at_scales(self.passes)
         try:
             advice = self.recommend_scale(dtype)
         except ValueError:
-            return [*found, "Loss scale: no finite, nonzero gradient was seen."]
-        scale = ("at most " if advice.is_upper_bound else "") + power(advice.scale)
-        flushed, unscaled = (f"{100 * part:.3g} %" for part in (advice.underflow, advice.underflow_unscaled))
-        found.append(
-            f"Loss scale for {name_of(dtype)}: {scale}, which leaves room for gradients twice as large. With it "
-            f"{flushed} of the gradients' values are flushed to zero, unscaled {unscaled}."
-            + (f" {100 * advice.zero:.3g} % more are zero at each scale seen." if advice.zero > 0.01 else "")
-        )
-        largest = "largest finite gradients" if advice.is_upper_bound else "largest gradients, which bound it"
-        return [*found, f"The {largest}: {advice.bounded_by or 'none'}."]
+            sentences.append("Loss scale: no finite, nonzero gradient was seen.")
+            return sentences
+        return sentences + _advice_sentences(advice, dtype)
 
 
 def numerics_report(
@@ -362,45 +426,78 @@ def _differentiate(result: Any) -> None:
             torch.autograd.grad(losses[0], leaves, allow_unused=True)
 
 
-def _where(one: Operation) -> str:
-    way = "backward" if one.backward else "forward"
-    text = f"{one.name} ({way}, {one.path or 'outside of layers'}, {name_of(one.dtype)}, shape {one.shape})"
-    return text if one.line is None else f"{text} at {one.line[0]}:{one.line[1]}"
+def _describe(operation: Operation) -> str:
+    direction = "backward" if operation.backward else "forward"
+    place = operation.path or "outside of layers"
+    description = f"{operation.name} ({direction}, {place}, {name_of(operation.dtype)}, shape {operation.shape})"
+    if operation.line is None:
+        return description
+    file, line_number = operation.line
+    return f"{description} at {file}:{line_number}"
 
 
-def _origin(operations: list[Operation], *, any_infinity: bool = False) -> Origin | None:
+def _created_kinds(operation: Operation) -> list[str]:
+    """Return which non-finite values an operation created: inf, NaN, both or none."""
+    flags = operation.creates.tolist()
+    return [kind for kind, is_created in zip(("inf", "NaN"), flags) if is_created]
+
+
+def _find_origin(operations: list[Operation], *, any_infinity: bool = False) -> Origin | None:
     """Return the first operation that created inf or NaN; else the first with NaN, or any_infinity."""
-    for one in operations:
-        for kind, made in zip(("inf", "NaN"), one.creates.tolist()):
-            if made:
-                return Origin(one, kind, True)
-    for one in operations:
-        if one.stats.nan > 0 or (any_infinity and one.stats.nonfinite > 0):
-            return Origin(one, "NaN" if one.stats.nan > 0 else "inf", False)
+    for operation in operations:
+        kinds = _created_kinds(operation)
+        if kinds:
+            return Origin(operation, kinds[0], True)
+    for operation in operations:
+        if operation.stats.nan > 0:
+            return Origin(operation, "NaN", False)
+        if any_infinity and operation.stats.nonfinite > 0:
+            return Origin(operation, "inf", False)
     return None
 
 
 def _unscaled(operations: list[Operation]) -> Stats:
     """Return all values of operations, without loss scaling."""
-    totals: dict[float, Stats] = {}
-    for one in operations:
-        totals[one.loss_scale] = totals.get(one.loss_scale, _NONE) + Stats(one.stats.row.cpu())
-    return sum((total.rescale(1 / scale) for scale, total in totals.items()), _NONE)
+    by_loss_scale: dict[float, Stats] = {}
+    for operation in operations:
+        stats = Stats(operation.stats.row.cpu())
+        scale = operation.loss_scale
+        by_loss_scale[scale] = by_loss_scale.get(scale, _EMPTY) + stats
+    total = _EMPTY
+    for scale, stats in by_loss_scale.items():
+        total = total + stats.rescale(1 / scale)
+    return total
 
 
-def _plain(index: int, one: Operation, dtype: torch.dtype) -> dict[str, Any]:
-    stats = one.stats
-    numbers = ("count", "mean", "std", "amax", "nan", "posinf", "neginf", "poszero", "negzero")
-    made = [kind for kind, flag in zip(("inf", "NaN"), one.creates.tolist()) if flag]
+def _advice_sentences(advice: Recommendation, dtype: torch.dtype) -> list[str]:
+    """Return the sentences of a summary on the recommended loss scale."""
+    scale = power(advice.scale)
+    largest = "largest gradients, which bound it"
+    if advice.is_upper_bound:
+        scale = f"at most {scale}"
+        largest = "largest finite gradients"
+    sentence = (
+        f"Loss scale for {name_of(dtype)}: {scale}, which leaves room for gradients twice as large. With it "
+        f"{100 * advice.underflow:.3g} % of the gradients' values are flushed to zero, "
+        f"unscaled {100 * advice.underflow_unscaled:.3g} %."
+    )
+    if advice.zero > 0.01:
+        sentence += f" {100 * advice.zero:.3g} % more are zero at each scale seen."
+    return [sentence, f"The {largest}: {advice.bounded_by or 'none'}."]
+
+
+def _row(index: int, operation: Operation, dtype: torch.dtype) -> dict[str, Any]:
+    """Return an operation as numbers and strings, for `NumericsReport.to_rows`."""
+    stats = operation.stats
     return {
         "index": index,
-        "direction": "backward" if one.backward else "forward",
-        "module": one.path,
-        "operation": one.name,
-        "output": one.output,
-        "dtype": name_of(one.dtype),
-        "shape": one.shape,
-        **{name: getattr(stats, name).item() for name in numbers},
-        **{name: getattr(stats, name)(dtype).item() for name in ("underflow", "subnormal", "overflow")},
-        "creates": " ".join(made),
+        "direction": "backward" if operation.backward else "forward",
+        "module": operation.path,
+        "operation": operation.name,
+        "output": operation.output,
+        "dtype": name_of(operation.dtype),
+        "shape": operation.shape,
+        **{name: getattr(stats, name).item() for name in _STATISTICS},
+        **{name: getattr(stats, name)(dtype).item() for name in _FRACTIONS},
+        "creates": " ".join(_created_kinds(operation)),
     }

@@ -84,7 +84,7 @@ class CarriedState:
 
     # For every call
 
-    def replaced(self) -> str | None:
+    def find_replaced(self) -> str | None:
         """Return the path of a tensor that a program reads and that was replaced since; None if there is none."""
         if not self._readers:
             return None

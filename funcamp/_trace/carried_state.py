@@ -125,7 +125,7 @@ class CarriedState:
 
     # For a trace
 
-    def traced(self, trace_once: Callable[[], Graph]) -> Graph:
+    def trace(self, trace_once: Callable[[], Graph]) -> Graph:
         """Return the graph of a step, which also writes the state; Python is afterwards as a program leaves it.
 
         Raises:

@@ -109,7 +109,7 @@ def trace(
     trace_once = functools.partial(_trace_once, fn, args, home, fixed_shapes, carried.record, state_count)
     host_draws = HostDraws()
     with host_draws.watched():
-        graph = carried.traced(lambda: _trace_as_compiled_or_eager(trace_once))
+        graph = carried.trace(lambda: _trace_as_compiled_or_eager(trace_once))
     drawn = host_draws.found()
     if drawn is not None:
         generators, line = drawn

@@ -176,7 +176,7 @@ class CarriedState:
                     self._changes.carried[path] = before
                     new_values.append(slot.value)
             elif before is not _MISSING:
-                difference = self._forms[path].changed(path, Form(slot.value, known_ids))
+                difference = self._forms[path].difference(path, Form(slot.value, known_ids))
                 if difference is not None:
                     name, former, current = difference
                     self._changes.values[name] = _Change(former, current)

@@ -73,18 +73,16 @@ def _ask_each_thread() -> None:
     answer_in_this_thread = functools.partial(getattr, _this_thread, "is_compiling", None)
     function.__globals__["_funcamp_answers_in_this_thread"] = answer_in_this_thread
     function.__globals__["_is_compiling_as_torch_says"] = torchs_function
-    code = _is_compiling.__code__
-    function.__code__ = code.replace(co_filename=torchs_code.co_filename, co_name=torchs_code.co_name)
+    # TorchScript takes the source from the file and the line that the code names.
+    function.__code__ = _is_compiling.__code__.replace(
+        co_filename=torchs_code.co_filename, co_name=torchs_code.co_name, co_firstlineno=torchs_code.co_firstlineno
+    )
 
 
 def _is_compiling() -> bool:
     """Give torch.compiler.is_compiling its code; the names that are not defined here are in that function's globals."""
-    # TorchScript compiles the first branch only.
-    if torch.jit.is_scripting():  # type: ignore[attr-defined]
-        return False
-    else:  # noqa: RET505
-        answer = _funcamp_answers_in_this_thread()  # type: ignore[name-defined]  # noqa: F821
-        return _is_compiling_as_torch_says() if answer is None else answer  # type: ignore[name-defined,no-any-return]  # noqa: F821
+    answer = _funcamp_answers_in_this_thread()  # type: ignore[name-defined]  # noqa: F821
+    return _is_compiling_as_torch_says() if answer is None else answer  # type: ignore[name-defined,no-any-return]  # noqa: F821
 
 
 class _Checks:

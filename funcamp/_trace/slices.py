@@ -26,8 +26,12 @@ def slices(tensor: Tensor, sizes: Sequence[int], wanted: Wanted) -> list[Tensor]
     recorded = None if recorder is None else recorder.slices(tensor, sizes, wanted)
     if recorded is not None:
         return recorded
-    parts, views = torch.split(tensor, list(sizes)), []
+    parts = torch.split(tensor, list(sizes))
+    views: list[Tensor] = []
     for number, shape in wanted:
+        part = parts[number]
         count = math.prod(shape)
-        views.append((parts[number] if sizes[number] == count else parts[number][:count]).view(shape))
+        if count != sizes[number]:  # the rest is padding
+            part = part[:count]
+        views.append(part.view(shape))
     return views

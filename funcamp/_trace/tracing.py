@@ -12,7 +12,7 @@ from torch import Tensor
 from funcamp import _upstream
 
 #: For every view the number of its part, and its shape of at most as many elements.
-Wanted: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
+RequestedViews: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
 
 class HostError(Exception):
@@ -39,7 +39,7 @@ class LetsDynamoIn:
 class Recorder(Protocol):
     """A trace that is running."""
 
-    def slices(self, tensor: Tensor, sizes: Sequence[int], wanted: Wanted) -> list[Tensor] | None:
+    def slices(self, tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> list[Tensor] | None:
         """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
 
 

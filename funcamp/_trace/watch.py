@@ -29,7 +29,7 @@ from funcamp._trace.interface import Input
 from funcamp._trace.kept_tensors import KeptTensor, settle
 from funcamp._trace.random_numbers import Draws
 from funcamp._trace.trace_errors import nested_tensor_error, read_error
-from funcamp._trace.tracing import HostError, LetsDynamoIn, Wanted, current
+from funcamp._trace.tracing import HostError, LetsDynamoIn, RequestedViews, current
 from funcamp._trace.user_line import in_stack
 from funcamp._upstream.bugs.ctc_lengths import of_known_shape
 
@@ -270,7 +270,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         self._record(handle, slot.proxy.node)
         return handle
 
-    def slices(self, tensor: Tensor, sizes: Sequence[int], wanted: Wanted) -> list[Tensor] | None:
+    def slices(self, tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> list[Tensor] | None:
         """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
         proxy_mode: Any = get_proxy_mode()
         if proxy_mode is None or proxy_mode.tracer is not self._tracer:
@@ -280,7 +280,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             return None
         parts = _aten.split_with_sizes.default(slot.proxy, list(sizes))
         views: list[Tensor] = []
-        for number, shape in wanted:
+        for number, shape in requested:
             part = parts[number]
             count = math.prod(shape)
             if count < sizes[number]:

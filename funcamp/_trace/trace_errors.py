@@ -6,7 +6,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from funcamp import _upstream
 from funcamp._trace.tracing import HostError
-from funcamp._trace.user_line import FIXED, INSTEAD, READS, in_nested_tensor, in_traceback
+from funcamp._trace.user_line import in_nested_tensor, in_traceback
 
 #: torch's error for an operation whose result has a shape that follows from values, if there must be none.
 _SHAPE_FROM_VALUES = tuple(
@@ -26,6 +26,9 @@ _READ_TEXTS = (
     "Cannot access storage of",
     "unsupported format string passed to FakeTensor",
 )
+_READS = "not read a tensor's value on the host (no .item(), no branch on a tensor or a size that follows from values)"
+_FIXED_SHAPE_INSTEAD = "take torch.where or a mask of fixed shape instead"
+_METRICS_INSTEAD = f"{_FIXED_SHAPE_INSTEAD}, and return in the metrics what you want to read"
 _NESTED = (
     "not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is "
     "beyond each sequence"
@@ -39,7 +42,7 @@ def nested_tensor_error(line: str) -> HostError:
 
 def read_error(line: str) -> HostError:
     """Return the error for a line that reads the value of a tensor."""
-    return HostError(f"{READS}; {line} does: {INSTEAD}")
+    return HostError(f"{_READS}; {line} does: {_METRICS_INSTEAD}")
 
 
 def explain(error: Exception, *, fixed_shapes: bool) -> HostError | None:
@@ -52,7 +55,9 @@ def explain(error: Exception, *, fixed_shapes: bool) -> HostError | None:
     line = in_traceback(error)
     if isinstance(error, _SHAPE_FROM_VALUES):
         where = "in a CUDA graph" if fixed_shapes else f"by {error.func}"
-        instead = f"{FIXED}, or pass capture=False" if fixed_shapes else FIXED
+        instead = _FIXED_SHAPE_INSTEAD
+        if fixed_shapes:
+            instead += ", or pass capture=False"
         return HostError(f"not take a shape from values {where}; {line} does: {instead}")
     if isinstance(error, RuntimeError) and in_nested_tensor(error):
         return nested_tensor_error(line)

@@ -12,9 +12,6 @@ from types import FrameType
 
 import torch
 
-READS = "not read a tensor's value on the host (no .item(), no branch on a tensor or a size that follows from values)"
-FIXED = "take torch.where or a mask of fixed shape instead"
-INSTEAD = f"{FIXED}, and return in the metrics what you want to read"
 #: Torch's layers that read values, by the start of the name of their Python module, and what to take instead.
 _READING_LAYERS = {
     "torch.ao.quantization.": (

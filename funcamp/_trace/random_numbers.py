@@ -68,7 +68,7 @@ class _Call:
         return str([(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves])
 
 
-class Draws:
+class TraceDraws:
     """The random draws of a trace.
 
     Args:

@@ -27,7 +27,7 @@ from funcamp import _tree, _upstream
 from funcamp._trace.aliases import Aliases
 from funcamp._trace.interface import Input
 from funcamp._trace.kept_tensors import KeptTensor, settle
-from funcamp._trace.random_numbers import Draws
+from funcamp._trace.random_numbers import TraceDraws
 from funcamp._trace.trace_errors import nested_tensor_error, read_error
 from funcamp._trace.tracing import HostError, LetsDynamoIn, RequestedViews, current
 from funcamp._trace.user_line import in_stack
@@ -106,7 +106,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         """By the id of the tensor that the step reads."""
         self._slice_storages: set[int] = set()
         """The storages of `slices`, whose offset in the trace is not that in the state."""
-        self._draws = Draws(self.node_of)
+        self._draws = TraceDraws(self.node_of)
         self._told_of_anomaly_mode = False
 
     @contextlib.contextmanager

@@ -50,7 +50,7 @@ class HostDraws:
             self._states_before = self._states()
             yield
 
-    def found(self) -> tuple[str, str] | None:
+    def find_draws(self) -> tuple[str, str] | None:
         """Return the names of the generators that the watched code drew from, and its line; None if there are none.
 
         The generators are then set back. If another thread drew and this one did not, such as one that loads data, that

@@ -110,7 +110,7 @@ def trace(
     host_draws = HostDraws()
     with host_draws.watched():
         graph = carried.trace(lambda: _trace_as_compiled_or_eager(trace_once))
-    drawn = host_draws.found()
+    drawn = host_draws.find_draws()
     if drawn is not None:
         generators, line = drawn
         raise HostError(

@@ -42,7 +42,7 @@ class _Replacement(NamedTuple):
     value: Tensor
 
 
-def settle(
+def give_values(
     kept_tensors: list[KeptTensor],
     root: Any,
     values: dict[fx.Node, Any],

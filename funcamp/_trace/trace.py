@@ -173,7 +173,7 @@ def _trace_once(
         ):
             module = _record_operations(plain_function, examples)
     except Exception as error:
-        watch.settle(arguments, inputs, failed=True)
+        watch.give_values_to_kept(arguments, inputs, failed=True)
         explanation = explain(error, fixed_shapes=fixed_shapes)
         if explanation is None:
             raise
@@ -182,7 +182,7 @@ def _trace_once(
     _name_dtypes(module.graph)
     captured_by_fake_id = watch.captured_by_fake_id()
     _refuse_gradients(captured_by_fake_id.values())
-    kept_tensors = watch.settle(arguments, inputs, state_result_count=results.plain_state_count)
+    kept_tensors = watch.give_values_to_kept(arguments, inputs, state_result_count=results.plain_state_count)
     captured = _lift_captured(module, captured_by_fake_id)
     if any(isinstance(tensor, FakeTensor) for tensor in captured):
         raise RuntimeError(
@@ -287,7 +287,7 @@ def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[fx.Gr
     """Trace a part of a traced function; return its graph and what it reads besides its arguments."""
     module = _record_operations(fn, args)
     if isinstance(current.recorder, TraceWatch):
-        current.recorder.settle_subgraph(module)
+        current.recorder.give_values_to_kept_of_subgraph(module)
     captured = _lift_captured(module, {})
     module.recompile()
     return module, captured

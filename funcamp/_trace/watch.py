@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import (
 from funcamp import _tree, _upstream
 from funcamp._trace.aliases import Aliases
 from funcamp._trace.interface import Input
-from funcamp._trace.kept_tensors import KeptTensor, settle
+from funcamp._trace.kept_tensors import KeptTensor, give_values
 from funcamp._trace.random_numbers import TraceDraws
 from funcamp._trace.trace_errors import nested_tensor_error, read_error
 from funcamp._trace.tracing import HostError, LetsDynamoIn, RequestedViews, current
@@ -342,7 +342,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
 
     # After the trace
 
-    def settle(
+    def give_values_to_kept(
         self, arguments: list[Tensor], inputs: list[Input], *, failed: bool = False, state_result_count: int = 0
     ) -> list[Tensor]:
         """Give the tensors of a trace that Python has kept their values, computed from these arguments.
@@ -374,9 +374,9 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             state_nodes = [node for node, argument in zip(placeholders, inputs) if argument.kind == "state"]
             next_state_nodes = graph.output_node().args[0][:state_result_count]
             constant = set(state_nodes) - Aliases(graph).changed(state_nodes, next_state_nodes)
-        return settle(kept_tensors, self._tracer.root, values, failed=failed, constant=constant)
+        return give_values(kept_tensors, self._tracer.root, values, failed=failed, constant=constant)
 
-    def settle_subgraph(self, module: fx.GraphModule) -> None:
+    def give_values_to_kept_of_subgraph(self, module: fx.GraphModule) -> None:
         """Give tensors their values that Python has kept of a graph inside the graph, if they follow from constants."""
         recorded = self._recorded_in_subgraph
         self._recorded_in_subgraph = {}
@@ -385,7 +385,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             kept_tensors = _find_kept_tensors(recorded)
             recorded.clear()
             if kept_tensors:
-                settle(kept_tensors, module, {}, failed=True)
+                give_values(kept_tensors, module, {}, failed=True)
 
     def _captured_values(self, graph: fx.Graph) -> dict[fx.Node, Tensor]:
         """Return the values of the nodes that are captured tensors."""

@@ -64,7 +64,9 @@ class InnerCasts(LetsDynamoIn, TorchDispatchMode):
         self._is_in_kernel = False
         """Whether such a kernel is running."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         is_marked = _mark.operation is func
         if func in _OUTER_OPERATIONS and not _upstream.usable(*_PRIVATE_NAMES):

@@ -46,7 +46,7 @@ class _Call:
         kwargs: its keyword arguments.
     """
 
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func = func
         self.args = args
         self.kwargs = kwargs
@@ -91,7 +91,7 @@ class TraceDraws:
             finally:
                 self._drawn.clear()
 
-    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operation that draws random numbers.
 
         Raises:

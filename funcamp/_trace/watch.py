@@ -57,7 +57,7 @@ _COPIES_TO_A_DEVICE = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.d
 #: What torch.tensor calls with its tensor, which is a constant of the graph.
 _LIFTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}
 _PLAIN = {Tensor, torch.nn.Parameter}
-#: The setter and getter that torch itself has for `tensor.data`, because a trace replaces `Tensor.data`.
+#: torch's own getter and setter of `tensor.data`, because a trace replaces `Tensor.data`.
 TORCH_DATA: Any = Tensor.data
 #: The types of a branch or a loop body that torch.compile has not made a graph of.
 _PYTHON_FUNCTIONS = (FunctionType, MethodType, functools.partial, torch.nn.Module)
@@ -112,8 +112,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """Context manager: watch."""
-        proxy_mode: Any = get_proxy_mode()
-        self._tracer = proxy_mode.tracer
+        self._tracer = _innermost_tracer()
         outer_recorder = current.recorder
         current.recorder = self
         try:
@@ -122,7 +121,9 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         finally:
             current.recorder = outer_recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         # Two of three calls only ask for a device, so nothing comes before this.
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
@@ -150,7 +151,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
 
     # What a step must not do
 
-    def _refuse_offset(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _refuse_offset(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         position = _OFFSET_POSITION[func]
         offset = args[position] if position < len(args) else kwargs.get("storage_offset")
         if offset is not None and args[0].untyped_storage()._cdata in self._slice_storages:
@@ -174,7 +175,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             )
         return True
 
-    def _refuse_move(self, func: Any, result: FakeTensor, args: Any, kwargs: Any) -> None:
+    def _refuse_move(self, func: Any, result: FakeTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise HostError if an operation moves a tensor from home to another type of device."""
         device = result.fake_device
         if device.type in self._home:
@@ -195,7 +196,9 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         """Return the captured tensors, by the identity of the fake tensors that replace them."""
         return {id(captured.fake): captured.tensor for captured in self._captured.values()}
 
-    def _with_fakes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _with_fakes(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace captured tensors by fake ones, because torch computes some operations on them at once."""
         if func in _LIFTS:
             return args, kwargs
@@ -255,8 +258,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
 
     def node_of(self, value: Tensor) -> fx.Node | None:
         """Return the node of a tensor of this graph; None for any other tensor."""
-        slot: Any = get_proxy_slot(value, self._tracer, None)
-        return None if slot is None else slot.proxy.node
+        return _node_in(self._tracer, value)
 
     def handle_of(self, argument: Tensor) -> Tensor:
         """Return another tensor for an argument, which exists for as long as Python keeps it.
@@ -272,8 +274,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
 
     def slices(self, tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> list[Tensor] | None:
         """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
-        proxy_mode: Any = get_proxy_mode()
-        if proxy_mode is None or proxy_mode.tracer is not self._tracer:
+        if _innermost_tracer() is not self._tracer:
             return None
         slot: Any = get_proxy_slot(tensor, self._tracer, None)
         if slot is None or tensor.requires_grad or forward_ad._current_level >= 0:
@@ -301,11 +302,11 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             HostError: the step did not make the tensor: eager code would leave its former memory as it was, and a
                 program can only write into it.
         """
-        proxy_mode: Any = get_proxy_mode()
-        slot: Any = get_proxy_slot(tensor, proxy_mode.tracer, None) if proxy_mode else None
         if _is_same_view(tensor, value):  # Module.to does this
             return
-        is_argument = slot is not None and slot.proxy.node.op == "placeholder"
+        tracer = _innermost_tracer()
+        node = _node_in(tracer, tensor)
+        is_argument = node is not None and node.op == "placeholder"
         if is_argument or not isinstance(tensor, FakeTensor):
             raise HostError(
                 f"not assign to .data of a tensor that it did not make; {in_stack()} does, for "
@@ -315,16 +316,16 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             value = value.detach()
         TORCH_DATA.__set__(tensor, value)
         tensor.constant = None
-        if proxy_mode:
-            value_slot: Any = get_proxy_slot(value, proxy_mode.tracer)
-            set_proxy_slot(tensor, proxy_mode.tracer, value_slot)
+        if tracer is not None:
+            value_slot: Any = get_proxy_slot(value, tracer)
+            set_proxy_slot(tensor, tracer, value_slot)
             if id(tensor) in self._recorded:  # not in the body of a scan
                 self._record(tensor, value_slot.proxy.node)
 
     def _record(self, tensor: Tensor, node: fx.Node) -> None:
         self._recorded[id(tensor)] = _RecordedTensor(weakref.ref(tensor), node)
 
-    def _note(self, result: FakeTensor, args: Any) -> None:
+    def _note(self, result: FakeTensor, args: tuple[Any, ...]) -> None:
         """Note the node of a result, to know after the trace what Python has kept, and what computes it."""
         is_argument = any(result is arg for arg in args)
         if is_argument and id(result) not in self._recorded:
@@ -333,12 +334,9 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         if node is not None:
             self._record(result, node)
             return
-        proxy_mode: Any = get_proxy_mode()
-        if proxy_mode is None:
-            return
-        slot: Any = get_proxy_slot(result, proxy_mode.tracer, None)
-        if slot is not None:
-            self._recorded_in_subgraph[id(result)] = _RecordedTensor(weakref.ref(result), slot.proxy.node)
+        node = _node_in(_innermost_tracer(), result)
+        if node is not None:
+            self._recorded_in_subgraph[id(result)] = _RecordedTensor(weakref.ref(result), node)
 
     # After the trace
 
@@ -403,7 +401,21 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         kept_tensor.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
-def _refuse_python_branches(func: Any, args: Any) -> None:
+def _innermost_tracer() -> Any:
+    """Return torch's tracer of the graph that is recorded now, such as the body of a scan; None without one."""
+    proxy_mode: Any = get_proxy_mode()
+    return None if proxy_mode is None else proxy_mode.tracer
+
+
+def _node_in(tracer: Any, tensor: Tensor) -> fx.Node | None:
+    """Return the node of a tensor in the graph of a tracer; None without a tracer, and for any other tensor."""
+    if tracer is None:
+        return None
+    slot: Any = get_proxy_slot(tensor, tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def _refuse_python_branches(func: Any, args: tuple[Any, ...]) -> None:
     """Raise HostError for torch.cond and its relatives with a Python function that is not a graph yet.
 
     torch.compile makes graphs of branches and loop bodies, whose inputs are all that they read. torch's own trace of a

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._trace.aliases import Aliases
-from funcamp._trace.kept_tensors import log_kept
+from funcamp._trace.kept_tensors import join_first, log_kept
 from funcamp._trace.python_state import NUMBERS, Form, Slot, survey
 from funcamp._trace.tracing import HostError
 
@@ -141,7 +141,7 @@ class CarriedState:
                 self._refuse_counts(graph, trace_once)
         except BaseException:
             _restore(self._before)
-            _restore(original_slots)
+            _restore(original_slots)  # the former tensors, which private ones may have replaced
             raise
         finally:
             self._earlier_tensors = []
@@ -363,13 +363,10 @@ def _count_error(name: str, change: _Change) -> str:
 def _warn_of_counts(changes: Mapping[str, _Change]) -> None:
     """Log that later calls will not change what every run of the step's Python changes."""
     counts = [f"{name} ({_describe_change(change)})" for name, change in changes.items()]
-    first_few = ", ".join(counts[:4])
-    if len(counts) > 4:
-        first_few += ", ..."
     _log.warning(
         "jit: Python counts in the step, and later calls will not: %s; what is done at a certain count will "
         "not be done",
-        first_few,
+        join_first(counts),
     )
 
 

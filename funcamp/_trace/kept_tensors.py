@@ -94,10 +94,13 @@ def give_values(
 
 def log_kept(what: str, descriptions: list[str]) -> None:
     """Log that Python keeps tensors of the step, and what becomes of them."""
-    first_few = ", ".join(descriptions[:4])
-    if len(descriptions) > 4:
-        first_few += ", ..."
-    _log.warning("jit: Python keeps tensors of the step that %s: %s", what, first_few)
+    _log.warning("jit: Python keeps tensors of the step that %s: %s", what, join_first(descriptions))
+
+
+def join_first(descriptions: list[str]) -> str:
+    """Return the first four descriptions as one text, and dots for others."""
+    shown = descriptions[:4]
+    return ", ".join(shown if len(descriptions) == len(shown) else [*shown, "..."])
 
 
 class _Evaluation:

@@ -254,7 +254,7 @@ def _slots_of_tensor(path: str, tensor: Tensor) -> Iterator[Slot]:
 
 def _slots_of_container(path: str, value: Any) -> Iterator[Slot]:
     if isinstance(value, dict):
-        for key, item in list(dict.items(value)):
+        for key, item in list(dict.items(value)):  # as in _plain_items
             yield Slot(f"{path}[{key!r}]", value, key, item)
     elif isinstance(value, (list, tuple, collections.deque)):
         owner = None if isinstance(value, tuple) else value

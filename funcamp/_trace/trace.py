@@ -155,8 +155,9 @@ def _trace_once(
         _upstream.check(name)
     if _upstream.ENDED_THREAD.present:
         stay()
-    # Inductor turns scan into a loop whose index depends on no shape; the function's own reads raise below.
+    # Inductor turns scan into a loop whose index depends on no shape; the watch refuses the function's own reads.
     shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=not fixed_shapes)
+    # torch.tensor passes its constant as it is.
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
     watch = TraceWatch(home, fake_mode)
     arguments, inputs = _unwrap_arguments(args, state_count)
@@ -189,7 +190,7 @@ def _trace_once(
             "jit: step must not read a tensor that Python kept of an earlier trace, and that has no values"
         )
     _delete_fake_constants(module)
-    with fake_mode:
+    with fake_mode:  # with a ShapeEnv, torch makes symbols of sizes if they are not said to be static
         examples += [fake_mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in captured]
     return Graph(
         module=module,
@@ -306,6 +307,7 @@ def _record_operations(fn: Callable[..., list[Tensor]], examples: list[Tensor]) 
 
     watch_autocast()
     with _separate_autocast_cache():
+        # "real" means as they are: the examples are fake already.
         return make_fx(run, tracing_mode="real")(*examples)
 
 
@@ -405,6 +407,7 @@ def _lift_captured(module: fx.GraphModule, captured_by_fake_id: Mapping[int, Ten
         lifted_nodes.append(node)
     for node in lifted_nodes:
         graph.erase_node(node)
+    # Copies of random numbers that nothing draws again.
     for node in reversed(graph.nodes):
         if node.target is _aten.clone.default and not node.users:
             graph.erase_node(node)

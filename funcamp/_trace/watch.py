@@ -108,6 +108,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         """The storages of `slices`, whose offset in the trace is not that in the state."""
         self._draws = TraceDraws(self.node_of)
         self._told_of_anomaly_mode = False
+        """Whether this trace has logged that a program does not check for NaN."""
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -315,7 +316,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         with torch.no_grad():
             value = value.detach()
         TORCH_DATA.__set__(tensor, value)
-        tensor.constant = None
+        tensor.constant = None  # the value that a trace knows of torch.tensor(2.0)
         if tracer is not None:
             value_slot: Any = get_proxy_slot(value, tracer)
             set_proxy_slot(tensor, tracer, value_slot)

@@ -29,8 +29,8 @@ _SAME_VALUES = (_aten.clone.default, _aten.detach.default, _aten.alias.default)
 class _Drawn(NamedTuple):
     """What an operation has drawn: copies, because a draw may be written later (dropout divides it)."""
 
-    sources: list[fx.Node | None]
-    """The nodes of the tensors whose values the operation read, such as probabilities; None for captured tensors."""
+    sources: list[fx.Node | Tensor]
+    """The nodes of the tensors whose values the operation read, such as probabilities; captured tensors themselves."""
     result: Any
     """What the operation returned; None if it filled a tensor."""
     written: list[Tensor]
@@ -72,7 +72,7 @@ class TraceDraws:
     """The random draws of a trace.
 
     Args:
-        node_of: returns the graph node of a tensor of the trace.
+        node_of: returns the node of a tensor of the trace, or of a graph inside it; None for a captured tensor.
     """
 
     def __init__(self, node_of: Callable[[Tensor], fx.Node | None]) -> None:
@@ -106,7 +106,7 @@ class TraceDraws:
                 "the batch"
             )
         torch.default_generator.manual_seed(position + 1)
-        sources = [self._node_of(tensor) for tensor in call.tensors_read()]
+        sources = [self._node_of(tensor) or tensor for tensor in call.tensors_read()]
         key = position, func, call.description()
         if position < self._next_position:
             drawn = self._drawn.get(key)
@@ -162,8 +162,8 @@ def _copy_tensors(tree: Any) -> Any:
     return _tree.unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def _computes_the_same(one: fx.Node | None, other: fx.Node | None) -> bool:
-    """Return whether two nodes have equal values because their computations are equal."""
+def _computes_the_same(one: fx.Node | Tensor, other: fx.Node | Tensor) -> bool:
+    """Return whether two nodes have equal values because their computations are equal; a tensor only equals itself."""
     pairs: list[tuple[Any, Any]] = [(one, other)]
     compared: set[tuple[Any, Any]] = set()
     while pairs:
@@ -187,9 +187,9 @@ def _behind_copies(node: Any) -> Any:
     return chain_start(node, lambda copy: copy.target in _SAME_VALUES)
 
 
-def _arguments_to_compare(first: fx.Node | None, second: fx.Node | None) -> Iterable[tuple[Any, Any]] | None:
+def _arguments_to_compare(first: object, second: object) -> Iterable[tuple[Any, Any]] | None:
     """Return the arguments of two calls of one operation, in pairs; None if they are no such calls."""
-    if first is None or second is None:
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return None
     if first.op != "call_function" or second.op != "call_function" or first.target != second.target:
         return None

@@ -106,7 +106,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         """By the id of the tensor that the step reads."""
         self._slice_storages: set[int] = set()
         """The storages of `slices`, whose offset in the trace is not that in the state."""
-        self._draws = TraceDraws(self.node_of)
+        self._draws = TraceDraws(self._node_in_any_graph)
         self._told_of_anomaly_mode = False
         """Whether this trace has logged that a program does not check for NaN."""
 
@@ -260,6 +260,10 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
     def node_of(self, value: Tensor) -> fx.Node | None:
         """Return the node of a tensor of this graph; None for any other tensor."""
         return _node_in(self._tracer, value)
+
+    def _node_in_any_graph(self, value: Tensor) -> fx.Node | None:
+        """Return the node of a tensor of this graph or of a graph inside it; None for any other tensor."""
+        return self.node_of(value) or _node_in(_innermost_tracer(), value)
 
     def handle_of(self, argument: Tensor) -> Tensor:
         """Return another tensor for an argument, which exists for as long as Python keeps it.

@@ -22,7 +22,7 @@ from funcamp import _tree
 from funcamp._trace.aliases import Aliases
 from funcamp._trace.kept_tensors import join_first, log_kept
 from funcamp._trace.python_state import NUMBERS, Form, Slot, survey
-from funcamp._trace.tracing import HostError
+from funcamp._trace.tracing import HostError, NodeOf
 
 if TYPE_CHECKING:
     from funcamp._trace.trace import Graph
@@ -159,23 +159,40 @@ class CarriedState:
         self._forms = {}
         return graph
 
-    def record(self, node_of: Callable[[Tensor], fx.Node | None]) -> None:
+    def record(self, node_of: NodeOf) -> None:
         """Compare Python with what it was before this run, and write what it carries on; called inside the trace.
 
         Args:
             node_of: returns the node of a tensor of the trace.
         """
         self._changes = _Changes()
-        known_ids = {id(slot.value) for slot in self._before.values()}
-        new_values: list[Tensor] = []
         slots_now = survey(self._roots)
+        new_values: list[Tensor] = []
         for path, slot in slots_now.items():
-            before: Any = self._before[path].value if path in self._before else _MISSING
+            before = self._value_before(path)
+            if isinstance(slot.value, Tensor) and self._is_carried(path, before, slot.value, node_of):
+                self._changes.carried[path] = before
+                new_values.append(slot.value)
+        self._note_changed_values(slots_now)
+        with torch.no_grad():
+            copies = [value.detach().clone() for value in new_values]  # all of them before the first write
+            for former_tensor, copy in zip(self._changes.carried.values(), copies):
+                former_tensor.copy_(copy)
+        for path in self._changes.carried:
+            self._put_back(path)
+
+    def _value_before(self, path: str) -> Any:
+        """Return what was in a place before this run; `_MISSING` if there was no such place."""
+        return self._before[path].value if path in self._before else _MISSING
+
+    def _note_changed_values(self, slots_now: Mapping[str, Slot]) -> None:
+        """Note what is not a tensor and is not as it was before this run."""
+        known_ids = {id(slot.value) for slot in self._before.values()}
+        for path, slot in slots_now.items():
             if isinstance(slot.value, Tensor):
-                if self._is_carried(path, before, slot.value, node_of):
-                    self._changes.carried[path] = before
-                    new_values.append(slot.value)
-            elif before is not _MISSING:
+                continue
+            before = self._value_before(path)
+            if before is not _MISSING:
                 difference = self._forms[path].difference(path, Form(slot.value, known_ids))
                 if difference is not None:
                     name, former, current = difference
@@ -185,14 +202,8 @@ class CarriedState:
         for path, slot in self._before.items():
             if path not in slots_now and isinstance(slot.value, NUMBERS):
                 self._changes.values[path] = _Change(slot.value, _MISSING)
-        with torch.no_grad():
-            copies = [value.detach().clone() for value in new_values]  # all of them before the first write
-            for former_tensor, copy in zip(self._changes.carried.values(), copies):
-                former_tensor.copy_(copy)
-        for path in self._changes.carried:
-            self._put_back(path)
 
-    def _is_carried(self, path: str, before: Any, value: Tensor, node_of: Callable[[Tensor], fx.Node | None]) -> bool:
+    def _is_carried(self, path: str, before: Any, value: Tensor, node_of: NodeOf) -> bool:
         """Return whether a tensor replaced one like it, so that it is state; note it if it is another new tensor.
 
         Raises:

@@ -7,7 +7,7 @@ sets the generator back to the position of the forward pass and draws again: it 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._trace.schema import aliased
+from funcamp._trace.tracing import NodeOf
 from funcamp._trace.user_line import in_stack
 from funcamp._upstream.chains import chain_start
 
@@ -75,7 +76,7 @@ class TraceDraws:
         node_of: returns the node of a tensor of the trace, or of a graph inside it; None for a captured tensor.
     """
 
-    def __init__(self, node_of: Callable[[Tensor], fx.Node | None]) -> None:
+    def __init__(self, node_of: NodeOf) -> None:
         self._node_of = node_of
         self._drawn: dict[Any, _Drawn] = {}
         """By position, operation and description of the call."""

@@ -29,7 +29,7 @@ from funcamp._trace.interface import Input, Outputs
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.tensor_subclass import Wrapper, unwrap_all, wrap, wrapper_of
 from funcamp._trace.trace_errors import explain
-from funcamp._trace.tracing import HostError, current
+from funcamp._trace.tracing import HostError, NodeOf, current
 from funcamp._trace.user_line import asks_whether_compiled
 from funcamp._trace.watch import TORCH_DATA, TraceWatch
 from funcamp._types import Tree
@@ -142,7 +142,7 @@ def _trace_once(
     args: list[Tensor],
     home: Set[str],
     fixed_shapes: bool,
-    record_state: Callable[[Callable[[Tensor], fx.Node | None]], None],
+    record_state: Callable[[NodeOf], None],
     state_count: int,
     is_compiling: bool = True,
 ) -> Graph:
@@ -192,9 +192,10 @@ def _trace_once(
     _delete_fake_constants(module)
     with fake_mode:  # with a ShapeEnv, torch makes symbols of sizes if they are not said to be static
         examples += [fake_mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in captured]
+    captured_inputs = [Input("captured", number) for number in range(len(captured))]
     return Graph(
         module=module,
-        inputs=[*inputs, *(Input("captured", number) for number in range(len(captured)))],
+        inputs=inputs + captured_inputs,
         examples=examples,
         mode=fake_mode,
         captured=captured,
@@ -233,7 +234,7 @@ class _PlainFunction:
         fn: Traceable,
         argument_wrappers: list[Wrapper | None],
         watch: TraceWatch,
-        record_state: Callable[[Callable[[Tensor], fx.Node | None]], None],
+        record_state: Callable[[NodeOf], None],
     ) -> None:
         self.argument_wrappers = argument_wrappers
         self._fn = fn

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from funcamp import _upstream
 
+#: Returns the node of a tensor in a graph that is traced; None for any other tensor.
+NodeOf: TypeAlias = Callable[[Tensor], fx.Node | None]
 #: For every view the number of its part, and its shape of at most as many elements.
 RequestedViews: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 

@@ -24,7 +24,8 @@ from funcamp._jit.sources import sources_changed
 from funcamp._jit.unroll import unrolled
 from funcamp._memory import overlaps
 from funcamp._trace.autocast_regions import without_autocast
-from funcamp._trace.trace import Graph, parts, with_parts
+from funcamp._trace.tensor_subclass import unwrap_all, wrap
+from funcamp._trace.trace import Graph
 from funcamp._upstream.bugs import corrected
 
 _log = logging.getLogger("funcamp")
@@ -125,8 +126,8 @@ def _with_captured(graph: Graph, inner: Flat, *, as_eager: bool) -> Flat:
         return call
 
     def unwrapped(values: list[Tensor]) -> list[Tensor]:
-        plain = iter(call([part for value in values for part in parts(value)]))
-        return [with_parts(wrapper, plain) for wrapper in wrappers]
+        plain = iter(call(unwrap_all(values)))
+        return [wrap(wrapper, plain) for wrapper in wrappers]
 
     return unwrapped
 

@@ -170,7 +170,7 @@ class JitStep(Fixed):
             gc.collect()  # graphs and results may be in cycles, as programs of torch.fx are
 
     def _call(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
-        path = self._carried.replaced()
+        path = self._carried.find_replaced()
         if path is not None:
             self._begin_again(path)
         elif self._replacements:

@@ -31,7 +31,7 @@ class Signature(NamedTuple):
     - values, strides and memory of the batch's tensors: they are copied to the layout of the program if need be;
     - the state: all programs of a step have one kind of state (`StateMemory.kinds`), and another one is an error;
     - tensors that the step reads besides its arguments: they are read at every call (`CapturedTensors`), and if one is
-      replaced by another, all programs are made again (`CarriedState.replaced`);
+      replaced by another, all programs are made again (`CarriedState.find_replaced`);
     - grad mode, inference mode and the state of random number generators.
 
     Not in it either, and fixed at the first call: Python values that the step reads, except those below.

@@ -14,32 +14,37 @@ from funcamp._trace.schema import aliased, reads_no_value
 from funcamp._upstream.chains import behind
 
 _aten = torch.ops.aten
-#: A training one writes its running mean and variance, of which torch's schema says nothing.
+#: In training it writes its running mean and variance, of which torch's schema says nothing.
 _BATCH_NORMS = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default}
 #: Operations whose result has the values of their first argument.
 _REPEATS = {_aten.clone.default, _aten.detach.default, _aten.alias.default}
 
 
 class Aliases:
-    """The memory that each node of a graph refers to, and the nodes that write to it."""
+    """The memory that each node of a graph refers to, and the nodes that write to it.
+
+    Args:
+        graph: the graph.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
-        #: For every node the node that made its memory: itself, or that of which it is a view.
         self.root: dict[fx.Node, fx.Node] = {}
-        #: The nodes that write to the memory of a node.
+        """For every node the node that made its memory: itself, or that of which it is a view."""
         self.writers: dict[fx.Node, list[fx.Node]] = {}
+        """The nodes that write to the memory of a node, by its root."""
         for node in graph.nodes:
-            self.root[node] = self._find(node)
+            self.root[node] = self._root_of(node)
             for written in written_arguments(node):
                 self.writers.setdefault(self.root[written], []).append(node)
 
-    def _find(self, node: fx.Node) -> fx.Node:
+    def _root_of(self, node: fx.Node) -> fx.Node:
+        """Return the node that made the memory of a node, from the roots of the nodes before it."""
         if node.target is operator.getitem:
             return self.root[node.all_input_nodes[0]]
         schema = getattr(node.target, "_schema", None)
         if schema is None or not any(result.alias_info for result in schema.returns):
             return node
-        sources = _nodes(aliased(node.target, node.args, node.kwargs))
+        sources = _nodes_in(aliased(node.target, node.args, node.kwargs))
         return self.root[sources[0]] if sources else node
 
     def behind(self, *nodes: fx.Node) -> set[fx.Node]:
@@ -47,47 +52,64 @@ class Aliases:
 
         Inputs count with the values that they have before the graph runs.
         """
-        return behind([*nodes], lambda now: [*now.all_input_nodes, *self._writers_before(now)])
+
+        def sources_of(node: fx.Node) -> list[fx.Node]:
+            return [*node.all_input_nodes, *self._writers_of_made(node)]
+
+        return behind([*nodes], sources_of)
 
     def follows(self, node: fx.Node, inputs: Set[fx.Node]) -> bool:
         """Return whether the values of a node depend on those of one of these inputs."""
 
-        def before(now: fx.Node) -> list[fx.Node]:
-            sources = [] if _reads_no_value(now) else now.all_input_nodes
-            return [*sources, *self._writers_before(now)]
+        def sources_of_values(node: fx.Node) -> list[fx.Node]:
+            sources = [] if _reads_no_value(node) else node.all_input_nodes
+            return [*sources, *self._writers_of_made(node)]
 
-        return bool(inputs & behind([node], before))
+        return not inputs.isdisjoint(behind([node], sources_of_values))
 
-    def changed(self, given: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
+    def changed(self, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
         """Return the inputs that the graph writes other values to, or returns with other values.
 
         Args:
-            given: the inputs.
+            inputs: the inputs.
             results: what the graph returns for the first of them.
         """
-        found = {one for one, other in zip(given, results) if self._repeated(other) is not one}
-        for one in given:
-            for writer in self.writers.get(one, ()):
-                is_copy = writer.target is _aten.copy_.default and writer.args[0] is one
-                if not is_copy or self._repeated(_nodes([writer.args[1]])[0]) is not one:
-                    found.add(one)
-        return found
+        changed: set[fx.Node] = set()
+        for node, result in zip(inputs, results):
+            if self._values_of(result) is not node:
+                changed.add(node)
+        for node in inputs:
+            if any(not self._writes_same_values(writer, node) for writer in self.writers.get(node, ())):
+                changed.add(node)
+        return changed
 
-    def _repeated(self, node: fx.Node) -> fx.Node:
+    def _writes_same_values(self, writer: fx.Node, node: fx.Node) -> bool:
+        """Return whether an operation copies the values of a node into itself."""
+        if writer.target is not _aten.copy_.default or writer.args[0] is not node:
+            return False
+        (source,) = _nodes_in([writer.args[1]])
+        return self._values_of(source) is node
+
+    def _values_of(self, node: fx.Node) -> fx.Node:
         """Return the node whose values this one repeats: through copies, and a choice between two that are equal."""
-        while node.target in _REPEATS and not (self.root[node].op == "call_function" and self._written(node)):
+        while node.target in _REPEATS and not self._is_made_and_written(node):
             node = node.all_input_nodes[0]
-        if node.target is _aten.where.self and not self._written(node):
-            one, other = map(self._repeated, _nodes(list(node.args[1:])))
+        if node.target is _aten.where.self and not self._is_written(node):
+            one, other = map(self._values_of, _nodes_in(list(node.args[1:])))
             return one if one is other else node
         return node
 
-    def _written(self, node: fx.Node) -> bool:
+    def _is_made_and_written(self, node: fx.Node) -> bool:
+        """Return whether the graph makes the memory of a node, and writes to it."""
+        return self.root[node].op == "call_function" and self._is_written(node)
+
+    def _is_written(self, node: fx.Node) -> bool:
         return bool(self.writers.get(self.root[node]))
 
-    def _writers_before(self, now: fx.Node) -> list[fx.Node]:
-        memory = self.root[now]
-        return self.writers.get(memory, []) if memory.op == "call_function" else []
+    def _writers_of_made(self, node: fx.Node) -> list[fx.Node]:
+        """Return the nodes that write to the memory of a node, if the graph makes it."""
+        root = self.root[node]
+        return self.writers.get(root, []) if root.op == "call_function" else []
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
@@ -95,11 +117,12 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return []
     if node.target in _BATCH_NORMS:
-        statistics = node.args[3:5] if len(node.args) > 5 and node.args[5] else ()
-        return _nodes(list(statistics))
+        is_training = len(node.args) > 5 and node.args[5]
+        running_statistics = node.args[3:5] if is_training else ()
+        return _nodes_in(list(running_statistics))
     if getattr(node.target, "_schema", None) is None:
         return node.all_input_nodes if _may_write(node) else []
-    return _nodes(aliased(node.target, node.args, node.kwargs, written=True))
+    return _nodes_in(aliased(node.target, node.args, node.kwargs, written=True))
 
 
 def _reads_no_value(node: fx.Node) -> bool:
@@ -112,14 +135,16 @@ def _may_write(node: fx.Node) -> bool:
     if str(node.target) == "triton_kernel_wrapper_mutation":
         return True
     root = node.graph.owning_module
-    for other in node.all_input_nodes:
-        body = getattr(root, str(other.target), None) if other.op == "get_attr" else None
-        if isinstance(body, fx.GraphModule):
-            written = Aliases(body.graph).writers
-            if any(memory.op == "placeholder" for memory in written):
-                return True
+    for argument in node.all_input_nodes:
+        body = getattr(root, str(argument.target), None) if argument.op == "get_attr" else None
+        if isinstance(body, fx.GraphModule) and _writes_inputs(body.graph):
+            return True
     return False
 
 
-def _nodes(leaves: list[Any]) -> list[fx.Node]:
-    return [leaf for leaf in _tree.leaves(leaves) if isinstance(leaf, fx.Node)]
+def _writes_inputs(graph: fx.Graph) -> bool:
+    return any(memory.op == "placeholder" for memory in Aliases(graph).writers)
+
+
+def _nodes_in(tree: list[Any]) -> list[fx.Node]:
+    return [leaf for leaf in _tree.leaves(tree) if isinstance(leaf, fx.Node)]

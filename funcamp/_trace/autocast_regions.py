@@ -13,7 +13,7 @@ _DEVICE_TYPES = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR.type)
 
 def autocast_regions() -> tuple[tuple[str, torch.dtype], ...] | None:
     """Return the device types with an autocast around the call and its dtypes; None without autocast."""
-    if not any(map(torch.is_autocast_enabled, _DEVICE_TYPES)):
+    if not any(map(torch.is_autocast_enabled, _DEVICE_TYPES)):  # every call of a jitted step asks
         return None
     enabled = [device_type for device_type in _DEVICE_TYPES if torch.is_autocast_enabled(device_type)]
     return tuple((device_type, torch.get_autocast_dtype(device_type)) for device_type in enabled)

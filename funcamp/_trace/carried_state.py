@@ -13,23 +13,24 @@ import logging
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._trace.aliases import Aliases
-from funcamp._trace.kept_tensors import log_kept
+from funcamp._trace.kept_tensors import join_first, log_kept
 from funcamp._trace.python_state import NUMBERS, Form, Slot, survey
-from funcamp._trace.tracing import HostError
+from funcamp._trace.tracing import HostError, NodeOf
 
 if TYPE_CHECKING:
     from funcamp._trace.trace import Graph
 
 _log = logging.getLogger("funcamp")
+#: Stands for the value of a place that does not exist.
 _MISSING = object()
-#: What a place raises that is not there any more.
+#: What reading a place raises that is not there any more.
 _GONE = (KeyError, IndexError, AttributeError, ValueError)
 _FIX = (
     "keep it in a buffer of the model, in a tensor of the same shape that is there before the first call, or in "
@@ -37,15 +38,22 @@ _FIX = (
 )
 
 
+class _Change(NamedTuple):
+    """What was in a place before a run, and what is there after it; `_MISSING` for nothing."""
+
+    before: Any
+    after: Any
+
+
 @dataclass
 class _Changes:
     """What one run of the step's Python changed, by path."""
 
-    values: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """What is not a tensor: numbers, lengths and keys of containers, functions, objects; before and after."""
+    values: dict[str, _Change] = field(default_factory=dict)
+    """What is not a tensor: numbers, lengths and keys of containers, functions, objects."""
     carried: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that were replaced by one like them: the former one, in which the program writes."""
-    made: list[Tensor] = field(default_factory=list)
+    other_tensors: list[Tensor] = field(default_factory=list)
     """Other tensors that the run made: caches, and what was kept of the batch."""
 
 
@@ -61,76 +69,31 @@ class CarriedState:
         self._before: dict[str, Slot] = {}
         self._forms: dict[str, Form] = {}
         self._changes = _Changes()
-        self._kept: list[Tensor] = []
+        self._earlier_tensors: list[Tensor] = []
         """Tensors that an earlier run made of what changes from call to call: they are no state."""
-        self._private: list[Tensor] = []
+        self._private_tensors: list[Tensor] = []
         """Former tensors that no object of the user other than their slot has."""
-        self._watched: dict[str, Slot] = {}
-        self._read: list[Slot] = []
+        self._state_slots: dict[str, Slot] = {}
+        """Places of tensors that programs write."""
+        self._read_slots: list[Slot] = []
         """Places of other tensors that programs read."""
         self._readers: list[Callable[[], Any]] = []
-        self._values: list[Any] = []
+        """Functions that return what is in those places now."""
+        self._read_tensors: list[Any] = []
+        """The tensors that programs read there."""
 
-    def traced(self, trace_once: Callable[[], Graph]) -> Graph:
-        """Return the graph of a step, which also writes the state; Python is afterwards as a program leaves it.
+    # For every call
 
-        Raises:
-            HostError: Python keeps a number or a tensor that a program cannot.
-        """
-        self._begin()
-        original = self._before
-        try:
-            graph = trace_once()
-            while self._make_private():
-                graph = self._again(graph, trace_once)
-            if self._changes.values or graph.kept:
-                self._refuse_state(graph, trace_once)
-        except BaseException:
-            _restore(self._before)
-            _restore(original)
-            raise
-        finally:
-            self._kept = []
-        for path in self._changes.carried:
-            slot = self._settable(path)
-            self._watched[slot.path] = slot
-        if graph.kept:
-            log_kept(
-                "follow from its arguments, and later calls will not change them (return in the metrics what you want "
-                "to see)",
-                [_tree.describe(value) for value in graph.kept],
-            )
-        self._note(graph.captured)
-        self._before, self._forms = {}, {}
-        return graph
-
-    def replaced(self) -> str | None:
+    def find_replaced(self) -> str | None:
         """Return the path of a tensor that a program reads and that was replaced since; None if there is none."""
         if not self._readers:
             return None
         try:  # every call does this
-            if all(map(operator.is_, [read() for read in self._readers], self._values)):
+            if all(map(operator.is_, [read() for read in self._readers], self._read_tensors)):
                 return None
         except _GONE:
             pass
-        return next((slot.path for slot in self._read if _now(slot) is not slot.value), None)
-
-    def forget(self) -> None:
-        """Forget where the tensors are that programs read, because there are no programs any more."""
-        self._read, self._readers, self._values = [], [], []
-
-    def _note(self, captured: list[Tensor]) -> None:
-        """Note where the tensors are that a program reads, except those that it writes as its state."""
-        ids = set(map(id, captured)) - set(map(id, self._private))
-        found = {slot.path: slot for slot in self._read}
-        for path, slot in self._before.items():
-            if id(slot.value) in ids:
-                place = self._settable(path)
-                found[place.path] = place
-        # What the step's own Python replaced, a cache of another size, is as in torch's loop.
-        self._read = [slot for slot in found.values() if slot.owner is not None and _now(slot) is slot.value]
-        self._readers = [slot.reader() for slot in self._read]
-        self._values = [slot.value for slot in self._read]
+        return next((slot.path for slot in self._read_slots if _value_now(slot) is not slot.value), None)
 
     def follow(self) -> None:
         """Adopt tensors that were assigned between calls where a program writes its state: copy their values.
@@ -138,98 +101,186 @@ class CarriedState:
         Raises:
             RuntimeError: something else was assigned.
         """
-        for slot in self._watched.values():
-            current = slot.now()
-            if current is slot.value:
+        for slot in self._state_slots.values():
+            assigned = slot.now()
+            if assigned is slot.value:
                 continue
-            former, given = _tree.leaves(slot.value), _tree.leaves(current)
-            alike = len(former) == len(given) and all(map(_is_like, former, given))
-            if not alike:
+            state_leaves = _tree.leaves(slot.value)
+            assigned_leaves = _tree.leaves(assigned)
+            if len(state_leaves) != len(assigned_leaves) or not all(map(_is_like, state_leaves, assigned_leaves)):
                 raise RuntimeError(
                     f"jit: {slot.path} must keep its structure, shape, dtype and device, because a program writes it; "
-                    f"got {_tree.brief(current)}: write into it (zero_(), copy_()), or make another jit"
+                    f"got {_tree.brief(assigned)}: write into it (zero_(), copy_()), or make another jit"
                 )
             with torch.no_grad():
-                for place, value in zip(former, given):
-                    place.copy_(value)
+                for state_leaf, assigned_leaf in zip(state_leaves, assigned_leaves):
+                    state_leaf.copy_(assigned_leaf)
             slot.put(slot.value)
 
-    def record(self, node_of: Callable[[Tensor], fx.Node | None]) -> None:
-        """Compare Python with what it was before this run, and write what it carries on; called inside the trace."""
-        changes = self._changes = _Changes()
-        written: list[tuple[Tensor, Tensor]] = []
-        known = {id(slot.value) for slot in self._before.values()}
-        kept = set(map(id, self._kept))
-        now = survey(self._roots)
-        for path, slot in now.items():
-            before: Any = self._before[path].value if path in self._before else _MISSING
-            if isinstance(slot.value, Tensor):
-                if slot.value is before:
-                    continue
-                node = node_of(slot.value)
-                is_state = isinstance(before, Tensor) and _is_plain(before) and _is_like(before, slot.value)
-                if is_state and id(before) not in kept:
-                    if node is None and not _is_plain(slot.value):
-                        raise HostError(f"not replace {path} in a scan: write into it in the loss, or pass scan=False")
-                    changes.carried[path] = before
-                    written.append((before, slot.value))
-                elif node is not None:
-                    changes.made.append(slot.value)
-            elif before is not _MISSING:
-                if found := self._forms[path].changed(path, Form(slot.value, known)):
-                    changes.values[found[0]] = found[1:]
-            elif isinstance(slot.value, NUMBERS):
-                changes.values[path] = before, slot.value
-        for path, slot in self._before.items():
-            if path not in now and isinstance(slot.value, NUMBERS):
-                changes.values[path] = slot.value, _MISSING
+    def forget(self) -> None:
+        """Forget where the tensors are that programs read, because there are no programs any more."""
+        self._read_slots = []
+        self._readers = []
+        self._read_tensors = []
+
+    # For a trace
+
+    def trace(self, trace_once: Callable[[], Graph]) -> Graph:
+        """Return the graph of a step, which also writes the state; Python is afterwards as a program leaves it.
+
+        Raises:
+            HostError: Python keeps a number or a tensor that a program cannot.
+        """
+        self._survey_before()
+        original_slots = self._before
+        try:
+            graph = trace_once()
+            while self._make_private():  # the graph writes the former tensors, and now there are others
+                graph = self._trace_again(graph, trace_once)
+            if self._changes.values or graph.kept:
+                self._refuse_counts(graph, trace_once)
+        except BaseException:
+            _restore(self._before)
+            _restore(original_slots)  # the former tensors, which private ones may have replaced
+            raise
+        finally:
+            self._earlier_tensors = []
+        for path in self._changes.carried:
+            slot = self._settable_slot(path)
+            self._state_slots[slot.path] = slot
+        if graph.kept:
+            log_kept(
+                "follow from its arguments, and later calls will not change them (return in the metrics what you want "
+                "to see)",
+                [_tree.describe(value) for value in graph.kept],
+            )
+        self._note_read(graph.captured)
+        self._before = {}
+        self._forms = {}
+        return graph
+
+    def record(self, node_of: NodeOf) -> None:
+        """Compare Python with what it was before this run, and write what it carries on; called inside the trace.
+
+        Args:
+            node_of: returns the node of a tensor of the trace.
+        """
+        self._changes = _Changes()
+        slots_now = survey(self._roots)
+        new_values: list[Tensor] = []
+        for path, slot in slots_now.items():
+            before = self._value_before(path)
+            if isinstance(slot.value, Tensor) and self._is_carried(path, before, slot.value, node_of):
+                self._changes.carried[path] = before
+                new_values.append(slot.value)
+        self._note_changed_values(slots_now)
         with torch.no_grad():
-            values = [value.detach().clone() for _, value in written]  # all of them before the first write
-            for (place, _), value in zip(written, values):
-                place.copy_(value)
-        for path in changes.carried:
+            copies = [value.detach().clone() for value in new_values]  # all of them before the first write
+            for former_tensor, copy in zip(self._changes.carried.values(), copies):
+                former_tensor.copy_(copy)
+        for path in self._changes.carried:
             self._put_back(path)
 
-    def _begin(self) -> None:
+    def _value_before(self, path: str) -> Any:
+        """Return what was in a place before this run; `_MISSING` if there was no such place."""
+        return self._before[path].value if path in self._before else _MISSING
+
+    def _note_changed_values(self, slots_now: Mapping[str, Slot]) -> None:
+        """Note what is not a tensor and is not as it was before this run."""
+        known_ids = {id(slot.value) for slot in self._before.values()}
+        for path, slot in slots_now.items():
+            if isinstance(slot.value, Tensor):
+                continue
+            before = self._value_before(path)
+            if before is not _MISSING:
+                difference = self._forms[path].difference(path, Form(slot.value, known_ids))
+                if difference is not None:
+                    name, former, current = difference
+                    self._changes.values[name] = _Change(former, current)
+            elif isinstance(slot.value, NUMBERS):
+                self._changes.values[path] = _Change(_MISSING, slot.value)
+        for path, slot in self._before.items():
+            if path not in slots_now and isinstance(slot.value, NUMBERS):
+                self._changes.values[path] = _Change(slot.value, _MISSING)
+
+    def _is_carried(self, path: str, before: Any, value: Tensor, node_of: NodeOf) -> bool:
+        """Return whether a tensor replaced one like it, so that it is state; note it if it is another new tensor.
+
+        Raises:
+            HostError: the body of a scan replaced it.
+        """
+        if value is before:
+            return False
+        node = node_of(value)
+        has_former = isinstance(before, Tensor) and _is_plain(before) and _is_like(before, value)
+        if has_former and not any(before is tensor for tensor in self._earlier_tensors):
+            if node is None and not _is_plain(value):
+                raise HostError(f"not replace {path} in a scan: write into it in the loss, or pass scan=False")
+            return True
+        if node is not None:
+            self._changes.other_tensors.append(value)
+        return False
+
+    def _survey_before(self) -> None:
+        """Note what Python keeps before a run."""
         self._before = survey(self._roots)
         self._forms = {path: Form(slot.value) for path, slot in self._before.items()}
         self._changes = _Changes()
 
-    def _again(self, graph: Graph, trace_once: Callable[[], Graph]) -> Graph:
+    def _note_read(self, captured: list[Tensor]) -> None:
+        """Note where the tensors are that a program reads, except those that it writes as its state."""
+        private_ids = set(map(id, self._private_tensors))
+        captured_ids = set(map(id, captured)) - private_ids
+        slots = {slot.path: slot for slot in self._read_slots}
+        for path, slot in self._before.items():
+            if id(slot.value) in captured_ids:
+                settable = self._settable_slot(path)
+                slots[settable.path] = settable
+        # What the step's own Python replaced, a cache of another size, is as in torch's loop.
+        self._read_slots = [
+            slot for slot in slots.values() if slot.owner is not None and _value_now(slot) is slot.value
+        ]
+        self._readers = [slot.reader() for slot in self._read_slots]
+        self._read_tensors = [slot.value for slot in self._read_slots]
+
+    def _trace_again(self, graph: Graph, trace_once: Callable[[], Graph]) -> Graph:
         """Trace once more, after a trace that may have kept tensors.
 
         Raises:
             HostError: this run reads a tensor that one before it made of what changes from call to call. A program of
                 the first run makes it at every call, and one of this run has it as it was at the first.
         """
-        self._kept += graph.kept
-        self._begin()
+        self._earlier_tensors += graph.kept
+        self._survey_before()
+        # Reversed, so that a tensor in several places has the path of the first.
         paths = {id(slot.value): path for path, slot in reversed(self._before.items())}
-        names = {id(value): paths.get(id(value), "a variable or a function's cache") for value in self._kept}
+        names = [paths.get(id(tensor), "a variable or a function's cache") for tensor in self._earlier_tensors]
         graph = trace_once()
-        live = _live(graph)
-        inputs = graph.module.graph.find_nodes(op="placeholder")[-len(graph.captured) :]
-        read = {id(leaf) for leaf, node in zip(graph.captured, inputs) if node in live}
-        for value in self._kept:
-            if id(value) in read:
+        read_ids = _ids_of_read(graph)
+        for name, tensor in zip(names, self._earlier_tensors):
+            if id(tensor) in read_ids:
                 raise HostError(
                     "not keep a tensor in Python from call to call that the first call makes of the batch or of a part "
-                    f"of the state that it changes; {names[id(value)]} is {_tree.describe(value)} after the first "
-                    f"call: {_FIX}"
+                    f"of the state that it changes; {name} is {_tree.describe(tensor)} after the first call: {_FIX}"
                 )
         return graph
 
     def _make_private(self) -> bool:
-        """Give each carried tensor memory of its own, because the former one may be in other hands."""
-        known = set(map(id, self._private))
-        others = {path: place for path, place in self._changes.carried.items() if id(place) not in known}
-        for path, place in others.items():
-            own = place.detach().clone()
-            self._private.append(own)
-            self._put(path, own)
-        return bool(others)
+        """Give each carried tensor memory of its own, because the former one may be in other hands.
+
+        Returns:
+            Whether there was one without.
+        """
+        private_ids = set(map(id, self._private_tensors))
+        shared = {path: tensor for path, tensor in self._changes.carried.items() if id(tensor) not in private_ids}
+        for path, tensor in shared.items():
+            private = tensor.detach().clone()
+            self._private_tensors.append(private)
+            self._put(path, private)
+        return bool(shared)
 
     def _put(self, path: str, value: Any) -> None:
+        """Put a value in a place; if that is in a tuple, put another tuple in the tuple's place."""
         slot = self._before[path]
         self._before[path] = slot._replace(value=value)
         parent = self._before.get(slot.parent or "")
@@ -239,9 +290,11 @@ class CarriedState:
         items = list(parent.value)
         items[slot.key] = value
         kind = type(parent.value)
-        self._put(parent.path, kind(*items) if hasattr(kind, "_fields") else kind(items))
+        is_named_tuple = hasattr(kind, "_fields")
+        self._put(parent.path, kind(*items) if is_named_tuple else kind(items))
 
-    def _settable(self, path: str) -> Slot:
+    def _settable_slot(self, path: str) -> Slot:
+        """Return the innermost place around a value, or its own, in which another value can be put."""
         slot = self._before[path]
         while slot.owner is None and slot.parent is not None:
             slot = self._before[slot.parent]
@@ -252,80 +305,97 @@ class CarriedState:
         slot = self._before[path]
         if slot.parent is not None:
             self._put_back(slot.parent)
-        if slot.owner is not None and _now(slot) is not slot.value:
+        if slot.owner is not None and _value_now(slot) is not slot.value:
             slot.put(slot.value)
 
-    def _refuse_state(self, graph: Graph, trace_once: Callable[[], Graph]) -> None:
+    def _refuse_counts(self, graph: Graph, trace_once: Callable[[], Graph]) -> None:
         """Run the step's Python once more to tell what counts from what is set once.
 
         Raises:
             HostError: a value changed in both runs, or in the first one, and with it what is computed; or a tensor
                 that the first run made of what changes is read.
         """
-        first = self._changes
-        made = set(map(id, first.made)) - set(map(id, graph.kept))
+        first_changes = self._changes
+        cached_ids = set(map(id, first_changes.other_tensors)) - set(map(id, graph.kept))
         try:
-            again = self._again(graph, trace_once)
+            second_graph = self._trace_again(graph, trace_once)
         except HostError:
             raise
         except Exception as error:  # of an iterator that has ended, or an assertion
-            if first.values:
-                raise HostError(_changed(*next(iter(first.values.items())))) from error
+            if first_changes.values:
+                name, change = next(iter(first_changes.values.items()))
+                raise HostError(_count_error(name, change)) from error
             raise
-        is_same = _is_same(graph, again)
-        only_values = not is_same and not made  # otherwise a cache may be why the second run computes something else
-        repeated = {name: ends for name, ends in first.values.items() if name in self._changes.values}
-        if repeated and made and not is_same:
-            is_same = _is_same(again, self._again(again, trace_once))
-        for name, ends in first.values.items():
-            if (name in repeated and not is_same) or only_values:
-                raise HostError(_changed(name, ends))
+        repeated = {name: change for name, change in first_changes.values.items() if name in self._changes.values}
+        computes_the_same = _computes_the_same(graph, second_graph)
+        # Otherwise a cache may be why the second run computes something else.
+        only_values_changed = not computes_the_same and not cached_ids
+        if repeated and cached_ids and not computes_the_same:
+            third_graph = self._trace_again(second_graph, trace_once)  # it has the caches, as the second one has
+            computes_the_same = _computes_the_same(second_graph, third_graph)
+        for name, change in first_changes.values.items():
+            if only_values_changed or (name in repeated and not computes_the_same):
+                raise HostError(_count_error(name, change))
         if repeated:  # a count for a log, or of what is done every so often
-            counting = [f"{name} ({_from_to(ends)})" for name, ends in repeated.items()]
-            _log.warning(
-                "jit: Python counts in the step, and later calls will not: %s; what is done at a certain count will "
-                "not be done",
-                ", ".join(counting[:4]) + ", ..." * (len(counting) > 4),
-            )
+            _warn_of_counts(repeated)
 
 
-def _is_same(one: Graph, other: Graph) -> bool:
+def _computes_the_same(one: Graph, other: Graph) -> bool:
     """Return whether two graphs return and write the same values."""
-    first, second = map(_live, (one, other))
-    return [node.format_node() for node in first] == [node.format_node() for node in second]
+    return [node.format_node() for node in _live_nodes(one)] == [node.format_node() for node in _live_nodes(other)]
 
 
-def _live(graph: Graph) -> dict[fx.Node, None]:
+def _live_nodes(graph: Graph) -> dict[fx.Node, None]:
     """Return the nodes that a result or a written input depends on, in their order."""
     nodes = graph.module.graph
     aliases = Aliases(nodes)
-    written = (writers for memory, writers in aliases.writers.items() if memory.op != "call_function")
-    live = aliases.behind(nodes.output_node(), *itertools.chain.from_iterable(written))
+    writers_of_inputs = [writers for memory, writers in aliases.writers.items() if memory.op != "call_function"]
+    live = aliases.behind(nodes.output_node(), *itertools.chain.from_iterable(writers_of_inputs))
     return dict.fromkeys(node for node in nodes.nodes if node in live)
 
 
-def _changed(name: str, ends: tuple[Any, Any]) -> str:
-    kind = "a number" if any(isinstance(end, NUMBERS) and end is not None for end in ends) else "an object"
+def _ids_of_read(graph: Graph) -> set[int]:
+    """Return the ids of the captured tensors on which a result or a written input depends."""
+    live = _live_nodes(graph)
+    inputs = graph.module.graph.find_nodes(op="placeholder")[-len(graph.captured) :]
+    return {id(tensor) for tensor, node in zip(graph.captured, inputs) if node in live}
+
+
+def _count_error(name: str, change: _Change) -> str:
+    """Return the text of the error for something in Python that changed and is not a tensor."""
+    is_number = any(isinstance(value, NUMBERS) and value is not None for value in change)
+    kind = "a number" if is_number else "an object"
     return (
         f"not keep {kind} in Python from call to call, which a program would not change; {name} changed "
-        f"{_from_to(ends)} in the first call: {_FIX}"
+        f"{_describe_change(change)} in the first call: {_FIX}"
     )
 
 
-def _from_to(ends: tuple[Any, Any]) -> str:
-    before, after = ("nothing" if end is _MISSING else _tree.brief(end) for end in ends)
+def _warn_of_counts(changes: Mapping[str, _Change]) -> None:
+    """Log that later calls will not change what every run of the step's Python changes."""
+    counts = [f"{name} ({_describe_change(change)})" for name, change in changes.items()]
+    _log.warning(
+        "jit: Python counts in the step, and later calls will not: %s; what is done at a certain count will "
+        "not be done",
+        join_first(counts),
+    )
+
+
+def _describe_change(change: _Change) -> str:
+    before, after = ("nothing" if value is _MISSING else _tree.brief(value) for value in change)
     return f"from {before} to {after}"
 
 
 def _restore(slots: Mapping[str, Slot]) -> None:
     """Put back what was in each place after a failure."""
     for slot in slots.values():
-        if slot.owner is not None and _now(slot) is not slot.value:
+        if slot.owner is not None and _value_now(slot) is not slot.value:
             with contextlib.suppress(IndexError, AttributeError, TypeError):  # a list that became shorter
                 slot.put(slot.value)
 
 
-def _now(slot: Slot) -> Any:
+def _value_now(slot: Slot) -> Any:
+    """Return the value that is in a place now; `_MISSING` if the place is gone."""
     try:
         return slot.now()
     except _GONE:
@@ -337,6 +407,7 @@ def _is_plain(value: Tensor) -> bool:
 
 
 def _is_like(one: Any, other: Any) -> bool:
+    """Return whether two values are tensors of the same shape, dtype and device."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device

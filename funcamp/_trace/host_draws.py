@@ -17,9 +17,10 @@ from funcamp._trace.user_line import in_stack
 from funcamp._upstream.replaced import replaced
 
 _log = logging.getLogger("funcamp")
-#: What a module of random numbers has besides functions that draw.
-_QUIET = ("getstate", "setstate", "get_state", "set_state", "default_rng", "test")
-_SPOKEN = {"random": "Python's random"}
+#: The functions of a module of random numbers that do not draw.
+_NOT_DRAWING = ("getstate", "setstate", "get_state", "set_state", "default_rng", "test")
+#: What errors call a module, if not by its name.
+_NAMES_IN_ERRORS = {"random": "Python's random"}
 
 
 class HostDraws:
@@ -30,70 +31,89 @@ class HostDraws:
     """
 
     def __init__(self) -> None:
-        self._modules = [module for name in ("random", "numpy.random") if (module := sys.modules.get(name))]
+        imported = [sys.modules.get(name) for name in ("random", "numpy.random")]
+        self._modules = [module for module in imported if module is not None]
+        self._states_before: list[bytes] = []
         self._thread = threading.get_ident()
         self._line = ""
-        self._others_line = ""
+        """The first line of this thread that drew."""
+        self._other_threads_line = ""
+        """The first line of another thread that drew."""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Context manager: functions that draw are noted."""
         with contextlib.ExitStack() as stack:
             for module in self._modules:
-                drawing = {name: self._noting(fn) for name, fn in vars(module).items() if _draws(name, fn)}
-                stack.enter_context(replaced(module, **drawing))
-            self._before = self._states()
+                noting = {name: self._noting(fn) for name, fn in vars(module).items() if _draws(name, fn)}
+                stack.enter_context(replaced(module, **noting))
+            self._states_before = self._states()
             yield
 
-    def found(self) -> tuple[str, str] | None:
+    def find_draws(self) -> tuple[str, str] | None:
         """Return the names of the generators that the watched code drew from, and its line; None if there are none.
 
         The generators are then set back. If another thread drew and this one did not, such as one that loads data, that
         is a warning: the watched code may have waited for it.
         """
-        changed = [
-            module for module, was, now in zip(self._modules, self._before, self._states(), strict=True) if was != now
-        ]
-        if not changed:
+        changed_modules: list[ModuleType] = []
+        for module, before, now in zip(self._modules, self._states_before, self._states(), strict=True):
+            if before != now:
+                changed_modules.append(module)
+        if not changed_modules:
             return None
-        names = " and ".join(_SPOKEN.get(module.__name__, module.__name__) for module in changed)
-        if self._others_line and not self._line:
+        names = " and ".join(_NAMES_IN_ERRORS.get(module.__name__, module.__name__) for module in changed_modules)
+        if self._other_threads_line and not self._line:
             _log.warning(
                 "jit: another thread drew from %s while the step was traced, %s: if the step waits for its numbers, "
                 "the program repeats them; draw from torch's generator, or pass the numbers in the batch",
                 names,
-                self._others_line,
+                self._other_threads_line,
             )
             return None
-        if not self._others_line:
+        if not self._other_threads_line:  # else that thread would draw its numbers a second time
             self._set_back()
         return names, self._line or "a line that is not known, or another thread,"
 
     def _noting(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that draws, and notes the line that called it."""
+
         @functools.wraps(draw)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                self._others_line = self._others_line or in_stack(beside=(random.__file__,))
-            elif not self._line:
+            # Functions of `random` call others of it, whose line is not the user's.
+            is_this_thread = threading.get_ident() == self._thread
+            if is_this_thread and not self._line:
                 self._line = in_stack(beside=(random.__file__,))
+            elif not is_this_thread and not self._other_threads_line:
+                self._other_threads_line = in_stack(beside=(random.__file__,))
             return draw(*args, **kwargs)
 
         return noted
 
     def _states(self) -> list[bytes]:
-        return [pickle.dumps(_state_functions(module)[0]()) for module in self._modules]
+        """Return the states of the generators, in a form that can be compared: numpy's contains an array."""
+        return [pickle.dumps(_get_state(module)) for module in self._modules]
 
     def _set_back(self) -> None:
-        for module, state in zip(self._modules, self._before, strict=True):
-            _state_functions(module)[1](pickle.loads(state))
+        for module, state in zip(self._modules, self._states_before, strict=True):
+            _set_state(module, pickle.loads(state))
 
 
-def _state_functions(module: ModuleType) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Return how to get and set the state of a module's generator."""
+def _get_state(module: ModuleType) -> Any:
+    """Return the state of a module's generator."""
+    return random.getstate() if module is random else module.get_state(legacy=False)
+
+
+def _set_state(module: ModuleType, state: Any) -> None:
+    """Set the state of a module's generator."""
     if module is random:
-        return random.getstate, random.setstate
-    return functools.partial(module.get_state, legacy=False), module.set_state
+        random.setstate(state)
+    else:
+        module.set_state(state)
 
 
-def _draws(name: str, fn: Any) -> bool:
-    return not name.startswith("_") and name not in _QUIET and callable(fn) and not isinstance(fn, type)
+def _draws(name: str, attribute: Any) -> bool:
+    """Return whether an attribute of a module of random numbers is a function that draws."""
+    if name.startswith("_") or name in _NOT_DRAWING:
+        return False
+    return callable(attribute) and not isinstance(attribute, type)

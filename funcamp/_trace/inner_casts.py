@@ -30,13 +30,13 @@ _keys: Any = _upstream.find("torch._C.DispatchKey")
 _below_autograd: Any = _upstream.find("torch._C._AutoDispatchBelowAutograd")
 _excluded: Any = _upstream.find("torch._C._ExcludeDispatchKeyGuard")
 _key_set: Any = _upstream.find("torch._C.DispatchKeySet")
-_PRIVATE = (_has_kernel, _keys_after, _keys, _below_autograd, _excluded, _key_set)
+_PRIVATE_NAMES = (_has_kernel, _keys_after, _keys, _below_autograd, _excluded, _key_set)
 _aten = torch.ops.aten
-_AUTOCAST = ("AutocastCPU", "AutocastCUDA")
+_AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
 #: How torch registers a kernel that calls other operations: its call is below autograd, unlike a CompositeImplicit one.
-_CALLING = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+_KEYS_OF_CALLING_KERNELS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 #: The operations with such a kernel that autocast does not cast itself, and whose kernel calls one that it casts.
-_OUTER = (
+_OUTER_OPERATIONS = (
     _aten._trilinear.default,
     _aten.linalg_pinv.atol_rtol_tensor,
     _aten.affine_grid_generator.default,
@@ -50,6 +50,7 @@ class _Mark(threading.local):
 
 
 _mark = _Mark()
+#: The kernels that leave the mark; they must live as long as the process.
 _library: Any = None
 
 
@@ -60,35 +61,45 @@ class InnerCasts(LetsDynamoIn, TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_inside = False
+        self._is_in_kernel = False
+        """Whether such a kernel is running."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_marked = _mark.operation is func or (func in _OUTER and not _upstream.usable(*_PRIVATE))
-        if not self._is_inside and not is_marked:
-            return func(*args, **(kwargs or {}))
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_marked = _mark.operation is func
+        if func in _OUTER_OPERATIONS and not _upstream.usable(*_PRIVATE_NAMES):
+            is_marked = True  # nothing leaves a mark: raise below
+        if not self._is_in_kernel and not is_marked:
+            return func(*args, **kwargs)
         _mark.operation = None
-        for name in _PRIVATE:
+        for name in _PRIVATE_NAMES:
             _upstream.check(name)
-        kernel = _kernel_of(func)
-        if kernel is None:
-            return func(*args, **(kwargs or {}))
-        before, self._is_inside = self._is_inside, True
+        kernel_key = _kernel_key_of(func)
+        if kernel_key is None:
+            return func(*args, **kwargs)
+        was_in_kernel = self._is_in_kernel
+        self._is_in_kernel = True
         try:
             # As in eager code: the kernel runs with the caller's autocast, and below autograd and its record of views.
             views = _key_set(_keys.ADInplaceOrView)
             with self, enable_reentrant_dispatch(), _below_autograd(), _excluded(views):
-                return func._op_dk(kernel, *args, **(kwargs or {}))
+                return func._op_dk(kernel_key, *args, **kwargs)
         finally:
-            self._is_inside = before
+            self._is_in_kernel = was_in_kernel
 
 
-def _kernel_of(func: Any) -> Any:
-    """Return the key of the kernel to run: that of an outer operation, or of what such a kernel calls in pieces."""
+def _kernel_key_of(func: Any) -> Any:
+    """Return the key of the kernel to run: that of an outer operation, or of what such a kernel calls in pieces.
+
+    None if the operation itself is what a graph gets.
+    """
     name = func.name()
-    if func in _OUTER:
-        return next(getattr(_keys, kind) for kind in _CALLING if _has_kernel(name, kind))
+    if func in _OUTER_OPERATIONS:
+        return next(getattr(_keys, key) for key in _KEYS_OF_CALLING_KERNELS if _has_kernel(name, key))
     # Below autograd einsum arrives in one piece. One that autocast casts has been cast, and is below autocast.
-    if not name.startswith("aten::") or any(_has_kernel(name, key) for key in _AUTOCAST):
+    if not name.startswith("aten::") or any(_has_kernel(name, key) for key in _AUTOCAST_KEYS):
         return None
     if not _has_kernel(name, "CompositeImplicitAutograd"):
         return None
@@ -98,24 +109,27 @@ def _kernel_of(func: Any) -> Any:
 def watch_autocast() -> None:
     """Let the dispatcher mark the outer operations, for this process; done once, before the first trace."""
     global _library
-    if _library is not None or not _upstream.usable(*_PRIVATE):
+    if _library is not None or not _upstream.usable(*_PRIVATE_NAMES):
         return
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for operation in _OUTER:
-        for key in _AUTOCAST:
-            _library.impl(operation, _marking(operation, getattr(_keys, key)), key, with_keyset=True)
+    for operation in _OUTER_OPERATIONS:
+        for key in _AUTOCAST_KEYS:
+            kernel = _make_marking_kernel(operation, getattr(_keys, key))
+            _library.impl(operation, kernel, key, with_keyset=True)
 
 
-def _marking(operation: Any, key: Any) -> Any:
-    below = _keys_after(key)
+def _make_marking_kernel(operation: Any, key: Any) -> Any:
+    """Return a kernel for an autocast key that marks an operation in a trace, and calls its next kernel."""
+    keys_below = _keys_after(key)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if current.recorder is None:
-            return operation.redispatch(keys & below, *args, **kwargs)
-        before, _mark.operation = _mark.operation, operation
+            return operation.redispatch(keys & keys_below, *args, **kwargs)
+        mark_before = _mark.operation
+        _mark.operation = operation
         try:
-            return operation.redispatch(keys & below, *args, **kwargs)
+            return operation.redispatch(keys & keys_below, *args, **kwargs)
         finally:
-            _mark.operation = before
+            _mark.operation = mark_before
 
     return kernel

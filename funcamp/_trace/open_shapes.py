@@ -17,12 +17,14 @@ def is_open(value: object) -> bool:
 
 def has_open_layout(value: object) -> bool:
     """Return whether a value is open, or a tensor whose strides follow from values, such as `x[:, mask][:, 0]`."""
-    return is_open(value) or (
-        isinstance(value, Tensor) and any(isinstance(step, torch.SymInt) for step in value.stride())
-    )
+    if is_open(value):
+        return True
+    return isinstance(value, Tensor) and any(isinstance(step, torch.SymInt) for step in value.stride())
 
 
 def is_open_node(node: fx.Node) -> bool:
     """Return whether a result of a node, or an argument, has an open layout."""
-    nodes = (node, *node.all_input_nodes)
-    return any(has_open_layout(value) for one in nodes for value in _tree.leaves(one.meta.get("val")))
+    for result_or_argument in (node, *node.all_input_nodes):
+        if any(map(has_open_layout, _tree.leaves(result_or_argument.meta.get("val")))):
+            return True
+    return False

@@ -25,24 +25,25 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-_DEPTH = 8
-_COUNT = 20_000
+#: How many steps a survey goes from a root or from a module.
+_LARGEST_DEPTH = 8
+#: How many places it lists.
+_LARGEST_COUNT = 20_000
+#: The largest number of bytes of an array that are compared.
+_LARGEST_ARRAY = 2**20
 NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_WITH_CODE = (types.FunctionType, types.MethodType)
 #: Packages whose functions and objects keep no state of a step, except torch's modules.
 _LIBRARIES = frozenset({"torch", "funcamp", "numpy", *sys.stdlib_module_names}) - {
     *("__main__", "argparse", "collections", "types")  # Namespace, UserDict and ChainMap, SimpleNamespace
 }
 #: What torch.fx sets on the function that takes the place of one that `torch.fx.wrap` registered, while it traces.
 _PATCHED_BY_FX = "_Patcher__fx_already_patched"
-#: The largest number of bytes of an array that are compared.
-_BYTES = 2**20
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-
 #: What every module has and a forward pass may change, or what may keep something: hooks.
-_KEPT_OF_MODULES = frozenset(
+_CHANGEABLE_OF_EVERY_MODULE = frozenset(
     ("training", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 )
 
@@ -82,23 +83,34 @@ class Slot(NamedTuple):
         return functools.partial(getattr, self.owner, self.key)
 
 
+def _unsettable(path: str, value: Any) -> Slot:
+    """Return a place whose value cannot be replaced, such as an item of a set."""
+    return Slot(path, None, None, value)
+
+
 def survey(roots: Mapping[str, Any]) -> dict[str, Slot]:
     """Return every slot that can be reached from named objects, by path; an outer slot comes before its contents."""
-    found: dict[str, Slot] = {}
-    seen: set[int] = set()
-    left = collections.deque((Slot(name, None, None, value), 0) for name, value in roots.items())
-    while left and len(found) < _COUNT:
-        slot, depth = left.popleft()
-        found.setdefault(slot.path, slot)
+    slots: dict[str, Slot] = {}
+    visited_ids: set[int] = set()
+    queue = collections.deque((_unsettable(name, value), 0) for name, value in roots.items())
+    while queue and len(slots) < _LARGEST_COUNT:
+        slot, depth = queue.popleft()
+        slots.setdefault(slot.path, slot)
         value = slot.value
-        if isinstance(value, NUMBERS) or id(value) in seen or depth >= _DEPTH:
+        if isinstance(value, NUMBERS) or id(value) in visited_ids or depth >= _LARGEST_DEPTH:
             continue
-        seen.add(id(value))
-        # A model may be deep; only what hangs on its modules is bounded.
-        for inner in _inside(slot.path, value):
-            inner_depth = 0 if isinstance(inner.value, nn.Module) else depth + 1
-            left.append((inner._replace(parent=slot.path), inner_depth))
-    return found
+        visited_ids.add(id(value))
+        for inner_slot in _slots_in(slot.path, value):
+            # A model may be deep; only what hangs on its modules is bounded.
+            inner_depth = 0 if isinstance(inner_slot.value, nn.Module) else depth + 1
+            queue.append((inner_slot._replace(parent=slot.path), inner_depth))
+    return slots
+
+
+# What a value is, for comparison
+
+#: Stands for an object that there was not before.
+_NEW_OBJECT = object()
 
 
 class Form:
@@ -106,57 +118,67 @@ class Form:
 
     Args:
         value: the value.
-        known: the ids of the objects that there were before; None for all. A new object of the same class is the same:
-            only its contents count.
+        known_ids: the ids of the objects that there were before; None for all. A new object of the same class is the
+            same: only its contents count.
     """
 
-    def __init__(self, value: Any, known: Set[int] | None = None) -> None:
+    def __init__(self, value: Any, known_ids: Set[int] | None = None) -> None:
         self.value = value
-        self.parts: tuple[Any, ...]
-        if isinstance(value, dict):
-            self.parts = (dict, *dict.keys(value))  # the order counts
-        elif isinstance(value, CONTAINERS):
-            self.parts = type(value), len(_plain_items(value))
-        elif _is_opaque(value):
-            content = None if isinstance(value, NUMBERS) else _bytes(value)
-            self.parts = (value,) if content is None else (type(value), content)
-        else:
-            code = getattr(getattr(value, "__func__", value), "__code__", None) if isinstance(value, _CODE) else None
-            self.parts = type(value), code, value if known is None or id(value) in known else _NEW
+        self._features = _features_of(value, known_ids)
 
-    def changed(self, path: str, now: Form) -> tuple[str, Any, Any] | None:
+    def difference(self, path: str, now: Form) -> tuple[str, Any, Any] | None:
         """Return how this value differs from the one that is at its path now: a name, and what was there and is now."""
-        if len(self.parts) == len(now.parts) and all(map(_is_equal, self.parts, now.parts)):
+        same_count = len(self._features) == len(now._features)
+        if same_count and all(map(_is_equal, self._features, now._features)):
             return None
         if isinstance(self.value, CONTAINERS) and isinstance(now.value, CONTAINERS):
             if isinstance(now.value, dict):
-                return f"the keys of {path}", [*self.parts[1:]], [*now.parts[1:]]
-            return f"len({path})", self.parts[1], now.parts[1]
+                return f"the keys of {path}", [*self._features[1:]], [*now._features[1:]]
+            return f"len({path})", self._features[1], now._features[1]
         return path, self.value, now.value
 
 
-_NEW = object()
-_CODE = (types.FunctionType, types.MethodType)
+def _features_of(value: Any, known_ids: Set[int] | None) -> tuple[Any, ...]:
+    """Return what two values must have in common to count as the same: of a container its type, and length or keys."""
+    if isinstance(value, dict):
+        return (dict, *dict.keys(value))  # the order counts
+    if isinstance(value, CONTAINERS):
+        return type(value), len(_plain_items(value))
+    if _is_opaque(value):
+        content = None if isinstance(value, NUMBERS) else _bytes_of_array(value)
+        return (value,) if content is None else (type(value), content)
+    # A method has a function, and a function has code: one that is defined anew in each call has the same code.
+    code = None
+    if isinstance(value, _WITH_CODE):
+        code = getattr(getattr(value, "__func__", value), "__code__", None)
+    is_known = known_ids is None or id(value) in known_ids
+    return type(value), code, value if is_known else _NEW_OBJECT
 
 
 def _is_equal(before: Any, after: Any) -> bool:
-    if before is after or after is _NEW:
+    """Return whether a feature of a value is the same as before; True if that cannot be said."""
+    if before is after or after is _NEW_OBJECT:
         return True
     if type(before) is not type(after) or isinstance(before, Tensor):
         return False
     try:
-        return bool(operator.eq(before, after) or (before != before and after != after))
+        if operator.eq(before, after):
+            return True
+        return bool(before != before and after != after)  # both are NaN
     except Exception:  # an array of an object's own kind: it cannot be compared
         return True
 
 
-def _bytes(value: Any) -> bytes | None:
+def _bytes_of_array(value: Any) -> bytes | None:
     """Return the contents of an array, if it is not large."""
     try:
         view = memoryview(value)
-        return view.tobytes() if view.nbytes <= _BYTES else None
+        return view.tobytes() if view.nbytes <= _LARGEST_ARRAY else None
     except (TypeError, ValueError, NotImplementedError, BufferError):
         return None
+
+
+# Kinds of values
 
 
 def _is_opaque(value: Any) -> bool:
@@ -171,101 +193,74 @@ def _is_iterator(value: Any) -> bool:
     return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools", "collections")
 
 
-def _inside(path: str, value: Any) -> Iterator[Slot]:
+def _is_plain_object(value: Any) -> bool:
+    """Return whether a value is an object of a class that is not from a library of `_LIBRARIES`."""
+    if isinstance(value, (type, types.ModuleType, *_FUNCTIONS, *NUMBERS)):
+        return False
+    return _package(type(value).__module__) not in _LIBRARIES
+
+
+def _is_users(module: str | None) -> bool:
+    """Return whether a module is no installed package: only there classes and globals are looked at."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    is_installed = "site-packages" in file or "dist-packages" in file
+    return not is_installed and _package(module) not in _LIBRARIES
+
+
+def _package(module: str | None) -> str:
+    """Return the name of the package that a module is in."""
+    return (module or "builtins").partition(".")[0]
+
+
+# Places in a value of each kind
+
+
+def _slots_in(path: str, value: Any) -> Iterator[Slot]:
+    """Yield the places in a value: its attributes, items or variables."""
     if isinstance(value, Tensor):
-        if type(value) in (Tensor, nn.Parameter):  # others have attributes of their own, such as a fake tensor's
-            yield from _attributes(path, value)
-            if value._backward_hooks:
-                yield Slot(f"{path} (hooks)", None, None, value._backward_hooks)
+        yield from _slots_of_tensor(path, value)
     elif isinstance(value, CONTAINERS):
-        yield from _items(path, value)
+        yield from _slots_of_container(path, value)
     elif isinstance(value, functools.partial):
-        yield Slot(f"{path}.func", None, None, value.func)
-        yield Slot(f"{path}.args", None, None, value.args)
-        yield Slot(f"{path}.keywords", None, None, value.keywords)
+        yield _unsettable(f"{path}.func", value.func)
+        yield _unsettable(f"{path}.args", value.args)
+        yield _unsettable(f"{path}.keywords", value.keywords)
     elif isinstance(value, types.MethodType):
-        yield Slot(f"{path}.__self__", None, None, value.__self__)
-        yield from _of_function(path, value.__func__)
+        yield _unsettable(f"{path}.__self__", value.__self__)
+        yield from _slots_of_function(path, value.__func__)
     elif isinstance(value, types.FunctionType):
-        yield from _of_function(path, value)
+        yield from _slots_of_function(path, value)
     elif isinstance(value, type):
-        yield from _of_class(path, value)
+        yield from _slots_of_class(path, value)
     elif isinstance(value, contextvars.ContextVar):
         with contextlib.suppress(LookupError):  # it has no value
-            yield Slot(f"{path} (a context variable)", None, None, value.get())
+            yield _unsettable(f"{path} (a context variable)", value.get())
     elif _is_iterator(value):
-        yield from _of_iterator(path, value)
+        yield from _slots_of_iterator(path, value)
     elif isinstance(value, nn.Module):
-        yield from _of_module(path, value)
+        yield from _slots_of_module(path, value)
     elif _is_plain_object(value):
-        yield from _attributes(path, value)
-        yield from _of_class(path, type(value))
+        yield from _slots_of_attributes(path, value)
+        yield from _slots_of_class(path, type(value))
 
 
-def _of_iterator(path: str, value: Any) -> Iterator[Slot]:
-    """Yield where an iterator is, and what it iterates over."""
-    if isinstance(value, types.GeneratorType):
-        frame = value.gi_frame
-        place = () if frame is None else (frame.f_lasti, dict(frame.f_locals))
-        yield Slot(f"{path} (a generator)", None, None, place)
+def _slots_of_tensor(path: str, tensor: Tensor) -> Iterator[Slot]:
+    if type(tensor) not in (Tensor, nn.Parameter):  # others have attributes of their own, such as a fake tensor's
         return
-    left = -1
-    with contextlib.suppress(TypeError):  # repeat without an end
-        left = operator.length_hint(value, -1)
-    shown = repr(value) if left < 0 else f"{type(value).__name__} with {left} left"
-    yield Slot(f"{path} (an iterator)", None, None, shown)
-    for index, item in enumerate(gc.get_referents(value)):
-        yield Slot(f"{path} (an iterator)[{index}]", None, None, item)
+    yield from _slots_of_attributes(path, tensor)
+    if tensor._backward_hooks:
+        yield _unsettable(f"{path} (hooks)", tensor._backward_hooks)
 
 
-def _attributes(path: str, value: Any) -> Iterator[Slot]:
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        for key, item in list(attributes.items()):
-            if not (isinstance(value, Tensor) and key.startswith("_")):
-                yield Slot(f"{path}.{key}", attributes, key, item)
-    for kind in type(value).__mro__:
-        names = vars(kind).get("__slots__", ())
-        for key in (names,) if isinstance(names, str) else names:
-            if not isinstance(value, Tensor) and hasattr(value, key):
-                yield Slot(f"{path}.{key}", value, key, getattr(value, key))
-
-
-def _of_module(path: str, module: nn.Module) -> Iterator[Slot]:
-    for key, item in list(vars(module).items()):
-        if key in ("_parameters", "_buffers", "_modules"):
-            for name, inner in list(item.items()):
-                yield Slot(f"{path}.{name}", item, name, inner)
-        elif key not in _OF_EVERY_MODULE or key in _KEPT_OF_MODULES:
-            yield Slot(f"{path}.{key}", vars(module), key, item)
-    yield from _of_class(path, type(module))
-
-
-def _of_class(path: str, kind: type) -> Iterator[Slot]:
-    """Yield the variables of classes that a user wrote, and of their functions."""
-    for each in kind.__mro__:
-        if not _is_users(each.__module__):
-            continue
-        for key, item in list(vars(each).items()):
-            if key.startswith("__") and key != "__call__":
-                continue
-            function = getattr(item, "__func__", None) if isinstance(item, (classmethod, staticmethod)) else None
-            yield (
-                Slot(f"{path}.{key}", each, key, item)
-                if function is None
-                else Slot(f"{path}.{key}", None, None, function)
-            )
-
-
-def _items(path: str, value: Any) -> Iterator[Slot]:
+def _slots_of_container(path: str, value: Any) -> Iterator[Slot]:
     if isinstance(value, dict):
-        for key, item in list(dict.items(value)):
+        for key, item in list(dict.items(value)):  # as in _plain_items
             yield Slot(f"{path}[{key!r}]", value, key, item)
     elif isinstance(value, (list, tuple, collections.deque)):
         owner = None if isinstance(value, tuple) else value
         for index, item in enumerate(_plain_items(value)):
             yield Slot(f"{path}[{index}]", owner, index, item)
-    else:
+    else:  # a set: it has no key by which an item could be replaced
         for index, item in enumerate(_plain_items(value)):
             yield Slot(f"{path}{{{index}}}", None, index, item)
 
@@ -276,7 +271,66 @@ def _plain_items(value: Any) -> list[Any]:
     return list(base.__iter__(value))
 
 
-def _of_function(path: str, function: Any) -> Iterator[Slot]:
+def _slots_of_iterator(path: str, value: Any) -> Iterator[Slot]:
+    """Yield where an iterator is, and what it iterates over."""
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        position = () if frame is None else (frame.f_lasti, dict(frame.f_locals))
+        yield _unsettable(f"{path} (a generator)", position)
+        return
+    items_left = -1
+    with contextlib.suppress(TypeError):  # repeat without an end
+        items_left = operator.length_hint(value, -1)
+    # An iterator without a length, such as count(5), shows its position in its repr.
+    description = repr(value) if items_left < 0 else f"{type(value).__name__} with {items_left} left"
+    yield _unsettable(f"{path} (an iterator)", description)
+    for index, item in enumerate(gc.get_referents(value)):
+        yield _unsettable(f"{path} (an iterator)[{index}]", item)
+
+
+def _slots_of_attributes(path: str, value: Any) -> Iterator[Slot]:
+    """Yield the attributes of an object, in its dict and in `__slots__`; of a tensor only those that a user has set."""
+    is_tensor = isinstance(value, Tensor)
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        for name, item in list(attributes.items()):
+            if not (is_tensor and name.startswith("_")):
+                yield Slot(f"{path}.{name}", attributes, name, item)
+    if is_tensor:
+        return
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if hasattr(value, name):
+                yield Slot(f"{path}.{name}", value, name, getattr(value, name))
+
+
+def _slots_of_module(path: str, module: nn.Module) -> Iterator[Slot]:
+    for key, item in list(vars(module).items()):
+        if key in ("_parameters", "_buffers", "_modules"):
+            for name, registered in list(item.items()):
+                yield Slot(f"{path}.{name}", item, name, registered)
+        elif key not in _OF_EVERY_MODULE or key in _CHANGEABLE_OF_EVERY_MODULE:
+            yield Slot(f"{path}.{key}", vars(module), key, item)
+    yield from _slots_of_class(path, type(module))
+
+
+def _slots_of_class(path: str, kind: type) -> Iterator[Slot]:
+    """Yield the variables of classes that a user wrote, and of their functions."""
+    for base in kind.__mro__:
+        if not _is_users(base.__module__):
+            continue
+        for name, item in list(vars(base).items()):
+            if name.startswith("__") and name != "__call__":
+                continue
+            if isinstance(item, (classmethod, staticmethod)):
+                yield _unsettable(f"{path}.{name}", item.__func__)
+            else:
+                yield Slot(f"{path}.{name}", base, name, item)
+
+
+def _slots_of_function(path: str, function: Any) -> Iterator[Slot]:
+    """Yield the variables of a function: closure, defaults, attributes, and the globals that it names."""
     if not isinstance(function, types.FunctionType) or _package(function.__module__) in _LIBRARIES:
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
@@ -285,15 +339,15 @@ def _of_function(path: str, function: Any) -> Iterator[Slot]:
         except ValueError:  # not assigned yet
             continue
     for index, item in enumerate(function.__defaults__ or ()):
-        yield Slot(f"{path}.__defaults__[{index}]", None, None, item)
-    for key, item in (function.__kwdefaults__ or {}).items():
-        yield Slot(f"{path}.{key}", function.__kwdefaults__, key, item)
-    yield from _attributes(path, function)
+        yield _unsettable(f"{path}.__defaults__[{index}]", item)
+    for name, item in (function.__kwdefaults__ or {}).items():
+        yield Slot(f"{path}.{name}", function.__kwdefaults__, name, item)
+    yield from _slots_of_attributes(path, function)
     if _is_users(function.__module__):
-        yield from _named(path, function.__globals__, frozenset(_names(function.__code__)))
+        yield from _slots_of_globals(path, function.__globals__, frozenset(_names_in(function.__code__)))
 
 
-def _named(path: str, namespace: dict[str, Any], names: frozenset[str]) -> Iterator[Slot]:
+def _slots_of_globals(path: str, namespace: dict[str, Any], names: frozenset[str]) -> Iterator[Slot]:
     """Yield the variables with these names in a namespace, and in a user's modules that they name there."""
     for name in names & namespace.keys():
         item = namespace[name]
@@ -302,29 +356,12 @@ def _named(path: str, namespace: dict[str, Any], names: frozenset[str]) -> Itera
         if not isinstance(item, types.ModuleType):
             yield Slot(f"{path}.{name}", namespace, name, item)
         elif _is_users(item.__name__):
-            yield from _named(f"{path}.{name}", vars(item), names - {name})
+            yield from _slots_of_globals(f"{path}.{name}", vars(item), names - {name})
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def _names_in(code: types.CodeType) -> Iterator[str]:
     """Yield the names of globals and attributes in a function and in those that it defines."""
     yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names(inner)
-
-
-def _is_plain_object(value: Any) -> bool:
-    if isinstance(value, (type, types.ModuleType, *_FUNCTIONS, *NUMBERS)):
-        return False
-    return _package(type(value).__module__) not in _LIBRARIES
-
-
-def _is_users(module: str | None) -> bool:
-    """Return whether a module is no installed package: only there classes and globals are looked at."""
-    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
-    installed = "site-packages" in file or "dist-packages" in file
-    return not installed and _package(module) not in _LIBRARIES
-
-
-def _package(name: str | None) -> str:
-    return (name or "builtins").partition(".")[0]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)

@@ -7,130 +7,193 @@ sets the generator back to the position of the forward pass and draws again: it 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._trace.schema import aliased
+from funcamp._trace.tracing import NodeOf
 from funcamp._trace.user_line import in_stack
 from funcamp._upstream.chains import chain_start
 
-#: Larger than any user's seed.
-_FIRST = 1 << 63
+#: The seed at which a trace starts: larger than any user's seed.
+_FIRST_POSITION = 1 << 63
 _aten = torch.ops.aten
-_RANGE = getattr(_aten.random_, "from")
+#: `tensor.random_(from, to)`: `from` is a keyword of Python.
+_RANDOM_FROM = getattr(_aten.random_, "from")
 _SAME_VALUES = (_aten.clone.default, _aten.detach.default, _aten.alias.default)
 
 
-class Draws:
+class _Drawn(NamedTuple):
+    """What an operation has drawn: copies, because a draw may be written later (dropout divides it)."""
+
+    sources: list[fx.Node | Tensor]
+    """The nodes of the tensors whose values the operation read, such as probabilities; captured tensors themselves."""
+    result: Any
+    """What the operation returned; None if it filled a tensor."""
+    written: list[Tensor]
+    """What it wrote into its arguments."""
+
+
+class _Call:
+    """A call of an operation that draws.
+
+    Args:
+        func: the operation.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.leaves = _tree.leaves((args, kwargs))
+        self.written = [leaf for leaf in aliased(func, args, kwargs, written=True) if isinstance(leaf, Tensor)]
+        self.filled: Tensor | None = None
+        """The tensor that it fills, if it does nothing else, as `tensor.normal_()` does."""
+        if len(self.written) == 1 and self.written[0] is args[0]:
+            self.filled = self.written[0]
+
+    def tensors_read(self) -> list[Tensor]:
+        """Return the arguments whose values it reads."""
+        if self.func._schema.name.endswith("_like"):
+            return []
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor) and leaf is not self.filled]
+
+    def description(self) -> str:
+        """Return its arguments as a text, with shapes and dtypes of tensors."""
+        return str([(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves])
+
+
+class TraceDraws:
     """The random draws of a trace.
 
     Args:
-        node_of: returns the graph node of a tensor of the trace.
+        node_of: returns the node of a tensor of the trace, or of a graph inside it; None for a captured tensor.
     """
 
-    def __init__(self, node_of: Callable[[Tensor], fx.Node | None]) -> None:
+    def __init__(self, node_of: NodeOf) -> None:
         self._node_of = node_of
-        self._drawn: dict[Any, tuple[list[fx.Node | None], Any]] = {}
-        self._next = _FIRST
+        self._drawn: dict[Any, _Drawn] = {}
+        """By position, operation and description of the call."""
+        self._next_position = _FIRST_POSITION
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
         """Context manager: a trace with draws; restores the generator afterwards."""
         with torch.random.fork_rng(devices=()):
-            torch.default_generator.manual_seed(_FIRST)
+            torch.default_generator.manual_seed(_FIRST_POSITION)
             try:
                 yield
             finally:
                 self._drawn.clear()
 
-    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operation that draws random numbers.
 
         Raises:
             RuntimeError: it uses another generator, a seeded one, or one that was set back and now draws other numbers.
         """
-        turn = torch.default_generator.initial_seed()
-        leaves = _tree.leaves((args, kwargs))
-        if turn < _FIRST or any(isinstance(leaf, torch.Generator) for leaf in leaves):
+        position = torch.default_generator.initial_seed()
+        call = _Call(func, args, kwargs)
+        if position < _FIRST_POSITION or any(isinstance(leaf, torch.Generator) for leaf in call.leaves):
             raise RuntimeError(
                 "jit: step must draw from torch's default generator and not seed it, as the state of a generator "
                 f"cannot be part of a program; {in_stack()} does: seed before the call, or pass a seed's numbers in "
                 "the batch"
             )
-        torch.default_generator.manual_seed(turn + 1)
-        written = [leaf for leaf in aliased(func, args, kwargs, written=True) if isinstance(leaf, Tensor)]
-        target = written[0] if len(written) == 1 and written[0] is args[0] else None
-        shape_only = func._schema.name.endswith("_like")
-        read = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not shape_only and leaf is not target]
-        behind = [self._node_of(leaf) for leaf in read]
-        alike = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        key = turn, func, str(alike)
-        if turn < self._next:
-            before, drawn = self._drawn.get(key, ([], None))
-            if drawn is None or not all(map(_same, before, behind)):
+        torch.default_generator.manual_seed(position + 1)
+        sources = [self._node_of(tensor) or tensor for tensor in call.tensors_read()]
+        key = position, func, call.description()
+        if position < self._next_position:
+            drawn = self._drawn.get(key)
+            if drawn is None or not all(map(_computes_the_same, drawn.sources, sources)):
                 raise RuntimeError(
                     "jit: step must not set the generator back and then draw other numbers than before, as a program "
                     f"cannot draw at a place in the sequence; {in_stack()} does: draw once and compute both from it"
                 )
-            return _again(drawn, written, target)
-        self._next = turn + 1
-        # Store copies, because a draw may be written later (dropout divides it); unused copies are removed.
-        if target is None:
-            out = func(*args, **kwargs)
-            self._drawn[key] = behind, (_copies(out), _copies(written))
-            return out
-        # Eager mode fills memory in its order; functionalized, the call would fill a contiguous tensor.
-        memory = _in_order(target)
-        if func is _RANGE and len(args) == 3 and args[2] is not None:
-            # An argument named like a keyword (`from`) cannot be passed by name in a graph.
-            memory.copy_(_aten.randint.low(*args[1:], memory.shape, dtype=memory.dtype, device=memory.device))
-        else:
-            func(memory, *args[1:], **kwargs)
-        self._drawn[key] = behind, (None, [memory.clone()])
-        return target
+            return _repeat(drawn, call)
+        self._next_position = position + 1
+        if call.filled is not None:
+            self._drawn[key] = _Drawn(sources, None, [_fill(call, call.filled)])
+            return call.filled
+        result = func(*args, **kwargs)
+        self._drawn[key] = _Drawn(sources, _copy_tensors(result), _copy_tensors(call.written))
+        return result
 
 
-def _again(drawn: Any, written: list[Tensor], target: Tensor | None) -> Any:
-    out, values = drawn
-    if out is None and target is not None:
-        _in_order(target).copy_(values[0])
-        return target
-    for place, value in zip(written, values):
-        place.copy_(value)
-    return _copies(out)
+def _fill(call: _Call, filled: Tensor) -> Tensor:
+    """Draw into a tensor; return a copy of the numbers in the order of its memory.
+
+    Eager mode fills memory in its order; functionalized, the call would fill a contiguous tensor.
+    """
+    memory = _in_memory_order(filled)
+    if call.func is _RANDOM_FROM and len(call.args) == 3 and call.args[2] is not None:
+        # An argument named like a keyword (`from`) cannot be passed by name in a graph.
+        limits = call.args[1:]
+        memory.copy_(_aten.randint.low(*limits, memory.shape, dtype=memory.dtype, device=memory.device))
+    else:
+        call.func(memory, *call.args[1:], **call.kwargs)
+    return memory.clone()  # removed from the graph if nothing draws it again
 
 
-def _in_order(target: Tensor) -> Tensor:
-    if target.is_contiguous():  # true also of a size that follows from values, with which no stride can be compared
-        return target
-    return target.permute(sorted(range(target.dim()), key=target.stride, reverse=True))
+def _repeat(drawn: _Drawn, call: _Call) -> Any:
+    """Return what an operation has drawn before, at the same position, as if it drew again."""
+    if drawn.result is None and call.filled is not None:
+        _in_memory_order(call.filled).copy_(drawn.written[0])
+        return call.filled
+    for tensor, numbers in zip(call.written, drawn.written):
+        tensor.copy_(numbers)
+    return _copy_tensors(drawn.result)
 
 
-def _copies(out: Any) -> Any:
-    leaves, spec = _tree.flatten(out)
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor whose elements are in the order of its memory."""
+    if tensor.is_contiguous():  # true also of a size that follows from values, with which no stride can be compared
+        return tensor
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def _copy_tensors(tree: Any) -> Any:
+    leaves, spec = _tree.flatten(tree)
     return _tree.unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def _same(one: fx.Node | None, other: fx.Node | None) -> bool:
-    """Return whether two nodes have equal values because their computations are equal."""
-    rest, seen = [(one, other)], set()
-    while rest:
-        a, b = pair = tuple(chain_start(node, lambda one: one.target in _SAME_VALUES) for node in rest.pop())
-        if a is b or pair in seen:
+def _computes_the_same(one: fx.Node | Tensor, other: fx.Node | Tensor) -> bool:
+    """Return whether two nodes have equal values because their computations are equal; a tensor only equals itself."""
+    pairs: list[tuple[Any, Any]] = [(one, other)]
+    compared: set[tuple[Any, Any]] = set()
+    while pairs:
+        first, second = map(_behind_copies, pairs.pop())
+        if first is second or (first, second) in compared:
             continue
-        seen.add(pair)
-        if a is None or b is None or a.op != "call_function" or (a.op, a.target) != (b.op, b.target):
+        compared.add((first, second))
+        arguments = _arguments_to_compare(first, second)
+        if arguments is None:
             return False
-        (left, spec), (right, like) = (_tree.flatten((node.args, dict(node.kwargs))) for node in (a, b))
-        if spec != like:
-            return False
-        for x, y in zip(left, right):
-            if isinstance(x, fx.Node) and isinstance(y, fx.Node):
-                rest.append((x, y))
-            elif isinstance(x, fx.Node) or isinstance(y, fx.Node) or x != y:
+        for left, right in arguments:
+            if isinstance(left, fx.Node) and isinstance(right, fx.Node):
+                pairs.append((left, right))
+            elif isinstance(left, fx.Node) or isinstance(right, fx.Node) or left != right:
                 return False
     return True
+
+
+def _behind_copies(node: Any) -> Any:
+    """Return the node whose values a node has through copies and aliases."""
+    return chain_start(node, lambda copy: copy.target in _SAME_VALUES)
+
+
+def _arguments_to_compare(first: object, second: object) -> Iterable[tuple[Any, Any]] | None:
+    """Return the arguments of two calls of one operation, in pairs; None if they are no such calls."""
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+        return None
+    if first.op != "call_function" or second.op != "call_function" or first.target != second.target:
+        return None
+    first_leaves, first_spec = _tree.flatten((first.args, dict(first.kwargs)))
+    second_leaves, second_spec = _tree.flatten((second.args, dict(second.kwargs)))
+    return zip(first_leaves, second_leaves) if first_spec == second_spec else None

@@ -8,13 +8,25 @@ from funcamp import _tree
 
 
 def aliased(func: Any, args: Any, kwargs: Any, *, written: bool = False) -> list[Any]:
-    """Return the leaves of such arguments; with `written` only of those that it writes."""
+    """Return the leaves of such arguments; with `written` only of those that it writes.
+
+    Args:
+        func: an operation; one without a schema has no such arguments.
+        args: the arguments.
+        kwargs: those that are passed by name.
+        written: whether to return only those that the operation writes.
+    """
     schema = getattr(func, "_schema", None)
-    found: list[Any] = []
-    for index, argument in enumerate(() if schema is None else schema.arguments):
-        if argument.alias_info is not None and (argument.alias_info.is_write or not written):
-            found += _tree.leaves(args[index] if index < len(args) else kwargs.get(argument.name))
-    return found
+    if schema is None:
+        return []
+    leaves: list[Any] = []
+    for index, argument in enumerate(schema.arguments):
+        alias_info = argument.alias_info
+        if alias_info is None or (written and not alias_info.is_write):
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        leaves += _tree.leaves(value)
+    return leaves
 
 
 def reads_no_value(name: str) -> bool:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from funcamp._trace.tracing import Wanted, running
+from funcamp._trace.tracing import RequestedViews, running
 
 
-def slices(tensor: Tensor, sizes: Sequence[int], wanted: Wanted) -> list[Tensor]:
+def slices(tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> list[Tensor]:
     """Return views of consecutive parts of a one-dimensional tensor.
 
     In a trace they have an offset of zero, because torch computes what an operation returns once for every offset of
@@ -20,14 +20,18 @@ def slices(tensor: Tensor, sizes: Sequence[int], wanted: Wanted) -> list[Tensor]
     Args:
         tensor: the tensor.
         sizes: the sizes of its parts.
-        wanted: the views.
+        requested: the views.
     """
     recorder = running()
-    recorded = None if recorder is None else recorder.slices(tensor, sizes, wanted)
+    recorded = None if recorder is None else recorder.slices(tensor, sizes, requested)
     if recorded is not None:
         return recorded
-    parts, views = torch.split(tensor, list(sizes)), []
-    for number, shape in wanted:
+    parts = torch.split(tensor, list(sizes))
+    views: list[Tensor] = []
+    for number, shape in requested:
+        part = parts[number]
         count = math.prod(shape)
-        views.append((parts[number] if sizes[number] == count else parts[number][:count]).view(shape))
+        if count != sizes[number]:  # the rest is padding
+            part = part[:count]
+        views.append(part.view(shape))
     return views

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from funcamp import _upstream
 
+#: Returns the node of a tensor in a graph that is traced; None for any other tensor.
+NodeOf: TypeAlias = Callable[[Tensor], fx.Node | None]
 #: For every view the number of its part, and its shape of at most as many elements.
-Wanted: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
+RequestedViews: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
 
 class HostError(Exception):
@@ -39,7 +41,7 @@ class LetsDynamoIn:
 class Recorder(Protocol):
     """A trace that is running."""
 
-    def slices(self, tensor: Tensor, sizes: Sequence[int], wanted: Wanted) -> list[Tensor] | None:
+    def slices(self, tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> list[Tensor] | None:
         """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
 
 

@@ -6,17 +6,14 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-READS = "not read a tensor's value on the host (no .item(), no branch on a tensor or a size that follows from values)"
-FIXED = "take torch.where or a mask of fixed shape instead"
-INSTEAD = f"{FIXED}, and return in the metrics what you want to read"
-#: Torch's modules that read values, by the start of their module's name, and what to take instead.
-_READERS = {
+#: Torch's layers that read values, by the start of the name of their Python module, and what to take instead.
+_READING_LAYERS = {
     "torch.ao.quantization.": (
         "torch.ao.quantization, which branches on its buffers (FusedMovingAvgObsFakeQuantize of "
         "get_default_qat_qconfig does not)"
@@ -25,19 +22,29 @@ _READERS = {
         "torch.nn with momentum=None, which divides by its count of batches (momentum=0.1 reads nothing)"
     ),
 }
-_OURS = (*(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent)), "<")
+#: The starts of the file names of torch, of this library, and of code that is in no file. The separator is needed:
+#: torchvision is beside torch.
+_NOT_USERS = (
+    f"{Path(torch.__file__).parent}{os.sep}",
+    f"{Path(__file__).parent.parent}{os.sep}",
+    "<",
+)
 
 
 def in_traceback(error: BaseException) -> str:
     """Return the innermost line of user code in an error's traceback."""
-    return _first_of_users(_innermost_first(error))
+    return _first_user_line(_innermost_first(error))
 
 
 def asks_whether_compiled(error: BaseException) -> bool:
     """Return whether an error came out of user code that asks if it is being compiled (by a name like is_compiling)."""
-    codes = [frame.f_code for frame, _ in _innermost_first(error)]
-    names = [name for code in codes if not code.co_filename.startswith(_OURS) for name in code.co_names]
-    return any(name.endswith("compiling") for name in names)
+    for frame, _ in _innermost_first(error):
+        code = frame.f_code
+        if code.co_filename.startswith(_NOT_USERS):
+            continue
+        if any(name.endswith("compiling") for name in code.co_names):
+            return True
+    return False
 
 
 def in_nested_tensor(error: BaseException) -> bool:
@@ -48,22 +55,36 @@ def in_nested_tensor(error: BaseException) -> bool:
 
 def in_stack(beside: tuple[str, ...] = ()) -> str:
     """Return the innermost line of user code in the current call stack, outside of files that start with `beside`."""
-    return _first_of_users(traceback.walk_stack(sys._getframe(1)), beside)
+    return _first_user_line(traceback.walk_stack(sys._getframe(1)), beside)
 
 
 def _innermost_first(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Return the frames and lines of a traceback, the one that raised first."""
     return reversed([*traceback.walk_tb(error.__traceback__)])
 
 
-def _first_of_users(frames: Iterator[tuple[FrameType, int]], beside: tuple[str, ...] = ()) -> str:
-    reader = ""
+def _first_user_line(frames: Iterable[tuple[FrameType, int]], beside: tuple[str, ...] = ()) -> str:
+    """Return the first line of user code among some, and before it what layer of torch it called, if that reads values.
+
+    Args:
+        frames: the frames and their lines, from the inside out.
+        beside: the starts of the names of files that count as torch's.
+    """
+    layer = ""
     for frame, line in frames:
-        name = frame.f_code.co_filename
-        if not name.startswith((*_OURS, *beside)):
-            return f"{reader}{name}:{line} ({linecache.getline(name, line).strip()})"
-        if not reader:  # the line of the user calls a model, and what reads is a module of torch in it
-            module = str(frame.f_globals.get("__name__"))
-            kind = type(frame.f_locals.get("self")).__name__
-            reads = next((text for start, text in _READERS.items() if module.startswith(start)), None)
-            reader = f"{kind} of {reads}, called in " if reads else ""
+        file = frame.f_code.co_filename
+        if not file.startswith((*_NOT_USERS, *beside)):
+            return f"{layer}{file}:{line} ({linecache.getline(file, line).strip()})"
+        if not layer:  # the line of the user calls a model, and what reads is a module of torch in it
+            layer = _describe_reading_layer(frame)
     return "a line that is not known"
+
+
+def _describe_reading_layer(frame: FrameType) -> str:
+    """Return which layer of torch a frame is in, and why it reads values; "" if it is in none of those that do."""
+    python_module = str(frame.f_globals.get("__name__"))
+    for start, description in _READING_LAYERS.items():
+        if python_module.startswith(start):
+            layer_class = type(frame.f_locals.get("self")).__name__
+            return f"{layer_class} of {description}, called in "
+    return ""

@@ -38,74 +38,85 @@ class Defect(NamedTuple):
         return self.first <= VERSION and (self.fixed is None or self.fixed > VERSION)
 
 
-#: Dynamo does not trace `requires_grad_` of a tensor that it created: `_autograd.scaled_grad.put_leaves_in_graphs`.
+# The comment of each names the file with its workaround, below funcamp, and torch's issue if there is one.
+
+#: Dynamo does not trace `requires_grad_` of a tensor that it created: `_autograd/scaled_grad.py`.
 NO_LEAVES = Defect((2, 11), (2, 12))
-#: Inductor loses the order of a write after a read when it fuses loops of different ranges: `inductor_cpu.keep_order`,
-#: `_jit.convolutions`.
+#: Inductor loses the order of a write after a read when it fuses loops of different ranges:
+#: `_upstream/bugs/lost_order.py`, `_jit/passes/convolutions.py`.
 #: https://github.com/pytorch/pytorch/issues/177631
 LOST_ORDER = Defect((2, 11), (2, 12))
-#: Inductor reads a rounded value back unrounded, even with emulate_precision_casts: `inductor_cpu.forget`.
+#: Inductor reads a rounded value back unrounded, even with emulate_precision_casts:
+#: `_upstream/bugs/unrounded.py`.
 #: https://github.com/pytorch/pytorch/issues/185337
 UNROUNDED = Defect((2, 11), (2, 13))
-#: C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce`: `inductor_cpu.checked`.
+#: C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce`:
+#: `_upstream/bugs/lost_errors.py`.
 #: https://github.com/pytorch/pytorch/pull/190909
 LOST_ERRORS = Defect((2, 11), (2, 14))
-#: C++ that Inductor generates takes a list of one tensor for the tensor, and the process dies: `inductor_cpu`.
+#: C++ that Inductor generates takes a list of one tensor for the tensor, and the process dies:
+#: `_upstream/bugs/list_of_one.py`.
 LIST_OF_ONE = Defect((2, 11), (2, 14))
-#: vmap has no rule for `view(dtype)`: `numerics.counting._Bits`.
+#: vmap has no rule for `view(dtype)`: `numerics/counting.py`.
 NO_RULE_FOR_BITS = Defect((2, 11), (2, 13))
-#: Inductor writes inputs back in their order, even if one is the new value of another: `inductor_writeback`.
+#: Inductor writes inputs back in their order, even if one is the new value of another:
+#: `_jit/passes/write_backs.py`.
 #: https://github.com/pytorch/pytorch/issues/198131
 WRITE_BACK_ORDER = Defect((2, 11), (2, 15))
-#: Inductor does not see that a view of a complex input's parts reads that input: `inductor_writeback._read_early`.
+#: Inductor does not see that a view of a complex input's parts reads that input:
+#: `_jit/passes/write_backs.py`.
 COMPLEX_PARTS = Defect((2, 11), None)
 #: Inductor computes an input with some elements replaced in the input's memory, though another value is written there:
-#: `inductor_writeback._change_copies`. https://github.com/pytorch/pytorch/pull/198096
+#: `_jit/passes/write_backs.py`. https://github.com/pytorch/pytorch/pull/198096
 OVERWRITTEN_RESULT = Defect((2, 11), None)
-#: Inductor reads other rows of some tensors whose shape follows from values: `_jit.compile.target_of`.
+#: Inductor reads other rows of some tensors whose shape follows from values: `_jit/compile.py`.
 WRONG_ROWS = Defect((2, 12), (2, 15))
 #: Whether Inductor gets programs with such shapes. Torch 2.11, which does not have that defect, has not been tried.
 RIGHT_OPEN_SHAPES = WRONG_ROWS.fixed is not None and WRONG_ROWS.fixed <= VERSION
 #: Under torch.func.grad Dynamo differentiates an autograd.Function's forward instead of its backward:
-#: `autograd_function`.
+#: `_upstream/autograd_function.py`.
 LOST_BACKWARD = Defect((2, 11), (2, 15))
-#: The same between two levels of grad: `autograd_function`.
+#: The same between two levels of grad: `_upstream/autograd_function.py`.
 LOST_NESTED_BACKWARD = Defect((2, 11), None)
-#: Dynamo rejects an autograd.Function under vmap of torch.func.grad: `autograd_function`.
+#: Dynamo rejects an autograd.Function under vmap of torch.func.grad: `_upstream/autograd_function.py`.
 REFUSED_UNDER_VMAP = Defect((2, 11), None)
-#: With a CUDA build and no GPU, the first thread that enters a FakeTensorMode must not end: `_trace.trace.stay`.
+#: With a CUDA build and no GPU, the first thread that enters a FakeTensorMode must not end: `_trace/trace.py`.
 ENDED_THREAD = Defect((2, 11), (2, 12))
-#: A compiled program that trains an LSTM on a CPU lacks the workspace of the backward pass: `whole_operations`.
+#: A compiled program that trains an LSTM on a CPU lacks the workspace of the backward pass:
+#: `_jit/passes/whole_operations.py`.
 #: https://github.com/pytorch/pytorch/issues/158007
 LSTM_WORKSPACE = Defect((2, 11), None)
-#: A compiled multi-margin loss of an infinite or NaN input is NaN: `whole_operations`.
+#: A compiled multi-margin loss of an infinite or NaN input is NaN: `_jit/passes/whole_operations.py`.
 NAN_MARGIN = Defect((2, 11), None)
-#: The compiled gradient of a soft margin loss loses its digits at large margins: `whole_operations`.
+#: The compiled gradient of a soft margin loss loses its digits at large margins: `_jit/passes/whole_operations.py`.
 INEXACT_MARGIN = Defect((2, 11), None)
-#: A compiled softshrink of NaN is 0: `whole_operations`.
+#: A compiled softshrink of NaN is 0: `_jit/passes/whole_operations.py`.
 NAN_SHRUNK = Defect((2, 11), (2, 14))
-#: A trace has no shapes for a CTC loss whose lengths are tensors: `whole_operations.of_known_shape`.
+#: A trace has no shapes for a CTC loss whose lengths are tensors: `_upstream/bugs/ctc_lengths.py`.
 SHAPELESS_CTC = Defect((2, 11), None)
-#: A compiled multi-label margin loss counts the classes after the first -1: `whole_operations`.
+#: A compiled multi-label margin loss counts the classes after the first -1:
+#: `_jit/passes/whole_operations.py`.
 #: https://github.com/pytorch/pytorch/issues/141017
 PADDED_TARGETS = Defect((2, 11), (2, 14))
-#: Inductor raises for rows taken by a permutation, `x[torch.randperm(n)]`: `permutations`.
+#: Inductor raises for rows taken by a permutation, `x[torch.randperm(n)]`: `_jit/passes/permutations.py`.
 #: https://github.com/pytorch/pytorch/issues/183988
 UNSLICED_PERMUTATION = Defect((2, 11), (2, 14))
-#: It draws a second permutation for `order[order]`, which takes other rows: `permutations`.
+#: It draws a second permutation for `order[order]`, which takes other rows: `_jit/passes/permutations.py`.
 SECOND_PERMUTATION = Defect((2, 14), None)
-#: Generated code reads zeros that have no memory, such as derivatives of constants: `_jit.decompositions`.
+#: Generated code reads zeros that have no memory, such as derivatives of constants:
+#: `_jit/passes/zero_tensors.py`.
 #: https://github.com/pytorch/pytorch/issues/177261
 ZERO_TENSORS = Defect((2, 11), (2, 14))
 #: Inductor's patterns match operations with keyword arguments that they do not name, and lose those:
-#: `inductor_rewrites`. https://github.com/pytorch/pytorch/issues/167313
+#: `_upstream/bugs/lost_keywords.py`. https://github.com/pytorch/pytorch/issues/167313
 LOST_KEYWORDS = Defect((2, 11), (2, 15))
-#: Inductor makes zeros of a product with the integer 0, also of infinite and NaN factors: `inductor_rewrites`.
+#: Inductor makes zeros of a product with the integer 0, also of infinite and NaN factors:
+#: `_upstream/bugs/lost_nan.py`.
 LOST_NAN = Defect((2, 11), (2, 14))
-#: A CPU has no float8 products with a scale per row: `float8.product.check_device`.
+#: A CPU has no float8 products with a scale per row: `float8/product.py`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it ends
-#: (Python 3.13 and older): `distributed.shards.slice_of`. https://github.com/pytorch/pytorch/pull/179291
+#: (Python 3.13 and older): `distributed/shards.py`. https://github.com/pytorch/pytorch/pull/179291
 KEPT_GROUP = Defect((2, 11), None)
 
 #: Every private name of torch that `find` looks up, and what does not work without it.
@@ -178,7 +189,10 @@ PRIVATE = {
 
 
 class Missing:
-    """Replaces a private name that torch no longer has; any use of it raises RuntimeError."""
+    """Replaces a private name that torch no longer has; any use of it raises RuntimeError.
+
+    Deriving a class from it does not: modules do that when they are imported.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -190,15 +204,15 @@ class Missing:
     __call__ = fail
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
+        if name.startswith("__"):  # so that Python finds no special methods
             raise AttributeError(name)
         self.fail()
 
     def __mro_entries__(self, _: Any) -> tuple[type, ...]:
-        return (_Unusable,)
+        return (_MissingBase,)
 
 
-class _Unusable:
+class _MissingBase:
     """Replaces a missing base class."""
 
 
@@ -210,6 +224,7 @@ def message(path: str) -> str:
     )
 
 
+#: What `find` has returned, by path, so that it warns once; `Missing` also if it returned a replacement.
 _looked_up: dict[str, Any] = {}
 
 
@@ -219,32 +234,35 @@ def find(path: str, instead: Any = None) -> Any:
         _looked_up[path] = look_up(path)
         if isinstance(_looked_up[path], Missing):
             warnings.warn(message(path), stacklevel=3)
-    found = _looked_up[path]
-    return instead if isinstance(found, Missing) and instead is not None else found
+    torch_object = _looked_up[path]
+    if isinstance(torch_object, Missing) and instead is not None:
+        return instead
+    return torch_object
 
 
-def usable(*found: Any) -> bool:
+def usable(*objects: Any) -> bool:
     """Return whether torch has everything that `find` returned here."""
-    return not any(isinstance(one, Missing) for one in found)
+    return not any(isinstance(torch_object, Missing) for torch_object in objects)
 
 
-def check(found: Any) -> None:
+def check(torch_object: Any) -> None:
     """Raise RuntimeError if torch lacks what `find` returned here."""
-    if isinstance(found, Missing):
-        found.fail()
+    if isinstance(torch_object, Missing):
+        torch_object.fail()
 
 
 def look_up(path: str) -> Any:
     """Return the object of a name, or a `Missing`."""
-    parts = path.split(".")
-    for count in range(len(parts), 0, -1):
+    names = path.split(".")
+    # Import the longest start that is a module; the other names are attributes.
+    for module_length in range(len(names), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:count]))
+            torch_object: Any = importlib.import_module(".".join(names[:module_length]))
         except ImportError:
             continue
-        for part in parts[count:]:
-            found = getattr(found, part, None)
-        return Missing(path) if found is None else found
+        for name in names[module_length:]:
+            torch_object = getattr(torch_object, name, None)
+        return Missing(path) if torch_object is None else torch_object
     return Missing(path)
 
 
@@ -253,7 +271,11 @@ def lost() -> list[str]:
     return [message(path) for path in PRIVATE if isinstance(look_up(path), Missing)]
 
 
+# Private functions that several rooms call, and what takes their place in a torch that lacks them
+
+
 def _has_no_storage(tensor: Tensor) -> bool:
+    """Return whether a tensor is a wrapper of torch.func, as far as this can be said without torch's own function."""
     try:
         tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
@@ -262,9 +284,13 @@ def _has_no_storage(tensor: Tensor) -> bool:
 
 
 def _unscale_each(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Multiply gradients by the inverse scale, in place, and set the flag if one of their values is not finite."""
     for grad in grads:
-        found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(grad).all()).float()))
-        grad.copy_((grad.float() * inv_scale) if grad.dtype.itemsize < 4 else grad * inv_scale)
+        has_inf_or_nan = ~torch.isfinite(grad).all()
+        found_inf.copy_(torch.maximum(found_inf, has_inf_or_nan.float()))
+        # As torch's kernel does: products of 16-bit gradients are computed in float32.
+        wide_grad = grad.float() if grad.dtype.itemsize < 4 else grad
+        grad.copy_(wide_grad * inv_scale)
 
 
 #: Whether a transform of torch.func surrounds this call. False is safe, because torch.func then raises itself.

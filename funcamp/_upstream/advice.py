@@ -70,41 +70,54 @@ def advise(call: str, error: Exception, low: tuple[torch.dtype, ...] = tuple(_LO
     if error.__cause__ is not None and str(error.__cause__) in text:  # already advice that quotes torch
         return
     if isinstance(error, ZeroDivisionError):
-        if _raised_in(error).startswith(("torch._decomp", "torch._refs", "torch._prims")):
+        if _module_that_raised(error).startswith(("torch._decomp", "torch._refs", "torch._prims")):
             raise RuntimeError(
                 f"{call}: the batch must not be empty: torch divides by its number of elements, 0, where it traces a "
                 "mean; leave a batch of 0 rows out, or take it by the eager step"
             ) from error
         return
-    for part, fix in _FIXES.items():
-        if part in text:
-            if fix is _PRECISIONS:
-                name = _layer(error)
-                kept, glob = (f"{name!r}", f"{name}.*") if name else ("its parameters", "...")
-                layer = f"layer {name!r}" if name else "a layer"
-                fix = _PRECISIONS if _between_copies(text, low) else _TWO_DTYPES
-                fix = fix.format(kept=kept, glob=glob, layer=layer, text=text)
-            if fix is _NESTED and uses_func:
-                fix = _INPUT_GRADIENT
-            raise RuntimeError(f"{call}: {fix}") from error
+    for known_text, fix in _FIXES.items():
+        if known_text not in text:
+            continue
+        if fix is _PRECISIONS:
+            fix = _fix_of_dtypes(error, low)
+        if fix is _NESTED and uses_func:
+            fix = _INPUT_GRADIENT
+        raise RuntimeError(f"{call}: {fix}") from error
 
 
-def _between_copies(text: str, low: tuple[torch.dtype, ...]) -> bool:
+def _fix_of_dtypes(error: Exception, low: tuple[torch.dtype, ...]) -> str:
+    """Return the fix for a layer that met two dtypes; names the layer, if it is known."""
+    text = str(error)
+    name = _path_of_layer(error)
+    if not _is_between_copies_and_float32(text, low):
+        layer = f"layer {name!r}" if name else "a layer"
+        return _TWO_DTYPES.format(layer=layer, text=text)
+    if name:
+        return _PRECISIONS.format(kept=repr(name), glob=f"{name}.*")
+    return _PRECISIONS.format(kept="its parameters", glob="...")
+
+
+def _is_between_copies_and_float32(text: str, low: tuple[torch.dtype, ...]) -> bool:
     """Return whether the text names float32 and the dtype of compute copies."""
-    words = text.lower()
-    return any(_LOW.get(dtype, "none") in words for dtype in low) and "float" in words.replace("bfloat16", "")
+    lower_text = text.lower()
+    names_copies = any(_LOW.get(dtype, "none") in lower_text for dtype in low)
+    return names_copies and "float" in lower_text.replace("bfloat16", "")
 
 
-def _raised_in(error: Exception) -> str:
-    """Return the name of the module whose code raised."""
+def _module_that_raised(error: Exception) -> str:
+    """Return the name of the Python module whose code raised."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__"))
 
 
-def _layer(error: Exception) -> str | None:
-    """Return the path of the module that raised, inside the outermost module that was called."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "_call_impl"]
-    modules = [frame.f_locals.get("self") for frame in frames]
-    if not modules or not isinstance(modules[0], nn.Module):
+def _path_of_layer(error: Exception) -> str | None:
+    """Return the path of the torch module that raised, inside the outermost module that was called."""
+    called_modules: list[object] = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "_call_impl":
+            called_modules.append(frame.f_locals.get("self"))
+    if not called_modules or not isinstance(called_modules[0], nn.Module):
         return None
-    return next((name for name, part in modules[0].named_modules() if part is modules[-1]), None)
+    outermost, layer = called_modules[0], called_modules[-1]
+    return next((name for name, module in outermost.named_modules() if module is layer), None)

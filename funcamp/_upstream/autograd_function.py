@@ -20,7 +20,8 @@ import torch
 from funcamp._upstream import LOST_BACKWARD, LOST_NESTED_BACKWARD, NO_LEAVES, REFUSED_UNDER_VMAP
 from funcamp._upstream.replaced import replaced
 
-_IS_NEEDED = any(one.present for one in (LOST_BACKWARD, LOST_NESTED_BACKWARD, NO_LEAVES, REFUSED_UNDER_VMAP))
+_DEFECTS = (LOST_BACKWARD, LOST_NESTED_BACKWARD, NO_LEAVES, REFUSED_UNDER_VMAP)
+_IS_NEEDED = any(defect.present for defect in _DEFECTS)
 
 
 @contextlib.contextmanager
@@ -29,7 +30,7 @@ def whole_functions() -> Iterator[None]:
     if not _IS_NEEDED or "torch._dynamo" not in sys.modules:  # not imported, because that takes seconds
         yield
         return
-    undo = _change()
+    undo = _change_dynamo()
     try:
         yield
     finally:
@@ -47,46 +48,49 @@ def keep_functions_whole() -> None:
 
 def _until_the_end(context: Any) -> None:
     tracer = context._ComptimeContext__tx
-    undo = _change()
+    undo = _change_dynamo()
     if tracer.output.root_tx.one_graph:
         tracer.output.add_cleanup_hook(undo)
     # else frames after a graph break are compiled at unknown later times: keep it for good
 
 
-_active = 0
+#: The number of compilations that need the change now, in all threads.
+_compilations = 0
 _lock = threading.Lock()
 
 
-def _change() -> Callable[[], None]:
+def _change_dynamo() -> Callable[[], None]:
     """Change Dynamo while any compilation needs it; return the function that undoes it for this one."""
-    global _active
+    global _compilations
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 
-    kind: Any = AutogradFunctionVariable
-    original = getattr(kind.call_method, "original", kind.call_method)
+    variable_class: Any = AutogradFunctionVariable
+    original = getattr(variable_class.call_method, "original", variable_class.call_method)
 
     def undo() -> None:
-        global _active
+        global _compilations
         with _lock:
-            _active -= 1
-            if not _active:
-                kind.call_method = original
+            _compilations -= 1
+            if not _compilations:
+                variable_class.call_method = original
 
     with _lock:
-        _active += 1
-        kind.call_method = _keeping_whole(original)
+        _compilations += 1
+        variable_class.call_method = _make_call_method(original)
     return undo
 
 
-def _keeping_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_call_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that makes one call of `apply` of an autograd.Function, where torch's own would inline it."""
     from torch._dynamo import trace_rules
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         hidden_leaves = NO_LEAVES.present and torch._dynamo.config.trace_autograd_ops
         if name != "apply" or not (hidden_leaves or torch._C._are_functorch_transforms_active()):
             return original(self, tx, name, args, kwargs)
-        known = trace_rules.is_callable_allowed
-        with replaced(trace_rules, is_callable_allowed=lambda obj: obj is self.fn_cls or known(obj)):
+        # torch puts calls of allowed callables into the graph as they are.
+        is_allowed_by_torch = trace_rules.is_callable_allowed
+        with replaced(trace_rules, is_callable_allowed=lambda obj: obj is self.fn_cls or is_allowed_by_torch(obj)):
             return original(self, tx, name, args, kwargs)
 
     call_method.original = original  # type: ignore[attr-defined]

@@ -30,11 +30,11 @@ def behind(
     values: Any, before: Callable[[torch.fx.Node], list[torch.fx.Node]] = lambda node: node.all_input_nodes
 ) -> set[torch.fx.Node]:
     """Return the nodes among values, and those from which they are computed; `before` returns one step of these."""
-    rest: list[torch.fx.Node] = []
-    torch.fx.map_arg(values, rest.append)
-    found = set(rest)
-    while rest:
-        new = [node for node in before(rest.pop()) if node not in found]
-        found.update(new)
-        rest += new
-    return found
+    pending: list[torch.fx.Node] = []
+    torch.fx.map_arg(values, pending.append)
+    nodes = set(pending)
+    while pending:
+        new_nodes = [node for node in before(pending.pop()) if node not in nodes]
+        nodes.update(new_nodes)
+        pending += new_nodes
+    return nodes

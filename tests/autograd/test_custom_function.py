@@ -512,7 +512,7 @@ def test_backward_is_not_lost_in_a_frame_after_a_graph_break(monkeypatch: pytest
 
     # which stays changed then
     monkeypatch.setattr(AutogradFunctionVariable, "call_method", AutogradFunctionVariable.call_method)
-    monkeypatch.setattr(autograd_function, "_active", 0)
+    monkeypatch.setattr(autograd_function, "_compilations", 0)
 
     def loss(p: Any, x: Tensor) -> Any:
         torch._dynamo.graph_break()

@@ -128,3 +128,16 @@ def test_a_compiled_module_with_hooks_goes_on_working_after_a_trace() -> None:
     model.register_forward_pre_hook(lambda *_: None)
     model.compile(backend="eager", fullgraph=True)
     assert model(torch.ones(2, 3)).shape == (2, 3)
+
+
+def asking(x: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return x
+    return 2 * x
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
+def test_torchscript_takes_a_function_that_asks_whether_it_is_compiled_after_a_trace() -> None:
+    jit(lambda state, x: (state + x, None), backend="eager")(torch.ones(1), torch.ones(1))
+    scripted: Any = torch.jit.script(asking)
+    assert scripted(torch.ones(1)).item() == 2

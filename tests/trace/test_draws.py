@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from funcamp import jit
+from funcamp import jit, make_train_step, module_loss, stateless
 from tests.support import defects
 from tests.support.helpers import assert_same, together
 
 X = torch.linspace(-1, 1, 6)
+SELDOM, OFTEN = torch.full((6,), 0.1), torch.full((6,), 0.9)
 
 
 def both(fn: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
@@ -89,6 +90,7 @@ SET_BACK: dict[str, Callable[[Tensor], Tensor]] = {
     "the same probabilities": lambda x: again(lambda: torch.bernoulli(x.abs()), lambda: torch.bernoulli(x.abs())),
     "rrelu": lambda x: again(lambda: F.rrelu(x.sin(), training=True), lambda: F.rrelu(x.sin(), training=True)),
     "filled": lambda x: again(lambda: torch.empty(6).uniform_(), lambda: torch.empty(6).uniform_()),
+    "a captured tensor": lambda x: again(lambda: torch.bernoulli(OFTEN), lambda: torch.bernoulli(OFTEN)),
 }
 
 
@@ -103,6 +105,7 @@ OTHER: dict[str, Callable[[Tensor], Tensor]] = {
     "other means": lambda x: again(lambda: torch.normal(x, 1.0), lambda: torch.normal(x + 100, 1.0)),
     "another kind": lambda x: again(lambda: torch.rand(6), lambda: torch.randn(6)),
     "another shape": lambda x: again(lambda: torch.rand(6), lambda: torch.rand(12)[:6]),
+    "another captured tensor": lambda x: again(lambda: torch.bernoulli(SELDOM), lambda: torch.bernoulli(OFTEN)),
     "other rates": lambda x: again(lambda: torch.poisson(x.abs()), lambda: torch.poisson(x.abs() * 9)),
 }
 
@@ -114,6 +117,39 @@ def test_a_generator_set_back_for_other_numbers_is_refused(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"step must not set the generator back .*test_draws.py:\d+ \(.*draw once"):
         run(torch.zeros(()), X)
     assert_same(torch.get_rng_state(), before)
+
+
+class Redraws(nn.Module):
+    """A linear layer whose input is drawn twice from one position of the generator."""
+
+    def __init__(self, second: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 1)
+        self.second = second
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = again(lambda: torch.bernoulli(x.sigmoid()), lambda: torch.bernoulli(self.second(x)))
+        return torch.as_tensor(self.linear(drawn))
+
+
+def redrawn_loss(second: Callable[[Tensor], Tensor], make_run: Callable[[Any], Any]) -> Any:
+    """The loss of a step of two micro-batches by scan."""
+    torch.manual_seed(0)
+    sgd = stateless(torch.optim.SGD, lr=0.1)
+    step = make_train_step(module_loss(Redraws(second), F.mse_loss), sgd, accumulate=2, scan=True)
+    torch.manual_seed(1)
+    _, metrics = make_run(step)(step.init(), (torch.ones(2, 6), torch.zeros(2, 2, 1)))
+    return metrics.loss
+
+
+@pytest.mark.compiled
+def test_a_generator_set_back_in_the_body_of_a_scan() -> None:
+    def jitted(step: Any) -> Any:
+        return jit(step, backend="eager")
+
+    assert_same(redrawn_loss(torch.sigmoid, jitted), redrawn_loss(torch.sigmoid, lambda step: step))
+    with pytest.raises(RuntimeError, match=r"step must not set the generator back .*test_draws.py:\d+ \(.*draw once"):
+        redrawn_loss(lambda x: (x - 5).sigmoid(), jitted)
 
 
 def test_two_threads_trace_one_after_the_other() -> None:

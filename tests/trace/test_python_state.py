@@ -266,7 +266,7 @@ def test_a_container_that_computes_its_contents_is_not_asked_for_them() -> None:
     dict.__setitem__(table, "kept", 1)
     found = survey({"table": table})
     assert found["table['kept']"].now() == 1
-    assert Form(table).changed("table", Form(table)) is None
+    assert Form(table).difference("table", Form(table)) is None
 
 
 @torch.fx.wrap

@@ -87,7 +87,6 @@ DIRECT = {
     "_jit/passes/table.py",
     "_jit/passes/zero_tensors.py",
     "_optim/run.py",
-    "_trace/trace.py",
     "_upstream/autograd_function.py",
     "_upstream/bugs/list_of_one.py",
     "_upstream/bugs/lost_errors.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -456,3 +457,10 @@ def test_every_workaround_ends_with_the_versions_that_need_it() -> None:
             if name and isinstance(getattr(node, "ctx", None), ast.Load):
                 read.add(name)
     assert defects - read == set()
+
+
+def test_every_file_that_a_defect_names_exists() -> None:
+    folder = Path(_upstream.__file__).parents[1]
+    named = re.findall(r"`(\w+(?:/\w+)+\.py)`", Path(_upstream.__file__).read_text())
+    assert len(named) > 20
+    assert [path for path in named if not (folder / path).exists() and not path.startswith("tests/")] == []

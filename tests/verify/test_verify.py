@@ -354,7 +354,7 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_loss, "with_hooks", lambda values, own: values)
     monkeypatch.setattr(tensor_swap, "like_own_tensors", lambda values, own: contextlib.nullcontext())
     monkeypatch.setattr(jit_step, "_python_parts", lambda step: {})
-    monkeypatch.setattr(CarriedState, "traced", lambda self, trace_once: trace_once())
+    monkeypatch.setattr(CarriedState, "trace", lambda self, trace_once: trace_once())
 
 
 class OneLayer(nn.Module):

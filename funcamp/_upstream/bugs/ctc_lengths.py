@@ -19,35 +19,40 @@ _aten = torch.ops.aten
 
 
 def _shape_of_alphas(log_probs: Tensor, targets: Tensor) -> tuple[int, int, int]:
-    """Return the shape for the longest target: for targets in rows, or one after the other."""
-    steps, batch, _ = log_probs.shape
-    return batch, steps, 2 * targets.shape[-1] + 1
+    """Return the shape of alphas for the longest target: for targets in rows, or one after the other."""
+    step_count, batch_size, _ = log_probs.shape
+    longest = targets.shape[-1]
+    return batch_size, step_count, 2 * longest + 1  # a blank before, between and after the labels
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """Return the losses of a batch, and what the backward pass needs (alphas), padded to the longest target."""
     loss, alphas = _aten._ctc_loss.Tensor(log_probs, targets, *args)
-    unused = _shape_of_alphas(log_probs, targets)[2] - alphas.shape[2]
-    return loss, torch.nn.functional.pad(alphas, (0, unused))
+    _, _, padded_length = _shape_of_alphas(log_probs, targets)
+    return loss, torch.nn.functional.pad(alphas, (0, padded_length - alphas.shape[2]))
 
 
-def _shapes(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return log_probs.new_empty(log_probs.shape[1]), log_probs.new_empty(_shape_of_alphas(log_probs, targets))
+def _new_results(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return tensors like the results of `_ctc_loss`."""
+    batch_size = log_probs.shape[1]
+    return log_probs.new_empty(batch_size), log_probs.new_empty(_shape_of_alphas(log_probs, targets))
 
 
-def _shape_of_gradient(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
+def _new_gradient(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
+    """Return a tensor like the gradient with respect to log_probs."""
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
 #: What a trace records instead of these operations.
-_instead: dict[Any, Any] = {}
+_replacements: dict[Any, Any] = {}
 if SHAPELESS_CTC.present:
-    _instead = {
-        _aten._ctc_loss.Tensor: renamed("ctc_loss", _aten._ctc_loss.Tensor, _ctc_loss, shapes=_shapes, key="CPU"),
+    _replacements = {
+        _aten._ctc_loss.Tensor: renamed("ctc_loss", _aten._ctc_loss.Tensor, _ctc_loss, shapes=_new_results, key="CPU"),
         _aten._ctc_loss_backward.Tensor: renamed(
             "ctc_loss_backward",
             _aten._ctc_loss_backward.Tensor,
             _aten._ctc_loss_backward.Tensor,
-            shapes=_shape_of_gradient,
+            shapes=_new_gradient,
             key="CPU",
         ),
     }
@@ -55,5 +60,7 @@ if SHAPELESS_CTC.present:
 
 def of_known_shape(operation: Any, args: Any) -> Any:
     """Return the operation that a trace records instead of one whose shape follows from values; mostly itself."""
-    instead = _instead.get(operation)
-    return operation if instead is None or args[0].device.type != "cpu" else instead
+    replacement = _replacements.get(operation)
+    if replacement is None or args[0].device.type != "cpu":
+        return operation
+    return replacement

@@ -21,8 +21,9 @@ def _checked(generate: Callable[..., None]) -> Callable[..., None]:
         write_line = self.writeline
 
         def write_checked_line(text: Any) -> None:
-            is_call = isinstance(text, str) and text.startswith("aoti_torch_")
-            write_line(f"AOTI_TORCH_ERROR_CODE_CHECK({text.rstrip(';')});" if is_call else text)
+            if isinstance(text, str) and text.startswith("aoti_torch_"):  # a call, which returns an error code
+                text = f"AOTI_TORCH_ERROR_CODE_CHECK({text.rstrip(';')});"
+            write_line(text)
 
         with replaced(self, writeline=write_checked_line):
             generate(self, *args)
@@ -34,8 +35,9 @@ def _checked(generate: Callable[..., None]) -> Callable[..., None]:
 def _changed() -> Iterator[None]:
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
-    names = "_generate_index_put_fallback", "_generate_scatter_fallback"
-    with replaced(CppWrapperCpu, **{name: _checked(getattr(CppWrapperCpu, name)) for name in names}):
+    names = ("_generate_index_put_fallback", "_generate_scatter_fallback")
+    checked = {name: _checked(getattr(CppWrapperCpu, name)) for name in names}
+    with replaced(CppWrapperCpu, **checked):
         yield
 
 

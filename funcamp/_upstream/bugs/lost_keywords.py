@@ -22,14 +22,14 @@ _WITHOUT_NUMBERS = ("layout", "device", "pin_memory", "memory_format")
 
 def _has_other_keywords(node: fx.Node, named: dict[str, Any]) -> bool:
     """Return whether a node has a keyword argument that a pattern does not name and that changes numbers."""
-    others = [name for name in node.kwargs if name not in named and name not in _WITHOUT_NUMBERS]
-    if not others:
+    unnamed = [name for name in node.kwargs if name not in named and name not in _WITHOUT_NUMBERS]
+    if not unnamed:
         return False
     schema = getattr(node.target, "_schema", None)
     if schema is None:  # not an operation of torch, and so not in a pattern
         return True
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
-    return any(node.kwargs[name] != defaults.get(name) for name in others)
+    return any(node.kwargs[name] != defaults.get(name) for name in unnamed)
 
 
 def _changed() -> AbstractContextManager[None]:

@@ -29,8 +29,10 @@ def _changed() -> AbstractContextManager[None]:
 
     def find_zeros_of_integers(self: Any) -> None:
         find_zeros(self)
-        for node in [node for node in self.node_replacements if _may_be_nan(node)]:
-            del self.node_replacements[node], self.node_replacements_shapes[node]
+        not_always_zero = list(filter(_may_be_nan, self.node_replacements))
+        for node in not_always_zero:
+            del self.node_replacements[node]
+            del self.node_replacements_shapes[node]
 
     return replaced(UniformValueConstantFolder, _add_peephole_patterns=find_zeros_of_integers)
 

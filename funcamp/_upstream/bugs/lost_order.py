@@ -20,13 +20,15 @@ def _changed() -> AbstractContextManager[None]:
 
     recompute = SchedulerNode.recompute_size_and_body
 
-    def keeping_order(node: Any, *args: Any, **kwargs: Any) -> None:
+    def recompute_and_keep_order(node: Any, *args: Any, **kwargs: Any) -> None:
+        # Dependencies without an index. The call computes all anew from the loop's body, and would drop these.
         order = OrderedSet(dep for dep in node.read_writes.reads if isinstance(dep, (WeakDep, StarDep)))
         recompute(node, *args, **kwargs)
         if order:
-            node.set_read_writes(node.read_writes.with_read(order).rename(node.mutation_renames))
+            reads_and_writes = node.read_writes.with_read(order)
+            node.set_read_writes(reads_and_writes.rename(node.mutation_renames))
 
-    return replaced(SchedulerNode, recompute_size_and_body=keeping_order)
+    return replaced(SchedulerNode, recompute_size_and_body=recompute_and_keep_order)
 
 
 BUG = Bug(

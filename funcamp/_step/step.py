@@ -17,11 +17,12 @@ from funcamp._optim.chain import average, chain, clip_by_norm, clip_by_value, gr
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.differentiate import LossArguments, call_loss
 from funcamp._step.first_state import consumed_loss, first_state
+from funcamp._step.from_torch import from_torch
 from funcamp._step.options import Options
 from funcamp._step.products import products_of
 from funcamp._step.state import Metrics, TrainState, check_train_state, export, restore
 from funcamp._step.take_step import take_step
-from funcamp._step.torch_checkpoint import from_torch, to_torch
+from funcamp._step.to_torch import to_torch
 from funcamp._storage.inputs import Inputs, inputs_of, lay_out
 from funcamp._storage.layout import Layout
 from funcamp._storage.params import Params, matrix_or_vector, stored

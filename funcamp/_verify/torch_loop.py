@@ -18,7 +18,7 @@ from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.rules import TORCH_RULE
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
-from funcamp._step.torch_checkpoint import TorchGroup, groups_of, hyperparameters_of
+from funcamp._step.torch_groups import TorchGroup, groups_of, hyperparameters_of
 from funcamp._storage.params import expand
 from funcamp._verify.compare import Row
 

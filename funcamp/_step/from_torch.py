@@ -17,7 +17,8 @@ from funcamp._optim.chain import optimizer_in
 from funcamp._optim.stateless import APPLIED, StatelessOptimizer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.state_dict import from_state_dict
-from funcamp._step.state import TrainState, check_train_state, export, restore
+from funcamp._step.state import TrainState, check_train_state
+from funcamp._step.state_dict import export, restore
 from funcamp._step.torch_groups import Step, TorchGroup, as_number, groups_of, has_several_classes, torch_group_of
 
 #: Entries of a torch group that do not affect the result: how the class runs, and what a scheduler stores there.

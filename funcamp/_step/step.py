@@ -20,7 +20,8 @@ from funcamp._step.first_state import consumed_loss, first_state
 from funcamp._step.from_torch import from_torch
 from funcamp._step.options import Options
 from funcamp._step.products import products_of
-from funcamp._step.state import Metrics, TrainState, check_train_state, export, restore
+from funcamp._step.state import Metrics, TrainState, check_train_state
+from funcamp._step.state_dict import export, restore
 from funcamp._step.take_step import take_step
 from funcamp._step.to_torch import to_torch
 from funcamp._storage.inputs import Inputs, inputs_of, lay_out

@@ -12,7 +12,8 @@ from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.chain import optimizer_in
 from funcamp._optim.stateless import APPLIED
 from funcamp._scaler.state_dict import to_state_dict
-from funcamp._step.state import TrainState, export, gathered
+from funcamp._step.state import TrainState
+from funcamp._step.state_dict import export, gathered
 from funcamp._step.torch_groups import Step, TorchGroup, groups_of, has_several_classes, hyperparameters_of
 
 

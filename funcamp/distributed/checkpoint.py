@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._step.state import (
-    TrainState,
-    check_like,
-    check_train_state,
-    check_values,
-    gathered,
-    named,
-)
+from funcamp._step.state import TrainState, check_train_state
+from funcamp._step.state_dict import check_like, check_values, gathered, named
 from funcamp._storage.params import Params, clone
 from funcamp.distributed.shards import joined_slice, slice_of
 

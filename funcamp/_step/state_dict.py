@@ -117,8 +117,10 @@ def restore(
     check_values(call, full_state)
 
     lost = _lost_count(names, values, _tree.leaves(expand(full_state)))
-    # Flat storage has one count a group: parameters that were frozen or added later have another.
-    if lost is not None and like.params.layout.flat:
+    # Flat storage has one count a group: parameters that were frozen or added later have another. Slices of groups cannot
+    # be split.
+    can_be_split = like.params.layout.flat and like.params.ranks is None
+    if lost is not None and can_be_split:
         return restore(saved, split(like, _counts_of_parameters(like, tree)), split=split)
     if lost is not None:
         raise ValueError(

@@ -117,8 +117,8 @@ def restore(
     check_values(call, full_state)
 
     lost = _lost_count(names, values, _tree.leaves(expand(full_state)))
-    # Flat storage has one count a group: parameters that were frozen or added later have another. Slices of groups cannot
-    # be split.
+    # Flat storage has one count a group: parameters that were frozen or added later have another. Slices are not split,
+    # since a rank has only a part of each parameter.
     can_be_split = like.params.layout.flat and like.params.ranks is None
     if lost is not None and can_be_split:
         return restore(saved, split(like, _counts_of_parameters(like, tree)), split=split)

@@ -74,9 +74,9 @@ class PlainProducts:
         """Return no variables."""
         return ()
 
-    def prepare(self, state: TrainState, inputs: Inputs, cast: Cast) -> _Plain:  # noqa: ARG002
+    def prepare(self, state: TrainState, inputs: Inputs, cast: Cast) -> _PlainMultiplying:  # noqa: ARG002
         """Return a context that changes nothing; a new one, because Dynamo enters none from outside its graph."""
-        return _Plain()
+        return _PlainMultiplying()
 
     def after(self, state: TrainState, record: Tree) -> Tree:  # noqa: ARG002
         """Return the state's variables as they are."""
@@ -87,7 +87,9 @@ class PlainProducts:
         return {}
 
 
-class _Plain:
+class _PlainMultiplying:
+    """A context that changes nothing, with a tape without records."""
+
     tape = Tape(())
 
     def begin(self, inputs: Sequence[Tensor], zeros: Tree) -> None: ...
@@ -105,5 +107,5 @@ def products_of(policy: Policy, loss_fn: Loss) -> Products:
     """
     if policy.float8 is None:
         return PlainProducts()
-    found: Products = layer("float8.layers").Float8Layers(policy, loss_fn)
-    return found
+    products: Products = layer("float8.layers").Float8Layers(policy, loss_fn)
+    return products

@@ -56,8 +56,8 @@ class Memory:
         edges = self._edges
         for start, size in zip(starts, sizes):
             next_edge = bisect_right(edges, start)
-            starts_inside = next_edge % 2
-            if starts_inside or (next_edge < len(edges) and edges[next_edge] < start + size):
+            # An odd number of edges before: start is inside of a range. Else the next range may begin before the end.
+            if next_edge % 2 or (next_edge < len(edges) and edges[next_edge] < start + size):
                 return False
         return True
 

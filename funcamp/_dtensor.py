@@ -51,7 +51,7 @@ def as_dtensor_like(leaf: Any, part: Tensor) -> Tensor:
     )
 
 
-def groups(leaves: Sequence[Any]) -> list[tuple[Across | None, list[Any]]]:
+def group_by_mesh_dims(leaves: Sequence[Any]) -> list[tuple[Across | None, list[Any]]]:
     """Group tensors by the mesh dimensions over which their parts differ (None for plain tensors and replicas)."""
     grouped: list[tuple[Across | None, list[Any]]] = []
     for leaf in leaves:

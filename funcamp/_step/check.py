@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._dtensor import any_rank, groups, local, total
+from funcamp._dtensor import any_rank, group_by_mesh_dims, local, total
 from funcamp._scaler.precision import reciprocal, widen
 from funcamp._scaler.scale import reduced, unscaled
 from funcamp._scaler.state import ScalerState, replace
@@ -57,7 +57,7 @@ def squares_and_finite(state: ScalerState, grads: Tree) -> tuple[Tensor, Tensor]
     leaves = [leaf for leaf in _tree.leaves(grads) if leaf is not None]
     total_squares = torch.zeros_like(widen(state.scale))
     finite = torch.ones_like(state.scale, dtype=torch.bool)
-    for across, members in groups(leaves):
+    for across, members in group_by_mesh_dims(leaves):
         values = _unscaled_parts(members, inv_scale)
         for constants in _RANGES:
             values_of_dtype = [value for value in values if value.dtype == constants.dtype]

@@ -268,7 +268,7 @@ def _timing(device: str, seconds: float) -> str:
     ratios: list[float] = []
     times: list[float] = []
     end = time.perf_counter() + seconds
-    # By turns, because the machine may be faster at one time than at another.
+    # By turns, so that each ratio is of two times that were taken one after the other.
     while len(ratios) < 3 or time.perf_counter() < end:
         torch_time, jit_time = (timer.timeit(50).mean for timer in timers)
         ratios.append(jit_time / torch_time)

@@ -13,6 +13,12 @@ from torch import Tensor
 #: Values of one step by name: loss, found_inf, scaler.scale, params.*, buffers.*, opt_state.*, metrics.*.
 Row = dict[str, Tensor]
 
+
+def copied_to_host(row: Row) -> Row:
+    """Return copies of the values of a row, on the host. Syncs."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in row.items()}
+
+
 #: Two runs may differ by this multiple of what a change of one unit in the last place does.
 _FACTOR = 4.0
 #: A value that one unit in the last place changes by this part of its movement or more says nothing: a gradient that is

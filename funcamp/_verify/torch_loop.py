@@ -209,7 +209,9 @@ class TorchLoop:
         weight = self._options.weight
         weights = [1.0 if weight is None else float(weight(piece)) for piece in pieces]
         total = sum(weights)
-        return [one / total if total else math.nan for one in weights]
+        if not total:
+            return [math.nan] * len(weights)
+        return [weight_of_piece / total for weight_of_piece in weights]
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = self._options.policy.compute_dtype

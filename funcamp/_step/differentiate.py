@@ -14,7 +14,7 @@ from funcamp._autograd.scaled_grad import Engine, around_backward, differentiate
 from funcamp._autograd.tape import Tape, zeros_of
 from funcamp._scaler.state import ScalerState
 from funcamp._step.accumulate import Result
-from funcamp._step.products import Multiplying
+from funcamp._step.products import ProductContext
 from funcamp._storage.inputs import Cast, Inputs
 from funcamp._storage.params import clone
 from funcamp._storage.policy import Policy, autocast_of
@@ -30,7 +30,7 @@ class Shared(NamedTuple):
     inputs: Inputs
     cast: Cast
     """The parameters, from `Inputs.cast`."""
-    multiplying: Multiplying
+    product_context: ProductContext
     tapes: tuple[Tape, Tape]
     """Of the loss's taps, and of the products."""
     engine: Engine
@@ -66,10 +66,10 @@ def differentiate_loss(
     def loss_of(values: list[Tensor]) -> Any:
         params = inputs.tree(values[:input_count])
         taps, amaxes = _tree.unflatten(values[input_count:], tapes_spec)
-        shared.multiplying.begin(values, amaxes)
+        shared.product_context.begin(values, amaxes)
         return call_loss(loss_fn, shared.policy, LossArguments(params, taps, buffers, shared.scaler, batch))
 
-    with shared.multiplying:
+    with shared.product_context:
         gradients, loss, aux = differentiate(
             "step",
             shared.scaler,

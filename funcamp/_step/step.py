@@ -224,10 +224,10 @@ class TrainStep(Fixed):
             inputs = self._inputs("loss", state.params)
             cast = inputs.cast(state.params)
             values = inputs.values(cast)
-            multiplying = self._products.prepare(state, inputs, cast)
-            multiplying.begin(values, multiplying.tape.zeros)
+            product_context = self._products.prepare(state, inputs, cast)
+            product_context.begin(values, product_context.tape.zeros)
             taps = self.loss_fn.tape(state.scaler.scale.device).zeros
-            with multiplying:
+            with product_context:
                 arguments = LossArguments(inputs.tree(values), taps, state.buffers, state.scaler, _tree.plain(batch))
                 returned = call_loss(self.loss_fn, self._options.policy, arguments)
         returns_pair = self.loss_fn.has_buffers or self.loss_fn.has_aux

@@ -39,14 +39,14 @@ def take_step(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainStat
     # Precision: the parameters as the loss gets them, and the products that read them.
     inputs = step._inputs("step", state.params)
     cast = inputs.cast(state.params)
-    multiplying = step._products.prepare(state, inputs, cast)
-    tapes = (loss_fn.tape(device), multiplying.tape)
+    product_context = step._products.prepare(state, inputs, cast)
+    tapes = (loss_fn.tape(device), product_context.tape)
 
     # The scaled gradients, the loss, its buffers and the records of the tapes.
     pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
     shares = shares_of(options.weight, pieces, parallel.size, parallel.total, device)
     engine = choose(loss_fn.engine, state)
-    shared = Shared(loss_fn, options.policy, state.scaler, inputs, cast, multiplying, tapes, engine)
+    shared = Shared(loss_fn, options.policy, state.scaler, inputs, cast, product_context, tapes, engine)
 
     def differentiate(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
         return differentiate_loss(shared, buffers, piece, lambda loss: shares.weigh(loss, share))

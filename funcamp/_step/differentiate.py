@@ -21,7 +21,7 @@ from funcamp._storage.policy import Policy, autocast_of
 from funcamp._types import Tree
 
 
-class Shared(NamedTuple):
+class SharedByMicroBatches(NamedTuple):
     """What all micro-batches of a step share."""
 
     loss_fn: Loss
@@ -47,7 +47,7 @@ class LossArguments(NamedTuple):
 
 
 def differentiate_loss(
-    shared: Shared, buffers: dict[str, Tensor], batch: Any, weigh: Callable[[Tensor], Tensor]
+    shared: SharedByMicroBatches, buffers: dict[str, Tensor], batch: Any, weigh: Callable[[Tensor], Tensor]
 ) -> Result:
     """Differentiate weigh(loss) of one micro-batch with respect to the inputs of the loss and the tapes."""
     loss_fn = shared.loss_fn

@@ -12,7 +12,7 @@ from funcamp._optim.chain import Chain, Update
 from funcamp._scaler.update import exhausted, saturated, skip_step, update
 from funcamp._step.accumulate import Result, accumulate, micro_batches
 from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
-from funcamp._step.differentiate import Shared, differentiate_loss
+from funcamp._step.differentiate import SharedByMicroBatches, differentiate_loss
 from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, Variables
 from funcamp._storage.params import Params, clone, expand
@@ -46,7 +46,7 @@ def take_step(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainStat
     pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
     shares = shares_of(options.weight, pieces, parallel.size, parallel.total, device)
     engine = choose(loss_fn.engine, state)
-    shared = Shared(loss_fn, options.policy, state.scaler, inputs, cast, product_context, tapes, engine)
+    shared = SharedByMicroBatches(loss_fn, options.policy, state.scaler, inputs, cast, product_context, tapes, engine)
 
     def differentiate(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
         return differentiate_loss(shared, buffers, piece, lambda loss: shares.weigh(loss, share))

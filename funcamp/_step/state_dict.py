@@ -26,11 +26,11 @@ _FROM_TORCH = (
 
 def export(call: str, state: TrainState) -> dict[str, Tensor]:
     """Return copies of all tensors under their dotted names."""
-    copies: dict[str, Tensor] = clone(named(expand(gathered(call, state))))
+    copies: dict[str, Tensor] = clone(tensors_by_name(expand(gather(call, state))))
     return copies
 
 
-def gathered(call: str, state: TrainState) -> TrainState:
+def gather(call: str, state: TrainState) -> TrainState:
     """Return the full state, as `distributed.gather_state` does."""
     check_train_state(call, "state", state)
     if state.params.ranks is None:
@@ -39,7 +39,7 @@ def gathered(call: str, state: TrainState) -> TrainState:
     return full_state
 
 
-def named(state: TrainState) -> dict[str, Tensor]:
+def tensors_by_name(state: TrainState) -> dict[str, Tensor]:
     """Return the tensors of a state by the names under which they are saved."""
     tensors: dict[str, Tensor] = {}
     for name, leaf in zip(saved_names(state), _tree.leaves(state)):
@@ -237,7 +237,7 @@ def check_values(call: str, state: TrainState) -> None:
     check("scaler.scale", scale, (scale > 0) & scale.isfinite(), "above 0 and finite")
     found_inf = state.scaler.found_inf
     check("scaler.found_inf", found_inf, (found_inf == 0) | (found_inf == 1), "0 or 1")
-    for name, count in named(_only_counts(state)).items():
+    for name, count in tensors_by_name(_only_counts(state)).items():
         check(name, count, count >= 0, "0 or more")
     for name, limit_name in (("skipped", "step"), ("consecutive_skips", "skipped")):
         count = getattr(state, name)

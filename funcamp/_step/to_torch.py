@@ -13,7 +13,7 @@ from funcamp._optim.chain import optimizer_in
 from funcamp._optim.stateless import APPLIED
 from funcamp._scaler.state_dict import to_state_dict
 from funcamp._step.state import TrainState
-from funcamp._step.state_dict import export, gathered
+from funcamp._step.state_dict import export, gather
 from funcamp._step.torch_groups import Step, TorchGroup, groups_of, has_several_classes, hyperparameters_of
 
 
@@ -36,7 +36,7 @@ def to_torch(step: Step, state: TrainState, names: Iterable[str] | None) -> dict
 def _model_state_dict(loss_fn: Loss, state: TrainState, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the module's state_dict; for a loss without a module, parameters and buffers by name."""
     if isinstance(loss_fn, ModuleLoss):
-        return loss_fn.state_dict(gathered("to_torch", state).params, state.buffers)
+        return loss_fn.state_dict(gather("to_torch", state).params, state.buffers)
     tensors: dict[str, Tensor] = {}
     for key, tensor in saved.items():
         field, _, name = key.partition(".")

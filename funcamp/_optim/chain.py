@@ -143,7 +143,7 @@ def apply(part: Any, update: Update, state: Tree) -> tuple[Update, Tree]:
     return after, state
 
 
-def groups_in(optimizer: Any) -> list[Callable[[str, Tensor], str]]:
+def group_functions_in(optimizer: Any) -> list[Callable[[str, Tensor], str]]:
     """Return the functions by which an optimizer groups parameters: those of every `by_group` in it, each once."""
     if isinstance(optimizer, GroupedOptimizer):
         found, parts = [optimizer.group], tuple(optimizer.optimizers.values())
@@ -154,7 +154,7 @@ def groups_in(optimizer: Any) -> list[Callable[[str, Tensor], str]]:
     else:
         return []
     for part in parts:
-        found += groups_in(part)
+        found += group_functions_in(part)
     return list(dict.fromkeys(found))
 
 

@@ -13,7 +13,7 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss, check_function, loss
 from funcamp._check import boolean, integer
 from funcamp._optim.by_group import check_optimizer
-from funcamp._optim.chain import groups_in
+from funcamp._optim.chain import group_functions_in
 from funcamp._optim.clip import check_limit
 from funcamp._optim.ema import check_decay
 from funcamp._scaler.config import ScalerConfig, check_config
@@ -110,7 +110,7 @@ def make_train_step(
     parallel = _checked_parallel(call, parallel)
     if weight is not None and not callable(weight):
         raise TypeError(f"{call}: weight must be a function of a micro-batch; got {_tree.brief(weight)}")
-    group_functions = groups_in(optimizer)
+    group_functions = group_functions_in(optimizer)
     if len(group_functions) > 1:
         raise ValueError(
             f"{call}: optimizer must group parameters by one function, by which they are stored; got by_group with "

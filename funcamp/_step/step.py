@@ -13,7 +13,7 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.scaled_grad import loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
-from funcamp._optim.chain import average, chain, clip_by_norm, clip_by_value, groups_in
+from funcamp._optim.chain import average, chain, clip_by_norm, clip_by_value, group_functions_in
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.differentiate import LossArguments, call_loss
 from funcamp._step.first_state import consumed_loss, first_state
@@ -75,7 +75,7 @@ class TrainStep(Fixed):
         self._known_inputs: _KnownInputs | None = None
         self._products = products_of(options.policy, loss_fn)
         #: Gives parameters the labels of their groups, unless `init` gets another function.
-        self._group = next(iter(groups_in(optimizer)), matrix_or_vector)
+        self._group = next(iter(group_functions_in(optimizer)), matrix_or_vector)
         self._transforms = chain(*_clipping(options), optimizer, *_averaging(options))
 
     def python_parts(self) -> dict[str, Any]:

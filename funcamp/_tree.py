@@ -355,9 +355,14 @@ def builder(tree: Tree) -> Callable[[Iterator[Tensor]], Tree]:
         make = getattr(kind, "_make", kind)
         builders = [builder(item) for item in tree]
         return lambda tensors: make([build(tensors) for build in builders])
+    return _builder_by_spec(tree)
+
+
+def _builder_by_spec(tree: Tree) -> Callable[[Iterator[Tensor]], Tree]:
+    """Return the `builder` of a node of any class, or of a leaf that is no tensor."""
     parts, spec = flatten(tree)
     is_leaf = len(parts) == 1 and parts[0] is tree
-    if is_leaf:  # not a tensor, so the same in every tree
+    if is_leaf:  # the same in every tree
         return lambda _: tree
     builders = [builder(part) for part in parts]
     return lambda tensors: unflatten([build(tensors) for build in builders], spec)

@@ -116,6 +116,7 @@ def make_train_step(
             f"{call}: optimizer must group parameters by one function, by which they are stored; got by_group with "
             f"{len(group_functions)} different ones: give all of them the same group="
         )
+    # can_scan() looks torch's scan up, which must happen before anything is traced.
     options = Options(
         policy=policy,
         max_norm=max_norm,

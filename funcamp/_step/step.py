@@ -13,7 +13,7 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.scaled_grad import loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
-from funcamp._optim.chain import average, chain, clip_by_norm, clip_by_value, group_functions_in
+from funcamp._optim.chain import Transform, Update, average, chain, clip_by_norm, clip_by_value, group_functions_in
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.differentiate import LossArguments, call_loss
 from funcamp._step.first_state import consumed_loss, first_state
@@ -40,7 +40,7 @@ class _KnownInputs(NamedTuple):
     inputs: Inputs
 
 
-def _clipping(options: Options) -> list[Any]:
+def _clipping(options: Options) -> list[Callable[[Update], Update]]:
     """Return the part of the chain that clips; none without a limit."""
     if options.max_norm is not None:
         return [clip_by_norm(options.max_norm)]
@@ -49,12 +49,15 @@ def _clipping(options: Options) -> list[Any]:
     return []
 
 
-def _averaging(options: Options) -> list[Any]:
+def _averaging(options: Options) -> list[Transform]:
     """Return the part of the chain that averages; none without a decay."""
-    return [] if options.ema_decay is None else [average(options.ema_decay)]
+    if options.ema_decay is None:
+        return []
+    return [average(options.ema_decay)]
 
 
 def _is_in_autocast(state: TrainState) -> bool:
+    """Return whether a region of the caller casts on the state's device."""
     device_type = state.scaler.scale.device.type
     return device_type != "meta" and torch.is_autocast_enabled(device_type)  # autocast does not know the meta device
 
@@ -74,7 +77,8 @@ class TrainStep(Fixed):
         self._options = options
         self._known_inputs: _KnownInputs | None = None
         self._products = products_of(options.policy, loss_fn)
-        #: Gives parameters the labels of their groups, unless `init` gets another function.
+        #: Gives parameters the labels of their groups, unless `init` gets another function. The optimizer has at most
+        #: one (`make_train_step`).
         self._group = next(iter(group_functions_in(optimizer)), matrix_or_vector)
         self._transforms = chain(*_clipping(options), optimizer, *_averaging(options))
 

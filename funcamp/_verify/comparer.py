@@ -38,18 +38,18 @@ class Comparer:
         task = self._task = self._with_usable_scale(self._task)
         start = start_of(task)
         eager = list(step_rows(task, task.step))
-        draws = task.draws.has_drawn()
-        changes = task.python.changes()
+        draws_numbers = task.generators.have_drawn()
+        changes = task.python_state.changes()
         rounding = self._with_torch(start, eager)
         if rounding is None:
             disturbed = _disturbed(task, lambda disturbance: list(step_rows(task, task.step, disturbed=disturbance)))
             rounding = Rounding(eager, disturbed, start)
         skipped = tuple([number for number, row in enumerate(eager) if row["found_inf"].item()])
         self._note_what_shows_little(rounding, eager, skipped)
-        for name, run in self._compiled_steps(draws):
+        for name, run in self._compiled_steps(draws_numbers):
             self._with_compiled(rounding.against(eager), start, name, run, middle=len(eager) // 2)
         if any(comparison.outcome is Outcome.DIFFERENT for comparison in self._comparisons):
-            self._explain(changes, draws)
+            self._explain(changes, draws_numbers)
         return Verification(
             tuple(self._comparisons), len(eager), skipped, task.overflow, tuple(self._causes), tuple(self._notes)
         )
@@ -122,12 +122,12 @@ class Comparer:
         resumed = step_rows(self._task, run, save_after=middle)
         self._compare(rounding, _EAGER, f"{name.removesuffix(' step')}, saved, and loaded", resumed, first=middle)
 
-    def _compiled_steps(self, draws: bool) -> list[tuple[str, Any]]:
+    def _compiled_steps(self, draws_numbers: bool) -> list[tuple[str, Any]]:
         """Return the compiled steps to compare, by name."""
         if self._compiled is None:
             return [("jit(exact=True)", jit(self._task.step, exact=True))]
         options = self._compiled._options
-        if draws and options.backend == "inductor" and not options.exact:
+        if draws_numbers and options.backend == "inductor" and not options.exact:
             self._notes.append(
                 "the step draws random numbers, and a compiled step draws others; so it is compared with exact=True, "
                 "which draws those of eager mode"
@@ -172,7 +172,7 @@ class Comparer:
             outcome = Outcome.ROUNDING
         self._comparisons.append(Comparison(reference, road, outcome, largest))
 
-    def _explain(self, changes: dict[str, str], draws: bool) -> None:
+    def _explain(self, changes: dict[str, str], draws_numbers: bool) -> None:
         """Note what may explain a difference."""
         for name, change in changes.items():
             if not name.startswith(OURS):
@@ -181,9 +181,9 @@ class Comparer:
                     "of the batch, or return it in the metrics"
                 )
                 self._causes[cause] = None
-        for name in self._task.python.hooks():
+        for name in self._task.python_state.hooks():
             self._causes[f"{name} has a hook on its gradient"] = None
-        if draws:
+        if draws_numbers:
             self._causes["the step draws random numbers: roads may draw them in another order or number"] = None
         if not self._causes:
             self._causes["none was found: please report it, with the smallest model that shows it"] = None

@@ -37,28 +37,29 @@ class Task(NamedTuple):
     """A batch for every step. Roads use deep copies."""
     overflow: int | None
     """The number of the step whose scale is too high, on purpose."""
-    python: PythonState
+    python_state: PythonState
     """What the user's objects keep in Python."""
-    draws: Draws
-    """Torch's random numbers at the start."""
+    generators: Generators
+    """The random number generators, as they are at the start."""
 
     def begin(self) -> None:
         """Put everything outside of the state back to the start."""
-        self.python.restore()
-        self.draws.restore()
+        self.python_state.restore()
+        self.generators.restore()
 
 
-class Draws:
-    """The state of the random number generators: torch's own on the CPU and on some devices, and Python's."""
+class Generators:
+    """The state of the random number generators: torch's own on the CPU and on some devices, Python's and numpy's."""
 
     def __init__(self, devices: set[torch.device]) -> None:
         self._python = random.getstate()
+        # numpy is no requirement: it is not imported for this.
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._cpu = torch.get_rng_state()
-        self._others: dict[torch.device, Tensor] = {}
+        self._devices: dict[torch.device, Tensor] = {}
         for device in devices:
             if device.type != "cpu":
-                self._others[device] = torch.get_device_module(device).get_rng_state(device)
+                self._devices[device] = torch.get_device_module(device).get_rng_state(device)
 
     def restore(self) -> None:
         """Put the generators back."""
@@ -66,15 +67,15 @@ class Draws:
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
-        for device, state in self._others.items():
+        for device, state in self._devices.items():
             torch.get_device_module(device).set_rng_state(state, device)
 
-    def has_drawn(self) -> bool:
+    def have_drawn(self) -> bool:
         """Return whether torch's generators have moved since."""
-        now = Draws(set(self._others))
+        now = Generators(set(self._devices))
         if not torch.equal(self._cpu, now._cpu):
             return True
-        return any(not torch.equal(state, now._others[device]) for device, state in self._others.items())
+        return any(not torch.equal(state, now._devices[device]) for device, state in self._devices.items())
 
 
 def start_of(task: Task) -> Row:
@@ -135,21 +136,21 @@ def step_rows(
             if isinstance(leaf, Tensor):
                 _disturb(leaf, disturbed.part)
 
-    saved: tuple[bytes, Draws] | None = None
+    saved: tuple[bytes, Generators] | None = None
     for number, batch in enumerate(_batches(task, disturbed)):
         if number == save_after:
             devices = {leaf.device for leaf in _tree.leaves(state) if leaf is not None}
-            saved = _saved(task, state), Draws(devices)
+            saved = _saved(task, state), Generators(devices)
         state, row = _one_step(task, run, state, batch, number)
         if save_after is None:
             yield row
     if save_after is None or saved is None:
         return
 
-    saved_state, draws = saved
+    saved_state, generators = saved
     task.begin()  # a new process begins with the Python values of a new module
     state = _loaded(task, saved_state)
-    draws.restore()
+    generators.restore()
     for number, batch in enumerate(_batches(task, disturbed)):
         if number >= save_after:
             state, row = _one_step(task, run, state, batch, number)

@@ -18,7 +18,7 @@ from funcamp._step.step import TrainStep
 from funcamp._trace.autocast_regions import without_autocast
 from funcamp._verify.python_state import PythonState
 from funcamp._verify.report import Verification
-from funcamp._verify.roads import Draws, Task
+from funcamp._verify.roads import Generators, Task
 
 #: The step whose scale is too high: not the first, so that there is something to undo.
 _OVERFLOW = 1
@@ -95,8 +95,8 @@ def verify(
     if isinstance(plain_step, TrainStep) and state is not None:
         check_train_state("verify", "state", state)
     # Recorded before the batches are taken, because taking them may draw random numbers.
-    python = PythonState(_roots(plain_step, OURS) | _generators(batches))
-    draws = Draws(_devices_of(state))
+    python_state = PythonState(_roots(plain_step, OURS) | _generators(batches))
+    generators = Generators(_devices_of(state))
     try:
         chosen = list(itertools.islice(batches, steps))
         if len(chosen) < steps:
@@ -106,12 +106,17 @@ def verify(
             if state is None:
                 state = _first_state(plain_step)
             task = Task(
-                plain_step, state, chosen, _overflow_of(plain_step), python, Draws(_devices_of((state, chosen)))
+                step=plain_step,
+                state=state,
+                batches=chosen,
+                overflow=_overflow_of(plain_step),
+                python_state=python_state,
+                generators=Generators(_devices_of((state, chosen))),
             )
             return Comparer(task, compiled).run()
     finally:
-        python.restore()
-        draws.restore()
+        python_state.restore()
+        generators.restore()
 
 
 def _devices_of(tree: Any) -> set[torch.device]:

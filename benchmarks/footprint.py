@@ -27,7 +27,7 @@ from torch.utils import _pytree
 
 import funcamp
 from funcamp._autograd.tape import Tape
-from funcamp._step.differentiate import Shared, differentiate_loss
+from funcamp._step.differentiate import SharedByMicroBatches, differentiate_loss
 from funcamp._step.products import PlainProducts
 
 LOW = torch.bfloat16
@@ -125,7 +125,7 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
     inputs = step._inputs("step", state.params)
     cast = inputs.cast(state.params)
     plain = PlainProducts().prepare(state, inputs, cast)
-    shared = Shared(
+    shared = SharedByMicroBatches(
         step.loss_fn, step._options.policy, state.scaler, inputs, cast, plain, (nothing, nothing), "autograd"
     )
     result = differentiate_loss(shared, state.buffers, (x, y), lambda loss: loss)

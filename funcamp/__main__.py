@@ -25,13 +25,15 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--json", action="store_true", help="print JSON")
     numerics = commands.add_parser("report", help="run a script or a callable, and report its numerics")
     command.add_arguments(numerics)
-    given = sys.argv[1:] if argv is None else argv
-    cut = given.index("--") if "--" in given else len(given)
-    args, own = parser.parse_args(given[:cut]), given[cut + 1 :]
+    arguments = sys.argv[1:] if argv is None else argv
+    # What follows "--" are the arguments of the script.
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
+    args = parser.parse_args(arguments[:separator])
+    script_arguments = arguments[separator + 1 :]
     if args.command == "report":
-        return command.run(numerics, args, own)
-    if own:
-        doctor.error(f"unrecognized arguments: {' '.join(own)}")
+        return command.run(numerics, args, script_arguments)
+    if script_arguments:
+        doctor.error(f"unrecognized arguments: {' '.join(script_arguments)}")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         doctor.error("--device cuda needs a GPU that this torch can use; got none")

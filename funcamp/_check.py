@@ -34,7 +34,8 @@ def integer(call: str, name: str, value: object, least: int, most: int | None = 
         raise TypeError(f"{call}: {name} must be {kind}; got {_tree.brief(value)}")
     number = int(value)
     if number < least or (most is not None and number > most):
-        raise ValueError(f"{call}: {name} must be {least} {'or more' if most is None else f'to {most}'}; got {number}")
+        rule = f"{least} or more" if most is None else f"{least} to {most}"
+        raise ValueError(f"{call}: {name} must be {rule}; got {number}")
     return number
 
 
@@ -74,7 +75,9 @@ class Fixed:
     """The end of the error's text."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and (name not in type(self).__annotations__ or name in vars(self)):
+        is_known = name in type(self).__annotations__
+        is_set = name in vars(self)
+        if not name.startswith("_") and (is_set or not is_known):
             raise AttributeError(
                 f"{self!r}: {name} cannot be assigned, because it is a value; got {_tree.brief(value)}. "
                 + self._instead.format(name=name, value=value)

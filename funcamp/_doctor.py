@@ -7,7 +7,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from funcamp._jit.compile import cpp_compiler
 from funcamp._jit.passes.program import Target
 from funcamp._types import name_of
 
+#: The number of steps that are compared with torch's loop.
 _STEPS = 300
+#: A scale that is too high at first, and that grows often, so that steps are skipped.
 _CONFIG = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=20)
 
 
@@ -27,8 +29,7 @@ class Finding(NamedTuple):
     """One line of the report."""
 
     check: str
-    status: str
-    """ok, failed, or not here."""
+    status: Literal["ok", "failed", "not here"]
     detail: str
 
 
@@ -58,20 +59,21 @@ def examine(device: str, seconds: float) -> list[Finding]:
         except _NotHere as reason:
             findings.append(Finding(name, "not here", str(reason)))
         except Exception as error:
-            text = (str(error).strip().splitlines() or [""])[0]
-            findings.append(Finding(name, "failed", f"{type(error).__name__}: {text}"))
+            lines = str(error).strip().splitlines() or [""]
+            findings.append(Finding(name, "failed", f"{type(error).__name__}: {lines[0]}"))
     return findings
 
 
 def report(findings: list[Finding]) -> str:
     """Format the findings as a table."""
     width = max(len(finding.check) for finding in findings)
-    return "\n".join(f"{f.check:{width}}  {f.status:8}  {f.detail}" for f in findings)
+    lines = [f"{finding.check:{width}}  {finding.status:8}  {finding.detail}" for finding in findings]
+    return "\n".join(lines)
 
 
 def _machine(device: str) -> str:
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    return f"funcamp {funcamp.__version__}, torch {torch.__version__}, Python {platform.python_version()}, {name}"
+    hardware = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return f"funcamp {funcamp.__version__}, torch {torch.__version__}, Python {platform.python_version()}, {hardware}"
 
 
 def _private_names() -> str:
@@ -92,18 +94,23 @@ def _compiler(device: str) -> str:
 def _passes(device: str) -> str:
     """Return what a program on this machine goes through; `jit(step, explain=True)` has the reasons."""
     changes = list(explain.changes(Target("inductor", frozenset({device}))))
-    kinds = {"passes": "pass", "options": "option", "corrections of torch": "torch"}
-    named = {plural: [one.name for one in changes if one.kind == kind] for plural, kind in kinds.items()}
-    return "; ".join(f"{len(names)} {plural}: {', '.join(names)}" for plural, names in named.items())
+    texts: list[str] = []
+    for plural, kind in (("passes", "pass"), ("options", "option"), ("corrections of torch", "torch")):
+        names = [change.name for change in changes if change.kind == kind]
+        texts.append(f"{len(names)} {plural}: {', '.join(names)}")
+    return "; ".join(texts)
 
 
 def _task(device: str, width: int = 32) -> tuple[nn.Module, Callable[[int], tuple[Tensor, Tensor]]]:
+    """Return a model, and a function from the number of a step to its batch; the same in every call."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
 
     def batch(index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return torch.randn(8, 16, generator=generator).to(device), torch.randn(8, 4, generator=generator).to(device)
+        inputs = torch.randn(8, 16, generator=generator)
+        targets = torch.randn(8, 4, generator=generator)
+        return inputs.to(device), targets.to(device)
 
     return model.to(device), batch
 
@@ -113,30 +120,34 @@ def _mse(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _step(model: nn.Module, optimizer: type[torch.optim.Optimizer], dtype: str = "float16", **options: Any) -> Any:
-    made = funcamp.stateless(optimizer, lr=1e-2)
-    return funcamp.make_train_step(funcamp.module_loss(model, _mse), made, _CONFIG, policy=dtype, **options)
+    loss_fn = funcamp.module_loss(model, _mse)
+    return funcamp.make_train_step(loss_fn, funcamp.stateless(optimizer, lr=1e-2), _CONFIG, policy=dtype, **options)
 
 
-def _equal(found: Any, wanted: Any, what: str) -> None:
-    if found != wanted:
-        raise AssertionError(f"{what}: {found} instead of {wanted}")
+def _check_equal(actual: Any, expected: Any, what: str) -> None:
+    if actual != expected:
+        raise AssertionError(f"{what}: {actual} instead of {expected}")
 
 
-def _alike(one: Any, other: Any, step: Any, batch: Callable[[int], Any], steps: int) -> int:
+def _check_alike(run: Any, other_run: Any, step: Any, batch: Callable[[int], Any], steps: int) -> int:
     """Run two forms of a step, raise if a scale differs, and return how many steps were skipped."""
-    state, expected, skipped = step.init(), step.init(), 0
+    state = step.init()
+    other_state = step.init()
+    skipped = 0
     for index in range(steps):
-        state, metrics = one(state, batch(index))
-        expected, wanted = other(expected, batch(index))
-        _equal(metrics.scale.item(), wanted.scale.item(), f"scale at step {index}")
+        state, metrics = run(state, batch(index))
+        other_state, other_metrics = other_run(other_state, batch(index))
+        _check_equal(metrics.scale.item(), other_metrics.scale.item(), f"scale at step {index}")
         skipped += int(metrics.found_inf.item())
     return skipped
 
 
 def _torch_step(model: nn.Module, optimizer: Any, scaler: Any, dtype: torch.dtype, device: str, batch: Any) -> None:
+    """Take a step of torch's loop."""
+    inputs, targets = batch
     optimizer.zero_grad()
     with torch.autocast(device, dtype):
-        loss = _mse(model(batch[0]), batch[1])
+        loss = _mse(model(inputs), targets)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -146,23 +157,25 @@ def _verified(device: str) -> str:
     model, batch = _task(device)
     step = _step(model, torch.optim.AdamW, max_norm=1.0)
     start = time.perf_counter()
-    found = funcamp.verify(funcamp.jit(step, exact=True), [batch(index) for index in range(6)], steps=6)
+    batches = [batch(index) for index in range(6)]
+    verification = funcamp.verify(funcamp.jit(step, exact=True), batches, steps=6)
     seconds = time.perf_counter() - start
-    if not found.ok:
-        raise AssertionError(f"verify: {found}")
-    return f"{found.summary()}; {seconds:.0f} s with compiling"
+    if not verification.ok:
+        raise AssertionError(f"verify: {verification}")
+    return f"{verification.summary()}; {seconds:.0f} s with compiling"
 
 
 def _donation(device: str) -> str:
     def rotate(state: list[Tensor], batch: Tensor) -> Any:
-        a, b, c = state
-        return [b, c.clone(), a + batch], a.sum()
+        first, second, third = state
+        return [second, third.clone(), first + batch], first.sum()
 
     run = funcamp.jit(rotate, capture=False)
     state = [torch.full((64,), float(value), device=device) for value in (1, 2, 3)]
     for _ in range(3):
         state, _ = run(state, torch.ones(64, device=device))
-    _equal([leaf[0].item() for leaf in state], [2.0, 3.0, 4.0], "rotated leaves")
+    # After three rotations each leaf is back in its place, one larger.
+    _check_equal([leaf[0].item() for leaf in state], [2.0, 3.0, 4.0], "rotated leaves")
     return "a rotation of leaves is written back correctly"
 
 
@@ -171,27 +184,28 @@ def _capture(device: str) -> str:
         raise _NotHere("CUDA graphs need a GPU")
     model, batch = _task(device)
     step = _step(model, torch.optim.SGD)
-    skipped = _alike(funcamp.jit(step), funcamp.jit(step, capture=False), step, batch, 100)
+    skipped = _check_alike(funcamp.jit(step), funcamp.jit(step, capture=False), step, batch, 100)
     return f"100 replays equal to the uncaptured program, {skipped} of them skipped"
 
 
 def _parity(device: str) -> str:
     model, batch = _task(device)
-    eager = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(eager.parameters(), lr=1e-2, foreach=False)  # the arithmetic that `stateless` runs
+    torch_model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(torch_model.parameters(), lr=1e-2, foreach=False)  # the arithmetic of `stateless`
     scaler = torch.amp.GradScaler(device, init_scale=_CONFIG.init_scale, growth_interval=_CONFIG.growth_interval)
     step = _step(model, torch.optim.SGD)
-    state, skipped = step.init(), 0
+    state = step.init()
+    skipped = 0
     for index in range(_STEPS):
-        before = scaler.get_scale()
-        _torch_step(eager, optimizer, scaler, torch.float16, device, batch(index))
+        scale = scaler.get_scale()
+        _torch_step(torch_model, optimizer, scaler, torch.float16, device, batch(index))
         state, metrics = step(state, batch(index))
-        _equal(metrics.scale.item(), before, f"scale at step {index}")
-        _equal(bool(metrics.found_inf), scaler.get_scale() < before, f"skip at step {index}")
+        _check_equal(metrics.scale.item(), scale, f"scale at step {index}")
+        _check_equal(bool(metrics.found_inf), scaler.get_scale() < scale, f"skip at step {index}")
         skipped += int(metrics.found_inf.item())
-    ours = state.params.tree()
-    same = all(torch.equal(ours[name], value) for name, value in eager.named_parameters())
-    _equal(same, True, "parameters bit for bit")
+    params = state.params.tree()
+    are_equal = all(torch.equal(params[name], value) for name, value in torch_model.named_parameters())
+    _check_equal(are_equal, True, "parameters bit for bit")
     return f"{_STEPS} steps, {skipped} skipped: scales, skips and parameters equal"
 
 
@@ -199,16 +213,17 @@ def _host_reads(device: str) -> str:
     model, batch = _task(device)
     step = _step(model, torch.optim.AdamW, max_norm=1.0)
     state = step.init()
-    funcamp.jit(step, backend="eager", capture=False)(funcamp.clone(state), batch(0))  # tracing raises for a host read
+    traced_step = funcamp.jit(step, backend="eager", capture=False)
+    traced_step(funcamp.clone(state), batch(0))  # tracing raises for a host read
     if device != "cuda":
         return "none, traced without values"
     run = funcamp.jit(step)
     state, _ = run(state, batch(0))
-    given = batch(1)
+    batch_on_device = batch(1)  # made before the mode is set, because it copies from the host
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(20):
-            state, _ = run(state, given)
+            state, _ = run(state, batch_on_device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return "none, traced without values and run under set_sync_debug_mode('error')"
@@ -228,32 +243,38 @@ def _launches(device: str) -> str:
 def _timing(device: str, seconds: float) -> str:
     dtype = torch.float16 if device == "cuda" else torch.bfloat16
     model, batch = _task(device, width=256)
-    given = batch(0)
-    eager = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-3, fused=True)
+    one_batch = batch(0)
+    torch_model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(torch_model.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler(device)
 
     def torch_step() -> None:
-        _torch_step(eager, optimizer, scaler, dtype, device, given)
+        _torch_step(torch_model, optimizer, scaler, dtype, device, one_batch)
 
     step = _step(model, torch.optim.AdamW, name_of(dtype))
-    run, box = funcamp.jit(step), [step.init()]
+    run = funcamp.jit(step)
+    state = step.init()
 
     def jit_step() -> None:
-        box[0], _ = run(box[0], given)
+        nonlocal state
+        state, _ = run(state, one_batch)
 
-    ratios: list[float] = []
-    times: list[float] = []
-    for call in (torch_step, jit_step) * 3:
+    for call in (torch_step, jit_step) * 3:  # compiles, and fills caches
         call()
     from torch.utils.benchmark import Timer  # imports setuptools
 
     threads = torch.get_num_threads()
     timers = [Timer("call()", globals={"call": call}, num_threads=threads) for call in (torch_step, jit_step)]
+    ratios: list[float] = []
+    times: list[float] = []
     end = time.perf_counter() + seconds
+    # By turns, so that each ratio is of two times that were taken one after the other.
     while len(ratios) < 3 or time.perf_counter() < end:
-        theirs, ours = (timer.timeit(50).mean for timer in timers)
-        ratios.append(ours / theirs)
-        times.append(ours)
-    ratio, took = statistics.median(ratios), statistics.median(times)
-    return f"{took * 1e3:.3f} ms, {ratio:.2f} times the eager GradScaler loop's time ({len(ratios)} rounds, medians)"
+        torch_time, jit_time = (timer.timeit(50).mean for timer in timers)
+        ratios.append(jit_time / torch_time)
+        times.append(jit_time)
+    time_of_step = statistics.median(times)
+    return (
+        f"{time_of_step * 1e3:.3f} ms, {statistics.median(ratios):.2f} times the eager GradScaler loop's time "
+        f"({len(ratios)} rounds, medians)"
+    )

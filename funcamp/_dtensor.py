@@ -30,8 +30,8 @@ def settled_sum(leaf: Any) -> Any:
         return leaf
     from torch.distributed.tensor import Replicate
 
-    whole = [Replicate() if placement.is_partial() else placement for placement in leaf.placements]
-    return leaf.redistribute(placements=whole)
+    without_partial = [Replicate() if placement.is_partial() else placement for placement in leaf.placements]
+    return leaf.redistribute(placements=without_partial)
 
 
 def local(leaf: Any) -> Tensor:
@@ -51,29 +51,35 @@ def as_dtensor_like(leaf: Any, part: Tensor) -> Tensor:
     )
 
 
-def groups(leaves: Sequence[Any]) -> list[tuple[Across | None, list[Any]]]:
+def group_by_mesh_dims(leaves: Sequence[Any]) -> list[tuple[Across | None, list[Any]]]:
     """Group tensors by the mesh dimensions over which their parts differ (None for plain tensors and replicas)."""
-    found: list[tuple[Across | None, list[Any]]] = []
+    grouped: list[tuple[Across | None, list[Any]]] = []
     for leaf in leaves:
-        placed = enumerate(leaf.placements if is_distributed(leaf) else ())
-        dims = tuple([dim for dim, placement in placed if not placement.is_replicate()])
-        key = Across(leaf.device_mesh, dims) if dims else None
-        members = next((members for known, members in found if known == key), None)
+        across = _across(leaf)
+        members = next((members for known, members in grouped if known == across), None)
         if members is None:
-            found.append((key, [leaf]))
+            grouped.append((across, [leaf]))
         else:
             members.append(leaf)
-    return found
+    return grouped
 
 
-def total(value: Tensor, over: Across | None) -> Tensor:
+def _across(leaf: Any) -> Across | None:
+    """Return the mesh dimensions over which the parts of a tensor differ; None if there are none."""
+    if not is_distributed(leaf):
+        return None
+    dims = tuple([dim for dim, placement in enumerate(leaf.placements) if not placement.is_replicate()])
+    return Across(leaf.device_mesh, dims) if dims else None
+
+
+def total(value: Tensor, across: Across | None) -> Tensor:
     """Return the sum over ranks, by one all-reduce per dimension."""
-    if over is None:
+    if across is None:
         return value
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    placements = [Partial() if dim in over.dims else Replicate() for dim in range(over.mesh.ndim)]
-    summed: Tensor = DTensor.from_local(value, over.mesh, placements, run_check=False).full_tensor()
+    placements = [Partial() if dim in across.dims else Replicate() for dim in range(across.mesh.ndim)]
+    summed: Tensor = DTensor.from_local(value, across.mesh, placements, run_check=False).full_tensor()
     return summed
 
 
@@ -87,5 +93,6 @@ def any_rank(flags: Tensor, leaves: Sequence[Any]) -> Tensor:
         if is_distributed(leaf) and not any(leaf.device_mesh == mesh for mesh in meshes):
             meshes.append(leaf.device_mesh)
     for mesh in meshes:
-        flags = total(flags.float(), Across(mesh, tuple(range(mesh.ndim)))) != 0
+        all_dims = tuple(range(mesh.ndim))
+        flags = total(flags.float(), Across(mesh, all_dims)) != 0
     return flags

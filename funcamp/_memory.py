@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,11 +32,19 @@ class Memory:
         """Add the storage of a tensor; for a DTensor the storage of this rank's part."""
         tensor = local(tensor)
         storage = tensor.untyped_storage()
-        start, size = storage.data_ptr(), storage.nbytes()
-        if not (start and size and tensor.numel()):
+        start = storage.data_ptr()
+        end = start + storage.nbytes()
+        if not start or start == end or not tensor.numel():
             return
-        low, high = bisect_left(self._edges, start), bisect_right(self._edges, start + size)
-        self._edges[low:high] = [start] * (not low % 2) + [start + size] * (not high % 2)
+        edges_before = bisect_left(self._edges, start)
+        edges_up_to_end = bisect_right(self._edges, end)
+        # The edges between start and end go. The new ones are edges only if they are in no range that is there already.
+        new_edges: list[int] = []
+        if edges_before % 2 == 0:
+            new_edges.append(start)
+        if edges_up_to_end % 2 == 0:
+            new_edges.append(end)
+        self._edges[edges_before:edges_up_to_end] = new_edges
 
     def meets(self, tensor: Tensor) -> bool:
         """Return whether any byte of a tensor is in this memory."""
@@ -47,8 +55,9 @@ class Memory:
         """Return whether none of the ranges of `sizes` bytes from `starts` has a byte in this memory."""
         edges = self._edges
         for start, size in zip(starts, sizes):
-            place = bisect_right(edges, start)
-            if place % 2 or (place < len(edges) and edges[place] < start + size):
+            next_edge = bisect_right(edges, start)
+            # An odd number of edges before: start is inside of a range. Else the next range may begin before the end.
+            if next_edge % 2 or (next_edge < len(edges) and edges[next_edge] < start + size):
                 return False
         return True
 
@@ -59,6 +68,7 @@ class Memory:
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Return whether two elements of a tensor may have one place in memory, as those of an expanded one do."""
+    # From the smallest stride to the largest, each must be beyond what those before it reach.
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size > 1 and stride <= reach:
@@ -71,7 +81,8 @@ def extent(tensor: Tensor) -> int:
     """Return the number of bytes from the first to the last of a tensor."""
     if not tensor.numel():
         return 0
-    return (sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape)) + 1) * tensor.element_size()
+    last_element = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape))
+    return (last_element + 1) * tensor.element_size()
 
 
 def is_private(tensor: Tensor) -> bool:
@@ -91,22 +102,36 @@ def identity(leaf: Tensor) -> object:
     return *_start(leaf), leaf.shape, leaf.stride(), leaf.dtype
 
 
+class _Span(NamedTuple):
+    """The bytes of a tensor in the memory that it is in."""
+
+    start: int
+    end: int
+    number: int
+    """Which tensor it is."""
+
+
 def overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Yield every pair of names whose tensors share a byte, in their order; reads no value."""
-    names, leaves = list(named), list(named.values())
-    spaces: dict[object, list[tuple[int, int, int]]] = {}
-    for number, leaf in enumerate(leaves):
-        if _has_memory(leaf):
-            space, first = _start(leaf)
-            spaces.setdefault(space, []).append((first, first + extent(local(leaf)), number))
-    for spans in spaces.values():
-        before: list[tuple[int, int, int]] = []
-        for start, end, number in sorted(spans):
-            before = [span for span in before if span[1] > start]
-            for first, _, other in before:
-                if _have_common_byte(leaves[other], leaves[number], start - first):
-                    yield names[min(other, number)], names[max(other, number)]
-            before.append((start, end, number))
+    names = list(named)
+    tensors = list(named.values())
+    spans_by_memory: dict[object, list[_Span]] = {}
+    for number, tensor in enumerate(tensors):
+        if _has_memory(tensor):
+            memory, start = _start(tensor)
+            span = _Span(start, start + extent(local(tensor)), number)
+            spans_by_memory.setdefault(memory, []).append(span)
+    for spans in spans_by_memory.values():
+        # From the first to the last start: only spans that have not ended can meet the next one.
+        not_ended: list[_Span] = []
+        for span in sorted(spans):
+            not_ended = [earlier for earlier in not_ended if earlier.end > span.start]
+            for earlier in not_ended:
+                distance = span.start - earlier.start
+                if _have_common_byte(tensors[earlier.number], tensors[span.number], distance):
+                    first, second = sorted((earlier.number, span.number))
+                    yield names[first], names[second]
+            not_ended.append(span)
 
 
 def _has_memory(leaf: Tensor) -> bool:
@@ -118,39 +143,51 @@ def _has_memory(leaf: Tensor) -> bool:
 def _start(leaf: Tensor) -> tuple[Any, int]:
     """Return the memory that a tensor is in, and its first byte there."""
     leaf = local(leaf)
-    storage, offset = leaf.untyped_storage(), int(leaf.storage_offset()) * leaf.itemsize
+    storage = leaf.untyped_storage()
+    offset = int(leaf.storage_offset()) * leaf.itemsize
     # Meta and fake tensors have no address, and fake tensors warn if asked for it.
     address = 0 if storage.device.type == "meta" else storage.data_ptr()
-    return (leaf.device, address + offset) if address else (storage._cdata, offset)
+    if address:
+        return leaf.device, address + offset
+    return storage._cdata, offset
 
 
 def _have_common_byte(first: Tensor, second: Tensor, distance: int) -> bool:
-    """Return whether two tensors share a byte; the second begins `distance` bytes after the first."""
-    marks = torch.zeros(max(extent(local(first)), distance + extent(local(second))), dtype=torch.bool, device="cpu")
-    _bytes_of(local(first), marks, 0).fill_(True)
-    return bool(_bytes_of(local(second), marks, distance).any())
+    """Return whether two tensors share a byte; the second begins `distance` bytes after the first.
+
+    Strided tensors whose ranges overlap may share none, as two columns of a matrix.
+    """
+    first = local(first)
+    second = local(second)
+    size = max(extent(first), distance + extent(second))
+    is_in_first = torch.zeros(size, dtype=torch.bool, device="cpu")
+    _bytes_of(first, is_in_first, 0).fill_(True)
+    return bool(_bytes_of(second, is_in_first, distance).any())
 
 
 def _bytes_of(leaf: Tensor, marks: Tensor, start: int) -> Tensor:
+    """Return the view of marks, one for each byte, that a tensor has of its memory if it begins at `start`."""
     strides = [stride * leaf.itemsize for stride in leaf.stride()]
     return marks.as_strided([*leaf.shape, leaf.itemsize], [*strides, 1], start)
 
 
-def rebind(tensor: Tensor, place: Tensor) -> None:
+def rebind(tensor: Tensor, target: Tensor) -> None:
     """Give a module's tensor the memory and the values of another tensor; its gradient is dropped.
 
     Afterwards they share a version counter, so a write into one counts as a write into the other. `.data` would not
     share it; hence the swap, which keeps the Python object with its attributes and hooks.
     """
-    former = place.detach().requires_grad_(tensor.requires_grad)
-    _swap(tensor, former)
+    alias = target.detach().requires_grad_(tensor.requires_grad)
+    _swap(tensor, alias)
+    former = alias  # after the swap this object is the tensor as it was
     former.grad = None
     # A graph that still exists would accumulate into a tensor that nothing refers to.
     if former.requires_grad and not former.is_inference():
         torch.autograd.graph.get_gradient_edge(former).node.register_prehook(_refuse)
-    hooks: Any = tensor
-    hooks._backward_hooks = hooks._backward_hooks  # reattaches them to the new tensor
-    hooks._post_accumulate_grad_hooks = hooks._post_accumulate_grad_hooks
+    hooked: Any = tensor
+    # Assigning them attaches them to the new tensor.
+    hooked._backward_hooks = hooked._backward_hooks
+    hooked._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
 
 
 def _refuse(_: object) -> NoReturn:

@@ -58,20 +58,32 @@ def is_named_tuple(kind: type) -> bool:
 
 def path_of(tree: Tree, index: int) -> str:
     """Return the path of the leaf at a position, as Python indexes it; the empty string for a bare leaf."""
+    without_path = f" (leaf {index})"
+    if not _HAS_PATHS:
+        return without_path
     try:
-        return _keystr(_flatten_with_path(tree)[0][index][0]) if _HAS_PATHS else f" (leaf {index})"
+        leaves_with_paths, _ = _flatten_with_path(tree)
     except ValueError:  # a class was registered without names for its parts
-        return f" (leaf {index})"
+        return without_path
+    path, _ = leaves_with_paths[index]
+    return _keystr(path)
 
 
 def names(tree: Tree) -> list[str]:
     """Return a dotted name for every leaf, as torch.nn.Module.state_dict does: layers.0.weight."""
-    return [".".join([str(_name(key)) for key in path]) for path, _ in _flatten_with_path(tree)[0]]
+    leaves_with_paths, _ = _flatten_with_path(tree)
+    return [_dotted(path) for path, _ in leaves_with_paths]
 
 
-def _name(key: Any) -> Any:
-    """Return the name of one step of a path: a key, an index or an attribute."""
-    return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
+def _dotted(path: tuple[Any, ...]) -> str:
+    """Return a path of torch's pytree as a dotted name."""
+    return ".".join([str(_name(entry)) for entry in path])
+
+
+def _name(entry: Any) -> Any:
+    """Return the name in one entry of a path: a key, an index or an attribute."""
+    attribute = next(attribute for attribute in ("key", "idx", "name") if hasattr(entry, attribute))
+    return getattr(entry, attribute)
 
 
 def register(
@@ -87,8 +99,8 @@ def register(
 
     def with_keys(node: _Node) -> tuple[list[Any], Any]:
         children, context = flatten_node(node)
-        keyed = [(_Attribute(f"{attribute}[{i}]"), child) for i, child in enumerate(children)]
-        return keyed, context
+        named_children = [(_Attribute(f"{attribute}[{index}]"), child) for index, child in enumerate(children)]
+        return named_children, context
 
     _immutable[cls] = flatten_node
     if not _upstream.usable(_register):
@@ -103,11 +115,22 @@ def register(
 
 
 def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
-    """Replace every node of a class in the first tree by fn of it and of the others' parts there."""
-    nodes, spec = flatten(trees[0], is_leaf=lambda node: isinstance(node, cls))
-    others = [spec.flatten_up_to(tree) for tree in trees[1:]]
-    rest = [[column[i] for column in others] for i in range(len(nodes))]
-    return unflatten([fn(n, *more) if isinstance(n, cls) else (more or [n])[0] for n, more in zip(nodes, rest)], spec)
+    """Replace every node of a class in the first tree by fn of it and of the others' parts there.
+
+    Every other leaf is that of the second tree, or of the first if there is no second.
+    """
+    first, *others = trees
+    nodes, spec = flatten(first, is_leaf=lambda node: isinstance(node, cls))
+    # The others may have a subtree in place of a node or leaf of the first.
+    columns = [spec.flatten_up_to(tree) for tree in others]
+    replaced: list[Any] = []
+    for index, node in enumerate(nodes):
+        parts = [column[index] for column in columns]
+        if isinstance(node, cls):
+            replaced.append(fn(node, *parts))
+        else:
+            replaced.append(parts[0] if parts else node)
+    return unflatten(replaced, spec)
 
 
 def select_nodes(cls: type | tuple[type, ...], fn: Callable[[Any], Any], tree: Tree) -> Tree:
@@ -118,23 +141,23 @@ def select_nodes(cls: type | tuple[type, ...], fn: Callable[[Any], Any], tree: T
 
 def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[Any, ...]]] | None:
     """Return every dict and list of a tree of tensors with its keys and items; None if another node may be mutable."""
-    held: list[tuple[Any, list[Any] | None, tuple[Any, ...]]] = []
-    stack = [tree]
-    while stack:
-        node = stack.pop()
+    containers: list[tuple[Any, list[Any] | None, tuple[Any, ...]]] = []
+    unvisited = [tree]
+    while unvisited:
+        node = unvisited.pop()
         if type(node) in _immutable:
-            stack += _immutable[type(node)](node)[0]
+            unvisited += _immutable[type(node)](node)[0]
         elif isinstance(node, dict):
-            held.append((node, list(node), tuple(node.values())))
-            stack += node.values()
+            containers.append((node, list(node), tuple(node.values())))
+            unvisited += node.values()
         elif isinstance(node, list):
-            held.append((node, None, tuple(node)))
-            stack += node
+            containers.append((node, None, tuple(node)))
+            unvisited += node
         elif isinstance(node, tuple):
-            stack += node
+            unvisited += node
         elif node is not None and not isinstance(node, Tensor):
             return None
-    return held
+    return containers
 
 
 def describe(leaf: object) -> str:
@@ -143,13 +166,15 @@ def describe(leaf: object) -> str:
         layout = "" if leaf.layout == torch.strided else f" in layout {leaf.layout}"
         return f"a {leaf.dtype} tensor of shape {tuple(leaf.shape)} on {leaf.device}{layout}"
     if torch.compiler.is_compiling():  # Dynamo may represent the value by a symbol, which has no string
-        return _a(leaf)
-    if leaf is None or hasattr(leaf, "__array_interface__"):  # the values of an array say nothing
-        return "None" if leaf is None else _a(leaf)
+        return brief_kind(leaf)
+    if leaf is None:
+        return "None"
+    if hasattr(leaf, "__array_interface__"):  # the values of an array say nothing
+        return brief_kind(leaf)
     if isinstance(leaf, Mapping):
         return brief(leaf)
     text = repr(leaf)
-    return f"{text} of type {type(leaf).__name__}" if _is_short(text) else _a(leaf)
+    return f"{text} of type {type(leaf).__name__}" if _is_short(text) else brief_kind(leaf)
 
 
 def as_tensor_hint(leaf: object) -> str:
@@ -165,13 +190,14 @@ def brief(value: object) -> str:
     """Return any value for an error message, with the kinds of its tensors instead of their numbers."""
     if isinstance(value, Tensor) or torch.compiler.is_dynamo_compiling():
         return describe(value)
-    kind = _a(value)
-    if hasattr(value, "_fields"):
+    kind = brief_kind(value)
+    if hasattr(value, "_fields"):  # a NamedTuple, such as a state
         return kind
     if isinstance(value, Mapping) and value:
         return f"{kind} with {_listed([repr(key) for key in value])}"
     if isinstance(value, (tuple, list, set)) and value:
-        return f"{kind} of {_listed([describe(item) if isinstance(item, Tensor) else _a(item) for item in value])}"
+        items = [describe(item) if isinstance(item, Tensor) else brief_kind(item) for item in value]
+        return f"{kind} of {_listed(items)}"
     text = repr(value)
     return text if _is_short(text) else kind
 
@@ -179,29 +205,32 @@ def brief(value: object) -> str:
 def brief_or_class(value: object) -> str:
     """Return any value for an error message that wants its state_dict."""
     if hasattr(value, "state_dict"):
-        return f"{_a(value)}: pass its state_dict()"
+        return f"{brief_kind(value)}: pass its state_dict()"
     return brief(value)
 
 
 def brief_kind(value: object) -> str:
     """Return the class of a value for an error message: a Linear, an Adam."""
-    return _a(value)
+    name = type(value).__name__
+    article = "an" if name[0] in "AEIOUaeiou" else "a"
+    return f"{article} {name}"
+
+
+#: The longest text of a value in an error message, and the most items of a container.
+_MOST_CHARACTERS = 100
+_MOST_ITEMS = 5
 
 
 def _is_short(text: str) -> bool:
-    return len(text) <= _LONGEST and "\n" not in text
-
-
-_LONGEST, _MOST = 100, 5
-
-
-def _a(value: object) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+    return len(text) <= _MOST_CHARACTERS and "\n" not in text
 
 
 def _listed(texts: list[str]) -> str:
-    return ", ".join(texts[:_MOST] + ([f"... ({len(texts)})"] if len(texts) > _MOST else []))
+    """Join texts by commas: the first few, and the number of all if there are more."""
+    shown = texts[:_MOST_ITEMS]
+    if len(texts) > _MOST_ITEMS:
+        shown.append(f"... ({len(texts)})")
+    return ", ".join(shown)
 
 
 def plain(tree: Tree) -> Tree:
@@ -237,7 +266,8 @@ def parameters(call: str, name: str, tree: Tree, *, sparse: bool = False) -> tup
     for index, leaf in enumerate(flat):
         if leaf is None:
             continue
-        if not (leaf.is_floating_point() or leaf.is_complex()) or leaf.layout not in layouts:
+        has_gradients = leaf.is_floating_point() or leaf.is_complex()
+        if not has_gradients or leaf.layout not in layouts:
             raise TypeError(
                 f"{call}: {name}{path_of(tree, index)} must be a strided {'or sparse COO ' * sparse}floating-point or "
                 f"complex tensor; got {describe(leaf)}"
@@ -273,19 +303,28 @@ def check_device(call: str, name: str, tree: Tree, index: int, leaf: Tensor, dev
 
 def same_structure(call: str, names: tuple[str, str], trees: tuple[Tree, Tree]) -> None:
     """Raise ValueError if two trees differ in structure; name the first path that differs."""
-    (flat_a, spec_a), (flat_b, spec_b) = flatten(trees[0]), flatten(trees[1])
-    if spec_a == spec_b:
+    first, second = trees
+    first_leaves, first_spec = flatten(first)
+    second_leaves, second_spec = flatten(second)
+    if first_spec == second_spec:
         return
-    for index in range(max(len(flat_a), len(flat_b))):
-        path_a = path_of(trees[0], index) if index < len(flat_a) else None
-        path_b = path_of(trees[1], index) if index < len(flat_b) else None
-        if path_a != path_b:
-            where = [f"no leaf here in {n}" if p is None else f"{n}{p}" for n, p in zip(names, (path_a, path_b))]
+    for index in range(max(len(first_leaves), len(second_leaves))):
+        first_path = path_of(first, index) if index < len(first_leaves) else None
+        second_path = path_of(second, index) if index < len(second_leaves) else None
+        if first_path != second_path:
             raise ValueError(
                 f"{call}: {names[0]} and {names[1]} must have one tree structure, dict keys in one order; "
-                f"they part at leaf {index}: {where[0]} against {where[1]}"
+                f"they part at leaf {index}: {_where(names[0], first_path)} against {_where(names[1], second_path)}"
             )
-    raise ValueError(f"{call}: {names[0]} and {names[1]} must have one tree structure; got {spec_a} against {spec_b}")
+    # The paths are equal and the kinds of nodes are not, such as a tuple and a list.
+    raise ValueError(
+        f"{call}: {names[0]} and {names[1]} must have one tree structure; got {first_spec} against {second_spec}"
+    )
+
+
+def _where(name: str, path: str | None) -> str:
+    """Return a leaf of an argument for an error message; a path of None stands for a leaf that is not there."""
+    return f"no leaf here in {name}" if path is None else f"{name}{path}"
 
 
 def settled(value: Tensor) -> Tensor:
@@ -309,16 +348,24 @@ def builder(tree: Tree) -> Callable[[Iterator[Tensor]], Tree]:
     if not tree and kind in (dict, tuple, list):
         return lambda _: kind()
     if kind is dict:
-        names, values = list(tree), [builder(value) for value in tree.values()]
-        return lambda tensors: {name: value(tensors) for name, value in zip(names, values)}
+        names = list(tree)
+        builders = [builder(value) for value in tree.values()]
+        return lambda tensors: {name: build(tensors) for name, build in zip(names, builders)}
     if kind is tuple or kind is list or is_named_tuple(kind):
-        items, made = [builder(item) for item in tree], getattr(kind, "_make", kind)
-        return lambda tensors: made([item(tensors) for item in items])
-    found, spec = flatten(tree)
-    if len(found) == 1 and found[0] is tree:
+        make = getattr(kind, "_make", kind)
+        builders = [builder(item) for item in tree]
+        return lambda tensors: make([build(tensors) for build in builders])
+    return _builder_by_spec(tree)
+
+
+def _builder_by_spec(tree: Tree) -> Callable[[Iterator[Tensor]], Tree]:
+    """Return the `builder` of a node of any class, or of a leaf that is no tensor."""
+    parts, spec = flatten(tree)
+    is_leaf = len(parts) == 1 and parts[0] is tree
+    if is_leaf:  # the same in every tree
         return lambda _: tree
-    parts = [builder(leaf) for leaf in found]
-    return lambda tensors: unflatten([part(tensors) for part in parts], spec)
+    builders = [builder(part) for part in parts]
+    return lambda tensors: unflatten([build(tensors) for build in builders], spec)
 
 
 def map_leaves(fn: Callable[[Tensor], Tensor], flat: list[Tensor | None], spec: TreeSpec) -> Tree:
@@ -328,5 +375,7 @@ def map_leaves(fn: Callable[[Tensor], Tensor], flat: list[Tensor | None], spec: 
 
 def stacked(trees: list[Tree]) -> Tree:
     """Stack the tensors of trees of one structure; other leaves are the first tree's."""
-    columns, spec = zip(*(leaves(tree) for tree in trees)), flatten(trees[0])[1]
-    return unflatten([torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns], spec)
+    _, spec = flatten(trees[0])
+    columns = zip(*(leaves(tree) for tree in trees))
+    stacked_leaves = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+    return unflatten(stacked_leaves, spec)

@@ -49,11 +49,12 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
         raise TypeError(f"save: saved must be a dict, as state_dict gives it; got a {type(saved).__name__}")
     # A rename onto a symbolic link would replace the link, not the file that it names.
     target = os.path.realpath(name)
-    if not os.path.basename(name) or (os.path.exists(target) and not os.path.isfile(target)):
+    is_no_file = os.path.exists(target) and not os.path.isfile(target)
+    if is_no_file or not os.path.basename(name):
         raise ValueError(f"save: path must name a file; got {name!r}, which is a folder or a device")
     if not os.path.isdir(os.path.dirname(target)):
-        fix = "create it with os.makedirs"
-        raise FileNotFoundError(errno.ENOENT, f"save: the folder of path must exist: {fix}", os.path.dirname(target))
+        message = "save: the folder of path must exist: create it with os.makedirs"
+        raise FileNotFoundError(errno.ENOENT, message, os.path.dirname(target))
     safetensors = _safetensors("save", target)
 
     # The name is random, because several ranks or threads may save to the same path at the same time.
@@ -122,8 +123,9 @@ def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cp
         file.seek(0)
         try:
             if safetensors:
+                mapped = safetensors.torch.load_file(name)
                 # copy=True, because these tensors are the mapped file: a later write to it would change them.
-                return {key: value.to(device, copy=True) for key, value in safetensors.torch.load_file(name).items()}
+                return {key: tensor.to(device, copy=True) for key, tensor in mapped.items()}
             saved = torch.load(file, map_location=device, weights_only=True, mmap=False)
         except (OSError, MemoryError, torch.OutOfMemoryError):
             raise
@@ -135,6 +137,7 @@ def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cp
 
 
 def _checked_path(call: str, path: object) -> str:
+    """Return the path as a str; raise TypeError for bytes and for what is no path."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{call}: path must be a str or an os.PathLike; got {_tree.brief(path)}")
     return str(os.fspath(path))
@@ -162,6 +165,7 @@ def _safetensors(call: str, name: str) -> Any:
 
 
 def _write_torch(saved: dict[str, Any], name: str) -> None:
+    """Write by torch.save; raise TypeError for what pickle cannot write, and OSError for a full disk."""
     with open(name, "wb") as file:
         try:
             torch.save(saved, file)
@@ -175,10 +179,13 @@ def _write_torch(saved: dict[str, Any], name: str) -> None:
 
 
 def _write_safetensors(package: Any, saved: dict[str, Any], name: str) -> None:
+    """Write a flat dict of dense tensors; raise TypeError for anything else."""
     tensors: dict[str, Tensor] = {}
-    storages: set[int] = set()
+    addresses: set[int] = set()
+    """The memory of the tensors so far."""
     for key, value in saved.items():
-        if not isinstance(key, str) or not isinstance(value, Tensor) or value.layout != torch.strided:
+        is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+        if not is_dense or not isinstance(key, str):
             raise TypeError(
                 "save: saved must be a flat dict of dense tensors by name in safetensors; "
                 f"got {_tree.brief(value)} for {key!r}: save to a name that ends in .pt"
@@ -186,9 +193,9 @@ def _write_safetensors(package: Any, saved: dict[str, Any], name: str) -> None:
         # safetensors writes raw memory, so a lazy conjugate or negative would lose its sign.
         tensor = value.detach().resolve_conj().resolve_neg().contiguous()
         # It refuses tensors that share memory.
-        storage = tensor.untyped_storage().data_ptr()
-        tensors[key] = tensor.clone() if storage in storages else tensor
-        storages.add(storage)
+        address = tensor.untyped_storage().data_ptr()
+        tensors[key] = tensor.clone() if address in addresses else tensor
+        addresses.add(address)
     try:
         package.torch.save_file(tensors, name)
     except package.SafetensorError as error:
@@ -220,7 +227,7 @@ def _reason(error: Exception) -> str:
     """Return why the file was refused, without torch's advice to load it anyway."""
     text = str(error).strip()
     if isinstance(error, pickle.UnpicklingError):
-        made = re.search(r"GLOBAL (\S+)", text)
-        return f"holds a {made[1]}, which only code could make" if made else "is damaged"
+        class_name = re.search(r"GLOBAL (\S+)", text)
+        return f"holds a {class_name[1]}, which only code could make" if class_name else "is damaged"
     first_line = text.splitlines()[0] if text else ""
     return f"cannot be read: {type(error).__name__}: {first_line[:160]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,16 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import integer
 from funcamp._types import Tree
+
+
+class _InFlight(NamedTuple):
+    """Metrics that are being copied to the host."""
+
+    copies: list[Any]
+    """The leaves: tensors on the host, whose values arrive later, and what is no tensor."""
+    spec: _tree.TreeSpec
+    arrivals: list[Any]
+    """An event for every device, after its copies."""
 
 
 class MetricReader:
@@ -35,7 +45,7 @@ class MetricReader:
 
     def __init__(self, limit: int = 256) -> None:
         self._limit = integer("MetricReader", "limit", limit, 1)
-        self._pending: deque[tuple[list[Any], Any, list[Any]]] = deque()
+        self._pending: deque[_InFlight] = deque()
         self._arrived: list[Any] = []
 
     def __len__(self) -> int:
@@ -46,18 +56,23 @@ class MetricReader:
         if len(self._pending) >= self._limit:
             self._take(wait=True)
         leaves, spec = _tree.flatten(metrics)
-        devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor) and _on_device(leaf)}
-        copies = [
-            leaf.detach().to("cpu", non_blocking=True, copy=True) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
-        self._pending.append((copies, spec, [_recorded(device) for device in devices]))
+        copies: list[Any] = []
+        devices: set[torch.device] = set()
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                copies.append(leaf)
+                continue
+            copies.append(leaf.detach().to("cpu", non_blocking=True, copy=True))
+            if _on_device(leaf):
+                devices.add(leaf.device)
+        self._pending.append(_InFlight(copies, spec, [_record_event(device) for device in devices]))
 
     def ready(self) -> list[Any]:
         """Return what arrived since the last call, oldest first, scalars as Python numbers. No sync."""
-        while self._pending and all(event.query() for event in self._pending[0][2]):
+        while self._pending and all(event.query() for event in self._pending[0].arrivals):
             self._take(wait=False)
-        arrived, self._arrived = self._arrived, []
+        arrived = self._arrived
+        self._arrived = []
         return arrived
 
     def drain(self) -> list[Any]:
@@ -67,18 +82,21 @@ class MetricReader:
         return self.ready()
 
     def _take(self, *, wait: bool) -> None:
-        copies, spec, arrivals = self._pending.popleft()
-        for event in arrivals if wait else ():
-            event.synchronize()
-        values = [leaf.item() if isinstance(leaf, Tensor) and not leaf.dim() else leaf for leaf in copies]
-        self._arrived.append(_tree.unflatten(values, spec))
+        """Move the oldest metrics to those that arrived, with scalars as numbers."""
+        oldest = self._pending.popleft()
+        if wait:
+            for event in oldest.arrivals:
+                event.synchronize()
+        values = [leaf.item() if isinstance(leaf, Tensor) and not leaf.dim() else leaf for leaf in oldest.copies]
+        self._arrived.append(_tree.unflatten(values, oldest.spec))
 
 
 def _on_device(leaf: Tensor) -> bool:
     return leaf.is_cuda
 
 
-def _recorded(device: torch.device) -> Any:
+def _record_event(device: torch.device) -> Any:
+    """Return a new event behind everything that the current stream of a device has to do so far."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event

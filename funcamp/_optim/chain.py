@@ -175,13 +175,13 @@ def learning_rate_of(part: Part, state: Tree) -> Any:
     return () if learning_rate is None else learning_rate(state)
 
 
-def groups_in(optimizer: object) -> list[Callable[[str, Tensor], str]]:
+def group_functions_in(optimizer: object) -> list[Callable[[str, Tensor], str]]:
     """Return the functions by which an optimizer groups parameters: those of every `by_group` in it, each once."""
     group_functions: list[Callable[[str, Tensor], str]] = []
     if isinstance(optimizer, GroupedOptimizer):
         group_functions.append(optimizer.group)
     for part in _parts_of(optimizer):
-        group_functions += groups_in(part)
+        group_functions += group_functions_in(part)
     return list(dict.fromkeys(group_functions))
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import real
-from funcamp._dtensor import Across, groups, local, settled_sum, total
+from funcamp._dtensor import Across, group_by_mesh_dims, local, settled_sum, total
 from funcamp._storage.params import check_not_sharded
 from funcamp._types import Tree
 
@@ -42,7 +42,7 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]
     flat, spec = _tree.parameters("clip_grad_norm", "grads", grads)
     check_limit("clip_grad_norm", "max_norm", max_norm)
     settled = [settled_sum(leaf) for leaf in flat if leaf is not None]
-    norms = [_norm(across, leaves) for across, leaves in groups(settled)]
+    norms = [_norm(across, leaves) for across, leaves in group_by_mesh_dims(settled)]
     if not norms:
         return grads, torch.zeros(())
     norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]

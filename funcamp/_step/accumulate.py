@@ -39,6 +39,7 @@ class _Carry(NamedTuple):
     """What passes from one micro-batch to the next."""
 
     sums: list[Tensor | None]
+    """The sums of the gradients; None for those that the loss does not have."""
     buffers: dict[str, Tensor]
     records: tuple[Tree, ...]
 
@@ -59,10 +60,11 @@ def micro_batches(batch: Any, limit: int) -> list[Any]:
             f"number; got {[tuple(leaf.shape) for leaf in tensors]}: stack them, "
             "[torch.stack(parts) for parts in zip(*micro_batches)]"
         )
-    return [
-        _tree.unflatten([leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        for index in range(min(counts))
-    ]
+    pieces: list[Any] = []
+    for index in range(min(counts)):
+        leaves_of_piece = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        pieces.append(_tree.unflatten(leaves_of_piece, spec))
+    return pieces
 
 
 def accumulate(
@@ -94,65 +96,107 @@ def accumulate(
     leaves, spec = _tree.flatten(params)
 
     def add(carry: _Carry, micro_batch: Any, share: Tensor | None) -> tuple[_Carry, Tensor, Any]:
+        """Return what passes on after a micro-batch, its loss and its auxiliary outputs."""
         result = differentiate(carry.buffers, micro_batch, share)
         gradients = _tree.leaves(result.gradients)
-        after = (result.buffers, merged(tapes, carry.records, result.records))
+        buffers_and_records = (result.buffers, merged(tapes, carry.records, result.records))
         if share is not None:  # the backward pass of a mean over 0 examples gives NaN
             gradients = [None if leaf is None else torch.where(share == 0, 0.0, leaf) for leaf in gradients]
-            after = _kept_if(share == 0, (carry.buffers, carry.records), after)
-        sums = [a if a is None or leaf is None else a + leaf.to(a.dtype) for a, leaf in zip(carry.sums, gradients)]
-        return _Carry(sums, *after), result.loss, result.aux
+            buffers_and_records = _where(share == 0, (carry.buffers, carry.records), buffers_and_records)
+        return _Carry(_added(carry.sums, gradients), *buffers_and_records), result.loss, result.aux
 
     zeros: list[Tensor | None] = [None if leaf is None else torch.zeros_like(leaf) for leaf in leaves]
-    carry = _Carry(zeros, buffers, _tree.map_leaves(torch.zeros_like, *_tree.flatten(zeros_of(tapes))))
+    no_records = _tree.map_leaves(torch.zeros_like, *_tree.flatten(zeros_of(tapes)))
+    carry = _Carry(zeros, buffers, no_records)
     if scan and compiling():
         carry, losses, aux = _scanned(add, carry, batch, shares.each)
     else:
-        each_loss, each_aux = [], []
-        each_share = [None] * len(micro_batches) if shares.each is None else shares.each
-        for micro_batch, share in zip(micro_batches, each_share):
-            carry, loss, aux = add(carry, micro_batch, share)
-            each_loss.append(loss)
-            each_aux.append(aux)
-        losses, aux = torch.stack(each_loss), _tree.stacked(each_aux)
-    return Result(_tree.unflatten(carry.sums, spec), shares.mean(losses), carry.buffers, carry.records, aux)
+        carry, losses, aux = _one_after_the_other(add, carry, micro_batches, shares.each)
+    gradients = _tree.unflatten(carry.sums, spec)
+    return Result(gradients, shares.mean(losses), carry.buffers, carry.records, aux)
 
 
-def _kept_if(kept: Tensor, before: Tree, after: Tree) -> Tree:
-    """Return the tree before where kept, else the one after."""
-    leaves, spec = _tree.flatten(before)
-    return _tree.unflatten([torch.where(kept, old, new) for old, new in zip(leaves, _tree.leaves(after))], spec)
+#: (what passes on, a micro-batch, its share or None) -> what passes on after it, its loss, its auxiliary outputs.
+_Add = Callable[[_Carry, Any, "Tensor | None"], tuple[_Carry, Tensor, Any]]
 
 
-_scans: tuple[Any, Any] | None = None
+def _added(sums: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the sums with gradients added in the dtype of the sums; a gradient of None adds nothing."""
+    new_sums: list[Tensor | None] = []
+    for total, gradient in zip(sums, gradients):
+        if total is None or gradient is None:
+            new_sums.append(total)
+        else:
+            new_sums.append(total + gradient.to(total.dtype))
+    return new_sums
+
+
+def _where(condition: Tensor, if_true: Tree, if_false: Tree) -> Tree:
+    """Return the first tree if a condition of shape () holds, else the second."""
+    leaves, spec = _tree.flatten(if_true)
+    chosen = [torch.where(condition, one, other) for one, other in zip(leaves, _tree.leaves(if_false))]
+    return _tree.unflatten(chosen, spec)
+
+
+def _one_after_the_other(
+    add: _Add, carry: _Carry, micro_batches: Sequence[Any], shares: Tensor | None
+) -> tuple[_Carry, Tensor, Any]:
+    """Add every micro-batch; return what passes on in the end, and all losses and auxiliary outputs, stacked."""
+    each_loss: list[Tensor] = []
+    each_aux: list[Any] = []
+    each_share = [None] * len(micro_batches) if shares is None else shares
+    for micro_batch, share in zip(micro_batches, each_share):
+        carry, loss, aux = add(carry, micro_batch, share)
+        each_loss.append(loss)
+        each_aux.append(aux)
+    return carry, torch.stack(each_loss), _tree.stacked(each_aux)
+
+
+class _TorchScan(NamedTuple):
+    """torch's scan, which has no public name."""
+
+    function: Any
+    """What Dynamo traces."""
+    operator: Any
+    """What is called with a subgraph that was traced already."""
+
+
+_torch_scan: _TorchScan | None = None
 
 
 def can_scan() -> bool:
     """Return whether torch has its scan (it has no public name); call this before tracing anything."""
-    global _scans
-    found = _upstream.find("torch._higher_order_ops.scan.scan"), _upstream.find("torch._higher_order_ops.scan.scan_op")
-    if _upstream.usable(*found):
-        _scans = found
-    return _scans is not None
+    global _torch_scan
+    function = _upstream.find("torch._higher_order_ops.scan.scan")
+    operator = _upstream.find("torch._higher_order_ops.scan.scan_op")
+    if _upstream.usable(function, operator):
+        _torch_scan = _TorchScan(function, operator)
+    return _torch_scan is not None
 
 
-def _scanned(add: Callable[..., Any], carry: _Carry, batch: Any, shares: Tensor | None) -> tuple[_Carry, Tensor, Any]:
-    present = [leaf is not None for leaf in carry.sums]
+def _scanned(add: _Add, carry: _Carry, batch: Any, shares: Tensor | None) -> tuple[_Carry, Tensor, Any]:
+    """Do as `_one_after_the_other`, by torch's scan along the first dimension of the batch.
+
+    scan takes and returns tensors only: Nones among the sums, and leaves of the batch that are not tensors, stay
+    outside.
+    """
+    has_sum = [leaf is not None for leaf in carry.sums]
     leaves, spec = _tree.flatten((batch, shares))
 
     def with_nones(sums: Iterable[Tensor]) -> list[Tensor | None]:
-        given = iter(sums)
-        return [next(given) if there else None for there in present]
+        remaining = iter(sums)
+        return [next(remaining) if present else None for present in has_sum]
 
     def combine(before: Any, slices: list[Tensor]) -> Any:
-        taken = iter(slices)
-        micro_batch, share = _tree.unflatten(
-            [next(taken) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-        )
-        after, loss, aux = add(_Carry(with_nones(before[0]), *before[1:]), micro_batch, share)
-        sums = [leaf for leaf in after.sums if leaf is not None]
+        remaining = iter(slices)
+        leaves_of_piece = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        micro_batch, share = _tree.unflatten(leaves_of_piece, spec)
+        sums_before, buffers_before, records_before = before
+        carry_before = _Carry(with_nones(sums_before), buffers_before, records_before)
+        after, loss, aux = add(carry_before, micro_batch, share)
+        sums_after = [leaf for leaf in after.sums if leaf is not None]
         # scan does not accept an output that is one of its inputs.
-        return (sums, *clone((after.buffers, after.records))), clone((loss, aux))
+        return (sums_after, *clone((after.buffers, after.records))), clone((loss, aux))
 
     start = ([leaf for leaf in carry.sums if leaf is not None], carry.buffers, carry.records)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -160,24 +204,26 @@ def _scanned(add: Callable[..., Any], carry: _Carry, batch: Any, shares: Tensor 
     return _Carry(with_nones(sums), buffers, records), losses, aux
 
 
-def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tree, xs: list[Tensor]) -> Any:
+def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tree, tensors: list[Tensor]) -> Any:
     """Call torch's scan in a program that Dynamo or `jit` traces."""
-    assert _scans is not None
-    scan, scan_op = _scans
+    assert _torch_scan is not None
     if torch.compiler.is_dynamo_compiling():
-        return scan(combine, start, xs)
-    carry, spec = _tree.flatten(start)
-    specs = []
+        return _torch_scan.function(combine, start, tensors)
+    carry, carry_spec = _tree.flatten(start)
+    output_specs: list[_tree.TreeSpec] = []
 
-    def flat(*values: Tensor) -> list[Tensor]:
-        after, out = combine(_tree.unflatten(list(values[: len(carry)]), spec), list(values[len(carry) :]))
-        leaves, found = _tree.flatten(out)
-        specs.append(found)
-        return [*_tree.leaves(after), *leaves]
+    def flat_combine(*values: Tensor) -> list[Tensor]:
+        before = _tree.unflatten(list(values[: len(carry)]), carry_spec)
+        after, outputs = combine(before, list(values[len(carry) :]))
+        output_leaves, output_spec = _tree.flatten(outputs)
+        output_specs.append(output_spec)
+        return [*_tree.leaves(after), *output_leaves]
 
     from funcamp._trace.trace import subgraph  # imports torch's tracer, which takes a second
 
-    module, captured = subgraph(flat, [*carry, *(leaf[0] for leaf in xs)])
+    module, captured = subgraph(flat_combine, [*carry, *(leaf[0] for leaf in tensors)])
     with torch.no_grad():
-        done = list(scan_op(module, carry, xs, tuple(captured)))
-    return _tree.unflatten(done[: len(carry)], spec), _tree.unflatten(done[len(carry) :], specs[0])
+        results = list(_torch_scan.operator(module, carry, tensors, tuple(captured)))
+    carry_after = _tree.unflatten(results[: len(carry)], carry_spec)
+    stacked_outputs = _tree.unflatten(results[len(carry) :], output_specs[0])
+    return carry_after, stacked_outputs

@@ -16,20 +16,36 @@ speed; a float64 sum does not, on a CPU or on a GPU with few float64 units.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._dtensor import any_rank, groups, local, total
+from funcamp._dtensor import any_rank, group_by_mesh_dims, local, total
 from funcamp._scaler.precision import reciprocal, widen
 from funcamp._scaler.scale import reduced, unscaled
 from funcamp._scaler.state import ScalerState, replace
 from funcamp._types import Reduce, Tree
 
-# Per dtype: a factor that keeps squares finite, the floor, and the factor's inverse in float64. A norm whose square is
-# beyond float64 is infinite.
-_RANGES = ((torch.float32, 2.0**-90, 2.0**-60, 2.0**180), (torch.float64, 2.0**-760, 2.0**-500, math.inf))
+
+class _Range(NamedTuple):
+    """The constants of the check for gradients of one dtype; see the docstring of the module."""
+
+    dtype: torch.dtype
+    shrink: float
+    """A factor that keeps squares finite."""
+    floor: float
+    undo: float
+    """What undoes the factor in a sum of squares, in float64; infinite if float64 has no such number."""
+
+
+# A norm whose square is beyond float64 is infinite.
+_RANGES = (
+    _Range(torch.float32, shrink=2.0**-90, floor=2.0**-60, undo=2.0**180),
+    _Range(torch.float64, shrink=2.0**-760, floor=2.0**-500, undo=math.inf),
+)
 
 #: Row length of sums on a CPU: for longer sums Inductor uses a cascade at a third of the speed.
 _ROW = 2048
@@ -39,19 +55,35 @@ def squares_and_finite(state: ScalerState, grads: Tree) -> tuple[Tensor, Tensor]
     """Return the sum of squares of the unscaled gradients, and whether all are finite, from one reading."""
     inv_scale = _tree.settled(reciprocal(state.scale))
     leaves = [leaf for leaf in _tree.leaves(grads) if leaf is not None]
-    squares, finite = torch.zeros_like(widen(state.scale)), torch.ones_like(state.scale, dtype=torch.bool)
-    for over, members in groups(leaves):
-        values = [unscaled(part, inv_scale) for leaf in members for part in _parts(local(leaf))]
-        values = [torch.view_as_real(value) if value.is_complex() else value for value in values]
-        for dtype, small, floor, large in _RANGES:
-            chosen = [value for value in values if value.dtype == dtype]
-            if chosen:
-                # Stacked, because Inductor does not fuse sums that are further apart and would read twice.
-                pairs = [(value.square(), (value * small).abs().clamp(min=floor).square()) for value in chosen]
-                sums, checks = torch.stack([_sum(one) for pair in pairs for one in pair]).view(-1, 2).unbind(1)
-                squares = squares + total(torch.where(torch.isfinite(sums), sums, checks * large).sum(), over)
-                finite = finite & torch.isfinite(checks).all()
-    return squares, ~any_rank(~finite, leaves)
+    total_squares = torch.zeros_like(widen(state.scale))
+    finite = torch.ones_like(state.scale, dtype=torch.bool)
+    for across, members in group_by_mesh_dims(leaves):
+        values = _unscaled_parts(members, inv_scale)
+        for constants in _RANGES:
+            values_of_dtype = [value for value in values if value.dtype == constants.dtype]
+            if not values_of_dtype:
+                continue
+            squares_and_checks: list[Tensor] = []
+            for value in values_of_dtype:
+                squares_and_checks.append(value.square())
+                squares_and_checks.append((value * constants.shrink).abs().clamp(min=constants.floor).square())
+            # Stacked, because Inductor does not fuse sums that are further apart and would read twice.
+            sums = torch.stack([_sum(part) for part in squares_and_checks])
+            squares, checks = sums.view(-1, 2).unbind(1)
+            without_overflow = torch.where(torch.isfinite(squares), squares, checks * constants.undo)
+            total_squares = total_squares + total(without_overflow.sum(), across)
+            finite = finite & torch.isfinite(checks).all()
+    return total_squares, ~any_rank(~finite, leaves)
+
+
+def _unscaled_parts(grads: Sequence[Tensor], inv_scale: Tensor) -> list[Tensor]:
+    """Return unscaled gradients in the parts in which they are summed, all real: of DTensors this rank's."""
+    values: list[Tensor] = []
+    for leaf in grads:
+        for part in _parts(local(leaf)):
+            value = unscaled(part, inv_scale)
+            values.append(torch.view_as_real(value) if value.is_complex() else value)
+    return values
 
 
 def flag_and_norm(
@@ -66,11 +98,15 @@ def flag_and_norm(
 
 def _parts(leaf: Tensor) -> list[Tensor]:
     """Split a large gradient on a CPU into rows and a rest; return any other as it is."""
-    plain = leaf.device.type == "cpu" and leaf.layout == torch.strided and not leaf.is_complex()
-    if not plain or leaf.numel() < 2 * _ROW or not leaf.is_contiguous():
+    is_plain = leaf.device.type == "cpu" and leaf.layout == torch.strided and not leaf.is_complex()
+    if not is_plain or leaf.numel() < 2 * _ROW or not leaf.is_contiguous():
         return [leaf]
-    flat, whole = leaf.reshape(-1), leaf.numel() // _ROW * _ROW
-    return [flat[:whole].view(-1, _ROW), *([flat[whole:]] if whole < leaf.numel() else [])]
+    flat = leaf.reshape(-1)
+    size_of_rows = leaf.numel() // _ROW * _ROW
+    parts = [flat[:size_of_rows].view(-1, _ROW)]
+    if size_of_rows < leaf.numel():
+        parts.append(flat[size_of_rows:])
+    return parts
 
 
 def _sum(squares: Tensor) -> Tensor:

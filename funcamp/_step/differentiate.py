@@ -14,14 +14,14 @@ from funcamp._autograd.scaled_grad import Engine, around_backward, differentiate
 from funcamp._autograd.tape import Tape, zeros_of
 from funcamp._scaler.state import ScalerState
 from funcamp._step.accumulate import Result
-from funcamp._step.products import Multiplying
+from funcamp._step.products import ProductContext
 from funcamp._storage.inputs import Cast, Inputs
 from funcamp._storage.params import clone
 from funcamp._storage.policy import Policy, autocast_of
 from funcamp._types import Tree
 
 
-class Shared(NamedTuple):
+class SharedByMicroBatches(NamedTuple):
     """What all micro-batches of a step share."""
 
     loss_fn: Loss
@@ -30,7 +30,7 @@ class Shared(NamedTuple):
     inputs: Inputs
     cast: Cast
     """The parameters, from `Inputs.cast`."""
-    multiplying: Multiplying
+    product_context: ProductContext
     tapes: tuple[Tape, Tape]
     """Of the loss's taps, and of the products."""
     engine: Engine
@@ -47,57 +47,61 @@ class LossArguments(NamedTuple):
 
 
 def differentiate_loss(
-    shared: Shared, buffers: dict[str, Tensor], batch: Any, weigh: Callable[[Tensor], Tensor]
+    shared: SharedByMicroBatches, buffers: dict[str, Tensor], batch: Any, weigh: Callable[[Tensor], Tensor]
 ) -> Result:
     """Differentiate weigh(loss) of one micro-batch with respect to the inputs of the loss and the tapes."""
-    loss_fn, inputs = shared.loss_fn, shared.inputs
-    zeros, spec = _tree.flatten(zeros_of(shared.tapes))
-    inputs_of_loss = inputs.values(shared.cast)
-    count = len(inputs_of_loss)
+    loss_fn = shared.loss_fn
+    inputs = shared.inputs
+    # The loss is differentiated with respect to its inputs, and after them the zeros of the tapes, in one list.
+    input_values = inputs.values(shared.cast)
+    input_count = len(input_values)
+    zeros, tapes_spec = _tree.flatten(zeros_of(shared.tapes))
 
-    def build(values: list[Tensor]) -> Tree:
-        params = inputs.tree(values[:count])
-        taps, _ = _tree.unflatten(values[count:], spec)
+    def differentiated_tree(values: list[Tensor]) -> Tree:
+        """Return what the loss is differentiated with respect to, as the loss gets it."""
+        params = inputs.tree(values[:input_count])
+        taps, _ = _tree.unflatten(values[input_count:], tapes_spec)
         return (params, taps) if loss_fn.probes else params
 
     def loss_of(values: list[Tensor]) -> Any:
-        params = inputs.tree(values[:count])
-        taps, amaxes = _tree.unflatten(values[count:], spec)
-        shared.multiplying.begin(values, amaxes)
+        params = inputs.tree(values[:input_count])
+        taps, amaxes = _tree.unflatten(values[input_count:], tapes_spec)
+        shared.product_context.begin(values, amaxes)
         return call_loss(loss_fn, shared.policy, LossArguments(params, taps, buffers, shared.scaler, batch))
 
-    with shared.multiplying:
+    with shared.product_context:
         gradients, loss, aux = differentiate(
             "step",
             shared.scaler,
             loss_of,
-            inputs_of_loss + zeros,
+            input_values + zeros,
             loss_fn.has_buffers or loss_fn.has_aux,
             shared.engine,
             weigh=weigh,
-            holding=around_backward(loss_fn, build),
+            holding=around_backward(loss_fn, differentiated_tree),
             low=(shared.policy.compute_dtype,),
         )
     if loss_fn.has_buffers:
         buffers, aux = _buffers_and_aux(loss_fn, buffers, aux)
-    records = _tree.unflatten(gradients[count:], spec)
-    return Result(inputs.gradients(gradients[:count]), loss, buffers, records, clone(aux))
+    records = _tree.unflatten(gradients[input_count:], tapes_spec)
+    return Result(inputs.gradients(gradients[:input_count]), loss, buffers, records, clone(aux))
 
 
 def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Any:
     """Call a loss under the policy's autocast, with the arguments that it takes."""
-    taken: list[Any] = [arguments.params]
+    arguments_of_loss: list[Any] = [arguments.params]
     if loss_fn.probes:
-        taken.append(arguments.taps)
+        arguments_of_loss.append(arguments.taps)
     if loss_fn.has_buffers:
-        taken.append(loss_fn.fresh(arguments.buffers))
+        arguments_of_loss.append(loss_fn.fresh(arguments.buffers))
     if loss_fn.has_scaler:
-        taken.append(arguments.scaler)
+        arguments_of_loss.append(arguments.scaler)
+    arguments_of_loss.append(arguments.batch)
     with autocast_of(policy, arguments.scaler.scale.device.type):
         if torch.compiler.is_dynamo_compiling():
-            return loss_fn(*taken, arguments.batch)
+            return loss_fn(*arguments_of_loss)
         try:
-            return loss_fn(*taken, arguments.batch)
+            return loss_fn(*arguments_of_loss)
         except (TypeError, AttributeError) as error:
             _refuse_no_tensors(arguments.batch, error)
             raise
@@ -105,10 +109,13 @@ def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Any:
 
 def _refuse_no_tensors(batch: Any, error: Exception) -> None:
     """Raise TypeError if a number or an array in the batch may be why a loss failed."""
-    if str(error).startswith("module_loss:"):
+    if str(error).startswith("module_loss:"):  # an error of ours, which says what to do
         return
     for index, leaf in enumerate(_tree.leaves(batch)):
-        if not isinstance(leaf, Tensor) and (hint := _tree.as_tensor_hint(leaf)):
+        if isinstance(leaf, Tensor):
+            continue
+        hint = _tree.as_tensor_hint(leaf)
+        if hint:
             raise TypeError(
                 f"step: batch{_tree.path_of(batch, index)} must be a tensor, as the loss uses it; got "
                 f"{_tree.describe(leaf)}{hint}. The loss raised: {error}"
@@ -122,7 +129,8 @@ def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Any) -> t
         TypeError: this is not a dict of buffers, or not a pair with one.
         ValueError: the buffers have other names, shapes or dtypes than those given.
     """
-    after, aux = beside, ()
+    after = beside
+    aux: Any = ()
     if loss_fn.has_aux:
         if not isinstance(beside, tuple) or len(beside) != 2:
             got = _tree.brief(beside)
@@ -131,11 +139,17 @@ def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Any) -> t
     if not isinstance(after, dict):
         raise TypeError(f"step: loss_fn must return its buffers as a dict; got {_tree.brief(after)}")
     for name in {**before, **after}:
-        old, new = before.get(name), after.get(name)
-        if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
-            was, now = (_tree.describe(value) if value is not None else "nothing" for value in (old, new))
-            raise ValueError(
-                f"step: loss_fn must return buffers like those given; {name!r} was {was}, is {now}; call a model "
-                "that fills a buffer in its first call once before init"
-            )
+        _check_buffer(name, before.get(name), after.get(name))
     return {name: after[name] for name in before}, aux
+
+
+def _check_buffer(name: str, before: Tensor | None, after: Tensor | None) -> None:
+    """Raise ValueError if a buffer appears, disappears, or has another shape or dtype than before."""
+    if before is not None and after is not None and before.shape == after.shape and before.dtype == after.dtype:
+        return
+    was = "nothing" if before is None else _tree.describe(before)
+    now = "nothing" if after is None else _tree.describe(after)
+    raise ValueError(
+        f"step: loss_fn must return buffers like those given; {name!r} was {was}, is {now}; call a model "
+        "that fills a buffer in its first call once before init"
+    )

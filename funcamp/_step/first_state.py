@@ -14,6 +14,7 @@ from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._check import boolean
 from funcamp._scaler.update import init
 from funcamp._step.options import described
+from funcamp._step.parallel import Parallel
 from funcamp._step.state import TrainState, Variables
 from funcamp._storage.inputs import inputs_of, lay_out
 from funcamp._storage.params import Params, clone, expand
@@ -30,7 +31,10 @@ def first_state(
     step: TrainStep, params: Tree, buffers: Any, *, flat: bool, group: Group | None, consume: bool
 ) -> TrainState:
     """Return the state of `TrainStep.init`."""
-    call, loss_fn, options, parallel = "init", step.loss_fn, step._options, step._options.parallel
+    call = "init"
+    loss_fn = step.loss_fn
+    options = step._options
+    parallel = options.parallel
     if isinstance(params, (torch.nn.Module, Iterator)):
         raise TypeError(
             f"init: params must be a pytree of tensors, such as a dict; got {type(params).__name__}: a loss of "
@@ -38,9 +42,12 @@ def first_state(
         )
     labels = _labels(call, step, params, flat, group)
     consumed = consumed_loss(call, step, params, buffers, consume)
-    of_module = params is None
+
+    # The parameters and buffers to begin with: the caller's, or the module's.
+    is_modules_own = params is None
     if consumed is not None:
-        params, buffers = consumed.own_params(), {}
+        params = consumed.own_params()
+        buffers = {}  # they are taken when the parameters are stored
     elif params is None:
         params = loss_fn.params()
     if buffers is None:
@@ -49,6 +56,8 @@ def first_state(
         _check_buffers(loss_fn, buffers)
     options.policy.check_names(call, loss_fn.all_names(expand(params)))
     parallel.agree(described(loss_fn, step.optimizer, step.config, options, flat))
+
+    # Stored as the state has them, with the first rank's values.
     with torch.no_grad():  # params may require grad
         stored = lay_out(
             call, params, options.policy, loss_fn, labels, flat=flat, buckets=parallel.buckets, consume=consume
@@ -61,7 +70,7 @@ def first_state(
     device = next((group.device for group in stored.groups if group is not None), None)
     if device is None:
         raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}{loss_fn.why_empty()}")
-    if of_module:
+    if is_modules_own:
         loss_fn.state_was_made()
     return TrainState(
         step=_zero(device),
@@ -84,9 +93,9 @@ def _check_buffers(loss_fn: Loss, buffers: object) -> None:
         raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
     if buffers and not loss_fn.has_buffers:
         raise ValueError(f"init: buffers must be None for a loss without; got {_tree.brief(buffers)}")
-    known = loss_fn.buffers()
-    if known and buffers.keys() != known.keys():
-        odd = min(buffers.keys() ^ known.keys())
+    module_buffers = loss_fn.buffers()
+    if module_buffers and buffers.keys() != module_buffers.keys():
+        odd = min(buffers.keys() ^ module_buffers.keys())
         raise ValueError(f"init: buffers must have the names of the module's; they differ in {odd!r}")
 
 
@@ -98,11 +107,21 @@ def _labels(call: str, step: TrainStep, params: Tree, flat: bool, group: Group |
         if group is not None and isinstance(params, Params):
             raise ValueError(f"{call}: group must be None with Params, which have groups; got {group!r}")
     else:
-        parallel = step._options.parallel
-        against = "a group" if group else "Params" if isinstance(params, Params) else ""
-        if against or parallel.shard:
-            raise ValueError(f"{call}: flat must be True with {against or repr(parallel)}; got False")
+        _check_not_flat(call, step._options.parallel, params, group)
     return group or step._group
+
+
+def _check_not_flat(call: str, parallel: Parallel, params: Tree, group: Group | None) -> None:
+    """Raise ValueError for what needs flat storage: groups, and slices of them."""
+    reason = ""
+    if group:
+        reason = "a group"
+    elif isinstance(params, Params):
+        reason = "Params"
+    elif parallel.shard:
+        reason = repr(parallel)
+    if reason:
+        raise ValueError(f"{call}: flat must be True with {reason}; got False")
 
 
 def consumed_loss(call: str, step: TrainStep, params: Tree, buffers: Any, consume: bool) -> ModuleLoss | None:
@@ -120,10 +139,10 @@ def consumed_loss(call: str, step: TrainStep, params: Tree, buffers: Any, consum
             f"place the state could take; got True with {step.loss_fn!r}"
         )
     if params is not None or buffers is not None:
-        name = "buffers" if params is None else "params"
+        name, value = ("buffers", buffers) if params is None else ("params", params)
         raise ValueError(
             f"{call}: consume must be False if params or buffers are given, as it takes the module's own; got "
-            f"True and {name}={_tree.brief(buffers if params is None else params)}"
+            f"True and {name}={_tree.brief(value)}"
         )
     if step._options.parallel.shard:
         raise ValueError(

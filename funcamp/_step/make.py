@@ -13,7 +13,7 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss, check_function, loss
 from funcamp._check import boolean, integer
 from funcamp._optim.by_group import check_optimizer
-from funcamp._optim.chain import groups_in
+from funcamp._optim.chain import group_functions_in
 from funcamp._optim.clip import check_limit
 from funcamp._optim.ema import check_decay
 from funcamp._scaler.config import ScalerConfig, check_config
@@ -104,26 +104,19 @@ def make_train_step(
     check_optimizer(call, "optimizer", optimizer)
     config = check_config(call, config)
     policy = check_policy(call, policy)
-    for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
-        if limit is not None:
-            check_limit(call, name, limit)
-    if max_norm is not None and max_value is not None:
-        raise ValueError(f"{call}: max_norm and max_value must not both be given; got {max_norm} and {max_value}")
+    _check_clipping(call, max_norm, max_value)
     if ema_decay is not None:
         check_decay(call, "ema_decay", ema_decay)
-    if not isinstance(parallel, Parallel):
-        if parallel is not None and not callable(parallel):
-            rule = "parallel must be a distributed.DataParallel or a function of the flag"
-            raise TypeError(f"{call}: {rule}; got {_tree.brief(parallel)}")
-        parallel = Parallel(reduce=parallel)
+    parallel = _checked_parallel(call, parallel)
     if weight is not None and not callable(weight):
         raise TypeError(f"{call}: weight must be a function of a micro-batch; got {_tree.brief(weight)}")
-    groups = groups_in(optimizer)
-    if len(groups) > 1:
+    group_functions = group_functions_in(optimizer)
+    if len(group_functions) > 1:
         raise ValueError(
             f"{call}: optimizer must group parameters by one function, by which they are stored; got by_group with "
-            f"{len(groups)} different ones: give all of them the same group="
+            f"{len(group_functions)} different ones: give all of them the same group="
         )
+    # can_scan() looks torch's scan up, which must happen before anything is traced.
     options = Options(
         policy=policy,
         max_norm=max_norm,
@@ -138,7 +131,27 @@ def make_train_step(
     if options.observe and options.parallel.shard:
         raise ValueError(f"{call}: observe must not be given with {parallel!r}; got {_tree.brief(options.observe)}")
     _report_scale(config, policy)
-    return TrainStep(loss_fn if isinstance(loss_fn, Loss) else loss(loss_fn), optimizer, config, options)
+    described_loss = loss_fn if isinstance(loss_fn, Loss) else loss(loss_fn)
+    return TrainStep(described_loss, optimizer, config, options)
+
+
+def _check_clipping(call: str, max_norm: object, max_value: object) -> None:
+    """Raise TypeError or ValueError if a limit is no positive number, or if there are two."""
+    for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
+        if limit is not None:
+            check_limit(call, name, limit)
+    if max_norm is not None and max_value is not None:
+        raise ValueError(f"{call}: max_norm and max_value must not both be given; got {max_norm} and {max_value}")
+
+
+def _checked_parallel(call: str, parallel: Parallel | Reduce | None) -> Parallel:
+    """Return the communication of a step; of a function of the flag, or of None, that of one process with it."""
+    if isinstance(parallel, Parallel):
+        return parallel
+    if parallel is not None and not callable(parallel):
+        rule = "parallel must be a distributed.DataParallel or a function of the flag"
+        raise TypeError(f"{call}: {rule}; got {_tree.brief(parallel)}")
+    return Parallel(reduce=parallel)
 
 
 def _report_scale(config: ScalerConfig, policy: Policy) -> None:
@@ -146,7 +159,8 @@ def _report_scale(config: ScalerConfig, policy: Policy) -> None:
 
     Not an error, nor another default: the loss may use float16 itself, and a step has the scales of torch's GradScaler.
     """
-    if policy.compute_dtype == torch.float16 or config != ScalerConfig() or torch.compiler.is_dynamo_compiling():
+    is_chosen = config != ScalerConfig()
+    if policy.compute_dtype == torch.float16 or is_chosen or torch.compiler.is_dynamo_compiling():
         return
     _log.info(
         "make_train_step: the default config scales the loss, from %g on, and the policy computes nothing in float16; "
@@ -156,6 +170,7 @@ def _report_scale(config: ScalerConfig, policy: Policy) -> None:
 
 
 def _observers(call: str, observe: Mapping[str, Callable[[Any], Any]] | None) -> Mapping[str, Callable[[Any], Any]]:
+    """Return the observe functions by name; raise TypeError if they are something else."""
     if observe is None:
         return {}
     if not isinstance(observe, Mapping):

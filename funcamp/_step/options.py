@@ -31,11 +31,14 @@ class Options(NamedTuple):
 
 def described(loss_fn: Loss, optimizer: Any, config: ScalerConfig, options: Options, flat: bool) -> list[str]:
     """Return lines that describe how the state changes, equal in processes with equal options."""
-    known = {f"{name} of ScalerConfig": value for name, value in vars(config).items()}
-    known |= {"optimizer": optimizer, "keep_buffers": loss_fn.keep_buffers, "flat": flat}
-    known |= {name: getattr(options, name) for name in ("policy", "max_norm", "max_value", "accumulate", "ema_decay")}
-    return [f"{name} is {_PLACE.sub('', repr(value))}" for name, value in known.items()]
+    values: dict[str, object] = {f"{name} of ScalerConfig": value for name, value in vars(config).items()}
+    values["optimizer"] = optimizer
+    values["keep_buffers"] = loss_fn.keep_buffers
+    values["flat"] = flat
+    for name in ("policy", "max_norm", "max_value", "accumulate", "ema_decay"):
+        values[name] = getattr(options, name)
+    return [f"{name} is {_ADDRESS.sub('', repr(value))}" for name, value in values.items()]
 
 
-#: An object's address or a tensor's storage in a repr: differs between processes.
-_PLACE = re.compile(r" at 0x[0-9a-fA-F]+|(?<=[a-z]):[0-9]+(?=')")
+#: An object's address in a repr, or the index of a tensor's device: they differ between processes.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+|(?<=[a-z]):[0-9]+(?=')")

@@ -21,7 +21,7 @@ from funcamp._storage.policy import Policy
 from funcamp._types import Tree
 
 
-class Multiplying(Protocol):
+class ProductContext(Protocol):
     """Context manager: the products of one step, around the forward and backward passes of all micro-batches."""
 
     tape: Tape
@@ -46,7 +46,7 @@ class Products(Protocol):
         """Return the variables before the first step; `()` if there are none."""
         ...
 
-    def prepare(self, state: TrainState, inputs: Inputs, cast: Cast) -> Multiplying:
+    def prepare(self, state: TrainState, inputs: Inputs, cast: Cast) -> ProductContext:
         """Return the context of a step, with all that its micro-batches share.
 
         inputs: of the loss.
@@ -74,9 +74,9 @@ class PlainProducts:
         """Return no variables."""
         return ()
 
-    def prepare(self, state: TrainState, inputs: Inputs, cast: Cast) -> _Plain:  # noqa: ARG002
+    def prepare(self, state: TrainState, inputs: Inputs, cast: Cast) -> _PlainContext:  # noqa: ARG002
         """Return a context that changes nothing; a new one, because Dynamo enters none from outside its graph."""
-        return _Plain()
+        return _PlainContext()
 
     def after(self, state: TrainState, record: Tree) -> Tree:  # noqa: ARG002
         """Return the state's variables as they are."""
@@ -87,7 +87,9 @@ class PlainProducts:
         return {}
 
 
-class _Plain:
+class _PlainContext:
+    """A context that changes nothing, with a tape without records."""
+
     tape = Tape(())
 
     def begin(self, inputs: Sequence[Tensor], zeros: Tree) -> None: ...
@@ -105,5 +107,5 @@ def products_of(policy: Policy, loss_fn: Loss) -> Products:
     """
     if policy.float8 is None:
         return PlainProducts()
-    found: Products = layer("float8.layers").Float8Layers(policy, loss_fn)
-    return found
+    products: Products = layer("float8.layers").Float8Layers(policy, loss_fn)
+    return products

@@ -29,17 +29,19 @@ class Shares(NamedTuple):
 
     own: Share
     """Of the mean over its micro-batches, in the sum over ranks."""
-    parts: int
+    micro_batch_count: int
     """The number of micro-batches."""
     each: Tensor | None = None
-    """Of every micro-batch, float64, shape (parts,); None if they count equally."""
+    """Of every micro-batch, float64, shape (micro_batch_count,); None if they count equally."""
 
     def weigh(self, loss: Tensor, share: Tensor | None) -> Tensor:
         """Multiply the loss of a micro-batch with this share by its factor."""
-        return weighed(loss, self.own, self.parts) if share is None else weighed(loss, share)
+        if share is None:
+            return weighed(loss, self.own, self.micro_batch_count)
+        return weighed(loss, share)
 
     def mean(self, losses: Tensor) -> Tensor:
-        """Return the mean of the losses of the micro-batches, shape (parts,)."""
+        """Return the mean of the losses of the micro-batches, shape (micro_batch_count,)."""
         if self.each is None:
             return losses.mean()
         return (weighed(losses, self.each).sum() / self.own).to(losses.dtype)
@@ -55,17 +57,24 @@ def shares_of(
     """
     if weight is None:
         return Shares(1.0 / ranks, len(pieces))
-    weights = torch.stack([_number(weight(piece), device) for piece in pieces])
-    own = weights.sum()
-    of_all_ranks = total(own)
-    return Shares(own / of_all_ranks, len(pieces), weights / of_all_ranks)
+    weights = torch.stack([_as_tensor(weight(piece), device) for piece in pieces])
+    own_weight = weights.sum()
+    weight_of_all_ranks = total(own_weight)
+    return Shares(own_weight / weight_of_all_ranks, len(pieces), weights / weight_of_all_ranks)
 
 
-def _number(weight: Any, device: torch.device) -> Tensor:
+def _as_tensor(weight: Any, device: torch.device) -> Tensor:
+    """Return what a weight function returned as a float64 tensor, NaN for a negative one.
+
+    Raises:
+        TypeError: it is neither a number nor a tensor.
+        ValueError: it is a tensor of another shape than (), or a number that is negative or not finite.
+    """
     if isinstance(weight, Tensor):
         if weight.dim():
             raise ValueError(f"step: weight must return a tensor of shape (); got {_tree.describe(weight)}")
         weight = weight.to(device, torch.float64)
+        # Reading the value would synchronize; NaN skips the step.
         return torch.where(weight < 0, math.nan, weight)
     if not isinstance(weight, (numbers.Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"step: weight must return a number or a tensor of shape (); got {_tree.brief(weight)}")
@@ -74,9 +83,13 @@ def _number(weight: Any, device: torch.device) -> Tensor:
     return torch.full((), float(weight), dtype=torch.float64, device=device)
 
 
-def weighed(value: Tensor, share: Share, parts: int = 1) -> Tensor:
-    """Multiply a value by a share; 0 if the share is 0, even for NaN (a mean of no examples)."""
-    value = value if parts == 1 else value / parts
+def weighed(value: Tensor, share: Share, count: int = 1) -> Tensor:
+    """Multiply a value by a share; 0 if the share is 0, even for NaN (a mean of no examples).
+
+    count: the number of micro-batches among which the share is divided.
+    """
+    if count != 1:
+        value = value / count
     if not isinstance(share, Tensor):
         return value if share == 1.0 else value * share
     share = share.to(torch.promote_types(value.dtype, torch.float32))

@@ -1,50 +1,63 @@
-"""The training step as one pure function: scale, differentiate, check, clip, step, skip and update."""
+"""`TrainStep`: the training step as an object, which makes, moves, evaluates, saves and loads its state."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.scaled_grad import choose, loss_and_aux
+from funcamp._autograd.scaled_grad import loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
-from funcamp._optim.chain import Chain, Update, average, chain, clip_by_norm, clip_by_value, groups_in
+from funcamp._optim.chain import Transform, Update, average, chain, clip_by_norm, clip_by_value, group_functions_in
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.update import exhausted, saturated, skip_step, update
-from funcamp._step.accumulate import Result, accumulate, micro_batches
-from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
-from funcamp._step.differentiate import LossArguments, Shared, call_loss, differentiate_loss
+from funcamp._step.differentiate import LossArguments, call_loss
 from funcamp._step.first_state import consumed_loss, first_state
+from funcamp._step.from_torch import from_torch
 from funcamp._step.options import Options
 from funcamp._step.products import products_of
-from funcamp._step.shares import shares_of
-from funcamp._step.state import Metrics, TrainState, Variables, check_train_state, export, restore
-from funcamp._step.torch_checkpoint import from_torch, to_torch
+from funcamp._step.state import Metrics, TrainState, check_train_state
+from funcamp._step.state_dict import export, restore
+from funcamp._step.take_step import take_step
+from funcamp._step.to_torch import to_torch
 from funcamp._storage.inputs import Inputs, inputs_of, lay_out
-from funcamp._storage.params import Params, clone, expand, matrix_or_vector, stored
+from funcamp._storage.layout import Layout
+from funcamp._storage.params import Params, matrix_or_vector, stored
 from funcamp._storage.policy import autocast_of
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
 
-def _clipping(options: Options) -> list[Any]:
+class _KnownInputs(NamedTuple):
+    """What the loss gets of the last parameters: the same for all of one layout and of the same dtypes."""
+
+    layout_and_dtypes: tuple[Layout, tuple[torch.dtype | None, ...]]
+    """The layout, and for every group its dtype."""
+    inputs: Inputs
+
+
+def _clipping(options: Options) -> list[Callable[[Update], Update]]:
     """Return the part of the chain that clips; none without a limit."""
     if options.max_norm is not None:
         return [clip_by_norm(options.max_norm)]
-    return [] if options.max_value is None else [clip_by_value(options.max_value)]
+    if options.max_value is not None:
+        return [clip_by_value(options.max_value)]
+    return []
 
 
-def _averaging(options: Options) -> list[Any]:
+def _averaging(options: Options) -> list[Transform]:
     """Return the part of the chain that averages; none without a decay."""
-    return [] if options.ema_decay is None else [average(options.ema_decay)]
+    if options.ema_decay is None:
+        return []
+    return [average(options.ema_decay)]
 
 
 def _is_in_autocast(state: TrainState) -> bool:
+    """Return whether a region of the caller casts on the state's device."""
     device_type = state.scaler.scale.device.type
     return device_type != "meta" and torch.is_autocast_enabled(device_type)  # autocast does not know the meta device
 
@@ -58,12 +71,15 @@ class TrainStep(Fixed):
     _instead = "Call make_train_step with another {name}: the new step continues from the same state"
 
     def __init__(self, loss_fn: Loss, optimizer: Any, config: ScalerConfig, options: Options) -> None:
-        self.loss_fn, self.optimizer, self.config, self._options = loss_fn, optimizer, config, options
-        #: What the loss gets of the last parameters, and their layout and dtypes.
-        self._known_inputs: tuple[Any, Inputs] | None = None
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.config = config
+        self._options = options
+        self._known_inputs: _KnownInputs | None = None
         self._products = products_of(options.policy, loss_fn)
-        #: Gives parameters the labels of their groups, unless `init` gets another function.
-        self._group = next(iter(groups_in(optimizer)), matrix_or_vector)
+        #: Gives parameters the labels of their groups, unless `init` gets another function. The optimizer has at most
+        #: one (`make_train_step`).
+        self._group = next(iter(group_functions_in(optimizer)), matrix_or_vector)
         self._transforms = chain(*_clipping(options), optimizer, *_averaging(options))
 
     def python_parts(self) -> dict[str, Any]:
@@ -94,110 +110,16 @@ class TrainStep(Fixed):
                 micro-batches is 0, above accumulate, or differs between tensors.
         """
         state = self.check_call("step", state, batch, *more)
-        by_dynamo = torch.compiler.is_dynamo_compiling()
-        with contextlib.nullcontext() if by_dynamo else self.loss_fn.taking_step(), self._own_precision(state):
-            after, metrics = self._step(state, batch)
+        taking_step: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if not torch.compiler.is_dynamo_compiling():  # `LeftBehind`, which reads it, does nothing under Dynamo
+            taking_step = self.loss_fn.taking_step()
+        with taking_step, self._precision_of_policy(state):
+            after, metrics = take_step(self, state, batch)
         if not compiling() and _is_in_autocast(state):
             torch.clear_autocast_cache()  # torch would keep this step's casts until the caller's region ends
         return after, metrics
 
-    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        options, parallel, batch = self._options, self._options.parallel, _tree.plain(batch)
-        self._check_options(state)
-        device = state.scaler.scale.device
-
-        # Precision: the parameters as the loss gets them, and the products that read them.
-        inputs = self._inputs("step", state.params)
-        cast = inputs.cast(state.params)
-        multiplying = self._products.prepare(state, inputs, cast)
-        tapes = (self.loss_fn.tape(device), multiplying.tape)
-
-        # The scaled gradients, the loss, its variables and the records of the tapes.
-        pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
-        shares = shares_of(options.weight, pieces, parallel.size, parallel.total, device)
-
-        engine = choose(self.loss_fn.engine, state)
-        shared = Shared(self.loss_fn, options.policy, state.scaler, inputs, cast, multiplying, tapes, engine)
-
-        def differentiate(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
-            return differentiate_loss(shared, buffers, piece, lambda loss: shares.weigh(loss, share))
-
-        if options.accumulate == 1:
-            result = differentiate(state.buffers, batch, None)
-        else:
-            like = state.params.outline()
-            result = accumulate(differentiate, like, state.buffers, tapes, batch, pieces, shares, scan=options.scan)
-
-        # The sum over ranks; the flag and the norm by one reading of the gradients.
-        result = parallel.summed(result, shares.own, state.buffers)
-        squares, finite = squares_and_finite(state.scaler, result.gradients)
-        squares, finite, records = parallel.joined(squares, finite, tapes, result.records, shares.own)
-        of_taps, of_products = records
-        scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
-
-        # Clipping, the optimizer and the average.
-        gradients = unscaled_gradients(state.scaler, result.gradients)
-        changed, opt_state = self._transforms.transform(Update(state.params, gradients, norm), state.opt_state)
-        variables = Variables(result.buffers, self._products.after(state, of_products))
-
-        # The only skip.
-        old_variables = state.variables
-        if self.loss_fn.keep_buffers:
-            old_variables = old_variables._replace(buffers=result.buffers)
-        params, opt_state, variables = skip_step(
-            scaler,
-            new=(changed.params, opt_state, variables),
-            old=(state.params, state.opt_state, old_variables),
-        )
-        if self.loss_fn.keep_buffers:
-            variables = variables._replace(buffers=clone(variables.buffers))  # a buffer may be a tensor of the batch
-
-        # Counts and the scale, which move also when the step is skipped.
-        found = scaler.found_inf.long()
-        step, skipped = state.step + 1, state.skipped + found
-        after = TrainState(
-            step=step,
-            skipped=skipped,
-            consecutive_skips=(state.consecutive_skips + 1) * found,
-            params=params,
-            opt_state=opt_state,
-            scaler=update(scaler, self.config),
-            variables=variables,
-        )
-        metrics = Metrics(
-            loss=result.loss,
-            grad_norm=norm.float(),
-            scale=state.scaler.scale.clone(),
-            lr=self._transforms.learning_rate(state.opt_state),
-            found_inf=scaler.found_inf,
-            exhausted=exhausted(scaler, self.config).float(),
-            saturated=saturated(scaler, self.config).float(),
-            applied=step - skipped,
-            skipped=skipped.clone(),
-            consecutive_skips=after.consecutive_skips.clone(),
-            observed=self._observed(gradients),
-            records=self.loss_fn.collected(of_taps),
-            aux=result.aux,
-        )
-        return after, metrics
-
-    def _check_options(self, state: TrainState) -> None:
-        """Raise ValueError if the state or the loss does not fit the options."""
-        decay, has_average = self._options.ema_decay, isinstance(state.ema, Params)
-        if decay is not None and not has_average:
-            raise ValueError(
-                f"step: state must have an average for ema_decay={decay}; got a state without: begin one with "
-                f"state._replace(opt_state=(state.opt_state, funcamp.average({decay}).init(state.params)))"
-            )
-        if decay is None and has_average and not isinstance(self.optimizer, Chain):
-            raise ValueError(
-                "step: state must have no average without ema_decay; got one: drop it with "
-                "state._replace(opt_state=state.opt_state[0])"
-            )
-        if self._options.accumulate > 1:
-            self.loss_fn.check_accumulation()
-
-    def _own_precision(self, state: TrainState) -> Any:
+    def _precision_of_policy(self, state: TrainState) -> contextlib.AbstractContextManager[object]:
         """Context manager: compute as the policy says, also inside of a torch.autocast region of the caller.
 
         Without a policy the region applies. With one, a second cast would be added to the policy's, and the backward
@@ -206,20 +128,6 @@ class TrainStep(Fixed):
         if self._options.policy.compute_dtype != torch.float32 and _is_in_autocast(state):
             return torch.autocast(state.scaler.scale.device.type, enabled=False)
         return contextlib.nullcontext()
-
-    def _observed(self, gradients: Params) -> dict[str, Any]:
-        """Return the results of the observe functions on the unscaled gradients, in the parameters' own tree."""
-        if not self._options.observe:
-            return {}
-        tree = expand(gradients)
-        found = {name: function(tree) for name, function in self._options.observe.items()}
-        for index, leaf in enumerate(_tree.leaves(found)):
-            if not isinstance(leaf, Tensor):
-                raise TypeError(
-                    f"step: observe{_tree.path_of(found, index)} must return tensors; got {_tree.describe(leaf)}"
-                )
-        own: dict[str, Any] = clone(found)
-        return own
 
     @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
     def init(
@@ -314,18 +222,21 @@ class TrainStep(Fixed):
             tensor(3.)
         """
         state = self.check_call("loss", state, batch, *more)
-        mode = contextlib.nullcontext() if boolean("loss", "training", training) else self.loss_fn.evaluating()
-        with torch.no_grad(), mode, self._own_precision(state):
+        keeps_training_flags = boolean("loss", "training", training)
+        mode = contextlib.nullcontext() if keeps_training_flags else self.loss_fn.evaluating()
+        with torch.no_grad(), mode, self._precision_of_policy(state):
             inputs = self._inputs("loss", state.params)
             cast = inputs.cast(state.params)
             values = inputs.values(cast)
-            multiplying = self._products.prepare(state, inputs, cast)
-            multiplying.begin(values, multiplying.tape.zeros)
+            product_context = self._products.prepare(state, inputs, cast)
+            product_context.begin(values, product_context.tape.zeros)
             taps = self.loss_fn.tape(state.scaler.scale.device).zeros
-            with multiplying:
+            with product_context:
                 arguments = LossArguments(inputs.tree(values), taps, state.buffers, state.scaler, _tree.plain(batch))
                 returned = call_loss(self.loss_fn, self._options.policy, arguments)
-        return loss_and_aux("loss", returned, self.loss_fn.has_buffers or self.loss_fn.has_aux)[0]
+        returns_pair = self.loss_fn.has_buffers or self.loss_fn.has_aux
+        loss, _ = loss_and_aux("loss", returned, returns_pair)
+        return loss
 
     def check_call(self, call: str, state: Any, batch: Any, *more: Any) -> TrainState:
         """Return the state; raise if a call did not get a state and one batch."""
@@ -335,8 +246,8 @@ class TrainStep(Fixed):
 
     def _checked(self, call: str, state: Any, batch: Any = None) -> TrainState:
         """Return a state whose parameters are stored as this step has them; a user may have put a plain tree there."""
-        swapped = "; the state goes first, then the batch" if isinstance(batch, TrainState) else ""
-        check_train_state(call, "state", state, swapped)
+        hint = "; the state goes first, then the batch" if isinstance(batch, TrainState) else ""
+        check_train_state(call, "state", state, hint)
         checked: TrainState = state
         if not isinstance(checked.params, Params):
             checked = checked._replace(params=stored(call, checked.params, self._group))
@@ -345,12 +256,14 @@ class TrainStep(Fixed):
 
     def _inputs(self, call: str, params: Params) -> Inputs:
         """Return what the loss gets of these parameters."""
-        key = params.layout, tuple([None if group is None else group.dtype for group in params.groups])
-        if self._known_inputs is not None and self._known_inputs[0] == key:
-            return self._known_inputs[1]
+        group_dtypes = tuple([None if group is None else group.dtype for group in params.groups])
+        layout_and_dtypes = (params.layout, group_dtypes)
+        known = self._known_inputs
+        if known is not None and known.layout_and_dtypes == layout_and_dtypes:
+            return known.inputs
         inputs = inputs_of(call, params, self._options.policy, self.loss_fn)
         if not compiling():
-            self._known_inputs = key, inputs
+            self._known_inputs = _KnownInputs(layout_and_dtypes, inputs)
         return inputs
 
     def compute_params(self, state: TrainState) -> Tree:
@@ -464,26 +377,34 @@ class TrainStep(Fixed):
             >>> step.load_state_dict(saved, like=state).params.tree()
             {'w': tensor([1., 1.])}
         """
-        return self._adopted("load_state_dict", restore(saved, like, strict, split=self._split), consume)
+        state = restore(saved, like, strict, split=self._split)
+        return self._adopted("load_state_dict", state, consume)
 
     @torch.inference_mode(False)  # as `init`
     def _adopted(self, call: str, state: TrainState, consume: bool) -> TrainState:
         """Return a loaded state; with consume, its memory is the module's."""
-        if loss_fn := consumed_loss(call, self, None, None, consume):
-            loss_fn.adopt(state.params, state.buffers)
+        consuming_loss = consumed_loss(call, self, None, None, consume)
+        if consuming_loss is not None:
+            consuming_loss.adopt(state.params, state.buffers)
         return state
 
     @torch.no_grad()
     def _split(self, like: TrainState, by: Mapping[str, object]) -> TrainState:
         """Return a new state like a flat one, in which parameters with different values are in separate groups."""
-        labels, options = like.params.layout.label_of(), self._options
+        labels = like.params.layout.label_of()
+        options = self._options
 
         def group(name: str, _: Tensor) -> str:
             return labels[name]
 
-        buckets = options.parallel.buckets
         params = lay_out(
-            "load_state_dict", like.params.tree(), options.policy, self.loss_fn, group, buckets=buckets, split=by
+            "load_state_dict",
+            like.params.tree(),
+            options.policy,
+            self.loss_fn,
+            group,
+            buckets=options.parallel.buckets,
+            split=by,
         )
         return like._replace(params=params, opt_state=self._transforms.init(params))
 
@@ -559,4 +480,5 @@ class TrainStep(Fixed):
             >>> step.from_torch(step.init(), optimizer=adamw.state_dict()).opt_state.applied
             tensor(1)
         """
-        return self._adopted("from_torch", from_torch(self, like, optimizer, scaler, names, steps), consume)
+        state = from_torch(self, like, optimizer, scaler, names, steps)
+        return self._adopted("from_torch", state, consume)

@@ -13,6 +13,12 @@ from torch import Tensor
 #: Values of one step by name: loss, found_inf, scaler.scale, params.*, buffers.*, opt_state.*, metrics.*.
 Row = dict[str, Tensor]
 
+
+def copied_to_host(row: Row) -> Row:
+    """Return copies of the values of a row, on the host. Syncs."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in row.items()}
+
+
 #: Two runs may differ by this multiple of what a change of one unit in the last place does.
 _FACTOR = 4.0
 #: A value that one unit in the last place changes by this part of its movement or more says nothing: a gradient that is
@@ -42,6 +48,10 @@ class Difference(NamedTuple):
         """Return the difference as a part of what rounding may do."""
         return self.size / self.allowed if self.allowed else math.inf
 
+    def is_larger_than(self, other: Difference) -> bool:
+        """Return whether this one is larger as a part of what rounding may do, or else by itself."""
+        return (self.share, self.size) > (other.share, other.size)
+
 
 class Rounding:
     """What one unit in the last place does to every value, step by step: the yardstick for differences.
@@ -53,25 +63,24 @@ class Rounding:
     """
 
     def __init__(self, reference: list[Row], disturbed: list[Row], start: Row) -> None:
-        self._reference, self._start = reference, start
+        self._reference = reference
+        self._start = start
         self._allowed: list[dict[str, float]] = []
+        """By step and name, what rounding may do."""
         self.first_other_skip = len(reference)
         """The first step that only one of the two runs skips: from there on rounding explains everything."""
-        usual: dict[str, float] = {}
-        for number, (row, other) in enumerate(zip(reference, disturbed)):
-            if self.first_other_skip == len(reference) and not is_same(row["found_inf"], other["found_inf"]):
+        usual_sizes: dict[str, float] = {}
+        for number, (row, disturbed_row) in enumerate(zip(reference, disturbed)):
+            if self.first_other_skip == len(reference) and not is_same(row["found_inf"], disturbed_row["found_inf"]):
                 self.first_other_skip = number
-            sizes = {name: self._size(number, name, other[name]) for name in row if name in other}
-            by_kind: dict[str, list[float]] = {}
-            for name, size in sizes.items():
-                by_kind.setdefault(_kind(name), []).append(size)
+            sizes = {name: self._size(number, name, disturbed_row[name]) for name in row if name in disturbed_row}
             # One disturbed run may come near the reference by chance: what it was before counts too.
-            for kind, found in by_kind.items():
-                usual[kind] = max(usual.get(kind, 0.0), max(found) if kind == _SCALARS else statistics.median(found))
-            floors = {name: self._floor(number, name) for name in sizes}
-            self._allowed.append(
-                {name: self._allowance(size, usual[_kind(name)], floors[name]) for name, size in sizes.items()}
-            )
+            for kind, size in _usual_sizes(sizes).items():
+                usual_sizes[kind] = max(usual_sizes.get(kind, 0.0), size)
+            allowed: dict[str, float] = {}
+            for name, size in sizes.items():
+                allowed[name] = self._allowance(size, usual_sizes[_kind(name)], self._floor(number, name))
+            self._allowed.append(allowed)
 
     @staticmethod
     def _allowance(size: float, usual: float, floor: float) -> float:
@@ -83,9 +92,11 @@ class Rounding:
     @property
     def noise(self) -> tuple[int, int]:
         """The number of floating-point values that are lost in rounding, in the worst step, and of all."""
-        floats = [name for name, value in self._reference[-1].items() if value.is_floating_point()]
-        lost = [sum(allowed.get(name) == math.inf for name in floats) for allowed in self._allowed]
-        return max(lost), len(floats)
+        names = [name for name, value in self._reference[-1].items() if value.is_floating_point()]
+        lost_by_step: list[int] = []
+        for allowed in self._allowed:
+            lost_by_step.append(sum(allowed.get(name) == math.inf for name in names))
+        return max(lost_by_step), len(names)
 
     def against(self, reference: list[Row]) -> Rounding:
         """Return the same yardstick for differences from another run."""
@@ -95,48 +106,72 @@ class Rounding:
 
     def difference(self, number: int, row: Row) -> Difference | None:
         """Return the largest difference of a step from the reference; None if all values are equal."""
-        reference, worst = self._reference[number], None
-        for name, value in reference.items():
+        worst: Difference | None = None
+        for name, value in self._reference[number].items():
             if name not in row:
                 return Difference(number, f"{name}, which is missing,", math.inf, 0.0)
-            if is_same(value, row[name]) or (name == _SUMMED_OTHERWISE and self._size(number, name, row[name]) < 1e-6):
+            if is_same(value, row[name]):
                 continue
-            if number >= self.first_other_skip:
-                allowed = math.inf
-            elif (value.is_floating_point() or value.is_complex()) and name not in _EXACT:
-                allowed = self._allowed[number].get(name, self._floor(number, name))
-            else:
-                allowed = 0.0
-            found = Difference(number, name, self._size(number, name, row[name]), allowed)
-            if worst is None or (found.share, found.size) > (worst.share, worst.size):
-                worst = found
+            size = self._size(number, name, row[name])
+            if name == _SUMMED_OTHERWISE and size < _SUMMED_PRECISION:
+                continue
+            difference = Difference(number, name, size, self._allowed_for(number, name))
+            if worst is None or difference.is_larger_than(worst):
+                worst = difference
         return worst
+
+    def _allowed_for(self, number: int, name: str) -> float:
+        """Return what rounding may do to a value in a step."""
+        if number >= self.first_other_skip:
+            return math.inf
+        value = self._reference[number][name]
+        is_rounded = value.is_floating_point() or value.is_complex()
+        if not is_rounded or name in _EXACT:
+            return 0.0
+        return self._allowed[number].get(name, self._floor(number, name))
 
     def _movement(self, number: int, name: str) -> float:
         """Return how far a value is from where it started; its size, if it did not start or did not move."""
-        value, start = self._reference[number][name], self._start.get(name)
-        moved = 0.0 if start is None else _distance(value, start)
-        return moved or _norm(value) or 1.0
+        value = self._reference[number][name]
+        start = self._start.get(name)
+        movement = 0.0 if start is None else _distance(value, start)
+        return movement or _norm(value) or 1.0
 
     def _size(self, number: int, name: str, value: Tensor) -> float:
+        """Return the distance of a value from the reference's, as a part of what that has moved."""
         reference = self._reference[number][name]
-        return 0.0 if is_same(reference, value) else _distance(reference, value) / self._movement(number, name)
+        if is_same(reference, value):
+            return 0.0
+        return _distance(reference, value) / self._movement(number, name)
 
     def _floor(self, number: int, name: str) -> float:
+        """Return what two runs may always differ by, in the unit of `_size`."""
         value = self._reference[number][name]
         if not (value.is_floating_point() or value.is_complex()):
             return 0.0
         return _ULPS * torch.finfo(value.dtype).eps * _norm(value) / self._movement(number, name)
 
 
-#: The norm of all gradients, which a step sums in float64.
+#: The norm of all gradients, which a step sums in float64, and how far other sums of it may be away.
 _SUMMED_OTHERWISE = "grad_norm"
+_SUMMED_PRECISION = 1e-6
 #: What torch's loop and a step must have in common to the bit, unless one unit in the last place changes it too.
 _EXACT = frozenset({"found_inf", "scaler.scale", "scaler.growth_tracker"})
 
 
 #: The kind of the loss and of the gradients' norm.
 _SCALARS = "scalars"
+
+
+def _usual_sizes(sizes: dict[str, float]) -> dict[str, float]:
+    """Return for every kind of values the median of their sizes, of the scalars the largest."""
+    sizes_by_kind: dict[str, list[float]] = {}
+    for name, size in sizes.items():
+        sizes_by_kind.setdefault(_kind(name), []).append(size)
+    usual_sizes: dict[str, float] = {}
+    for kind, sizes_of_kind in sizes_by_kind.items():
+        usual_sizes[kind] = max(sizes_of_kind) if kind == _SCALARS else statistics.median(sizes_of_kind)
+    return usual_sizes
 
 
 def _kind(name: str) -> str:
@@ -161,7 +196,8 @@ def _distance(one: Tensor, other: Tensor) -> float:
     """Return the 2-norm of a difference; infinity if shapes, dtypes, or the places of inf and NaN differ. Syncs."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return math.inf
-    first, second = _wide(one), _wide(other)
+    first = _wide(one)
+    second = _wide(other)
     finite = torch.isfinite(first)
     if not torch.equal(finite, torch.isfinite(second)):
         return math.inf
@@ -173,8 +209,12 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.dtype not in _COMPARABLE:  # torch compares no float8 and no complex32
-        one, other = _wide(one), _wide(other)
-    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+        one = _wide(one)
+        other = _wide(other)
+    if torch.equal(one, other):
+        return True
+    are_nan = (one != one) & (other != other)
+    return bool(((one == other) | are_nan).all())
 
 
 _COMPARABLE = frozenset(
@@ -187,7 +227,8 @@ def changed_by_a_skip(number: int, before: Row, row: Row) -> Difference | None:
     if not row["found_inf"].item():
         return None
     for name, value in row.items():
-        of_training = name.startswith(("params.", "ema.")) or (name.startswith("opt_state.") and name in before)
-        if of_training and not is_same(before[name], value):
+        is_optimizer_state = name.startswith("opt_state.") and name in before
+        must_stay = is_optimizer_state or name.startswith(("params.", "ema."))
+        if must_stay and not is_same(before[name], value):
             return Difference(number, f"{name}, which a skipped step changed,", math.inf, 0.0)
     return None

@@ -26,9 +26,11 @@ class Comparer:
     """Runs the roads one after the other, and compares each with its reference."""
 
     def __init__(self, task: Task, compiled: JitStep | None) -> None:
-        self._task, self._compiled = task, compiled
-        self._found: list[Comparison] = []
+        self._task = task
+        self._compiled = compiled
+        self._comparisons: list[Comparison] = []
         self._causes: dict[str, None] = {}
+        """What may explain a difference, each once, in order."""
         self._notes: list[str] = []
 
     def run(self) -> Verification:
@@ -36,13 +38,24 @@ class Comparer:
         task = self._task = self._with_usable_scale(self._task)
         start = start_of(task)
         eager = list(step_rows(task, task.step))
-        draws = task.draws.has_drawn()
-        changes = task.python.changes()
-        skipped = tuple(number for number, row in enumerate(eager) if row["found_inf"].item())
+        draws_numbers = task.generators.have_drawn()
+        changes = task.python_state.changes()
         rounding = self._with_torch(start, eager)
         if rounding is None:
-            disturbed = _disturbed(task, lambda by: list(step_rows(task, task.step, disturbed=by)))
+            disturbed = _disturbed(task, lambda disturbance: list(step_rows(task, task.step, disturbed=disturbance)))
             rounding = Rounding(eager, disturbed, start)
+        skipped = tuple([number for number, row in enumerate(eager) if row["found_inf"].item()])
+        self._note_what_shows_little(rounding, eager, skipped)
+        for name, run in self._compiled_steps(draws_numbers):
+            self._with_compiled(rounding.against(eager), start, name, run, middle=len(eager) // 2)
+        if any(comparison.outcome is Outcome.DIFFERENT for comparison in self._comparisons):
+            self._explain(changes, draws_numbers)
+        return Verification(
+            tuple(self._comparisons), len(eager), skipped, task.overflow, tuple(self._causes), tuple(self._notes)
+        )
+
+    def _note_what_shows_little(self, rounding: Rounding, eager: list[Row], skipped: tuple[int, ...]) -> None:
+        """Note if every step was skipped, or if many values are noise."""
         if len(skipped) == len(eager):
             self._notes.append("every step was skipped, so little was compared: begin from a state in mid-training")
         lost, count = rounding.noise
@@ -51,21 +64,14 @@ class Comparer:
                 f"{lost} of {count} values are noise after these steps: one ulp changes them by a quarter of what they "
                 "moved, so they cannot be compared; a policy of higher precision or fewer steps shows more"
             )
-        for name, run in self._compiled_steps(draws):
-            self._with_compiled(rounding.against(eager), start, name, run, middle=len(eager) // 2)
-        if any(one.outcome is Outcome.DIFFERENT for one in self._found):
-            self._explain(changes, draws)
-        return Verification(
-            tuple(self._found), len(eager), skipped, task.overflow, tuple(self._causes), tuple(self._notes)
-        )
 
     def _with_usable_scale(self, task: Task) -> Task:
         """Return the task with a lower scale if the first step would be skipped: skipped steps show little."""
         if task.overflow is None:
             return task
-        first = task.state.scaler.scale
+        first_scale = task.state.scaler.scale
         for power in range(0, _SCALES, 2):
-            scale = first * 2.0**-power
+            scale = first_scale * 2.0**-power
             state = task.state._replace(scaler=task.state.scaler._replace(scale=scale))
             row = next(step_rows(task._replace(state=state), task.step))
             if not row["found_inf"].item():
@@ -75,7 +81,7 @@ class Comparer:
             return task
         if power:
             self._notes.append(
-                f"the scale is {scale.item():g} at first, not {first.item():g}, which skips the first step"
+                f"the scale is {scale.item():g} at first, not {first_scale.item():g}, which skips the first step"
             )
         return task._replace(state=state)
 
@@ -84,21 +90,25 @@ class Comparer:
         task = self._task
         reason = why_not(task.step) if isinstance(task.step, TrainStep) else "the step is a function of its own"
         if reason:
-            self._found.append(Comparison(_TORCH, _EAGER, Outcome.LEFT_OUT, reason=reason))
+            self._comparisons.append(Comparison(_TORCH, _EAGER, Outcome.LEFT_OUT, reason=reason))
             return None
         scales = [float(row["metrics.scale"]) for row in eager]
+
+        def disturbed_rows(disturbance: Disturbance) -> list[Row]:
+            rows, _ = torch_rows(task, scales, disturbed=disturbance)
+            return rows
+
         try:
-            rows, without = torch_rows(task, scales)
-            disturbed = _disturbed(task, lambda by: torch_rows(task, scales, disturbed=by)[0])
+            rows, without_gradient = torch_rows(task, scales)
+            disturbed = _disturbed(task, disturbed_rows)
         except Exception as error:
-            self._found.append(
-                Comparison(_TORCH, _EAGER, Outcome.LEFT_OUT, reason=f"torch's loop raises {_text(error)}")
-            )
+            reason = f"torch's loop raises {_text(error)}"
+            self._comparisons.append(Comparison(_TORCH, _EAGER, Outcome.LEFT_OUT, reason=reason))
             return None
-        if without:
+        if without_gradient:
             self._notes.append(
-                f"{', '.join(sorted(without))} gets no gradient: torch's loop leaves it alone; the step takes zeros, "
-                "so that weight decay and momentum move it"
+                f"{', '.join(sorted(without_gradient))} gets no gradient: torch's loop leaves it alone; the step takes "
+                "zeros, so that weight decay and momentum move it"
             )
         rounding = Rounding(rows, disturbed, start)
         self._compare(rounding, _TORCH, _EAGER, eager, before=start)
@@ -107,17 +117,17 @@ class Comparer:
     def _with_compiled(self, rounding: Rounding, start: Row, name: str, run: Any, middle: int) -> None:
         """Compare a compiled step with the eager one, then again from a saved state."""
         self._compare(rounding, _EAGER, name, step_rows(self._task, run), before=start)
-        if self._found[-1].outcome is Outcome.REFUSED:
+        if self._comparisons[-1].outcome is Outcome.REFUSED:
             return
         resumed = step_rows(self._task, run, save_after=middle)
         self._compare(rounding, _EAGER, f"{name.removesuffix(' step')}, saved, and loaded", resumed, first=middle)
 
-    def _compiled_steps(self, draws: bool) -> list[tuple[str, Any]]:
+    def _compiled_steps(self, draws_numbers: bool) -> list[tuple[str, Any]]:
         """Return the compiled steps to compare, by name."""
         if self._compiled is None:
             return [("jit(exact=True)", jit(self._task.step, exact=True))]
         options = self._compiled._options
-        if draws and options.backend == "inductor" and not options.exact:
+        if draws_numbers and options.backend == "inductor" and not options.exact:
             self._notes.append(
                 "the step draws random numbers, and a compiled step draws others; so it is compared with exact=True, "
                 "which draws those of eager mode"
@@ -139,37 +149,41 @@ class Comparer:
         largest: Difference | None = None
         try:
             for number, row in enumerate(rows, first):
-                found = rounding.difference(number, row)
+                difference = rounding.difference(number, row)
                 if before is not None:
-                    found = changed_by_a_skip(number, before, row) or found
+                    difference = changed_by_a_skip(number, before, row) or difference
                 before = row
-                if found is None:
+                if difference is None:
                     continue
-                if not found.is_rounding:
-                    self._found.append(Comparison(reference, road, Outcome.DIFFERENT, found))
+                if not difference.is_rounding:
+                    self._comparisons.append(Comparison(reference, road, Outcome.DIFFERENT, difference))
                     return
-                if largest is None or (found.share, found.size) > (largest.share, largest.size):
-                    largest = found
+                if largest is None or difference.is_larger_than(largest):
+                    largest = difference
         except Exception as error:
-            self._found.append(Comparison(reference, road, Outcome.REFUSED, reason=_text(error)))
+            self._comparisons.append(Comparison(reference, road, Outcome.REFUSED, reason=_text(error)))
             return
-        outcome = Outcome.EQUAL if largest is None else Outcome.ROUNDING
         lost, count = rounding.noise
-        if largest is not None and lost > count // 2:
+        if largest is None:
+            outcome = Outcome.EQUAL
+        elif lost > count // 2:
             outcome = Outcome.NOISE
-        self._found.append(Comparison(reference, road, outcome, largest))
+        else:
+            outcome = Outcome.ROUNDING
+        self._comparisons.append(Comparison(reference, road, outcome, largest))
 
-    def _explain(self, changes: dict[str, str], draws: bool) -> None:
+    def _explain(self, changes: dict[str, str], draws_numbers: bool) -> None:
         """Note what may explain a difference."""
-        for name, described in changes.items():
+        for name, change in changes.items():
             if not name.startswith(OURS):
-                self._causes[
-                    f"{name} is {described}, from step to step: it is no part of the state. Make it a buffer, an entry "
+                cause = (
+                    f"{name} is {change}, from step to step: it is no part of the state. Make it a buffer, an entry "
                     "of the batch, or return it in the metrics"
-                ] = None
-        for name in self._task.python.hooks():
+                )
+                self._causes[cause] = None
+        for name in self._task.python_state.hooks():
             self._causes[f"{name} has a hook on its gradient"] = None
-        if draws:
+        if draws_numbers:
             self._causes["the step draws random numbers: roads may draw them in another order or number"] = None
         if not self._causes:
             self._causes["none was found: please report it, with the smallest model that shows it"] = None
@@ -191,9 +205,11 @@ def _one_ulp(task: Task) -> float:
     if not isinstance(task.step, TrainStep):
         return 0.0
     dtype = task.step._options.policy.compute_dtype
-    return 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    if dtype == torch.float32:
+        return 0.0
+    return torch.finfo(dtype).eps
 
 
 def _text(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {' '.join(lines[:3]) if lines else ''}"
+    first_lines = str(error).strip().splitlines()[:3]
+    return f"{type(error).__name__}: {' '.join(first_lines)}"

@@ -37,12 +37,12 @@ class Comparison:
         """Return the difference or the reason as text."""
         if self.difference is None:
             return self.reason
-        found = self.difference
-        if found.allowed == math.inf:
-            return f"{found.size:.0e}, in a value that is noise, {found.name}, step {found.step}"
-        if found.is_rounding:
-            return f"{found.size:.0e} of {found.allowed:.0e} allowed, {found.name}, step {found.step}"
-        return f"from step {found.step} on: {found.name} by {found.size:.1e}, {found.allowed:.0e} allowed"
+        step, name, size, allowed = self.difference
+        if allowed == math.inf:
+            return f"{size:.0e}, in a value that is noise, {name}, step {step}"
+        if self.difference.is_rounding:
+            return f"{size:.0e} of {allowed:.0e} allowed, {name}, step {step}"
+        return f"from step {step} on: {name} by {size:.1e}, {allowed:.0e} allowed"
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,25 @@ class Verification:
     @property
     def ok(self) -> bool:
         """Return whether every road that was run agrees, bit for bit or within rounding."""
-        return not any(one.outcome in (Outcome.DIFFERENT, Outcome.REFUSED) for one in self.comparisons)
+        return not any(comparison.outcome in (Outcome.DIFFERENT, Outcome.REFUSED) for comparison in self.comparisons)
 
     def summary(self) -> str:
         """Return the outcomes in one line."""
-        outcomes = ", ".join(f"{one.road}: {one.outcome.value}" for one in self.comparisons)
+        outcomes = ", ".join(f"{comparison.road}: {comparison.outcome.value}" for comparison in self.comparisons)
         return f"{self.steps} steps, {len(self.skipped)} skipped; {outcomes}"
 
     def __str__(self) -> str:
         skipped = ", ".join(map(str, self.skipped)) or "none"
         purpose = "" if self.overflow is None else f" (step {self.overflow} has a scale that is too high, on purpose)"
         lines = [f"{self.steps} steps; skipped: {skipped}{purpose}"]
-        rows = [(f"{one.reference} - {one.road}", one.outcome.value, one.detail()) for one in self.comparisons]
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines += [f"{pair:{widths[0]}}  {outcome:{widths[1]}}  {detail}".rstrip() for pair, outcome, detail in rows]
+        rows: list[tuple[str, str, str]] = []
+        for comparison in self.comparisons:
+            roads = f"{comparison.reference} - {comparison.road}"
+            rows.append((roads, comparison.outcome.value, comparison.detail()))
+        roads_width = max(len(roads) for roads, _, _ in rows)
+        outcome_width = max(len(outcome) for _, outcome, _ in rows)
+        for roads, outcome, detail in rows:
+            lines.append(f"{roads:{roads_width}}  {outcome:{outcome_width}}  {detail}".rstrip())
         lines += [f"likely cause: {cause}" for cause in self.causes]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)

@@ -16,7 +16,7 @@ from funcamp import _tree
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
 from funcamp._storage.params import clone
-from funcamp._verify.compare import Row
+from funcamp._verify.compare import Row, copied_to_host
 from funcamp._verify.python_state import PythonState
 from funcamp._verify.torch_loop import TorchLoop
 
@@ -37,27 +37,29 @@ class Task(NamedTuple):
     """A batch for every step. Roads use deep copies."""
     overflow: int | None
     """The number of the step whose scale is too high, on purpose."""
-    python: PythonState
+    python_state: PythonState
     """What the user's objects keep in Python."""
-    draws: Draws
-    """Torch's random numbers at the start."""
+    generators: Generators
+    """The random number generators, as they are at the start."""
 
     def begin(self) -> None:
         """Put everything outside of the state back to the start."""
-        self.python.restore()
-        self.draws.restore()
+        self.python_state.restore()
+        self.generators.restore()
 
 
-class Draws:
-    """The state of the random number generators: torch's own on the CPU and on some devices, and Python's."""
+class Generators:
+    """The state of the random number generators: torch's own on the CPU and on some devices, Python's and numpy's."""
 
     def __init__(self, devices: set[torch.device]) -> None:
         self._python = random.getstate()
+        # numpy is no requirement: it is not imported for this.
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._cpu = torch.get_rng_state()
-        self._others = {
-            device: torch.get_device_module(device).get_rng_state(device) for device in devices if device.type != "cpu"
-        }
+        self._devices: dict[torch.device, Tensor] = {}
+        for device in devices:
+            if device.type != "cpu":
+                self._devices[device] = torch.get_device_module(device).get_rng_state(device)
 
     def restore(self) -> None:
         """Put the generators back."""
@@ -65,16 +67,15 @@ class Draws:
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
-        for device, state in self._others.items():
+        for device, state in self._devices.items():
             torch.get_device_module(device).set_rng_state(state, device)
 
-    def has_drawn(self) -> bool:
+    def have_drawn(self) -> bool:
         """Return whether torch's generators have moved since."""
-        now = Draws(set(self._others))
-        return not all(
-            torch.equal(one, other)
-            for one, other in zip((self._cpu, *self._others.values()), (now._cpu, *now._others.values()))
-        )
+        now = Generators(set(self._devices))
+        if not torch.equal(self._cpu, now._cpu):
+            return True
+        return any(not torch.equal(state, now._devices[device]) for device, state in self._devices.items())
 
 
 def start_of(task: Task) -> Row:
@@ -86,7 +87,7 @@ class Disturbance(NamedTuple):
     """A change of every number of the parameters, and of the batches."""
 
     part: float
-    """By how much of the number, up or down by turns."""
+    """By how much of the number, up or down."""
     also_batches: bool = True
     """False for batches whose numbers have a meaning: a distribution's sample, 0 or 1."""
 
@@ -105,13 +106,14 @@ def torch_rows(task: Task, scales: list[float], *, disturbed: Disturbance | None
     if disturbed:
         for parameter in loop.parameters():
             _disturb(parameter.data, disturbed.part)
-    rows = []
+    rows: list[Row] = []
     for number, batch in enumerate(_batches(task, disturbed)):
-        before = loop.scale
-        scale = _OVERFLOWS if number == task.overflow else None if loop.follows_rule else scales[number]
-        rows.append(loop.step(batch, scale))
         if number == task.overflow:
-            loop.scale = before
+            scale = loop.scale
+            rows.append(loop.step(batch, _OVERFLOWS))
+            loop.scale = scale
+        else:
+            rows.append(loop.step(batch, None if loop.follows_rule else scales[number]))
     return rows, loop.without_gradient
 
 
@@ -128,22 +130,27 @@ def step_rows(
             the rows of the second run are yielded.
     """
     task.begin()
-    state, saved = clone(task.state), None
+    state = clone(task.state)
     if disturbed:
         for leaf in _tree.leaves(state.params if isinstance(state, TrainState) else state):
             if isinstance(leaf, Tensor):
                 _disturb(leaf, disturbed.part)
+
+    saved: tuple[bytes, Generators] | None = None
     for number, batch in enumerate(_batches(task, disturbed)):
         if number == save_after:
-            saved = _saved(task, state), Draws({leaf.device for leaf in _tree.leaves(state) if leaf is not None})
+            devices = {leaf.device for leaf in _tree.leaves(state) if leaf is not None}
+            saved = _saved(task, state), Generators(devices)
         state, row = _one_step(task, run, state, batch, number)
         if save_after is None:
             yield row
     if save_after is None or saved is None:
         return
+
+    saved_state, generators = saved
     task.begin()  # a new process begins with the Python values of a new module
-    state = _loaded(task, saved[0])
-    saved[1].restore()
+    state = _loaded(task, saved_state)
+    generators.restore()
     for number, batch in enumerate(_batches(task, disturbed)):
         if number >= save_after:
             state, row = _one_step(task, run, state, batch, number)
@@ -151,6 +158,7 @@ def step_rows(
 
 
 def _one_step(task: Task, run: _Step, state: Any, batch: Any, number: int) -> tuple[Any, Row]:
+    """Return the state after a step and the step's row; the step of the overflow gets a scale that is too high."""
     if number != task.overflow:
         state, metrics = run(state, batch)
         return state, row_of(task.step, state, metrics)
@@ -165,36 +173,41 @@ def row_of(step: _Step, state: Any, metrics: Any) -> Row:
     """Return what there is to compare after a step, on the host."""
     row = _values(step, state)
     if isinstance(step, TrainStep):
-        row |= {"loss": metrics.loss, "found_inf": metrics.found_inf, "grad_norm": metrics.grad_norm}
-        row |= {"metrics.scale": metrics.scale, "applied": metrics.applied} | _named("lr", metrics.lr)
-        aux, prefix = metrics.aux, "aux"
+        row["loss"] = metrics.loss
+        row["found_inf"] = metrics.found_inf
+        row["grad_norm"] = metrics.grad_norm
+        row["metrics.scale"] = metrics.scale
+        row["applied"] = metrics.applied
+        row |= _by_path("lr", metrics.lr)
+        row |= _by_path("aux", metrics.aux)
     else:
-        row["found_inf"] = torch.zeros(())
-        aux, prefix = metrics, "metrics"
-    row |= _named(prefix, aux)
-    return {name: value.detach().to("cpu", copy=True) for name, value in row.items()}
+        row["found_inf"] = torch.zeros(())  # a function of its own skips nothing
+        row |= _by_path("metrics", metrics)
+    return copied_to_host(row)
 
 
 def _values(step: _Step, state: Any) -> Row:
     """Return copies of a state's values by name, on the host."""
-    if isinstance(step, TrainStep):
-        values = {name: value for name, value in step.state_dict(state).items() if name != "scaler.found_inf"}
-    else:
-        values = _named("state", state)
-    return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
+    if not isinstance(step, TrainStep):
+        return copied_to_host(_by_path("state", state))
+    values = step.state_dict(state)
+    del values["scaler.found_inf"]  # 0 after each update; the flag of the step is in its metrics
+    return copied_to_host(values)
 
 
-def _named(prefix: str, tree: Any) -> Row:
-    leaves = _tree.leaves(tree)
-    return {
-        f"{prefix}{_tree.path_of(tree, index)}": leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)
-    }
+def _by_path(prefix: str, tree: Any) -> Row:
+    """Return the tensors of a tree by the prefix and their paths."""
+    tensors: Row = {}
+    for index, leaf in enumerate(_tree.leaves(tree)):
+        if isinstance(leaf, Tensor):
+            tensors[f"{prefix}{_tree.path_of(tree, index)}"] = leaf
+    return tensors
 
 
 def _batches(task: Task, disturbed: Disturbance | None) -> Iterator[Any]:
     """Yield copies of the batches, because a step may write into them; memory that leaves share stays shared."""
-    for batch in task.batches:
-        batch = copy.deepcopy(batch)
+    for original in task.batches:
+        batch = copy.deepcopy(original)
         if disturbed and disturbed.also_batches:
             for leaf in _tree.leaves(batch):
                 # Whole numbers are codes: classes, masks, positions.
@@ -209,24 +222,25 @@ def _is_whole(value: Tensor) -> bool:
 
 @torch.no_grad()
 def _disturb(value: Tensor, part: float) -> None:
-    """Change every number of a tensor by a part of it, up or down by turns."""
+    """Change every number of a tensor by a part of it, up or down."""
     if not (value.is_floating_point() or value.is_complex()) or value.layout != torch.strided:
         return
     part = max(part, torch.finfo(value.dtype).eps)
-    numbers = torch.arange(value.numel(), device=value.device).reshape(value.shape)
-    signs = 1 - 2 * (numbers * 7919 % 101 % 2)
+    indices = torch.arange(value.numel(), device=value.device).reshape(value.shape)
+    # As if drawn, and the same in every run: 1 or -1 by the index.
+    signs = 1 - 2 * (indices * 7919 % 101 % 2)
     value.copy_(value * (1 + part * signs))
 
 
 def _saved(task: Task, state: Any) -> bytes:
     file = io.BytesIO()
-    saved = task.step.state_dict(state) if isinstance(task.step, TrainStep) else _tree.leaves(state)
-    torch.save(saved, file)
+    torch.save(task.step.state_dict(state) if isinstance(task.step, TrainStep) else _tree.leaves(state), file)
     return file.getvalue()
 
 
 def _loaded(task: Task, saved: bytes) -> Any:
-    found = torch.load(io.BytesIO(saved), weights_only=True)
+    loaded = torch.load(io.BytesIO(saved), weights_only=True)
     if isinstance(task.step, TrainStep):
-        return task.step.load_state_dict(found, like=clone(task.state))
-    return _tree.unflatten(found, _tree.flatten(task.state)[1])
+        return task.step.load_state_dict(loaded, like=clone(task.state))
+    _, spec = _tree.flatten(task.state)
+    return _tree.unflatten(loaded, spec)

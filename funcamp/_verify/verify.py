@@ -18,11 +18,11 @@ from funcamp._step.step import TrainStep
 from funcamp._trace.autocast_regions import without_autocast
 from funcamp._verify.python_state import PythonState
 from funcamp._verify.report import Verification
-from funcamp._verify.roads import Draws, Task
+from funcamp._verify.roads import Generators, Task
 
 #: The step whose scale is too high: not the first, so that there is something to undo.
 _OVERFLOW = 1
-_LEAST = 3
+_LEAST_STEPS = 3
 
 
 def verify(
@@ -87,15 +87,16 @@ def verify(
     compiled = step if isinstance(step, JitStep) else None
     if compiled is not None and compiled._options.unroll is not None:
         raise ValueError("verify: step must take one step in a call; got unroll: pass jit(step) without it")
-    plain = step if compiled is None else compiled._step
-    _check_step(plain)
-    integer("verify", "steps", steps, _LEAST)
+    plain_step = step if compiled is None else compiled._step
+    _check_step(plain_step)
+    integer("verify", "steps", steps, _LEAST_STEPS)
     if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
         raise TypeError(f"verify: batches must be an iterable of batches, such as a list; got {_tree.brief(batches)}")
-    if isinstance(plain, TrainStep) and state is not None:
+    if isinstance(plain_step, TrainStep) and state is not None:
         check_train_state("verify", "state", state)
-    python = PythonState(_roots(plain, OURS) | _generators(batches))
-    draws = Draws({leaf.device for leaf in _tree.leaves(state) if isinstance(leaf, Tensor)})
+    # Recorded before the batches are taken, because taking them may draw random numbers.
+    python_state = PythonState(_roots(plain_step, OURS) | _generators(batches))
+    generators = Generators(_devices_of(state))
     try:
         chosen = list(itertools.islice(batches, steps))
         if len(chosen) < steps:
@@ -103,20 +104,41 @@ def verify(
         # A step with a policy disables an autocast around it, and torch's loop would not.
         with without_autocast(), torch.inference_mode(False), torch.enable_grad():
             if state is None:
-                state = _first_state(plain)
-            places = {leaf.device for leaf in _tree.leaves((state, chosen)) if isinstance(leaf, Tensor)}
-            is_float16 = isinstance(plain, TrainStep) and plain._options.policy.compute_dtype == torch.float16
-            task = Task(plain, state, chosen, _OVERFLOW if is_float16 else None, python, Draws(places))
+                state = _first_state(plain_step)
+            task = Task(
+                step=plain_step,
+                state=state,
+                batches=chosen,
+                overflow=_overflow_of(plain_step),
+                python_state=python_state,
+                generators=Generators(_devices_of((state, chosen))),
+            )
             return Comparer(task, compiled).run()
     finally:
-        python.restore()
-        draws.restore()
+        python_state.restore()
+        generators.restore()
+
+
+def _devices_of(tree: Any) -> set[torch.device]:
+    return {tensor.device for tensor in _tree.tensors_in(tree)}
+
+
+def _overflow_of(step: Any) -> int | None:
+    """Return the number of the step that gets a scale that is too high; None if nothing is computed in float16."""
+    is_float16 = isinstance(step, TrainStep) and step._options.policy.compute_dtype == torch.float16
+    return _OVERFLOW if is_float16 else None
 
 
 def _generators(batches: Any) -> dict[str, Any]:
     """Return the generators of a DataLoader, which its iteration moves."""
-    loader = getattr(batches, "generator", None), getattr(getattr(batches, "sampler", None), "generator", None)
-    return {f"generator {number} of batches": generator for number, generator in enumerate(loader) if generator}
+    own_generator = getattr(batches, "generator", None)
+    sampler = getattr(batches, "sampler", None)
+    sampler_generator = getattr(sampler, "generator", None)
+    generators: dict[str, Any] = {}
+    for number, generator in enumerate((own_generator, sampler_generator)):
+        if generator:
+            generators[f"generator {number} of batches"] = generator
+    return generators
 
 
 def _check_step(step: Any) -> None:
@@ -142,9 +164,14 @@ def _roots(step: Any, ours: str) -> dict[str, Any]:
     """Return the user's objects by name, in which things may be kept from step to step."""
     if not isinstance(step, TrainStep):
         return {"step": step}
-    loss_fn, options = step.loss_fn, step._options
+    loss_fn = step.loss_fn
+    roots: dict[str, Any] = {}
     if isinstance(loss_fn, ModuleLoss):
-        roots = {"model": loss_fn.model, "criterion": loss_fn.criterion}
+        roots["model"] = loss_fn.model
+        roots["criterion"] = loss_fn.criterion
     else:
-        roots = {"loss_fn": loss_fn.function}
-    return roots | {"weight": options.weight, "observe": dict(options.observe), ours: step}
+        roots["loss_fn"] = loss_fn.function
+    roots["weight"] = step._options.weight
+    roots["observe"] = dict(step._options.observe)
+    roots[ours] = step
+    return roots

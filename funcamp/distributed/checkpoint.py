@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._step.state import (
-    TrainState,
-    check_like,
-    check_train_state,
-    check_values,
-    gathered,
-    named,
-)
+from funcamp._step.state import TrainState, check_train_state
+from funcamp._step.state_dict import check_like, check_values, gather, tensors_by_name
 from funcamp._storage.params import Params, clone
 from funcamp.distributed.shards import joined_slice, slice_of
 
@@ -43,7 +37,7 @@ def gather_state(state: TrainState) -> TrainState:
         >>> distributed.gather_state(state).params is state.params
         True
     """
-    return gathered("gather_state", state)
+    return gather("gather_state", state)
 
 
 def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
@@ -86,7 +80,7 @@ def _tensors_of(call: str, name: str, state: TrainState) -> dict[str, Tensor]:
     """
     check_train_state(call, name, state)
     tree = _tree.map_nodes(Params, slice_of, state)
-    return named(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
+    return tensors_by_name(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
 
 
 def _fingerprint(params: Params) -> int:

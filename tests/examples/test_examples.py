@@ -100,7 +100,7 @@ class Late:
 def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
     """A reader whose rows arrive late, as from a GPU."""
     Late.made, Late.waits = [], []
-    monkeypatch.setattr(metric_reader, "_recorded", Late)
+    monkeypatch.setattr(metric_reader, "_record_event", Late)
     monkeypatch.setattr(metric_reader, "_on_device", lambda leaf: True)
     return Late
 

@@ -13,7 +13,7 @@ import funcamp
 from funcamp import _tree
 from funcamp._verify.compare import Rounding, Row
 from funcamp._verify.python_state import PythonState
-from funcamp._verify.roads import Disturbance, Draws, Task, row_of, start_of, step_rows, torch_rows
+from funcamp._verify.roads import Disturbance, Generators, Task, row_of, start_of, step_rows, torch_rows
 from funcamp._verify.torch_loop import why_not
 
 
@@ -58,7 +58,7 @@ def compare(
     """
     loss_fn: Any = step.loss_fn
     python = PythonState({"model": loss_fn.model, "criterion": loss_fn.criterion, "step": step})
-    task = Task(step, step.init(flat=flat), batches, None, python, Draws(set()))
+    task = Task(step, step.init(flat=flat), batches, None, python, Generators(set()))
     try:
         eager = list(step_rows(task, step))
         reference, name = eager, "eager step"

@@ -221,7 +221,7 @@ def test_metrics_arrive_late_in_order_and_none_is_lost(monkeypatch: pytest.Monke
         events.append(Late())
         return events[-1]
 
-    monkeypatch.setattr(metric_reader, "_recorded", recorded)
+    monkeypatch.setattr(metric_reader, "_record_event", recorded)
     monkeypatch.setattr(metric_reader, "_on_device", lambda leaf: True)
     reader = MetricReader(limit=4)
     for index in range(3):
@@ -244,7 +244,7 @@ def test_metrics_of_two_devices_arrive_when_both_copies_have(monkeypatch: pytest
         device = torch.device("cuda:1")
 
     events: dict[torch.device, Late] = {}
-    monkeypatch.setattr(metric_reader, "_recorded", lambda device: events.setdefault(device, Late()))
+    monkeypatch.setattr(metric_reader, "_record_event", lambda device: events.setdefault(device, Late()))
     monkeypatch.setattr(metric_reader, "_on_device", lambda leaf: True)
     reader = MetricReader()
     for number in (1.0, 2.0):

@@ -102,6 +102,17 @@ def plain_names_pass_between_cut_and_whole_states() -> None:
 
 
 @case(2)
+def counts_that_differ_in_a_group_are_refused_in_slices() -> None:
+    cut = made(mlp(), LOW, parallel=distributed.DataParallel(shard=True))
+    names = cut.state_dict(trained(cut))
+    of_biases = [name for name in names if name.startswith("opt_state.state.step.") and name.endswith("bias")]
+    assert len(of_biases) > 1  # in one group
+    names[of_biases[0]] = names[of_biases[0]] - 1
+    with pytest.raises(ValueError, match="saved must hold one count for all parameters"):
+        cut.load_state_dict(names, like=cut.init())
+
+
+@case(2)
 def what_is_no_saved_state_is_refused() -> None:
     step = made(mlp(), LOW, parallel=distributed.DataParallel(shard=True))
     state: Any = step.init()

@@ -1,136 +1,30 @@
-"""Conversion of a training state to and from the state_dicts of a torch loop.
+"""The state that continues a torch loop, from the state_dicts of its optimizer and its scaler.
 
-Both directions rename the tensors that `state_dict` exports. torch numbers parameters in the order in which the
-optimizer got them; funcamp uses their names. `names_by_number` is the only place that maps one to the other.
+torch's tensors get the names under which `state_dict` exports those of a state. Only `names_by_number`
+maps the numbers of torch's parameters to names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.loss import Loss
-from funcamp._autograd.module_loss import ModuleLoss
-from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.chain import optimizer_in
 from funcamp._optim.stateless import APPLIED, StatelessOptimizer
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.state_dict import from_state_dict, to_state_dict
-from funcamp._step.state import TrainState, check_train_state, export, gathered, restore
+from funcamp._scaler.state_dict import from_state_dict
+from funcamp._step.state import TrainState, check_train_state
+from funcamp._step.state_dict import export, restore
+from funcamp._step.torch_groups import Step, TorchGroup, as_number, groups_of, has_several_classes, torch_group_of
 
 #: Entries of a torch group that do not affect the result: how the class runs, and what a scheduler stores there.
 _WITHOUT_EFFECT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr")
 #: The constants of a configuration that torch's scaler has, too.
 _SCALER_CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
-
-
-class Step(Protocol):
-    """What the conversion asks of a `TrainStep`."""
-
-    loss_fn: Loss
-    optimizer: Any
-    config: ScalerConfig
-
-    @property
-    def _split(self) -> Callable[[TrainState, Mapping[str, object]], TrainState]: ...
-
-
-class TorchGroup(NamedTuple):
-    """One parameter group of torch's optimizer."""
-
-    label: str | None
-    """Its label in `by_group`; None without."""
-    optimizer: StatelessOptimizer
-    prefix: str
-    """The prefix of its entries among the exported names."""
-    names: list[str]
-    """The names of its parameters, in torch's order."""
-
-    def key(self, entry: str, name: str) -> str:
-        """Return the exported name of an optimizer entry of a parameter."""
-        return f"{self.prefix}state.{entry}.{name}"
-
-    def entries_in(self, saved: Iterable[str]) -> list[str]:
-        """Return the names of the optimizer's entries, as in torch, that are among exported names."""
-        start = f"{self.prefix}state."
-        entries: dict[str, None] = {}
-        for key in saved:
-            if key.startswith(start):
-                entries[key.removeprefix(start).partition(".")[0]] = None
-        return list(entries)
-
-
-# To torch.
-
-
-def to_torch(step: Step, state: TrainState, names: Iterable[str] | None) -> dict[str, Any]:
-    """Return the state_dicts of `TrainStep.to_torch`."""
-    saved = export("to_torch", state)
-    groups = groups_of("to_torch", step, state, names)
-    optimizer: dict[Any, Any]
-    if _has_several_classes(optimizer_in(step.optimizer)):
-        optimizer = {group.label: _optimizer_state_dict([group], saved) for group in groups}
-    else:
-        optimizer = _optimizer_state_dict(groups, saved)
-    return {
-        "model": _model_state_dict(step.loss_fn, state, saved),
-        "optimizer": optimizer,
-        "scaler": to_state_dict(state.scaler, step.config),
-    }
-
-
-def _model_state_dict(loss_fn: Loss, state: TrainState, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the module's state_dict; for a loss without a module, parameters and buffers by name."""
-    if isinstance(loss_fn, ModuleLoss):
-        return loss_fn.state_dict(gathered("to_torch", state).params, state.buffers)
-    tensors: dict[str, Tensor] = {}
-    for key, tensor in saved.items():
-        field, _, name = key.partition(".")
-        if field in ("params", "buffers") and name:
-            tensors[name] = tensor
-    return tensors
-
-
-def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the state_dict of one torch optimizer."""
-    state: dict[int, dict[str, Tensor]] = {}
-    param_groups: list[dict[str, Any]] = []
-    next_number = 0
-    for group in groups:
-        entries = group.entries_in(saved)
-        numbers = list(range(next_number, next_number + len(group.names)))
-        next_number += len(numbers)
-        hyperparameters = hyperparameters_of(group.optimizer, saved[f"{group.prefix}applied"])
-        param_groups.append({**hyperparameters, "params": numbers})
-        for number, name in zip(numbers, group.names):
-            parameter_state = _parameter_state(group, entries, name, saved)
-            if parameter_state:
-                state[number] = parameter_state
-    return {"state": state, "param_groups": param_groups}
-
-
-def _parameter_state(
-    group: TorchGroup, entries: Iterable[str], name: str, saved: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return torch's state of one parameter; empty for a frozen one, and for one that no step has changed."""
-    parameter_state: dict[str, Tensor] = {}
-    for entry in entries:
-        key = group.key(entry, name)
-        if key in saved:
-            parameter_state[entry] = saved[key]
-    # The count of steps that changed the parameter, for classes whose first step differs; torch has no such entry.
-    if APPLIED in parameter_state and parameter_state.pop(APPLIED) == 0:
-        return {}
-    if "step" in parameter_state:
-        parameter_state["step"] = parameter_state["step"].cpu()  # torch stores the step counter on the host
-    return parameter_state
-
-
-# From torch.
 
 
 def from_torch(
@@ -151,8 +45,8 @@ def from_torch(
         for label in _labels_of_optimizers(call, optimizer_in(step.optimizer), optimizer):
             state_dict = optimizer if label is None else optimizer[label]
             _check_state_dict(call, state_dict)
-            of_label = [group for group in groups if label is None or group.label == label]
-            entries = _read_optimizer(call, state_dict, of_label, saved, names_are_given=names is not None)
+            groups_of_optimizer = [group for group in groups if label is None or group.label == label]
+            entries = _read_optimizer(call, state_dict, groups_of_optimizer, saved, names_are_given=names is not None)
             saved.update(entries.tensors)
             counts.update(entries.counts)
         if steps is None and not counts:
@@ -169,7 +63,7 @@ def _labels_of_optimizers(call: str, optimizer: Any, state_dicts: Mapping[Any, A
     Raises:
         ValueError: there are several optimizers, and not a state_dict for each.
     """
-    if not _has_several_classes(optimizer):
+    if not has_several_classes(optimizer):
         return [None]
     labels: list[str | None] = list(optimizer.optimizers)
     if not isinstance(state_dicts, Mapping) or set(state_dicts) != set(labels):
@@ -373,106 +267,16 @@ def _read_scaler(
     return {f"scaler.{name}": value for name, value in scaler_state._asdict().items()}
 
 
-# The groups of torch's optimizer.
-
-
-def groups_of(call: str, step: Step, state: TrainState, names: Iterable[str] | None) -> list[TorchGroup]:
-    """Return the parameter groups of torch's optimizer: one, or one for each label of `by_group`.
-
-    Args:
-        call: the public function, for errors.
-        step: the step.
-        state: a state of it.
-        names: the parameters in the order in which torch's optimizer got them; None for the module's.
-
-    Raises:
-        TypeError: an optimizer was not made by `stateless`.
-        ValueError: names are not those of the step's parameters.
-    """
-    labels = state.params.layout.label_of()
-    optimizer = optimizer_in(step.optimizer)
-    module_parameters: dict[str, nn.Parameter] = {}
-    if isinstance(step.loss_fn, ModuleLoss):
-        module_parameters = dict(step.loss_fn.model.named_parameters())
-    if names is not None:
-        order = list(names)
-    else:
-        order = list(module_parameters) or list(labels)
-    _check_order(call, order, set(labels), set(module_parameters))
-
-    if not isinstance(optimizer, GroupedOptimizer):
-        _check_optimizer(call, optimizer)
-        return [TorchGroup(None, optimizer, "opt_state.", order)]
-    for name in order:
-        if name not in labels:  # a frozen parameter of the module
-            labels[name] = optimizer.group(name, module_parameters[name])
-    groups: list[TorchGroup] = []
-    for label, of_label in optimizer.optimizers.items():
-        _check_optimizer(call, of_label)
-        names_of_label = [name for name in order if labels[name] == label]
-        groups.append(TorchGroup(label, of_label, f"opt_state.{label}.", names_of_label))
-    return groups
-
-
-def _check_order(call: str, order: Sequence[str], trained: set[str], of_module: set[str]) -> None:
-    names = set(order)
-    is_repeated = len(names) < len(order)
-    if is_repeated or not trained <= names <= trained | of_module:
-        odd = sorted(trained ^ names)
-        raise ValueError(
-            f"{call}: names must be those of the step's parameters, each once; got {list(order)}, odd is {odd}"
-        )
-
-
-def _check_optimizer(call: str, optimizer: object) -> None:
-    if not isinstance(optimizer, StatelessOptimizer):
-        raise TypeError(f"{call}: the step's optimizer must be made by stateless; got {optimizer!r}")
-
-
-def _has_several_classes(optimizer: object) -> bool:
-    """Return whether torch needs one optimizer per group, because their classes differ."""
-    if not isinstance(optimizer, GroupedOptimizer):
-        return False
-    classes = {grouped._cls for grouped in optimizer.optimizers.values()}
-    return len(classes) > 1
-
-
-# Hyperparameters.
-
-
-def hyperparameters_of(optimizer: StatelessOptimizer, applied: Tensor) -> dict[str, Any]:
-    """Return the numbers of a torch.optim group after some applied steps."""
-    arguments: dict[str, object] = {}
-    for name, value in (optimizer._hyperparameters | optimizer._hyper(applied, [applied])).items():
-        arguments[name] = _plain(value)
-    group = _torch_group(optimizer, arguments)
-    return {name: value for name, value in group.items() if name != "params"}
-
-
 def _check_hyperparameters(call: str, optimizer: StatelessOptimizer, torch_group: Mapping[str, Any], name: str) -> None:
     """Raise ValueError if torch's group has another number than the step would continue with."""
     # Dynamic ones are tensors and schedules: the step goes on with its own.
     ignored = (*_WITHOUT_EFFECT, *optimizer._traits.dynamic)
-    for key, own_value in _torch_group(optimizer, optimizer._traits.arguments).items():
+    for key, own_value in torch_group_of(optimizer, optimizer._traits.arguments).items():
         if key not in torch_group or key in ignored:
             continue
-        value = _plain(torch_group[key])
-        if value != _plain(own_value):
+        value = as_number(torch_group[key])
+        if value != as_number(own_value):
             raise ValueError(
                 f"{call}: optimizer must have the step's {key}, {own_value!r}; got {value!r} for {name!r}: make the "
                 f"step with stateless(..., {key}={value!r}), or change it in optimizer['param_groups']"
             )
-
-
-def _torch_group(optimizer: StatelessOptimizer, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameter group of torch's class with these arguments, defaults included."""
-    torch_optimizer = optimizer._cls([torch.zeros(2, 2)], **arguments)
-    group: dict[str, Any] = torch_optimizer.param_groups[0]
-    return group
-
-
-def _plain(value: object) -> Any:
-    """Return a hyperparameter as a number, or as a tuple of numbers."""
-    if isinstance(value, (tuple, list)):
-        return tuple(_plain(item) for item in value)
-    return value.item() if isinstance(value, Tensor) else value

@@ -1,0 +1,264 @@
+"""How a state is saved under dotted names and loaded: the names, the layout, and which values are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._optim.chain import Average, is_average
+from funcamp._optim.stateless import OptState
+from funcamp._step.state import TrainState, check_train_state, states_of_parts
+from funcamp._storage.params import Params, clone, collapse, expand
+from funcamp._types import Tree
+
+_FROM_TORCH = (
+    "a torch loop goes on by model.load_state_dict(...) before init, then "
+    "step.from_torch(step.init(), optimizer=..., scaler=...) with the state_dicts of its optimizer and scaler"
+)
+
+
+# Saving.
+
+
+def export(call: str, state: TrainState) -> dict[str, Tensor]:
+    """Return copies of all tensors under their dotted names."""
+    copies: dict[str, Tensor] = clone(tensors_by_name(expand(gather(call, state))))
+    return copies
+
+
+def gather(call: str, state: TrainState) -> TrainState:
+    """Return the full state, as `distributed.gather_state` does."""
+    check_train_state(call, "state", state)
+    if state.params.ranks is None:
+        return state
+    full_state: TrainState = _tree.map_nodes(Params, lambda params: params.gathered(), state)
+    return full_state
+
+
+def tensors_by_name(state: TrainState) -> dict[str, Tensor]:
+    """Return the tensors of a state by the names under which they are saved."""
+    tensors: dict[str, Tensor] = {}
+    for name, leaf in zip(saved_names(state), _tree.leaves(state)):
+        if leaf is not None:
+            tensors[name] = leaf
+    return tensors
+
+
+def saved_names(state: TrainState) -> list[str]:
+    """Return the name under which each leaf of a state is saved.
+
+    These are the names of the first format, in which buffers, average and float8 state were fields of the state.
+    """
+    averages: list[int] = []
+    others: list[int] = []
+    for number, part_state in enumerate(states_of_parts(state.opt_state)):
+        if isinstance(part_state, Average):
+            averages.append(number)
+        elif not is_average(part_state):
+            others.append(number)
+
+    saved_prefixes = {"variables.buffers.": "buffers.", "variables.products.": "float8."}
+    # The first format had one average beside the optimizer's state. Of several, each keeps its number in the chain.
+    if len(averages) == 1:
+        saved_prefixes[f"opt_state.{averages[0]}.average."] = "ema."
+    if len(others) == 1:
+        saved_prefixes[f"opt_state.{others[0]}."] = "opt_state."
+
+    names: list[str] = []
+    for name in _tree.names(state):
+        prefix = next((prefix for prefix in saved_prefixes if name.startswith(prefix)), "")
+        names.append(saved_prefixes.get(prefix, "") + name.removeprefix(prefix))
+    return names
+
+
+# Loading.
+
+
+@torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
+def restore(
+    saved: dict[str, Tensor],
+    like: TrainState,
+    strict: bool = True,
+    *,
+    split: Callable[[TrainState, Mapping[str, object]], TrainState],
+) -> TrainState:
+    """Return the state that `export` saved, laid out as like; if not strict, like fills what is missing.
+
+    split: lays out like again, with parameters of different values in separate groups.
+    """
+    call = "load_state_dict"
+    check_train_state(call, "like", like)
+    if not isinstance(saved, dict):
+        raise TypeError(f"{call}: saved must be a dict, as state_dict gives it; got {_tree.brief(saved)}")
+    if not strict:
+        saved = _filled(call, saved, like)
+
+    # The full state like `like`, as the trees that were saved.
+    full_like = _tree.map_nodes(Params, lambda params: params.outline(), like)
+    tree_like = expand(full_like)
+    leaves_like, spec = _tree.flatten(tree_like)
+    names = [None if leaf is None else name for name, leaf in zip(saved_names(tree_like), leaves_like)]
+    _check_names(call, saved, names)
+
+    # The saved values in that tree, and in its groups.
+    values: list[Tensor | None] = []
+    for name, leaf in zip(names, leaves_like):
+        if name is None:
+            values.append(None)
+            continue
+        check_like(call, name, saved[name], leaf)
+        values.append(saved[name].detach().to(leaf.device, copy=True))
+    tree = _tree.unflatten(values, spec)
+    full_state = collapse(full_like, tree)
+    check_values(call, full_state)
+
+    lost = _lost_count(names, values, _tree.leaves(expand(full_state)))
+    # Flat storage has one count a group: parameters that were frozen or added later have another. Slices are not split,
+    # since a rank has only a part of each parameter.
+    can_be_split = like.params.layout.flat and like.params.ranks is None
+    if lost is not None and can_be_split:
+        return restore(saved, split(like, _counts_of_parameters(like, tree)), split=split)
+    if lost is not None:
+        raise ValueError(
+            f"{call}: saved must hold one count for all parameters that lie in one group of flat storage; "
+            f"got {lost.saved.item():g} for {lost.name!r} and {lost.stored.item():g} for another. Give parameters that "
+            "were added later a label of their own, init(group=...), or use init(flat=False)"
+        )
+    state: TrainState = _tree.map_nodes(Params, lambda params, full: params.cut_like(full), like, full_state)
+    return state
+
+
+def _filled(call: str, saved: Mapping[str, Tensor], like: TrainState) -> dict[str, Tensor]:
+    """Return the saved tensors that like has, and like's for names that are not saved.
+
+    Raises:
+        ValueError: no parameter of like is saved.
+    """
+    own_tensors = export(call, like)
+    saved_parameters = {name for name in saved if str(name).startswith("params.")}
+    if not own_tensors.keys() & saved_parameters:
+        raise ValueError(f"{call}: saved must hold at least one parameter of like; it holds none: {_FROM_TORCH}")
+    return {name: saved.get(name, value) for name, value in own_tensors.items()}
+
+
+def _check_names(call: str, saved: Mapping[str, Tensor], names: Sequence[str | None]) -> None:
+    """Raise ValueError if a name is missing among the saved ones or unknown; None stands for an empty leaf."""
+    expected = {name for name in names if name is not None}
+    odd = set(saved) ^ expected
+    if not odd:
+        return
+    first = min(odd, key=str)
+    kind = "has unknown" if first in saved else "lacks"
+    # Nothing in common: another kind of state_dict, such as a module's.
+    fix = "" if set(saved) - odd else f": {_FROM_TORCH}"
+    raise ValueError(f"{call}: saved must hold the names that state_dict gives; it {kind} {first!r}{fix}")
+
+
+class _LostCount(NamedTuple):
+    """A count that was saved for one parameter, and another that the layout stores for its group."""
+
+    name: str
+    saved: Tensor
+    stored: Tensor
+
+
+def _lost_count(
+    names: Sequence[str | None], values: Sequence[Tensor | None], stored: Sequence[Tensor | None]
+) -> _LostCount | None:
+    """Return the first saved count that the layout does not store; None if it stores all. Syncs.
+
+    Args:
+        names: the name of each leaf.
+        values: the saved values.
+        stored: the same leaves, after the layout has stored the values.
+    """
+    for name, value, stored_value in zip(names, values, stored):
+        if name is None or value is None or stored_value is None:
+            continue
+        # Only numbers, such as counts, are stored once for several parameters.
+        if stored_value is value or stored_value.dim():
+            continue
+        if not torch.allclose(value, stored_value, rtol=0, atol=0, equal_nan=True):
+            return _LostCount(name, value, stored_value)
+    return None
+
+
+def _counts_of_parameters(like: TrainState, tree: Tree) -> dict[str, object]:
+    """Return, for every parameter, the numbers in a tree of values of which flat storage has one a group."""
+    names = _tree.names(like.params.tree())
+    counts: list[list[float]] = [[] for _ in names]
+
+    def add_counts(params: Params, values: Tree) -> Params:
+        is_counted_by_group = all(group is None or group.dim() == 0 for group in params.groups)
+        if is_counted_by_group:
+            for numbers, leaf in zip(counts, _tree.leaves(values)):
+                if leaf is not None:
+                    numbers.append(leaf.item())
+        return params
+
+    _tree.map_nodes(Params, add_counts, like, tree)
+    return dict(zip(names, counts))
+
+
+# What is refused.
+
+
+def check_like(call: str, name: str, value: object, like: Tensor) -> None:
+    """Raise ValueError if a saved value cannot take the place of a tensor."""
+    if (
+        isinstance(value, Tensor)
+        and not value.is_meta
+        and value.shape == like.shape
+        and value.dtype == like.dtype
+        and value.layout == like.layout
+    ):
+        return
+    got = _tree.describe(value)
+    fix = ""
+    if isinstance(value, Tensor) and (value.is_meta or value.layout != like.layout):
+        got = f"{got}, {value.layout}"
+        fix = ": load it with its values" if value.is_meta else ": to_dense() makes one"
+    rule = f"must be like {_tree.describe(like)}, dense, with values"
+    raise ValueError(f"{call}: saved[{name!r}] {rule}; got {got}{fix}")
+
+
+def check_values(call: str, state: TrainState) -> None:
+    """Raise ValueError for a scale, flag or count that is impossible or unrecoverable; reads the host."""
+
+    def check(name: str, value: Tensor, holds: Tensor, rule: str) -> None:
+        if not bool(holds.all()):
+            raise ValueError(f"{call}: saved[{name!r}] must be {rule}; got {value[~holds].flatten()[0].item():g}")
+
+    scale = state.scaler.scale
+    check("scaler.scale", scale, (scale > 0) & scale.isfinite(), "above 0 and finite")
+    found_inf = state.scaler.found_inf
+    check("scaler.found_inf", found_inf, (found_inf == 0) | (found_inf == 1), "0 or 1")
+    for name, count in tensors_by_name(_only_counts(state)).items():
+        check(name, count, count >= 0, "0 or more")
+    for name, limit_name in (("skipped", "step"), ("consecutive_skips", "skipped")):
+        count = getattr(state, name)
+        limit = getattr(state, limit_name)
+        check(name, count, count <= limit, f"at most saved[{limit_name!r}]")
+
+
+def _only_counts(state: TrainState) -> TrainState:
+    """Return a state of which only the counts are left, under the same names."""
+
+    def counts_in(part_state: OptState | Average) -> Any:
+        if isinstance(part_state, Average):  # it stays, because the names of the others depend on it
+            return Average(None)
+        return {"applied": part_state.applied, "state.step": part_state.state.get("step")}
+
+    counters: dict[str, Tensor] = getattr(state.scaler, "counters", {})
+    # Other counters of rules may have any sign.
+    rule_counts = {name: counters[name] for name in ("since_rescale", "overflows") if name in counters}
+    return state._replace(
+        params=None,  # type: ignore[arg-type]
+        opt_state=_tree.select_nodes((OptState, Average), counts_in, state.opt_state),
+        scaler={"growth_tracker": state.scaler.growth_tracker, "counters": rule_counts},  # type: ignore[arg-type]
+        variables=None,  # type: ignore[arg-type]
+    )

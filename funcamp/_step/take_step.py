@@ -1,0 +1,149 @@
+"""What one step computes: scale, differentiate, check, clip, step, skip and update."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._autograd.scaled_grad import choose
+from funcamp._optim.chain import Chain, Update
+from funcamp._scaler.update import exhausted, saturated, skip_step, update
+from funcamp._step.accumulate import Result, accumulate, micro_batches
+from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
+from funcamp._step.differentiate import SharedByMicroBatches, differentiate_loss
+from funcamp._step.shares import shares_of
+from funcamp._step.state import Metrics, TrainState, Variables
+from funcamp._storage.params import Params, clone, expand
+
+if TYPE_CHECKING:
+    from funcamp._step.step import TrainStep
+
+
+def take_step(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    """Return the state after a step and its metrics, as `TrainStep.__call__` does; read it from top to bottom.
+
+    Args:
+        step: the step.
+        state: a state with its parameters as this step stores them.
+        batch: one batch, as the user passed it.
+    """
+    loss_fn = step.loss_fn
+    options = step._options
+    parallel = options.parallel
+    device = state.scaler.scale.device
+    batch = _tree.plain(batch)
+    _check_options(step, state)
+
+    # Precision: the parameters as the loss gets them, and the products that read them.
+    inputs = step._inputs("step", state.params)
+    cast = inputs.cast(state.params)
+    product_context = step._products.prepare(state, inputs, cast)
+    tapes = (loss_fn.tape(device), product_context.tape)
+
+    # The scaled gradients, the loss, its buffers and the records of the tapes.
+    pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
+    shares = shares_of(options.weight, pieces, parallel.size, parallel.total, device)
+    engine = choose(loss_fn.engine, state)
+    shared = SharedByMicroBatches(loss_fn, options.policy, state.scaler, inputs, cast, product_context, tapes, engine)
+
+    def differentiate(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
+        return differentiate_loss(shared, buffers, piece, lambda loss: shares.weigh(loss, share))
+
+    if options.accumulate == 1:
+        result = differentiate(state.buffers, batch, None)
+    else:
+        gradients_like = state.params.outline()
+        result = accumulate(
+            differentiate, gradients_like, state.buffers, tapes, batch, pieces, shares, scan=options.scan
+        )
+
+    # The sum over ranks; the flag and the norm by one reading of the gradients.
+    result = parallel.summed(result, shares.own, state.buffers)
+    squares, finite = squares_and_finite(state.scaler, result.gradients)
+    squares, finite, records = parallel.joined(squares, finite, tapes, result.records, shares.own)
+    tap_records, product_records = records
+    scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
+
+    # Clipping, the optimizer and the average.
+    gradients = unscaled_gradients(state.scaler, result.gradients)
+    changed, opt_state = step._transforms.transform(Update(state.params, gradients, norm), state.opt_state)
+    variables = Variables(result.buffers, step._products.after(state, product_records))
+
+    # The only skip.
+    variables_if_skipped = state.variables
+    if loss_fn.keep_buffers:
+        variables_if_skipped = variables_if_skipped._replace(buffers=result.buffers)
+    params, opt_state, variables = skip_step(
+        scaler,
+        new=(changed.params, opt_state, variables),
+        old=(state.params, state.opt_state, variables_if_skipped),
+    )
+    if loss_fn.keep_buffers:
+        variables = variables._replace(buffers=clone(variables.buffers))  # a buffer may be a tensor of the batch
+
+    # Counts and the scale, which move also when the step is skipped.
+    is_skipped = scaler.found_inf.long()
+    calls = state.step + 1
+    skipped = state.skipped + is_skipped
+    after = TrainState(
+        step=calls,
+        skipped=skipped,
+        consecutive_skips=(state.consecutive_skips + 1) * is_skipped,
+        params=params,
+        opt_state=opt_state,
+        scaler=update(scaler, step.config),
+        variables=variables,
+    )
+    # Copies of what is in a state: the next step may be donated the state, and would overwrite these.
+    metrics = Metrics(
+        loss=result.loss,
+        grad_norm=norm.float(),
+        scale=state.scaler.scale.clone(),
+        lr=step._transforms.learning_rate(state.opt_state),
+        found_inf=scaler.found_inf,
+        exhausted=exhausted(scaler, step.config).float(),
+        saturated=saturated(scaler, step.config).float(),
+        applied=calls - skipped,
+        skipped=skipped.clone(),
+        consecutive_skips=after.consecutive_skips.clone(),
+        observed=_observed(step, gradients),
+        records=loss_fn.collected(tap_records),
+        aux=result.aux,
+    )
+    return after, metrics
+
+
+def _check_options(step: TrainStep, state: TrainState) -> None:
+    """Raise ValueError if the state or the loss does not fit the options."""
+    decay = step._options.ema_decay
+    has_average = isinstance(state.ema, Params)
+    if decay is not None and not has_average:
+        raise ValueError(
+            f"step: state must have an average for ema_decay={decay}; got a state without: begin one with "
+            f"state._replace(opt_state=(state.opt_state, funcamp.average({decay}).init(state.params)))"
+        )
+    # A chain may have an average of its own.
+    if decay is None and has_average and not isinstance(step.optimizer, Chain):
+        raise ValueError(
+            "step: state must have no average without ema_decay; got one: drop it with "
+            "state._replace(opt_state=state.opt_state[0])"
+        )
+    if step._options.accumulate > 1:
+        step.loss_fn.check_accumulation()
+
+
+def _observed(step: TrainStep, gradients: Params) -> dict[str, Any]:
+    """Return the results of the observe functions on the unscaled gradients, in the parameters' own tree."""
+    if not step._options.observe:
+        return {}
+    tree = expand(gradients)
+    results = {name: function(tree) for name, function in step._options.observe.items()}
+    for index, leaf in enumerate(_tree.leaves(results)):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"step: observe{_tree.path_of(results, index)} must return tensors; got {_tree.describe(leaf)}"
+            )
+    copies: dict[str, Any] = clone(results)
+    return copies

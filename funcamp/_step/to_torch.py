@@ -1,0 +1,80 @@
+"""The state_dicts with which a torch loop continues a step: of its module, its optimizer and its scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from funcamp._autograd.loss import Loss
+from funcamp._autograd.module_loss import ModuleLoss
+from funcamp._optim.chain import optimizer_in
+from funcamp._optim.stateless import APPLIED
+from funcamp._scaler.state_dict import to_state_dict
+from funcamp._step.state import TrainState
+from funcamp._step.state_dict import export, gather
+from funcamp._step.torch_groups import Step, TorchGroup, groups_of, has_several_classes, hyperparameters_of
+
+
+def to_torch(step: Step, state: TrainState, names: Iterable[str] | None) -> dict[str, Any]:
+    """Return the state_dicts of `TrainStep.to_torch`."""
+    saved = export("to_torch", state)
+    groups = groups_of("to_torch", step, state, names)
+    optimizer: dict[Any, Any]
+    if has_several_classes(optimizer_in(step.optimizer)):
+        optimizer = {group.label: _optimizer_state_dict([group], saved) for group in groups}
+    else:
+        optimizer = _optimizer_state_dict(groups, saved)
+    return {
+        "model": _model_state_dict(step.loss_fn, state, saved),
+        "optimizer": optimizer,
+        "scaler": to_state_dict(state.scaler, step.config),
+    }
+
+
+def _model_state_dict(loss_fn: Loss, state: TrainState, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the module's state_dict; for a loss without a module, parameters and buffers by name."""
+    if isinstance(loss_fn, ModuleLoss):
+        return loss_fn.state_dict(gather("to_torch", state).params, state.buffers)
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in saved.items():
+        field, _, name = key.partition(".")
+        if field in ("params", "buffers") and name:
+            tensors[name] = tensor
+    return tensors
+
+
+def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the state_dict of one torch optimizer."""
+    state: dict[int, dict[str, Tensor]] = {}
+    param_groups: list[dict[str, Any]] = []
+    next_number = 0
+    for group in groups:
+        entries = group.entries_in(saved)
+        numbers = list(range(next_number, next_number + len(group.names)))
+        next_number += len(numbers)
+        hyperparameters = hyperparameters_of(group.optimizer, saved[f"{group.prefix}applied"])
+        param_groups.append({**hyperparameters, "params": numbers})
+        for number, name in zip(numbers, group.names):
+            parameter_state = _parameter_state(group, entries, name, saved)
+            if parameter_state:
+                state[number] = parameter_state
+    return {"state": state, "param_groups": param_groups}
+
+
+def _parameter_state(
+    group: TorchGroup, entries: Iterable[str], name: str, saved: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return torch's state of one parameter; empty for a frozen one, and for one that no step has changed."""
+    parameter_state: dict[str, Tensor] = {}
+    for entry in entries:
+        key = group.key(entry, name)
+        if key in saved:
+            parameter_state[entry] = saved[key]
+    # The count of steps that changed the parameter, for classes whose first step differs; torch has no such entry.
+    if APPLIED in parameter_state and parameter_state.pop(APPLIED) == 0:
+        return {}
+    if "step" in parameter_state:
+        parameter_state["step"] = parameter_state["step"].cpu()  # torch stores the step counter on the host
+    return parameter_state

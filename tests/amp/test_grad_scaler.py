@@ -85,7 +85,7 @@ def grads_for(params: list[Tensor], rng: random.Random, overflow: bool) -> list[
     return grads
 
 
-def same_runs(mine: Loop, theirs: Loop, *, seed: int = 0, steps: int = 25, probability: float = 0.4) -> None:
+def assert_same_runs(mine: Loop, theirs: Loop, *, seed: int = 0, steps: int = 25, probability: float = 0.4) -> None:
     """Drive both with the same gradients; the first steps overflow, so that a state begins with a skip."""
     rng = random.Random(seed)
     # torch's own first state is not defined then: test_fused_momentum_starts_from_zeros_after_a_skip
@@ -111,19 +111,19 @@ def make(cls: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("skip", ["select", "host"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_loop_follows_torch(name: str, skip: Any) -> None:
-    same_runs(Loop(make(GradScaler, skip=skip), name), Loop(make(torch.amp.GradScaler), name))
+    assert_same_runs(Loop(make(GradScaler, skip=skip), name), Loop(make(torch.amp.GradScaler), name))
 
 
 @pytest.mark.parametrize("skip", ["select", "host"])
 def test_several_optimizers_each_skip_by_their_own_flag(skip: Any) -> None:
     names = ("AdamW", "SGD momentum", "AdamW fused")
-    same_runs(Loop(make(GradScaler, skip=skip), *names), Loop(make(torch.amp.GradScaler), *names), steps=40)
+    assert_same_runs(Loop(make(GradScaler, skip=skip), *names), Loop(make(torch.amp.GradScaler), *names), steps=40)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_follow_torch(dtype: torch.dtype) -> None:
     mine, theirs = Loop(make(GradScaler), "AdamW", dtype=dtype), Loop(make(torch.amp.GradScaler), "AdamW", dtype=dtype)
-    same_runs(mine, theirs)
+    assert_same_runs(mine, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -271,7 +271,7 @@ def test_disabled_does_nothing() -> None:
 def test_state_dict_goes_both_ways_with_torchs(classes: tuple[Any, Any], begun: bool) -> None:
     source, target = classes
     run = Loop(make(source), "SGD")
-    same_runs(run, Loop(make(torch.amp.GradScaler), "SGD"), steps=6)
+    assert_same_runs(run, Loop(make(torch.amp.GradScaler), "SGD"), steps=6)
     other = target("cpu")
     if begun:
         other.scale(torch.zeros(()))
@@ -279,7 +279,7 @@ def test_state_dict_goes_both_ways_with_torchs(classes: tuple[Any, Any], begun: 
     assert other.state_dict() == run.scaler.state_dict()
     for wrapped in (other, pickle.loads(pickle.dumps(other)), copy.deepcopy(other)):
         mine, theirs = Loop(wrapped, "SGD"), Loop(copy.deepcopy(run.scaler), "SGD")
-        same_runs(mine, theirs, seed=1, steps=8)
+        assert_same_runs(mine, theirs, seed=1, steps=8)
 
 
 def test_state_dict_before_the_first_scale_is_torchs() -> None:
@@ -309,14 +309,14 @@ def test_setters_take_effect_and_refuse() -> None:
         loop.scaler.set_growth_factor(3.0)
         loop.scaler.set_backoff_factor(0.7)
         loop.scaler.set_growth_interval(1)
-    same_runs(mine, theirs)
+    assert_same_runs(mine, theirs)
     with pytest.raises(ValueError, match=r"backoff_factor must be above 0 and at most 1; got 0\.0"):
         mine.scaler.set_backoff_factor(0.0)
     assert mine.scaler.get_backoff_factor() == 0.7
     for loop in (mine, theirs):  # freezing the scale
         loop.scaler.set_growth_factor(1.0)
         loop.scaler.set_backoff_factor(1.0)
-    same_runs(mine, theirs)
+    assert_same_runs(mine, theirs)
     for interval in (0, 10**12):  # torch takes them for never
         mine.scaler.set_growth_interval(interval)
         before = mine.scaler.get_scale()

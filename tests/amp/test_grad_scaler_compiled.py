@@ -75,7 +75,7 @@ def make(cls: Any) -> Any:
     return cls("cpu", init_scale=2.0**12, growth_interval=3)
 
 
-def same_runs(name: str, *, clip: bool = False, backend: str = "aot_eager", tolerance: float = 1e-5) -> None:
+def assert_same_runs(name: str, *, clip: bool = False, backend: str = "aot_eager", tolerance: float = 1e-5) -> None:
     ours, theirs = make(GradScaler), make(torch.amp.GradScaler)
     model, _, loop = build(ours, name, clip)
     expected, _, plain = build(theirs, name, clip)
@@ -94,17 +94,17 @@ def same_runs(name: str, *, clip: bool = False, backend: str = "aot_eager", tole
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_compiled_loop_follows_torchs_eager_one(name: str) -> None:
-    same_runs(name)
+    assert_same_runs(name)
 
 
 def test_compiled_loop_with_clipping_follows_torchs() -> None:
-    same_runs("AdamW", clip=True)
+    assert_same_runs("AdamW", clip=True)
 
 
 @pytest.mark.thorough
 @pytest.mark.inductor
 def test_generated_code_follows_torchs() -> None:
-    same_runs("AdamW", backend="inductor", tolerance=1e-3)  # it keeps float16 products in float32
+    assert_same_runs("AdamW", backend="inductor", tolerance=1e-3)  # it keeps float16 products in float32
 
 
 def test_two_graphs_at_most_one_before_the_state_is_there() -> None:

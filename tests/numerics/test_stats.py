@@ -259,7 +259,7 @@ def test_other_things_are_refused(x: Any) -> None:
         Stats(torch.zeros(568, dtype=torch.float64)).underflow(torch.int8)
 
 
-def one_rank(rank: int, store: str, x: Tensor) -> None:
+def assert_rows_add_up(rank: int, store: str, x: Tensor) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     row = stats(x.chunk(2)[rank]).row
     torch.distributed.all_reduce(row)
@@ -271,4 +271,4 @@ def one_rank(rank: int, store: str, x: Tensor) -> None:
 @pytest.mark.thorough
 @pytest.mark.processes
 def test_records_add_up_over_ranks(tmp_path: Path) -> None:
-    spawn(one_rank, (str(tmp_path / "store"), torch.randn(1001)), nprocs=2)
+    spawn(assert_rows_add_up, (str(tmp_path / "store"), torch.randn(1001)), nprocs=2)

@@ -118,7 +118,7 @@ def run(
 @pytest.mark.parametrize("name", ["SGD", "RMSprop"])
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
 def test_step_is_the_eager_loop_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool) -> None:
-    follow_bit_for_bit(make, name, dtype, flat, eager)
+    assert_follows_bit_for_bit(make, name, dtype, flat, eager)
 
 
 def penalized() -> Task:
@@ -134,7 +134,7 @@ def penalized() -> Task:
 @FLAT
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_a_penalty_in_the_criterion_is_of_the_full_weights(dtype: torch.dtype, flat: bool) -> None:
-    follow_bit_for_bit(penalized, "SGD", dtype, flat, eager)
+    assert_follows_bit_for_bit(penalized, "SGD", dtype, flat, eager)
 
 
 @pytest.mark.thorough(keep=1)
@@ -149,10 +149,10 @@ def test_a_penalty_in_the_criterion_is_of_the_full_weights(dtype: torch.dtype, f
     ],
 )
 def test_compiled_step_is_the_eager_loop_bit_for_bit(make: Any, name: str, dtype: torch.dtype) -> None:
-    follow_bit_for_bit(make, name, dtype, True, compiled)
+    assert_follows_bit_for_bit(make, name, dtype, True, compiled)
 
 
-def follow_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool, transform: Any) -> None:
+def assert_follows_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool, transform: Any) -> None:
     task = make()
     start = clone(task.model.state_dict())
     trace, state = run(task, build(task, name, dtype), transform, flat=flat)
@@ -169,7 +169,7 @@ def follow_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool, tra
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2.0**-13), (torch.bfloat16, 2.0**-8)])
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
 def test_adamw_with_clipping_follows(make: Any, dtype: torch.dtype, tolerance: float, flat: bool) -> None:
-    follow_with_adamw(make, dtype, tolerance, flat, eager)
+    assert_follows_with_adamw(make, dtype, tolerance, flat, eager)
 
 
 @pytest.mark.thorough(keep=1)
@@ -179,10 +179,10 @@ def test_adamw_with_clipping_follows(make: Any, dtype: torch.dtype, tolerance: f
     [(mlp, torch.float16, 2.0**-13), (cnn, torch.bfloat16, 2.0**-8), (tied, torch.float16, 2.0**-13)],
 )
 def test_compiled_adamw_with_clipping_follows(make: Any, dtype: torch.dtype, tolerance: float) -> None:
-    follow_with_adamw(make, dtype, tolerance, True, compiled)
+    assert_follows_with_adamw(make, dtype, tolerance, True, compiled)
 
 
-def follow_with_adamw(make: Any, dtype: torch.dtype, tolerance: float, flat: bool, transform: Any) -> None:
+def assert_follows_with_adamw(make: Any, dtype: torch.dtype, tolerance: float, flat: bool, transform: Any) -> None:
     task = make()
     trace, state = run(task, build(task, "AdamW", dtype, max_norm=0.5), transform, flat=flat)
     expected_trace, model = torch_loop(task, "AdamW", dtype, clip=0.5)

@@ -88,7 +88,7 @@ def together(work: Callable[[int], None], threads: int) -> None:
 
 
 @contextlib.contextmanager
-def no_sync() -> Iterator[None]:
+def assert_no_sync() -> Iterator[None]:
     """Raise where the host waits for the GPU."""
     torch.cuda.synchronize()
     try:

@@ -52,7 +52,7 @@ def trained(fn: Callable[[Params, Tensor], Any], wrap: Callable[[Any], Any]) -> 
     return clone(losses), dict(state.params.tree())
 
 
-def same_as_eager(fn: Callable[[Params, Tensor], Any]) -> None:
+def assert_same_as_eager(fn: Callable[[Params, Tensor], Any]) -> None:
     assert_same(trained(fn, jit_eager), trained(fn, lambda step: step))
 
 
@@ -64,7 +64,7 @@ def test_densities_and_differentiable_samples(kind: str) -> None:
         x = x / x.sum(-1, keepdim=True) if kind == "Dirichlet" else x
         return made.rsample((4,)).square().mean() - made.log_prob(x).mean()
 
-    same_as_eager(fn)
+    assert_same_as_eager(fn)
 
 
 def test_an_autoencoders_loss() -> None:
@@ -73,7 +73,7 @@ def test_an_autoencoders_loss() -> None:
         rebuilt = d.Bernoulli(logits=posterior.rsample() * params["b"])
         return d.kl_divergence(posterior, prior).mean() - rebuilt.log_prob((x > 0.5).float()).mean()
 
-    same_as_eager(fn)
+    assert_same_as_eager(fn)
 
 
 def test_a_policys_loss() -> None:
@@ -84,7 +84,7 @@ def test_a_policys_loss() -> None:
         rewards = x.gather(1, actions[:, None])[:, 0]
         return -(policy.log_prob(actions) * rewards).mean() - 0.1 * policy.entropy().mean() + params["b"].square().sum()
 
-    same_as_eager(fn)
+    assert_same_as_eager(fn)
 
 
 def test_checks_are_on_again_after_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,7 +306,7 @@ def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
 # What is wrong is found, and named.
 
 
-def found_wrong(found: Verification, road: str, cause: str) -> None:
+def assert_found_wrong(found: Verification, road: str, cause: str) -> None:
     wrong = [one for one in found.comparisons if one.outcome is Outcome.DIFFERENT]
     assert wrong, str(found)
     assert road in f"{wrong[0].reference} - {wrong[0].road}", str(found)
@@ -338,7 +338,7 @@ def test_a_function_that_counts_in_python() -> None:
         return {"w": state["w"] + batch[0].sum() * calls["n"]}, {}
 
     found = funcamp.verify(funcamp.jit(step, backend="eager"), batches(), state={"w": torch.zeros(())})
-    found_wrong(found, "eager step - compiled step", "calls")
+    assert_found_wrong(found, "eager step - compiled step", "calls")
     assert "from 0 to 4" in found.causes[0]
 
 
@@ -468,7 +468,7 @@ _TORCH, _COMPILED = "torch's loop - eager step", "eager step - compiled step"
     ],
 )
 def test_what_nothing_refuses_is_found(plant: Callable[[], nn.Module], policy: Any, road: str, cause: str) -> None:
-    found_wrong(check(make(plant(), policy=policy)), road, cause)
+    assert_found_wrong(check(make(plant(), policy=policy)), road, cause)
 
 
 @pytest.mark.usefixtures("unguarded")
@@ -500,7 +500,7 @@ def test_what_a_criterion_keeps_is_found(how: str) -> None:
         return loss
 
     criteria = {"object": Warms(), "closure": closure, "buffer": Center()}
-    found_wrong(check(make(mlp(), criteria[how])), _COMPILED, "criterion")
+    assert_found_wrong(check(make(mlp(), criteria[how])), _COMPILED, "criterion")
     assert torch.equal(kept["center"], torch.zeros(1))
 
 

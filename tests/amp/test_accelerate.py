@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ import funcamp
 from tests.support.accelerated import forget
 from tests.support.helpers import assert_same, clone
 from tests.support.host_reads import host_reads
+from tests.support.programs import import_example
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
-example = importlib.import_module("accelerate_loop")
+example = import_example("accelerate_loop")
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,9 @@ from torch import nn
 
 import funcamp
 from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.programs import import_example
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "clients"))
-example: Any = importlib.import_module("lightning_step")
+example = import_example("lightning_step", "examples/clients")
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,11 +11,13 @@ import pytest
 
 import funcamp
 from tests.support.helpers import assert_same
+from tests.support.programs import add_folder
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "examples" / "tutorials"
 TUTORIALS = sorted(file.stem for file in FOLDER.glob("*.py"))
-sys.path[:0] = [str(FOLDER), str(ROOT / "benchmarks")]
+for folder in ("benchmarks", "examples/tutorials"):
+    add_folder(folder)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

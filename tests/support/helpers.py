@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -85,6 +86,14 @@ def together(work: Callable[[int], None], threads: int) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+@contextlib.contextmanager
+def assert_silent() -> Iterator[None]:
+    """Fail at a UserWarning, the category of the library's, whatever the filters of the test are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
 
 
 @contextlib.contextmanager

@@ -220,7 +220,7 @@ def test_a_variable_of_a_hooks_closure_is_named(where: str) -> None:
         jit(step, backend="eager")(step.init(), BATCH)
 
 
-def test_what_is_made_anew_in_each_call_is_no_change() -> None:
+def test_what_is_made_anew_in_each_call_is_no_change(caplog: pytest.LogCaptureFixture) -> None:
     class Output:
         def __init__(self, value: Tensor) -> None:
             self.value, self.size, self.functions = value, 3, [lambda: value]
@@ -243,7 +243,9 @@ def test_what_is_made_anew_in_each_call_is_no_change() -> None:
         return F.mse_loss(out, y)
 
     step = make_train_step(module_loss(Makes(), criterion), SGD)
-    jit(step, backend="eager")(step.init(), BATCH)
+    with caplog.at_level("WARNING", "funcamp"):
+        jit(step, backend="eager")(step.init(), BATCH)
+    assert (caplog.messages, traces) == ([], [1])
 
 
 def test_modules_of_libraries_are_not_walked() -> None:

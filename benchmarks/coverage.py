@@ -1,4 +1,4 @@
-"""How many of seventy models of public packages a step takes unchanged: parity with torch.amp's loop, and compiling.
+"""How many of seventy models of public packages does a step take unchanged, and what do compiled ones take and give?
 
     python benchmarks/coverage.py [--sizes "GPT-2;Llama"] [--dtypes float16] [--parity] [--out benchmarks/results]
 

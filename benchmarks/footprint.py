@@ -1,4 +1,6 @@
-"""Compile time as a model grows, and memory: the whole step, against torch's loop, eager or with a compiled model.
+"""How long does a step compile as its model grows, and how much memory does it take, against torch's loop?
+
+The loop is eager, or has a compiled model.
 
 Compile time: first calls of a GPT of width 64, each in a process of its own with an empty cache, and again with the
 cache that the first one left, as a second start of the same program. Memory: bytes a parameter, the module's among

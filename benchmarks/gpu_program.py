@@ -1,4 +1,6 @@
-"""The program of a step on an H100, read without one, and a model of its time: nothing here is measured.
+"""What is the program of a step on an H100, read without one, and how long should it take?
+
+A model of its time: nothing here is measured.
 
     python benchmarks/gpu_program.py [--sizes "MLP 134 M;GPT 124 M"] [--out benchmarks/results]
 

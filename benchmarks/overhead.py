@@ -1,4 +1,4 @@
-"""Host time of one call of a captured `funcamp.jit` step, beyond the launch of its graph.
+"""What does a call of a captured `funcamp.jit` step cost the host, beyond the launch of its graph?
 
 The graph is replaced by one that does nothing, so that what is left is the wrapper: telling the batch signature and
 the state, copying the batch in, cloning the metrics out. States of 10 and of 1,000 leaves with a batch of two tensors,

@@ -1,4 +1,6 @@
-"""What `funcamp.verify` says of seventy models of public packages: torch's loop, eager step, traced step, saved state.
+"""What does `funcamp.verify` find in seventy models of public packages?
+
+It compares torch's loop, the eager step, the traced step and a saved state.
 
     python benchmarks/verify.py [--sizes "GPT-2;Llama"] [--dtypes float16] [--out benchmarks/results]
 

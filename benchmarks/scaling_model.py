@@ -2,7 +2,7 @@
 
 A model, not a measurement.
 
-python benchmarks/scaling_model.py [--sizes "1.3 B"] [--out DIR]
+    python benchmarks/scaling_model.py [--sizes "1.3 B"] [--out DIR]
 """
 
 from __future__ import annotations

@@ -239,7 +239,8 @@ def test_what_is_made_anew_in_each_call_is_no_change(caplog: pytest.LogCaptureFi
     step = make_train_step(module_loss(Makes(), F.mse_loss), SGD)
     with caplog.at_level("WARNING", "funcamp"):
         jit(step, backend="eager")(step.init(), BATCH)
-    assert caplog.messages == []
+    (message,) = caplog.messages  # of the output that the module keeps, not of a value that changed
+    assert message.startswith("jit: Python keeps tensors of the step")
 
 
 def test_modules_of_libraries_are_not_walked() -> None:

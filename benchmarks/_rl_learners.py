@@ -144,7 +144,9 @@ def stacked(batches: list[Any]) -> Any:
 
 @torch.no_grad()
 def _rollout(size: Size, randn: Network) -> tuple[Tensor, Rollout]:
-    observation, noise, rest = randn(size.batch, OBSERVATION), randn(size.batch, ACTION), randn(4, size.batch)
+    observation = randn(size.batch, OBSERVATION)
+    noise = randn(size.batch, ACTION)
+    rest = randn(4, size.batch)
     mean, log_std, value = networks(size)["agent"](observation)
     action = mean + log_std.exp() * noise
     log_prob = normal_log_prob(mean, log_std, action) + 0.1 * rest[0]
@@ -153,7 +155,8 @@ def _rollout(size: Size, randn: Network) -> tuple[Tensor, Rollout]:
 
 def _cartpole(size: Size, randn: Network) -> Transition:
     observation, next_observation = randn(2, size.batch, CARTPOLE_OBSERVATION)
-    action, done = (randn(size.batch) > 0).long(), (randn(size.batch) > 2).float()
+    action = (randn(size.batch) > 0).long()
+    done = (randn(size.batch) > 2).float()
     return Transition(observation, action, randn(size.batch), next_observation, done)
 
 
@@ -162,7 +165,8 @@ def _noisy(count: int) -> Callable[[Size, Network], tuple[Any, ...]]:
 
     def make(size: Size, randn: Network) -> tuple[Any, ...]:
         observation, next_observation = randn(2, size.batch, OBSERVATION)
-        action, done = randn(size.batch, ACTION).tanh(), (randn(size.batch) > 2).float()
+        action = randn(size.batch, ACTION).tanh()
+        done = (randn(size.batch) > 2).float()
         transition = Transition(observation, action, randn(size.batch), next_observation, done)
         return transition, *randn(count, size.batch, ACTION)
 

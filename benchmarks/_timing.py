@@ -290,7 +290,11 @@ class Report:
         """
         self.rows: list[Row] = []
         self.stem: Path | None = None
-        self._out, self._name, self._title, self._facts, self._columns = out, name, title, facts, columns
+        self._out = out
+        self._name = name
+        self._title = title
+        self._facts = facts
+        self._columns = columns
         self._summary = summary
         print(*head(title, facts), *table(columns, []), sep="\n", flush=True)
 

@@ -85,7 +85,8 @@ def by_torch(make: Make, dtype: str, compiled: bool = False, steps: int = STEPS)
     given = make()
     model: Any = torch.compile(given.model) if compiled else given.model
     step, scaler = torch_loop(given._replace(model=model), dtype)
-    trail, losses = [], []
+    trail = []
+    losses = []
     rows = batches(given, steps)
     torch.manual_seed(2)
     for batch in rows:
@@ -108,7 +109,9 @@ def by_funcamp(make: Make, dtype: str, wrap: Callable[[Any], Any], steps: int = 
     """The same of funcamp's step."""
     given = make()
     step, state = step_of(given, dtype)
-    run, trail, losses = wrap(step), [], []
+    run = wrap(step)
+    trail = []
+    losses = []
     rows = batches(given, steps)
     torch.manual_seed(2)
     for batch in rows:
@@ -191,7 +194,8 @@ def speed(name: str, make: Make, dtype: str) -> Row:
         given = make()
         batch = batches(given)[0]
         step, state = step_of(given, dtype)
-        run, held = funcamp.jit(step), [state]
+        run = funcamp.jit(step)
+        held = [state]
 
         def call() -> None:
             held[0], _ = run(held[0], batch)
@@ -239,7 +243,8 @@ def main() -> None:
         print("\n" + json.dumps(one(name, functools.partial(task, name), args.one, parity=False)))
         return
     facts = about("cpu", steps=STEPS, **{name: importlib.metadata.version(name) for name in (*PACKAGES, *ALSO)})
-    title, columns = "Models of public packages", {"model": "size", "dtype": "variant"}
+    title = "Models of public packages"
+    columns = {"model": "size", "dtype": "variant"}
     if args.parity:
         columns |= {"parameters": "parameters", "skipped": "skips", "eager step": "eager", "traced": "traced"}
         report = Report(args.out, "coverage-parity-cpu", title, facts, columns)

@@ -91,7 +91,8 @@ def in_a_process(names: list[str], variants: list[str]) -> Iterator[Row]:
             reason = signal.Signals(-process.returncode).name if process.returncode < 0 else "ended early"
         except subprocess.TimeoutExpired:
             process.kill()
-            out, reason = process.communicate()[0], f"more than {limit} s"
+            out = process.communicate()[0]
+            reason = f"more than {limit} s"
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     yield from rows
     for name in names:

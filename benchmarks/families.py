@@ -128,7 +128,8 @@ LEFT_OUT = ("", "head_dim", "num_key_value_heads", "intermediate_size", "hidden_
 
 def configured(kind: Any) -> Any:
     """A configuration whose known sizes are small."""
-    usual, failed = kind(), ValueError()
+    usual = kind()
+    failed = ValueError()
     sizes = {name: value for value, names in SIZES.items() for name in names.split()}
     known = {name: value for name, value in sizes.items() if type(getattr(usual, name, None)) in (int, float)}
     for left_out in LEFT_OUT:
@@ -151,7 +152,8 @@ def hugging(config: str, name: str, batch: Callable[[], Any]) -> Task:
     """A model of transformers."""
     import transformers
 
-    small, kind = configured(getattr(transformers, config)), getattr(transformers, name)
+    small = configured(getattr(transformers, config))
+    kind = getattr(transformers, name)
     with torch.device("meta"):
         count = sum(value.numel() for value in kind(small).parameters())
     if count > LARGEST:

@@ -57,7 +57,8 @@ def peaks_of(make: Callable[[], Callable[[], Any]]) -> tuple[int, int]:
             run()
     events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     made, third = (next(e.start_ns() for e in events if e.name() == name) for name in ("made", "third"))
-    live, highest = 0, [0, 0]
+    live = 0
+    highest = [0, 0]
     for event in events:
         if event.name() == "[memory]":
             live += event.nbytes()

@@ -115,7 +115,8 @@ def tests(device: str, out: Path | None) -> list[str]:
     ]
     plain = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "300"}
     with tempfile.TemporaryDirectory() as name:
-        folder, start = Path(name), time.monotonic()
+        folder = Path(name)
+        start = time.monotonic()
         if wrong := run([*pytest, "-q", "--collect-only", "tests/cuda"], 120, folder / "collected.log", **plain):
             return [f"collecting the tests: {wrong}\n{(folder / 'collected.log').read_text()[-4000:]}"]
         found = [line for line in (folder / "collected.log").read_text().splitlines() if "::" in line]

@@ -89,7 +89,8 @@ def shown(name: str, kernels: dict[Kernel, Compiled]) -> list[tuple[Any, ...]]:
     order = sorted(kernels, key=lambda kernel: -sum(kernel.traffic) * kernel.launches)[:SHOWN]
     rows = []
     for kernel in order:
-        one, (read, written) = kernels[kernel], kernel.traffic
+        one = kernels[kernel]
+        read, written = kernel.traffic
         widths = ", ".join(f"{count} of {size}" for size, count in sorted(one.accesses.items(), reverse=True))
         numbers = f"{read / 1e6:.1f}", f"{written / 1e6:.1f}", one.registers, one.spilled, one.shared, one.warps, widths
         rows.append((name, _short(kernel.name), kernel.launches, kernel.elements, *numbers))
@@ -97,7 +98,8 @@ def shown(name: str, kernels: dict[Kernel, Compiled]) -> list[tuple[Any, ...]]:
 
 
 def _short(name: str) -> str:
-    kind, number = name.removeprefix("triton_").split("_fused_", 1)[0], name.rsplit("_", 1)[1]
+    kind = name.removeprefix("triton_").split("_fused_", 1)[0]
+    number = name.rsplit("_", 1)[1]
     parts = name.split("_fused_", 1)[1].rsplit("_", 1)[0]
     return f"{kind} {number}: {parts[:40]}{'...' * (len(parts) > 40)}"
 
@@ -106,7 +108,8 @@ def main() -> None:
     """Print, and write the result files where asked."""
     parser = arguments(__doc__)
     args = parser.parse_args()
-    rows, largest = [], []
+    rows = []
+    largest = []
     for name, size in chosen(parser, args, PROGRAM_SIZES).items():
         made, parameters = program(size)
         kernels = {kernel: compiled(kernel) for kernel in made.kernels}

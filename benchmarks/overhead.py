@@ -107,7 +107,8 @@ def main() -> None:
     parser = arguments(__doc__)
     args = parser.parse_args()
     columns = {"state": "size", "call": "variant", "median µs": "median_us", "quartiles µs": "quartiles_us"}
-    facts, title = about(args.device, rounds=args.rounds), "Host time of a captured step beyond the launch"
+    facts = about(args.device, rounds=args.rounds)
+    title = "Host time of a captured step beyond the launch"
     report = Report(args.out, f"overhead-{args.device}", title, facts, columns)
     for name, leaves in chosen(parser, args, SIZES).items():
         cases = batches(leaves, args.device)

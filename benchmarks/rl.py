@@ -67,7 +67,9 @@ class Sweep:
     """An update with every minibatch; keeps the parameters after the first sweep."""
 
     def __init__(self, way: Way, learner: Learner, batches: list[Any]) -> None:
-        self.way, self.learner, self.batches = way, learner, batches
+        self.way = way
+        self.learner = learner
+        self.batches = batches
         self.first: dict[str, Tensor] = {}
 
     def __call__(self) -> None:
@@ -130,7 +132,8 @@ def measure(name: str, size: Size, ways: list[Way], rounds: int) -> Iterator[Row
 def by_learner(rows: list[Row]) -> list[str]:
     """A table with a row for each learner: microseconds of every variant, and the ratios of funcamp's to JAX."""
     found = {(row["size"], row["variant"]): row for row in rows}
-    names, learners = dict.fromkeys(name for _, name in found), dict.fromkeys(name for name, _ in found)
+    names = dict.fromkeys(name for _, name in found)
+    learners = dict.fromkeys(name for name, _ in found)
     ours = [name for name in names if WAYS[name].library == JITTED]
     cells = [(name, "median_us") for name in names] + [(name, "over_jax") for name in ours]
     lines = [[learner, *(found.get((learner, name), {}).get(key, "") for name, key in cells)] for learner in learners]

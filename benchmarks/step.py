@@ -162,7 +162,8 @@ def main() -> None:
     if args.public:
         makers = {name: makers[name] for name in (*PEERS, "funcamp.jit")}
     if args.variants:
-        wanted, every = args.variants.split(";"), variants("cpu", forms=True) | variants("cuda", forms=True)
+        wanted = args.variants.split(";")
+        every = variants("cpu", forms=True) | variants("cuda", forms=True)
         if strangers := [name for name in wanted if name not in every]:
             parser.error(f"--variants must name {'; '.join(every)}; got {'; '.join(strangers)}")
         makers = {name: make for name, make in makers.items() if name in (next(iter(makers)), *wanted)}

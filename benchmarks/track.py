@@ -76,7 +76,8 @@ def main() -> None:
     known = GPU_SIZES if args.device == "cuda" else CPU_SIZES
     columns = {"model": "size", "variant": "variant", "median ms": "median_ms", "time over plain": "ratio_to_plain"}
     columns |= {"of each": "ratio_of_each", "first call s": "first_call_s", "numbers counted": "counted"}
-    facts, title = about(args.device, rounds=args.rounds, copies=args.copies), "Counting what every layer holds"
+    facts = about(args.device, rounds=args.rounds, copies=args.copies)
+    title = "Counting what every layer holds"
     report = Report(args.out, f"track-{args.device}", title, facts, columns)
     for name, size in chosen(parser, args, {name: size for name, size in known.items() if "CNN" not in name}).items():
         report.add(measure(name, size, args.device, args.rounds, args.copies))

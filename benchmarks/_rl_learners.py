@@ -19,17 +19,27 @@ from torch.utils import _pytree
 
 UPDATES = 32
 """Minibatches of a sweep."""
-OBSERVATION, ACTION = 17, 6
-"""Dimensions of HalfCheetah, for PPO, TD3 and SAC."""
-CARTPOLE_OBSERVATION, CARTPOLE_ACTIONS = 4, 2
-"""For DQN."""
-CLIP, ENTROPY, VALUE, MAX_NORM = 0.2, 0.01, 0.5, 0.5
-"""Of PPO's loss, and of its gradient."""
-DISCOUNT, TAU = 0.99, 0.005
-NOISE, LARGEST_NOISE = 0.2, 0.5
-"""Of TD3's target policy."""
-LOG_STD_MIN, LOG_STD_MAX, TARGET_ENTROPY = -5.0, 2.0, -float(ACTION)
-"""Of SAC's policy."""
+# Dimensions of HalfCheetah, for PPO, TD3 and SAC.
+OBSERVATION = 17
+ACTION = 6
+# Those of CartPole, for DQN.
+CARTPOLE_OBSERVATION = 4
+CARTPOLE_ACTIONS = 2
+# Of PPO's loss, and of its gradient.
+CLIP = 0.2
+ENTROPY = 0.01
+VALUE = 0.5
+MAX_NORM = 0.5
+# Of the learners from transitions.
+DISCOUNT = 0.99
+TAU = 0.005
+# Of TD3's target policy.
+NOISE = 0.2
+LARGEST_NOISE = 0.5
+# Of SAC's policy.
+LOG_STD_MIN = -5.0
+LOG_STD_MAX = 2.0
+TARGET_ENTROPY = -float(ACTION)
 LOG_2_PI = math.log(2 * math.pi)
 
 ADAM: dict[str, dict[str, Any]] = {

@@ -12,7 +12,9 @@ from _public import without_operators
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Normal, kl_divergence
 
-LABELS, VOCABULARY, SIDE = 10, 96, 32
+LABELS = 10
+VOCABULARY = 96
+SIDE = 32
 
 
 class Task(NamedTuple):

@@ -31,7 +31,12 @@ from torch import Tensor
 
 import funcamp
 
-STEPS, LR, HIGH, INTERVAL = 20, 0.01, 2.0**20, 4
+STEPS = 20
+LR = 0.01
+HIGH = 2.0**20
+"""The first scale in float16, which overflows."""
+INTERVAL = 4
+"""Steps without an overflow after which the scale grows."""
 DTYPES = ("float16", "bfloat16")
 ALSO = ("diffusers", "peft", "torch_geometric", "scipy")
 SECONDS = 900
@@ -144,10 +149,10 @@ def attempt(run: Callable[[], History], wanted: History, first: dict[str, Tensor
     try:
         return compared(run(), wanted, first)
     except Exception as error:
-        return said(error)
+        return describe_error(error)
 
 
-def said(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An error in a line: where a model reads a value, by its place in its package, or the first line of another."""
     text = str(error).strip().split("\n")[0].replace("|", "/")
     if found := re.search(rf"((?:{'|'.join((*PACKAGES, *ALSO))})/[^ ]+:\d+) (\(.*\)) does:", text):
@@ -155,7 +160,7 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def one(name: str, make: Make, dtype: str, parity: bool, steps: int = STEPS) -> Row:
+def measure_model(name: str, make: Make, dtype: str, parity: bool, steps: int = STEPS) -> Row:
     """The row of a model in a dtype."""
     warnings.simplefilter("ignore")
     first = {key: value.detach().clone() for key, value in make().model.named_parameters()}
@@ -240,7 +245,7 @@ def main() -> None:
     names = chosen(parser, args, ZOO)
     if args.one:
         name = next(iter(names))
-        print("\n" + json.dumps(one(name, functools.partial(task, name), args.one, parity=False)))
+        print("\n" + json.dumps(measure_model(name, functools.partial(task, name), args.one, parity=False)))
         return
     facts = about("cpu", steps=STEPS, **{name: importlib.metadata.version(name) for name in (*PACKAGES, *ALSO)})
     title = "Models of public packages"
@@ -250,7 +255,7 @@ def main() -> None:
         report = Report(args.out, "coverage-parity-cpu", title, facts, columns)
         for name in names:
             make = functools.partial(task, name)
-            report.add(one(name, make, dtype, parity=True) for dtype in args.dtypes.split(";"))
+            report.add(measure_model(name, make, dtype, parity=True) for dtype in args.dtypes.split(";"))
         return
     for dtype in args.dtypes.split(";"):
         also = compiled_columns(dtype)

@@ -31,7 +31,8 @@ import funcamp
 from tests.support.databases import LIMIT, SEED, Expected, expected_of, joined, operations, worst_error
 
 OPERATIONS_IN_A_PROGRAM = 25
-SECONDS, SECONDS_EACH = 300, 60
+SECONDS = 300
+SECONDS_EACH = 60
 """For a process, and more for each operation in it."""
 VARIANTS: dict[str, dict[str, Any]] = {"default": {}, "exact=True": {"exact": True}}
 

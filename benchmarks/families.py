@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from _public import without_operators
 from _timing import Report, Row, about, arguments, chosen
 from _zoo import LABELS, SIDE, VOCABULARY, Task
-from coverage import one
+from coverage import measure_model
 
-SECONDS, LARGEST = 120, 40_000_000
+SECONDS = 120
+LARGEST = 40_000_000
 #: The dtype, and the steps: convolutions take a second each in float16 on a CPU, and no step overflows in bfloat16.
 RUNS = {"timm": ("bfloat16", 4), "transformers": ("float16", 12)}
 
@@ -205,9 +206,9 @@ def row(name: str, make: Callable[[], Task], dtype: str, steps: int) -> Row:
             seeded()
         except Exception as error:
             return {"size": name, "variant": dtype, "failed": f"not built: {type(error).__name__}"}
-        found = one(name, seeded, dtype, parity=True, steps=steps)
+        found = measure_model(name, seeded, dtype, parity=True, steps=steps)
         overflows = found.get("skips") == steps
-        return one(name, seeded, "bfloat16", parity=True, steps=steps) if overflows else found
+        return measure_model(name, seeded, "bfloat16", parity=True, steps=steps) if overflows else found
     except TooLong:
         return {"size": name, "variant": dtype, "failed": f"more than {SECONDS} s"}
     finally:

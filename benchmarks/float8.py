@@ -23,7 +23,8 @@ from funcamp import ScalerConfig, make_train_step, module_loss, presets, statele
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import _gpt
 
-CONTEXT, BATCH = 32, 8
+CONTEXT = 32
+BATCH = 8
 POLICIES = {
     "bfloat16": "bfloat16",
     "current": "float8",

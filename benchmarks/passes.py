@@ -36,7 +36,8 @@ from funcamp._jit.passes import PIPELINE
 from funcamp._jit.passes.program import Target
 
 KNOWN = PUBLIC_SIZES | CPU_SIZES
-EAGER, ALL = "torch's eager loop", "funcamp.jit"
+EAGER = "torch's eager loop"
+ALL = "funcamp.jit"
 #: Options that are no trick: what the program is for needs them.
 NEEDED = ("triton.cudagraphs", "emulate_precision_casts")
 

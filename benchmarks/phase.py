@@ -23,7 +23,8 @@ import funcamp
 from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
 
 BYTES = 2 + 14 + 14  # a parameter
-LR, MAX_NORM = 1e-4, 1.0
+LR = 1e-4
+MAX_NORM = 1.0
 
 
 class Size(NamedTuple):

@@ -14,8 +14,11 @@ from _timing import about, arguments, chosen, table, write
 
 NVLINK = 450e9 * 0.8  # bytes a second and direction of an H100's NVLink, of which NCCL reaches about this share
 NETWORK = 50e9 * 0.8  # a 400 Gb/s rail a GPU
-HOP_NVLINK, HOP_NETWORK = 2e-6, 6e-6  # seconds, with the kernel's own part
-PEAK, REACHED = 989e12, 0.4  # dense float16 FLOPs a second of an H100
+# Seconds of one hop, with the kernel's own part.
+HOP_NVLINK = 2e-6
+HOP_NETWORK = 6e-6
+PEAK = 989e12  # dense float16 FLOPs a second of an H100
+REACHED = 0.4  # by large models
 TOKENS = 4_096  # a GPU and step
 MODELS = {"124 M": 124e6, "1.3 B": 1.3e9, "7 B": 7e9}
 GPUS = (8, 64, 256, 1024)

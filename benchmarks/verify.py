@@ -19,7 +19,7 @@ import torch
 from _public import PACKAGES
 from _timing import Report, Row, about, arguments, chosen
 from _zoo import ZOO, task
-from coverage import ALSO, DTYPES, batches, said
+from coverage import ALSO, DTYPES, batches, describe_error
 
 import funcamp
 from funcamp._verify.report import Comparison
@@ -39,7 +39,7 @@ def verified(name: str, dtype: str) -> Row:
         step = funcamp.make_train_step(loss_fn, adamw, policy=dtype, max_norm=1.0)
         found = funcamp.verify(funcamp.jit(step, backend="eager"), batches(given, STEPS), steps=STEPS)
     except Exception as error:
-        return row | {"failed": said(error)}
+        return row | {"failed": describe_error(error)}
     for column, comparison in zip(("eager", "traced", "saved"), found.comparisons):
         row[column] = shown(comparison)
     return row | {"ok": "yes" if found.ok else "no", "seconds": round(time.perf_counter() - start, 1)}

@@ -106,9 +106,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     facts = about("cpu", precision="float16")
-    lost = f"of {args.steps} steps lost"
-    columns = {"model": "size", "init_scale": "scale", "rule": "variant", lost: "lost", "found at step": "found"}
-    columns |= {"mean loss of the last 5": "loss", "largest clean scale at the last step": "largest"}
+    columns = {
+        "model": "size",
+        "init_scale": "scale",
+        "rule": "variant",
+        f"of {args.steps} steps lost": "lost",
+        "found at step": "found",
+        "mean loss of the last 5": "loss",
+        "largest clean scale at the last step": "largest",
+    }
     report = Report(args.out, "warm-start-cpu", "Finding the scale", facts, columns)
     for kind in chosen(parser, args, dict.fromkeys(("MLP", "GPT"))):
         for exponent in EXPONENTS:

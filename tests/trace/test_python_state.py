@@ -239,8 +239,9 @@ def test_what_is_made_anew_in_each_call_is_no_change(caplog: pytest.LogCaptureFi
     step = make_train_step(module_loss(Makes(), F.mse_loss), SGD)
     with caplog.at_level("WARNING", "funcamp"):
         jit(step, backend="eager")(step.init(), BATCH)
-    (message,) = caplog.messages  # of the output that the module keeps, not of a value that changed
-    assert message.startswith("jit: Python keeps tensors of the step")
+    # The module keeps its output, which may be logged; no value is reported that changed.
+    others = [message for message in caplog.messages if not message.startswith("jit: Python keeps tensors of the step")]
+    assert others == []
 
 
 def test_modules_of_libraries_are_not_walked() -> None:

@@ -14,15 +14,12 @@ from torch import nn
 import funcamp
 from tests.support.helpers import assert_same, clone, one_thread
 from tests.support.programs import import_example
+from tests.support.steps import eager
 
 example = import_example("training_loop")
 
 TRACED = functools.partial(funcamp.jit, backend="eager")
 BATCHES = 14  # an epoch's; the last has 5 lines
-
-
-def eager(step: Any) -> Any:
-    return step
 
 
 @pytest.fixture(autouse=True)

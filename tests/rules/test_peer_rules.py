@@ -19,6 +19,7 @@ from funcamp._scaler.state import RuleState
 from tests.conftest import Transform
 from tests.rules import peer_rules
 from tests.support.helpers import assert_same
+from tests.support.oracle import flagged
 from tests.support.rules import RULES
 
 # The oracle, the preset, arguments for both, arguments for the oracle alone.
@@ -178,10 +179,6 @@ COUNTERS: dict[str, Callable[[Any], int]] = {
     "PaddleKernel": lambda rule: rule.decr_every_n_nan_or_inf - rule.num_bad_steps,
     "PaddleDygraph": lambda rule: rule.decr_every_n_nan_or_inf - rule._decr_count,
 }
-
-
-def flagged(state: ScalerState, found_inf: bool) -> ScalerState:
-    return type(state)(*state[:2], torch.tensor(float(found_inf)), *state[3:])
 
 
 def assert_follows_library(

@@ -20,6 +20,7 @@ from funcamp import ScalerConfig, TrainState, by_group, make_train_step, module_
 from funcamp._types import name_of
 from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.models import Task, cnn, mlp, tied
+from tests.support.steps import eager
 
 STEPS = 50
 # 2**24 overflows float16 at the first steps; the interval lets the scale climb into overflow again and again.
@@ -63,10 +64,6 @@ def torch_loop(
         scaler.update()
         trace.append((before, scaler.get_scale() < before))
     return trace, model
-
-
-def eager(step: Any) -> Any:
-    return step
 
 
 def compiled(step: Any) -> Any:

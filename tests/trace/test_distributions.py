@@ -13,6 +13,7 @@ from torch import distributions as d
 
 from funcamp import jit, loss, make_train_step, stateless
 from tests.support.helpers import assert_same, clone
+from tests.support.steps import eager, traced
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
 X = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
@@ -53,7 +54,7 @@ def trained(fn: Callable[[Params, Tensor], Any], wrap: Callable[[Any], Any]) -> 
 
 
 def assert_same_as_eager(fn: Callable[[Params, Tensor], Any]) -> None:
-    assert_same(trained(fn, jit_eager), trained(fn, lambda step: step))
+    assert_same(trained(fn, traced), trained(fn, eager))
 
 
 @pytest.mark.thorough(keep=2)
@@ -89,13 +90,9 @@ def test_a_policys_loss() -> None:
 
 def test_checks_are_on_again_after_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(d.Distribution, "_validate_args", True)  # torch.compile, used before, leaves them off
-    trained(lambda params, _: d.Normal(params["a"], params["b"].exp()).log_prob(X).mean(), jit_eager)
+    trained(lambda params, _: d.Normal(params["a"], params["b"].exp()).log_prob(X).mean(), traced)
     with pytest.raises(ValueError, match="scale"):
         d.Normal(0.0, -1.0)
-
-
-def jit_eager(step: Any) -> Any:
-    return jit(step, backend="eager")
 
 
 def test_other_threads_see_nothing_of_a_trace() -> None:

@@ -356,7 +356,7 @@ def test_new_scale_of_another_type_is_refused() -> None:
         scaler.update("8")  # type: ignore[arg-type]
 
 
-def test_bounds_hold() -> None:
+def test_the_scale_stays_within_its_bounds() -> None:
     loop = Loop(GradScaler("cpu", config=ScalerConfig(4.0, min_scale=2.0, max_scale=8.0, growth_interval=1)), "SGD")
     for overflow, expected in ((True, 2.0), (True, 2.0), (False, 4.0), (False, 8.0), (False, 8.0)):
         loop.step(grads_for(loop.params, random.Random(0), overflow))

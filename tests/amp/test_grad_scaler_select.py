@@ -70,7 +70,9 @@ SPARSE: dict[str, Make] = {
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("overflows", [(True, False, True, False), (False, True, False)])
 @pytest.mark.filterwarnings("ignore:GradScaler.step. a skipped step cannot be undone:UserWarning")
-def test_sparse_gradients_of_every_class_that_takes_them(name: str, skip: Any, overflows: tuple[bool, ...]) -> None:
+def test_sparse_gradients_of_every_class_that_takes_them_follow_torch(
+    name: str, skip: Any, overflows: tuple[bool, ...]
+) -> None:
     grads: list[list[Tensor | None]] = [[rows(4.0, 8.0, math.inf if bad else -2.0)] for bad in overflows]
     assert_same_steps(SPARSE[name], [torch.ones(4, 2)], grads, skip)
 
@@ -151,7 +153,7 @@ def test_a_learning_rate_that_is_state_is_that_of_the_first_applied_step(cls: An
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_state_that_is_saved_before_the_first_applied_step(dtype: torch.dtype) -> None:
+def test_a_state_that_is_saved_before_the_first_applied_step_follows_torch(dtype: torch.dtype) -> None:
     """torch casts a state that is loaded, NAdam's product of momenta too, to its parameter's type."""
     results = []
     for scaler in (GradScaler("cpu", skip="select", **NUMBERS), torch.amp.GradScaler("cpu", **NUMBERS)):
@@ -221,7 +223,7 @@ def test_a_flag_on_one_device_puts_back_all_devices() -> None:
 
 @pytest.mark.parametrize("skip", MODES)
 @pytest.mark.filterwarnings("ignore:GradScaler.step. a skipped step cannot be undone:UserWarning")
-def test_a_sparse_parameter(skip: Any) -> None:
+def test_a_sparse_parameter_is_stepped_or_skipped(skip: Any) -> None:
     """torch's own tests unscale them."""
     for size, expected in ((math.inf, 1.0), (4.0, 0.5)):
         weight = rows(1.0, 0.0, 1.0).coalesce()

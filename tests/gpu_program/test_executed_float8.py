@@ -16,7 +16,7 @@ pytestmark = pytest.mark.inductor  # for the C++ compiler
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("float8", ["current", "delayed|history=3"])
-def test_float8(float8: str) -> None:
+def test_layers_in_float8_follow_the_eager_step(float8: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16))
 

@@ -111,7 +111,7 @@ def test_random_aliasing_is_the_eager_step_by_inductor(programs: list[list[tuple
 
 @pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_parts_of_a_complex_leaf() -> None:
+def test_parts_of_a_complex_leaf_are_the_eager_steps() -> None:
     def step(state: Any, batch: Tensor) -> Any:
         wave = state["wave"]
         return {"wave": wave * 2, "real": wave.real, "imag": wave.imag}, wave.real
@@ -122,7 +122,7 @@ def test_parts_of_a_complex_leaf() -> None:
 
 @pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_a_complex_leaf_with_replaced_elements() -> None:
+def test_a_complex_leaf_with_replaced_elements_is_the_eager_steps() -> None:
     def step(state: Any, batch: Tensor) -> Any:
         first, second = state
         return [first.diagonal_scatter(torch.ones(4) * 1j), second * 2], first[0]

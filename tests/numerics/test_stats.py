@@ -79,7 +79,7 @@ def test_halves_lie_anywhere_in_memory(transform: Transform, dtype: torch.dtype)
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
-def test_empty_and_scalar(transform: Transform) -> None:
+def test_empty_tensors_count_nothing_and_a_scalar_counts(transform: Transform) -> None:
     records = transform(lambda *xs: [stats(x) for x in xs])(torch.zeros(3, 0), torch.zeros(0, 2, dtype=torch.float16))
     assert [record.row.tolist() for record in records] == [[0.0] * 568] * 2
     assert transform(stats)(torch.tensor(-2.0)).sum.item() == -2.0
@@ -169,7 +169,7 @@ def test_rescaled_by_another_factor_keeps_the_count() -> None:
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
-def test_records_merge(transform: Transform) -> None:
+def test_merged_records_are_those_of_all_numbers(transform: Transform) -> None:
     x = torch.tensor(SPECIAL * 4).reshape(4, -1)
     whole = stats(x)
     merged = transform(lambda x: stats(x[:1]) + stats(x[1:]))(x)

@@ -89,13 +89,13 @@ TRANSFORMED: dict[str, Callable[[Params, Probes, Tensor], Probes]] = {
 @pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_compiled_is_eager(name: str) -> None:
+def test_compiled_records_are_the_eager_ones(name: str) -> None:
     fn, p, q, x = TRANSFORMED[name], params(), probes(), torch.randn(5, 6)
     assert_same_records(torch.compile(fn, fullgraph=True, backend="aot_eager")(p, q, x), fn(p, q, x))
 
 
 @pytest.mark.inductor
-def test_inductor_is_eager() -> None:
+def test_inductors_records_are_the_eager_ones() -> None:
     fn, p, q, x = TRANSFORMED["params and probes"], params(), probes(), torch.randn(5, 6)
     found, wanted = torch.compile(fn, fullgraph=True)(p, q, x), fn(p, q, x)
     for name in wanted:
@@ -124,7 +124,7 @@ def test_samples_add_up_to_the_batch() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does that
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("again", [False, True], ids=["plain", "checkpoint"])
-def test_autograd_and_checkpoint(compiled: bool, again: bool) -> None:
+def test_records_of_autograd_and_of_a_checkpoint_are_those_of_torch_func(compiled: bool, again: bool) -> None:
     p, x = params(), torch.randn(5, 6)
     leaves = {name: value.clone().requires_grad_() for name, value in p.items()}
     q = probes()

@@ -190,7 +190,7 @@ def assert_follows_with_adamw(make: Any, dtype: torch.dtype, tolerance: float, f
 @pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
 @pytest.mark.parametrize(("make", "dtype"), [(mlp, torch.bfloat16), (tied, torch.float16)])
-def test_generated_code_follows(make: Any, dtype: torch.dtype) -> None:
+def test_generated_code_follows_torchs_loop(make: Any, dtype: torch.dtype) -> None:
     # Inductor keeps intermediates in float32 that eager rounds to the low precision: 50 steps apart by that, no more.
     task = make()
     trace, state = run(task, build(task, "SGD", dtype), lambda step: torch.compile(step, fullgraph=True))
@@ -211,7 +211,7 @@ def test_accumulation_is_the_eager_loop_bit_for_bit(make: Any, flat: bool) -> No
 
 
 @pytest.mark.compiled
-def test_dict_compiled() -> None:
+def test_compiled_step_on_a_dict_is_the_eager_loop_bit_for_bit() -> None:
     task = mlp()
     trace, state = run(task, build(task, "SGD", torch.float16), compiled, flat=False)
     expected_trace, model = torch_loop(task, "SGD", torch.float16)

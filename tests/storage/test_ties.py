@@ -394,7 +394,7 @@ class Caches(Pair):
         return super().forward(x) * self.mask
 
 
-def test_a_buffer_that_the_forward_pass_registers() -> None:
+def test_a_buffer_that_the_forward_pass_registers_is_used() -> None:
     x, trained = torch.ones(2, 4), []
     for make in (Caches, Pair):  # the buffer's numbers are ones
         torch.manual_seed(0)

@@ -59,7 +59,7 @@ def assert_same_as_eager(fn: Callable[[Params, Tensor], Any]) -> None:
 
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_densities_and_differentiable_samples(kind: str) -> None:
+def test_densities_and_differentiable_samples_are_the_eager_ones(kind: str) -> None:
     def fn(params: Params, x: Tensor) -> Any:
         made = KINDS[kind](params)
         x = x / x.sum(-1, keepdim=True) if kind == "Dirichlet" else x
@@ -68,7 +68,7 @@ def test_densities_and_differentiable_samples(kind: str) -> None:
     assert_same_as_eager(fn)
 
 
-def test_an_autoencoders_loss() -> None:
+def test_an_autoencoders_loss_is_the_eager_one() -> None:
     def fn(params: Params, x: Tensor) -> Any:
         posterior, prior = d.Normal(x * params["a"], params["b"].exp()), d.Normal(torch.zeros(3), torch.ones(3))
         rebuilt = d.Bernoulli(logits=posterior.rsample() * params["b"])
@@ -77,7 +77,7 @@ def test_an_autoencoders_loss() -> None:
     assert_same_as_eager(fn)
 
 
-def test_a_policys_loss() -> None:
+def test_a_policys_loss_is_the_eager_one() -> None:
     def fn(params: Params, x: Tensor) -> Any:
         policy = d.Categorical(logits=x * params["a"])
         with torch.no_grad():

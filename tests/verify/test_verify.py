@@ -123,14 +123,14 @@ def test_rounding_grows_from_step_to_step() -> None:
 
 
 @pytest.mark.parametrize("weight", [None, lambda batch: 1.0 + batch[0].shape[0]])
-def test_micro_batches(weight: Any) -> None:
+def test_micro_batches_agree_with_torchs_loop(weight: Any) -> None:
     found = check(make(mlp(), policy="float16", accumulate=3, weight=weight), batches(4, 3))
     assert outcomes(found)[1:] == ["EQUAL", "EQUAL"], str(found)
     assert outcomes(found)[0] in ("EQUAL", "ROUNDING"), str(found)  # the mean of the losses rounds elsewhere
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_buffers_of_a_skipped_step(keep: bool) -> None:
+def test_buffers_of_a_skipped_step_agree_with_torchs_loop(keep: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
     found = check(make(model, policy="float16", loss={"keep_buffers": keep}))
@@ -563,6 +563,6 @@ def test_chaos_is_not_blamed() -> None:
         (lambda: funcamp.verify(funcamp.jit(make(mlp()), unroll=2), batches()), ValueError, "one step in a call"),
     ],
 )
-def test_bad_input(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+def test_bad_input_is_refused_with_the_rule(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()

@@ -118,8 +118,13 @@ def main() -> None:
     if args.child:
         child(names, variants)
         return
-    columns = {"operation": "size", "variant": "variant", "error": "error", "finding": "finding"}
-    columns |= {"left out": "left_out"}
+    columns = {
+        "operation": "size",
+        "variant": "variant",
+        "error": "error",
+        "finding": "finding",
+        "left out": "left_out",
+    }
     facts = about(args.device, operations=len(names), limit=LIMIT)
     report = Report(args.out, "databases-cpu", "torch's operations, compiled", facts, columns)
     for start in range(0, len(names), OPERATIONS_IN_A_PROGRAM):

@@ -59,8 +59,15 @@ def main() -> None:
     args = parser.parse_args()
     names = chosen(parser, args, ZOO)
     facts = about("cpu", steps=STEPS, **{name: importlib.metadata.version(name) for name in (*PACKAGES, *ALSO)})
-    columns = {"model": "size", "dtype": "variant", "agrees": "ok", "eager step to torch's loop": "eager"}
-    columns |= {"traced to eager": "traced", "traced, saved and loaded, to eager": "saved", "seconds": "seconds"}
+    columns = {
+        "model": "size",
+        "dtype": "variant",
+        "agrees": "ok",
+        "eager step to torch's loop": "eager",
+        "traced to eager": "traced",
+        "traced, saved and loaded, to eager": "saved",
+        "seconds": "seconds",
+    }
     report = Report(args.out, "verify-cpu", "What verify says of models of public packages", facts, columns)
     for name in names:
         report.add(verified(name, dtype) for dtype in args.dtypes.split(";"))

@@ -27,7 +27,7 @@ from funcamp import (
     stateless,
 )
 from tests.support.helpers import assert_close, assert_same, clone, to
-from tests.support.models import cnn, mlp, tied
+from tests.support.models import cnn, mlp
 from tests.support.steps import SGD, build
 
 ADAMW = stateless(torch.optim.AdamW, lr=1e-2)

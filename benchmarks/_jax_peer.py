@@ -58,10 +58,12 @@ def conv(p: Params, name: str, x: Any, stride: int) -> Any:
 
 def cnn(p: Params, stats: Params, x: Any, size: Size, low: Any) -> tuple[Any, Params]:
     """Logits, and the running statistics after the batch."""
-    x, after = conv(p, "stem", x.astype(low), 2), {}
+    x = conv(p, "stem", x.astype(low), 2)
+    after = {}
     for i in range(size.blocks):
         y = conv(p, f"blocks.{i}.conv", x, 1).astype(jnp.float32)
-        name, count = f"blocks.{i}.norm", y.size / y.shape[1]
+        name = f"blocks.{i}.norm"
+        count = y.size / y.shape[1]
         mean, var = y.mean((0, 2, 3)), y.var((0, 2, 3))
         after[f"{name}.mean"] = 0.9 * stats[f"{name}.mean"] + 0.1 * mean
         after[f"{name}.var"] = 0.9 * stats[f"{name}.var"] + 0.1 * var * count / (count - 1)

@@ -176,7 +176,8 @@ def critics_loss(values: Array, target: Array) -> Array:
 
 def dqn(size: Size, low: Any, descend: Callable[..., Descent]) -> tuple[Any, Update]:
     """With a target network."""
-    params, rule = layers_of(networks(size)["values"]), descend(adam(size))
+    params = layers_of(networks(size)["values"])
+    rule = descend(adam(size))
 
     def update(states: Any, batch: Any) -> tuple[Any, Array]:
         state, target_params = states
@@ -203,7 +204,8 @@ def td3(size: Size, low: Any, descend: Callable[..., Descent]) -> tuple[Any, Upd
         return jnp.tanh(mlp(params, observation, jax.nn.relu, low))
 
     def update(states: Any, batch: Any) -> tuple[Any, tuple[Array, Array]]:
-        (actor, both_critics, targets), (transition, noise) = states, batch
+        actor, both_critics, targets = states
+        transition, noise = batch
         observation = transition.observation
         near = act(targets["actor"], transition.next_observation)
         near = jnp.clip(near + jnp.clip(NOISE * noise, -LARGEST_NOISE, LARGEST_NOISE), -1, 1)
@@ -238,14 +240,17 @@ def sac(size: Size, low: Any, descend: Callable[..., Descent]) -> tuple[Any, Upd
     """Critics, actor, temperature, and the critics' target."""
     models = networks(size)
     first = [layers_of(critic) for critic in models["critics"].both]
-    rule, temperature_rule = descend(adam(size)), Descent(adam(size), low=False)
+    rule = descend(adam(size))
+    temperature_rule = Descent(adam(size), low=False)
 
     def act(params: Layers, observation: Array, noise: Array) -> tuple[Array, Array]:
         return drawn(mlp(params, observation, jax.nn.relu, low), noise)
 
     def update(states: Any, batch: Any) -> tuple[Any, tuple[Array, Array]]:
-        (actor, both_critics, log_temperature, target_critics), (transition, next_noise, noise) = states, batch
-        observation, temperature = transition.observation, jnp.exp(log_temperature.params)
+        actor, both_critics, log_temperature, target_critics = states
+        transition, next_noise, noise = batch
+        observation = transition.observation
+        temperature = jnp.exp(log_temperature.params)
         next_action, log_prob = act(actor.params, transition.next_observation, next_noise)
         next_values = critics(target_critics, transition.next_observation, next_action, low)
         target = bootstrapped(transition, next_values.min(1) - temperature * log_prob)

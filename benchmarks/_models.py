@@ -61,7 +61,9 @@ class MLPBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (batch, width) to the same."""
@@ -74,7 +76,8 @@ class CNNBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (batch, width, height, width of the image) to the same."""
@@ -87,7 +90,8 @@ class CNN(nn.Module):
     def __init__(self, blocks: int, width: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, stride=2, padding=1, bias=False)
-        self.blocks, self.head = nn.Sequential(*(CNNBlock(width) for _ in range(blocks))), nn.Linear(width, CLASSES)
+        self.blocks = nn.Sequential(*(CNNBlock(width) for _ in range(blocks)))
+        self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (batch, 3, 16, 16) to (batch, classes)."""
@@ -101,9 +105,12 @@ class GPTBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.heads = max(width // 64, 2)
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (batch, time, width) to the same."""
@@ -118,9 +125,11 @@ class GPT(nn.Module):
 
     def __init__(self, blocks: int, width: int, context: int, vocabulary: int) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(torch.zeros(context, width))
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.zeros(context, width))
         nn.init.normal_(self.tokens.weight, std=0.02)
-        self.blocks, self.norm = nn.Sequential(*(GPTBlock(width) for _ in range(blocks))), nn.LayerNorm(width)
+        self.blocks = nn.Sequential(*(GPTBlock(width) for _ in range(blocks)))
+        self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
 

@@ -19,17 +19,27 @@ from torch.utils import _pytree
 
 UPDATES = 32
 """Minibatches of a sweep."""
-OBSERVATION, ACTION = 17, 6
-"""Dimensions of HalfCheetah, for PPO, TD3 and SAC."""
-CARTPOLE_OBSERVATION, CARTPOLE_ACTIONS = 4, 2
-"""For DQN."""
-CLIP, ENTROPY, VALUE, MAX_NORM = 0.2, 0.01, 0.5, 0.5
-"""Of PPO's loss, and of its gradient."""
-DISCOUNT, TAU = 0.99, 0.005
-NOISE, LARGEST_NOISE = 0.2, 0.5
-"""Of TD3's target policy."""
-LOG_STD_MIN, LOG_STD_MAX, TARGET_ENTROPY = -5.0, 2.0, -float(ACTION)
-"""Of SAC's policy."""
+# Dimensions of HalfCheetah, for PPO, TD3 and SAC.
+OBSERVATION = 17
+ACTION = 6
+# Those of CartPole, for DQN.
+CARTPOLE_OBSERVATION = 4
+CARTPOLE_ACTIONS = 2
+# Of PPO's loss, and of its gradient.
+CLIP = 0.2
+ENTROPY = 0.01
+VALUE = 0.5
+MAX_NORM = 0.5
+# Of the learners from transitions.
+DISCOUNT = 0.99
+TAU = 0.005
+# Of TD3's target policy.
+NOISE = 0.2
+LARGEST_NOISE = 0.5
+# Of SAC's policy.
+LOG_STD_MIN = -5.0
+LOG_STD_MAX = 2.0
+TARGET_ENTROPY = -float(ACTION)
 LOG_2_PI = math.log(2 * math.pi)
 
 ADAM: dict[str, dict[str, Any]] = {
@@ -144,7 +154,9 @@ def stacked(batches: list[Any]) -> Any:
 
 @torch.no_grad()
 def _rollout(size: Size, randn: Network) -> tuple[Tensor, Rollout]:
-    observation, noise, rest = randn(size.batch, OBSERVATION), randn(size.batch, ACTION), randn(4, size.batch)
+    observation = randn(size.batch, OBSERVATION)
+    noise = randn(size.batch, ACTION)
+    rest = randn(4, size.batch)
     mean, log_std, value = networks(size)["agent"](observation)
     action = mean + log_std.exp() * noise
     log_prob = normal_log_prob(mean, log_std, action) + 0.1 * rest[0]
@@ -153,7 +165,8 @@ def _rollout(size: Size, randn: Network) -> tuple[Tensor, Rollout]:
 
 def _cartpole(size: Size, randn: Network) -> Transition:
     observation, next_observation = randn(2, size.batch, CARTPOLE_OBSERVATION)
-    action, done = (randn(size.batch) > 0).long(), (randn(size.batch) > 2).float()
+    action = (randn(size.batch) > 0).long()
+    done = (randn(size.batch) > 2).float()
     return Transition(observation, action, randn(size.batch), next_observation, done)
 
 
@@ -162,7 +175,8 @@ def _noisy(count: int) -> Callable[[Size, Network], tuple[Any, ...]]:
 
     def make(size: Size, randn: Network) -> tuple[Any, ...]:
         observation, next_observation = randn(2, size.batch, OBSERVATION)
-        action, done = randn(size.batch, ACTION).tanh(), (randn(size.batch) > 2).float()
+        action = randn(size.batch, ACTION).tanh()
+        done = (randn(size.batch) > 2).float()
         transition = Transition(observation, action, randn(size.batch), next_observation, done)
         return transition, *randn(count, size.batch, ACTION)
 

@@ -75,7 +75,10 @@ class Descent:
         max_norm: float | None = None,
         fused: bool = True,
     ) -> None:
-        self.params, self.loss_fn, self.low, self.max_norm = list(params), loss_fn, low, max_norm
+        self.params = list(params)
+        self.loss_fn = loss_fn
+        self.low = low
+        self.max_norm = max_norm
         self.adam = torch.optim.Adam(self.params, fused=fused, foreach=not fused, **ADAM[size.learner])
         self.scaler = torch.amp.GradScaler("cpu", growth_interval=NEVER, enabled=low)
 
@@ -200,7 +203,8 @@ def torch_sac(size: Size, descent: type[Descent], *, low: bool) -> Learner:
     """Critics, actor, temperature, and the critics' target."""
     models = networks(size)
     actor, critics = models["actor"], models["critics"]
-    target_critics, log_temperature = Target(critics), torch.zeros((), requires_grad=True)
+    target_critics = Target(critics)
+    log_temperature = torch.zeros((), requires_grad=True)
 
     def value_loss(transition: Transition, noise: Tensor) -> tuple[Tensor, None]:
         with torch.no_grad():
@@ -307,7 +311,8 @@ def td3_step(size: Size, *, low: bool) -> Step:
     c_step = train_step(funcamp.module_loss(critics, critics_loss), with_target, low=low)
 
     def step(states: Any, batch: Any) -> tuple[Any, tuple[Tensor, Tensor]]:
-        (a_state, c_state), (transition, noise) = states, batch
+        a_state, c_state = states
+        transition, noise = batch
         observation = transition.observation
         with autocast(low=low):
             target_actor = with_params(actor, target_params(a_step, a_state))
@@ -341,8 +346,10 @@ def sac_step(size: Size, *, low: bool) -> Step:
     t_step = train_step(alpha_loss, adam(size), low=False)
 
     def step(states: Any, batch: Any) -> tuple[Any, tuple[Tensor, Tensor]]:
-        (a_state, c_state, t_state), (transition, next_noise, noise) = states, batch
-        observation, temperature = transition.observation, t_state.params["log_temperature"].exp()
+        a_state, c_state, t_state = states
+        transition, next_noise, noise = batch
+        observation = transition.observation
+        temperature = t_state.params["log_temperature"].exp()
         with autocast(low=low):
             policy = with_params(actor, a_step.compute_params(a_state))
             target_critics = with_params(critics, target_params(c_step, c_state))

@@ -92,20 +92,21 @@ def interleaved(variants: dict[str, Variant], repeats: int, rounds: int, bases: 
     for _ in range(rounds + 1):
         for name in turns.sample(list(variants), len(variants)):
             taken[name].append(seconds(variants[name], repeats))
-    totals = {name: [total for total, _ in pairs[1:]] for name, pairs in taken.items()}
-    rows = {}
+    totals: dict[str, list[float]] = {}
+    hosts: dict[str, list[float]] = {}
     for name, pairs in taken.items():
+        totals[name] = [total for total, _ in pairs[1:]]
+        hosts[name] = [host for _, host in pairs[1:]]
+    rows = {}
+    for name in taken:
         low, middle, high = (round(value / repeats * 1e3, 4) for value in statistics.quantiles(totals[name], n=4))
-        rows[name] = {
-            "median_ms": middle,
-            "quartiles_ms": [low, high],
-            **{
-                ratio: round(statistics.median(map(operator.truediv, totals[name], totals[base[name]])), 3)
-                for ratio, base in bases.items()
-                if base[name] in totals
-            },
-            "host_ms": round(statistics.median(host for _, host in pairs[1:]) / repeats * 1e3, 4),
-        }
+        row: Row = {"median_ms": middle, "quartiles_ms": [low, high]}
+        for ratio, base in bases.items():
+            if base[name] in totals:
+                ratios_of_rounds = map(operator.truediv, totals[name], totals[base[name]])
+                row[ratio] = round(statistics.median(ratios_of_rounds), 3)
+        row["host_ms"] = round(statistics.median(hosts[name]) / repeats * 1e3, 4)
+        rows[name] = row
     return rows
 
 
@@ -157,6 +158,7 @@ def _measured(
     inspect: Callable[[Variant], Row] | None,
     bases: Bases,
 ) -> list[Row]:
+    """The rows of variants that are in memory at once."""
     running: dict[str, Variant] = {}
     rows: dict[str, Row] = {label: {"size": size, "variant": label} for label in makers}
     for label, make in makers.items():
@@ -166,17 +168,20 @@ def _measured(
             seconds(variant, 2)
             running[label] = variant
         except Exception as error:  # a peer that fails is a result
-            rows[label]["failed"] = _said(size, label, error)
+            rows[label]["failed"] = _print_failure(size, label, error)
     try:
-        for label, found in interleaved(running, repeats, rounds, bases).items():
-            rows[label] |= found | (inspect(running[label]) if inspect else {})
+        for label, times in interleaved(running, repeats, rounds, bases).items():
+            rows[label] |= times
+            if inspect:
+                rows[label] |= inspect(running[label])
     except Exception as error:  # out of memory beside another, say
         for label in running:
-            rows[label].setdefault("failed", _said(size, label, error))
+            rows[label].setdefault("failed", _print_failure(size, label, error))
     return list(rows.values())
 
 
-def _said(size: str, label: str, error: Exception) -> str:
+def _print_failure(size: str, label: str, error: Exception) -> str:
+    """Print what a variant failed with; return its kind, for the table."""
     print(f"{size}: {label}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
     return type(error).__name__
 
@@ -290,7 +295,11 @@ class Report:
         """
         self.rows: list[Row] = []
         self.stem: Path | None = None
-        self._out, self._name, self._title, self._facts, self._columns = out, name, title, facts, columns
+        self._out = out
+        self._name = name
+        self._title = title
+        self._facts = facts
+        self._columns = columns
         self._summary = summary
         print(*head(title, facts), *table(columns, []), sep="\n", flush=True)
 

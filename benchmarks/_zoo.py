@@ -12,7 +12,9 @@ from _public import without_operators
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Normal, kl_divergence
 
-LABELS, VOCABULARY, SIDE = 10, 96, 32
+LABELS = 10
+VOCABULARY = 96
+SIDE = 32
 
 
 class Task(NamedTuple):
@@ -260,7 +262,8 @@ class _Denoiser(nn.Module):
 
     def __init__(self, net: nn.Module, labels: int | None = None) -> None:
         super().__init__()
-        self.net, self.labels = net, labels
+        self.net = net
+        self.labels = labels
 
     def forward(self, image: Tensor, label: Tensor) -> Tensor:
         noise, time = torch.randn_like(image), torch.randint(1000, (image.shape[0],), device=image.device)
@@ -307,7 +310,8 @@ class _Graphs(nn.Module):
         from torch_geometric import nn as layers
 
         made = {"GCN": layers.GCNConv, "GAT": layers.GATConv, "SAGE": layers.SAGEConv}[kind]
-        self.first, self.second = made(16, 32), made(32, LABELS)
+        self.first = made(16, 32)
+        self.second = made(32, LABELS)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         return self.second(F.dropout(F.relu(self.first(x, edges)), training=self.training), edges)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""How many of seventy models of public packages a step takes unchanged: parity with torch.amp's loop, and compiling.
+"""How many of seventy models of public packages does a step take unchanged, and what do compiled ones take and give?
 
     python benchmarks/coverage.py [--sizes "GPT-2;Llama"] [--dtypes float16] [--parity] [--out benchmarks/results]
 
@@ -31,7 +31,12 @@ from torch import Tensor
 
 import funcamp
 
-STEPS, LR, HIGH, INTERVAL = 20, 0.01, 2.0**20, 4
+STEPS = 20
+LR = 0.01
+HIGH = 2.0**20
+"""The first scale in float16, which overflows."""
+INTERVAL = 4
+"""Steps without an overflow after which the scale grows."""
 DTYPES = ("float16", "bfloat16")
 ALSO = ("diffusers", "peft", "torch_geometric", "scipy")
 SECONDS = 900
@@ -85,7 +90,8 @@ def by_torch(make: Make, dtype: str, compiled: bool = False, steps: int = STEPS)
     given = make()
     model: Any = torch.compile(given.model) if compiled else given.model
     step, scaler = torch_loop(given._replace(model=model), dtype)
-    trail, losses = [], []
+    trail = []
+    losses = []
     rows = batches(given, steps)
     torch.manual_seed(2)
     for batch in rows:
@@ -108,7 +114,9 @@ def by_funcamp(make: Make, dtype: str, wrap: Callable[[Any], Any], steps: int = 
     """The same of funcamp's step."""
     given = make()
     step, state = step_of(given, dtype)
-    run, trail, losses = wrap(step), [], []
+    run = wrap(step)
+    trail = []
+    losses = []
     rows = batches(given, steps)
     torch.manual_seed(2)
     for batch in rows:
@@ -141,10 +149,10 @@ def attempt(run: Callable[[], History], wanted: History, first: dict[str, Tensor
     try:
         return compared(run(), wanted, first)
     except Exception as error:
-        return said(error)
+        return describe_error(error)
 
 
-def said(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An error in a line: where a model reads a value, by its place in its package, or the first line of another."""
     text = str(error).strip().split("\n")[0].replace("|", "/")
     if found := re.search(rf"((?:{'|'.join((*PACKAGES, *ALSO))})/[^ ]+:\d+) (\(.*\)) does:", text):
@@ -152,7 +160,7 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def one(name: str, make: Make, dtype: str, parity: bool, steps: int = STEPS) -> Row:
+def measure_model(name: str, make: Make, dtype: str, parity: bool, steps: int = STEPS) -> Row:
     """The row of a model in a dtype."""
     warnings.simplefilter("ignore")
     first = {key: value.detach().clone() for key, value in make().model.named_parameters()}
@@ -191,7 +199,8 @@ def speed(name: str, make: Make, dtype: str) -> Row:
         given = make()
         batch = batches(given)[0]
         step, state = step_of(given, dtype)
-        run, held = funcamp.jit(step), [state]
+        run = funcamp.jit(step)
+        held = [state]
 
         def call() -> None:
             held[0], _ = run(held[0], batch)
@@ -236,16 +245,17 @@ def main() -> None:
     names = chosen(parser, args, ZOO)
     if args.one:
         name = next(iter(names))
-        print("\n" + json.dumps(one(name, functools.partial(task, name), args.one, parity=False)))
+        print("\n" + json.dumps(measure_model(name, functools.partial(task, name), args.one, parity=False)))
         return
     facts = about("cpu", steps=STEPS, **{name: importlib.metadata.version(name) for name in (*PACKAGES, *ALSO)})
-    title, columns = "Models of public packages", {"model": "size", "dtype": "variant"}
+    title = "Models of public packages"
+    columns = {"model": "size", "dtype": "variant"}
     if args.parity:
         columns |= {"parameters": "parameters", "skipped": "skips", "eager step": "eager", "traced": "traced"}
         report = Report(args.out, "coverage-parity-cpu", title, facts, columns)
         for name in names:
             make = functools.partial(task, name)
-            report.add(one(name, make, dtype, parity=True) for dtype in args.dtypes.split(";"))
+            report.add(measure_model(name, make, dtype, parity=True) for dtype in args.dtypes.split(";"))
         return
     for dtype in args.dtypes.split(";"):
         also = compiled_columns(dtype)

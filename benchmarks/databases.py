@@ -31,7 +31,8 @@ import funcamp
 from tests.support.databases import LIMIT, SEED, Expected, expected_of, joined, operations, worst_error
 
 OPERATIONS_IN_A_PROGRAM = 25
-SECONDS, SECONDS_EACH = 300, 60
+SECONDS = 300
+SECONDS_EACH = 60
 """For a process, and more for each operation in it."""
 VARIANTS: dict[str, dict[str, Any]] = {"default": {}, "exact=True": {"exact": True}}
 
@@ -91,7 +92,8 @@ def in_a_process(names: list[str], variants: list[str]) -> Iterator[Row]:
             reason = signal.Signals(-process.returncode).name if process.returncode < 0 else "ended early"
         except subprocess.TimeoutExpired:
             process.kill()
-            out, reason = process.communicate()[0], f"more than {limit} s"
+            out = process.communicate()[0]
+            reason = f"more than {limit} s"
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     yield from rows
     for name in names:
@@ -116,8 +118,13 @@ def main() -> None:
     if args.child:
         child(names, variants)
         return
-    columns = {"operation": "size", "variant": "variant", "error": "error", "finding": "finding"}
-    columns |= {"left out": "left_out"}
+    columns = {
+        "operation": "size",
+        "variant": "variant",
+        "error": "error",
+        "finding": "finding",
+        "left out": "left_out",
+    }
     facts = about(args.device, operations=len(names), limit=LIMIT)
     report = Report(args.out, "databases-cpu", "torch's operations, compiled", facts, columns)
     for start in range(0, len(names), OPERATIONS_IN_A_PROGRAM):

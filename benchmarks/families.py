@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from _public import without_operators
 from _timing import Report, Row, about, arguments, chosen
 from _zoo import LABELS, SIDE, VOCABULARY, Task
-from coverage import one
+from coverage import measure_model
 
-SECONDS, LARGEST = 120, 40_000_000
+SECONDS = 120
+LARGEST = 40_000_000
 #: The dtype, and the steps: convolutions take a second each in float16 on a CPU, and no step overflows in bfloat16.
 RUNS = {"timm": ("bfloat16", 4), "transformers": ("float16", 12)}
 
@@ -128,7 +129,8 @@ LEFT_OUT = ("", "head_dim", "num_key_value_heads", "intermediate_size", "hidden_
 
 def configured(kind: Any) -> Any:
     """A configuration whose known sizes are small."""
-    usual, failed = kind(), ValueError()
+    usual = kind()
+    failed = ValueError()
     sizes = {name: value for value, names in SIZES.items() for name in names.split()}
     known = {name: value for name, value in sizes.items() if type(getattr(usual, name, None)) in (int, float)}
     for left_out in LEFT_OUT:
@@ -151,7 +153,8 @@ def hugging(config: str, name: str, batch: Callable[[], Any]) -> Task:
     """A model of transformers."""
     import transformers
 
-    small, kind = configured(getattr(transformers, config)), getattr(transformers, name)
+    small = configured(getattr(transformers, config))
+    kind = getattr(transformers, name)
     with torch.device("meta"):
         count = sum(value.numel() for value in kind(small).parameters())
     if count > LARGEST:
@@ -203,9 +206,9 @@ def row(name: str, make: Callable[[], Task], dtype: str, steps: int) -> Row:
             seeded()
         except Exception as error:
             return {"size": name, "variant": dtype, "failed": f"not built: {type(error).__name__}"}
-        found = one(name, seeded, dtype, parity=True, steps=steps)
+        found = measure_model(name, seeded, dtype, parity=True, steps=steps)
         overflows = found.get("skips") == steps
-        return one(name, seeded, "bfloat16", parity=True, steps=steps) if overflows else found
+        return measure_model(name, seeded, "bfloat16", parity=True, steps=steps) if overflows else found
     except TooLong:
         return {"size": name, "variant": dtype, "failed": f"more than {SECONDS} s"}
     finally:

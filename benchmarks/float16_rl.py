@@ -32,7 +32,8 @@ SIZES: dict[str, tuple[str, funcamp.ScalerConfig | None, tuple[str, ...], bool]]
     "trainer": ("trainer", None, grpo.DTYPES, False),
     "engine, scale 1": ("engine", presets.static(1.0), ("float16",), True),
 }
-EVERY, LAST = 10, 20
+EVERY = 10
+LAST = 20
 """Steps in a point of a curve, and in the end of a run."""
 
 
@@ -57,6 +58,7 @@ def measure(size: str, dtype: str, seeds: int, steps: int) -> Row:
     ends = [statistics.mean(row["solved"] for row in rows[-LAST:]) for rows in runs]
     scales = [math.log2(rows[-1]["scale"]) for rows in runs]
     every = [row for rows in runs for row in rows]
+    skipped = [rows[-1]["skipped"] for rows in runs]
     return {
         "size": size,
         "variant": dtype,
@@ -65,8 +67,8 @@ def measure(size: str, dtype: str, seeds: int, steps: int) -> Row:
         "solved_of_seeds": [round(min(ends), 3), round(max(ends), 3)],
         "gap": f"{statistics.mean(row['gap'] for row in every):.1e}",
         "gap_max": f"{max(row['gap_max'] for row in every):.1e}",
-        "skipped": [int(call(rows[-1]["skipped"] for rows in runs)) for call in (min, max)],
-        "log2_scale": [call(scales) for call in (min, max)],
+        "skipped": [int(min(skipped)), int(max(skipped))],
+        "log2_scale": [min(scales), max(scales)],
         "cpu_ms": round(seconds / len(every) * 1e3, 1),
         "curves": {name: [points(rows, name) for rows in runs] for name in ("reward", "solved", "gap", "kl")},
     }

@@ -23,7 +23,8 @@ from funcamp import ScalerConfig, make_train_step, module_loss, presets, statele
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import _gpt
 
-CONTEXT, BATCH = 32, 8
+CONTEXT = 32
+BATCH = 8
 POLICIES = {
     "bfloat16": "bfloat16",
     "current": "float8",
@@ -51,7 +52,8 @@ def run(variant: str, seed: int, steps: int, text: Tensor) -> dict[str, Any]:
     adamw = stateless(torch.optim.AdamW, lr=2e-3)
     config: ScalerConfig = presets.disabled()
     step = make_train_step(module_loss(model, criterion), adamw, config, policy=POLICIES[variant], max_norm=1.0)
-    state, losses = step.init(), []
+    state = step.init()
+    losses = []
     for number in range(steps):
         x, y = _gpt.batch_at(text, number, seed, BATCH, CONTEXT, "cpu")
         factor = poison(number, steps) if variant == "poisoned" else 1.0

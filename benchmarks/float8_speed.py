@@ -74,8 +74,15 @@ def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
     args = parser.parse_args()
-    columns = {"size": "size", "products": "variant", "median ms": "median_ms", "quartiles ms": "quartiles_ms"}
-    columns |= {"over bfloat16": "ratio", "host ms": "host_ms", "first call s": "first_call_s"}
+    columns = {
+        "size": "size",
+        "products": "variant",
+        "median ms": "median_ms",
+        "quartiles ms": "quartiles_ms",
+        "over bfloat16": "ratio",
+        "host ms": "host_ms",
+        "first call s": "first_call_s",
+    }
     facts = about(args.device, rounds=args.rounds)
     report = Report(args.out, f"float8-speed-{args.device}", "Float8 against bfloat16", facts, columns)
     for name, size in chosen(parser, args, GPU_SIZES if args.device == "cuda" else CPU_SIZES).items():

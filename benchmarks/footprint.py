@@ -1,4 +1,6 @@
-"""Compile time as a model grows, and memory: the whole step, against torch's loop, eager or with a compiled model.
+"""How long does a step compile as its model grows, and how much memory does it take, against torch's loop?
+
+The loop is eager, or has a compiled model.
 
 Compile time: first calls of a GPT of width 64, each in a process of its own with an empty cache, and again with the
 cache that the first one left, as a second start of the same program. Memory: bytes a parameter, the module's among
@@ -54,14 +56,20 @@ def peaks_of(make: Callable[[], Callable[[], Any]]) -> tuple[int, int]:
         with torch.profiler.record_function("third"):
             run()
     events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    made, third = (next(e.start_ns() for e in events if e.name() == name) for name in ("made", "third"))
-    live, highest = 0, [0, 0]
+    made = next(event.start_ns() for event in events if event.name() == "made")
+    third = next(event.start_ns() for event in events if event.name() == "third")
+    live = 0
+    highest_while_made = 0
+    highest_in_third = 0
     for event in events:
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            if not made <= event.start_ns() < third:
-                highest[event.start_ns() >= third] = max(highest[event.start_ns() >= third], live)
-    return highest[0], highest[1]
+        if event.name() != "[memory]":
+            continue
+        live += event.nbytes()
+        if event.start_ns() < made:
+            highest_while_made = max(highest_while_made, live)
+        if event.start_ns() >= third:
+            highest_in_third = max(highest_in_third, live)
+    return highest_while_made, highest_in_third
 
 
 def resident_of(make: Callable[[Size], Callable[[], Any]]) -> int:
@@ -151,7 +159,8 @@ def main() -> None:
     held: dict[str, dict[str, float]] = {}
     peaks: dict[str, list[float]] = {}
 
-    def done(keep: Callable[..., Path | None] = save) -> Path | None:
+    def write_results(keep: Callable[..., Path | None] = save) -> Path | None:
+        """Write all that is known by now; `keep` prints it too, or does not."""
         body = [
             *table(
                 ("blocks", "first call", "s, cold", "over torch.compile(model)", "s, compiled artifacts kept"), rows
@@ -172,17 +181,20 @@ def main() -> None:
 
     facts = about("cpu")
     for size, blocks in chosen(parser, args, SIZES).items():
-        first[size] = {name: [round(s, 1) for s in spawn("compile", name, str(blocks), times=2)] for name in COMPILED}
+        first[size] = {}
+        for name in COMPILED:
+            seconds_cold_and_warm = spawn("compile", name, str(blocks), times=2)
+            first[size][name] = [round(seconds, 1) for seconds in seconds_cold_and_warm]
         base = first[size][COMPILED[0]][0]
         rows += [(blocks, name, cold, round(cold / base, 2), warm) for name, (cold, warm) in first[size].items()]
-        done()
+        write_results()
     held, count = counted()
     for name in STEPS:
         found = [*spawn("memory", name, "0"), *spawn("resident", name, "0")]
         peaks[name] = [round(value / count, 2) for value in found]
-        done()
+        write_results()
     points = [(f"{blocks} blocks", name, over) for blocks, name, _, over, _ in rows]
-    dots(done(write), points, "first call, over torch.compile(model)", "funcamp.jit")
+    dots(write_results(write), points, "first call, over torch.compile(model)", "funcamp.jit")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,8 @@ def tests(device: str, out: Path | None) -> list[str]:
     ]
     plain = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "300"}
     with tempfile.TemporaryDirectory() as name:
-        folder, start = Path(name), time.monotonic()
+        folder = Path(name)
+        start = time.monotonic()
         if wrong := run([*pytest, "-q", "--collect-only", "tests/cuda"], 120, folder / "collected.log", **plain):
             return [f"collecting the tests: {wrong}\n{(folder / 'collected.log').read_text()[-4000:]}"]
         found = [line for line in (folder / "collected.log").read_text().splitlines() if "::" in line]
@@ -170,15 +171,23 @@ def sanitize(device: str, out: Path | None) -> list[str]:
     _keep(out, "sanitize.log", {label: text for label, (_, text) in zip(forms, ends)})
     failed = []
     for label, (wrong, text) in zip(forms, ends):
-        summary = re.findall(r"ERROR SUMMARY: .*", text)
-        print(f"{label}: {wrong or 'ran to its end'}; {summary[-1] if summary else 'no summary'}")
-        faults = [line for line in text.splitlines() if "triton_" in line]
-        if label.startswith("memcheck") and summary and "SUMMARY: 0 errors" not in summary[-1]:
-            faults = faults or summary
-        if device == "cuda" and not summary:
-            faults = text.splitlines()[-5:]
-        failed += [f"sanitize: {label}: {line[:200]}" for line in ([wrong] if wrong else []) + faults[:10]]
+        summaries = re.findall(r"ERROR SUMMARY: .*", text)
+        print(f"{label}: {wrong or 'ran to its end'}; {summaries[-1] if summaries else 'no summary'}")
+        faults = faults_in(text, summaries, memcheck=label.startswith("memcheck"), on_a_gpu=device == "cuda")
+        if wrong:
+            faults.insert(0, wrong)
+        failed += [f"sanitize: {label}: {line[:200]}" for line in faults]
     return failed
+
+
+def faults_in(text: str, summaries: list[str], *, memcheck: bool, on_a_gpu: bool) -> list[str]:
+    """Lines of compute-sanitizer's output that show a fault of a generated kernel, ten at most."""
+    if on_a_gpu and not summaries:
+        return text.splitlines()[-5:]
+    faults = [line for line in text.splitlines() if "triton_" in line]
+    if memcheck and summaries and "SUMMARY: 0 errors" not in summaries[-1]:
+        faults = faults or summaries
+    return faults[:10]
 
 
 def _keep(out: Path | None, name: str, logs: dict[str, str]) -> None:
@@ -205,18 +214,23 @@ def main() -> None:
     if strangers := [part for part in args.parts if part not in PARTS]:
         parser.error(f"PART must be one of {', '.join(PARTS)}; got {', '.join(strangers)}")
     out = args.out and args.out.absolute()
-    given = [f"--device={args.device}", *([f"--out={out}"] if out else [])]
-    given += [f"--rounds={args.rounds}"] if args.rounds else []
+    given = [f"--device={args.device}"]
+    if out:
+        given.append(f"--out={out}")
+    if args.rounds:
+        given.append(f"--rounds={args.rounds}")
+    # A rehearsal on a CPU takes longer.
+    patience = 4 if args.device == "cpu" else 1
     failed: list[str] = []
     for part in args.parts or HALF_AN_HOUR:
         start = time.monotonic()
         if part in PROGRAMS:
             failed += PROGRAMS[part](args.device, out)
         for line in PARTS[part]:
-            sizes = args.sizes or ";".join(line.sizes)
             command = [sys.executable, f"benchmarks/{line.script}.py", *given, *line.options]
-            command += ["--sizes", sizes] if sizes else []
-            if wrong := run(command, line.seconds * (4 if args.device == "cpu" else 1)):
+            if sizes := args.sizes or ";".join(line.sizes):
+                command += ["--sizes", sizes]
+            if wrong := run(command, line.seconds * patience):
                 failed.append(f"{part}: {line.script}.py: {wrong}")
         print(f"==== {part}: {time.monotonic() - start:.0f} s", flush=True)
     print(*(failed[:SHOWN] or ["nothing failed"]), sep="\n")

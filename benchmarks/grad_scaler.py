@@ -58,8 +58,14 @@ def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
     args = parser.parse_args()
-    columns = {"parameters in tensors": "size", "variant": "variant", "median ms": "median_ms"}
-    columns |= {"quartiles ms": "quartiles_ms", "host ms": "host_ms", "over torch, fused": "ratio"}
+    columns = {
+        "parameters in tensors": "size",
+        "variant": "variant",
+        "median ms": "median_ms",
+        "quartiles ms": "quartiles_ms",
+        "host ms": "host_ms",
+        "over torch, fused": "ratio",
+    }
     facts = about(args.device, rounds=args.rounds)
     report = Report(args.out, f"grad-scaler-{args.device}", "The scaler's step and update", facts, columns)
 

@@ -1,4 +1,4 @@
-"""Host time of one call of a captured `funcamp.jit` step, beyond the launch of its graph.
+"""What does a call of a captured `funcamp.jit` step cost the host, beyond the launch of its graph?
 
 The graph is replaced by one that does nothing, so that what is left is the wrapper: telling the batch signature and
 the state, copying the batch in, cloning the metrics out. States of 10 and of 1,000 leaves with a batch of two tensors,
@@ -107,7 +107,8 @@ def main() -> None:
     parser = arguments(__doc__)
     args = parser.parse_args()
     columns = {"state": "size", "call": "variant", "median µs": "median_us", "quartiles µs": "quartiles_us"}
-    facts, title = about(args.device, rounds=args.rounds), "Host time of a captured step beyond the launch"
+    facts = about(args.device, rounds=args.rounds)
+    title = "Host time of a captured step beyond the launch"
     report = Report(args.out, f"overhead-{args.device}", title, facts, columns)
     for name, leaves in chosen(parser, args, SIZES).items():
         cases = batches(leaves, args.device)

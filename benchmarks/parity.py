@@ -98,8 +98,13 @@ def main() -> None:
         for row in rows(args.child, args.steps, args.device):
             print(json.dumps(row), flush=True)
         return
-    columns = {"recipe": "size", "form": "variant", "skipped": "skipped", "steps with equal scales and flags": "equal"}
-    columns |= {"parameters apart": "apart"}
+    columns = {
+        "recipe": "size",
+        "form": "variant",
+        "skipped": "skipped",
+        "steps with equal scales and flags": "equal",
+        "parameters apart": "apart",
+    }
     facts = about(args.device, steps=args.steps)
     report = Report(args.out, f"parity-{args.device}", "Recipes against torch's loops", facts, columns)
     with ThreadPoolExecutor(args.processes) as pool:

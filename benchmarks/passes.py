@@ -36,7 +36,8 @@ from funcamp._jit.passes import PIPELINE
 from funcamp._jit.passes.program import Target
 
 KNOWN = PUBLIC_SIZES | CPU_SIZES
-EAGER, ALL = "torch's eager loop", "funcamp.jit"
+EAGER = "torch's eager loop"
+ALL = "funcamp.jit"
 #: Options that are no trick: what the program is for needs them.
 NEEDED = ("triton.cudagraphs", "emulate_precision_casts")
 
@@ -65,11 +66,13 @@ def without(name: str, size: Size) -> Any:
 
 def rows_of(name: str, rounds: int, first_calls: int, labels: list[str]) -> Iterator[Row]:
     """Yield a row for each of these variants: its steps, then its first calls."""
-    every = {label: make for label, make in makers().items() if label in labels}
-    made = {
-        label: functools.partial(lambda make: torch_variant(make(KNOWN[name]), "cpu"), every[label]) for label in every
-    }
-    rows = {row["variant"]: row for row in measured(name, made, KNOWN[name].steps, rounds, "cpu")}
+    size = KNOWN[name]
+
+    def variant(make: Any) -> Any:
+        return torch_variant(make(size), "cpu")
+
+    chosen_makers = {label: functools.partial(variant, make) for label, make in makers().items() if label in labels}
+    rows = {row["variant"]: row for row in measured(name, chosen_makers, size.steps, rounds, "cpu")}
     taken: dict[str, list[float]] = {label: [] for label in rows if label != EAGER and "failed" not in rows[label]}
     turns = random.Random(0)
     for _ in range(first_calls):
@@ -103,8 +106,15 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
     malloc = KEEP if args.keep_memory else "as the system has it"
     facts = about("cpu", rounds=args.rounds, malloc=malloc, first_calls=args.first_calls)
-    columns = {"model": "size", "variant": "variant", "median ms": "median_ms", "quartiles ms": "quartiles_ms"}
-    columns |= {"time over eager": "ratio", "first call s": "first_call_s", "all first calls s": "first_calls_s"}
+    columns = {
+        "model": "size",
+        "variant": "variant",
+        "median ms": "median_ms",
+        "quartiles ms": "quartiles_ms",
+        "time over eager": "ratio",
+        "first call s": "first_call_s",
+        "all first calls s": "first_calls_s",
+    }
     suffix = "-kept" if args.keep_memory else ""
     report = Report(args.out, f"passes-cpu{suffix}", "Each trick of jit left out", facts, columns)
     labels = [EAGER, *args.variants.split(";")] if args.variants else list(makers())

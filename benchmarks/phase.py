@@ -23,7 +23,8 @@ import funcamp
 from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
 
 BYTES = 2 + 14 + 14  # a parameter
-LR, MAX_NORM = 1e-4, 1.0
+LR = 1e-4
+MAX_NORM = 1.0
 
 
 class Size(NamedTuple):
@@ -123,7 +124,8 @@ def makers(size: Size, device: str, dtype: torch.dtype) -> dict[str, Callable[[]
         "funcamp.jit, flat": lambda: funcamp_iteration(size, device, dtype),
     }
     if size.tensors <= 300:
-        found["torch, compiled AdamW"] = of_torch(compiled=True, **({"capturable": True} if device == "cuda" else {}))
+        options = {"capturable": True} if device == "cuda" else {}
+        found["torch, compiled AdamW"] = of_torch(compiled=True, **options)
     if size.tensors <= 100:
         found["funcamp.jit, a tensor a parameter"] = lambda: funcamp_iteration(size, device, dtype, flat=False)
     return found
@@ -146,8 +148,15 @@ def main() -> None:
     parser = arguments(__doc__)
     args = parser.parse_args()
     dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
-    columns = {"parameters in tensors": "size", "variant": "variant", "median ms": "median_ms"}
-    columns |= {"quartiles ms": "quartiles_ms", "GB/s": "GB_per_s", "of copy": "share_of_copy", "host ms": "host_ms"}
+    columns = {
+        "parameters in tensors": "size",
+        "variant": "variant",
+        "median ms": "median_ms",
+        "quartiles ms": "quartiles_ms",
+        "GB/s": "GB_per_s",
+        "of copy": "share_of_copy",
+        "host ms": "host_ms",
+    }
     facts = about(args.device, rounds=args.rounds, **{"bytes a parameter": BYTES})
     title = "Scaler, clip and optimizer"
     report = Report(args.out, f"phase-{args.device}", title, facts, columns | {"launches": "launches"})

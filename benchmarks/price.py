@@ -73,8 +73,14 @@ def main() -> None:
     cold = tempfile.TemporaryDirectory()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
     dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
-    columns = {"model": "size", "step": "variant", "median ms": "median_ms", "quartiles ms": "quartiles_ms"}
-    columns |= {"over without": "ratio", "host ms": "host_ms"}
+    columns = {
+        "model": "size",
+        "step": "variant",
+        "median ms": "median_ms",
+        "quartiles ms": "quartiles_ms",
+        "over without": "ratio",
+        "host ms": "host_ms",
+    }
     report = Report(
         args.out, f"price-{args.device}", "The price of scaling", about(args.device, rounds=args.rounds), columns
     )

@@ -1,8 +1,10 @@
-"""Data parallel steps on 1, 2 and 4 processes: time a step as processes are added, each with its own batch.
+"""What does a data parallel step cost on 1, 2 and 4 processes, each with its own batch?
 
 Weak scaling: the batch of a process stays, so with a core for each a perfect step takes as long on many as on one. One
 thread a process. Collectives and their bytes are counted in the traced graph. Peers in the same processes: torch's
 DistributedDataParallel with GradScaler, autocast and fused AdamW.
+
+    python benchmarks/ranks.py [--rounds 9] [--sizes "MLP 3.2 M"] [--out DIR]
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def ddp(size: Size) -> Callable[[], None]:
-    """torch's own."""
+    """torch's loop with DistributedDataParallel."""
     model, x, y = build(size, "cpu")
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     adamw = torch.optim.AdamW(wrapped.parameters(), lr=LR, fused=True)
@@ -117,13 +119,21 @@ def main() -> None:
     if args.child:
         child(args.sizes, args.rounds, args.child)
         return
-    columns = {"model": "size", "processes": "processes", "variant": "variant", "median ms": "median_ms"}
-    columns |= {"quartiles ms": "quartiles_ms", "over one process": "over_one_process", "over DDP": "ratio"}
-    columns |= {"collectives a step": "calls", "MB into them": "megabytes"}
+    columns = {
+        "model": "size",
+        "processes": "processes",
+        "variant": "variant",
+        "median ms": "median_ms",
+        "quartiles ms": "quartiles_ms",
+        "over one process": "over_one_process",
+        "over DDP": "ratio",
+        "collectives a step": "calls",
+        "MB into them": "megabytes",
+    }
     facts = about("cpu", cores=os.cpu_count(), backend="gloo", threads="1 a process", rounds=args.rounds)
     report = Report(args.out, "ranks-cpu", "Data parallel steps", facts, columns)
     for name in chosen(parser, args, {name: CPU_SIZES[name] for name in SIZES}):
-        one: dict[str, float] = {}
+        ms_of_one_process: dict[str, float] = {}
         for world in WORLDS:
             with tempfile.TemporaryDirectory() as folder:
                 torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
@@ -132,9 +142,10 @@ def main() -> None:
                 subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
                 rows: list[Row] = json.loads(out.read_text())
             for row in rows:
-                first = one.setdefault(row["variant"], row["median_ms"])
-                row["over_one_process"] = round(row["median_ms"] / first, 2)
-                row["calls"] = ", ".join(f"{count} {kind}" for kind, count in row.get("collectives", {}).items())
+                alone = ms_of_one_process.setdefault(row["variant"], row["median_ms"])
+                row["over_one_process"] = round(row["median_ms"] / alone, 2)
+                collectives = row.get("collectives", {})
+                row["calls"] = ", ".join(f"{count} {kind}" for kind, count in collectives.items())
                 row["megabytes"] = f"{row['bytes'] / 1e6:.2f}" if "bytes" in row else ""
             report.add(rows)
 

@@ -53,7 +53,10 @@ class Way(NamedTuple):
         return f"{self.library} {precision}{loop}"
 
 
-EAGER, COMPILED, JITTED, JAX = "torch eager", "torch.compile", "funcamp.jit", "JAX"
+EAGER = "torch eager"
+COMPILED = "torch.compile"
+JITTED = "funcamp.jit"
+JAX = "JAX"
 ONE_BY_ONE = [
     *(Way(library, low=False) for library in (EAGER, COMPILED, JITTED, JAX)),
     *(Way(library, low=True) for library in (EAGER, JITTED, JAX)),
@@ -67,7 +70,9 @@ class Sweep:
     """An update with every minibatch; keeps the parameters after the first sweep."""
 
     def __init__(self, way: Way, learner: Learner, batches: list[Any]) -> None:
-        self.way, self.learner, self.batches = way, learner, batches
+        self.way = way
+        self.learner = learner
+        self.batches = batches
         self.first: dict[str, Tensor] = {}
 
     def __call__(self) -> None:
@@ -129,12 +134,17 @@ def measure(name: str, size: Size, ways: list[Way], rounds: int) -> Iterator[Row
 
 def by_learner(rows: list[Row]) -> list[str]:
     """A table with a row for each learner: microseconds of every variant, and the ratios of funcamp's to JAX."""
-    found = {(row["size"], row["variant"]): row for row in rows}
-    names, learners = dict.fromkeys(name for _, name in found), dict.fromkeys(name for name, _ in found)
-    ours = [name for name in names if WAYS[name].library == JITTED]
-    cells = [(name, "median_us") for name in names] + [(name, "over_jax") for name in ours]
-    lines = [[learner, *(found.get((learner, name), {}).get(key, "") for name, key in cells)] for learner in learners]
-    return table(["learner", *(f"{name} µs" for name in names), *(f"{name} over JAX" for name in ours)], lines)
+    measured_rows = {(row["size"], row["variant"]): row for row in rows}
+    learners = dict.fromkeys(row["size"] for row in rows)
+    variants = dict.fromkeys(row["variant"] for row in rows)
+    # The heading of a column, and the variant and the number in it.
+    columns = {f"{variant} µs": (variant, "median_us") for variant in variants}
+    columns |= {f"{name} over JAX": (name, "over_jax") for name in variants if WAYS[name].library == JITTED}
+    lines = []
+    for learner in learners:
+        cells = [measured_rows.get((learner, variant), {}).get(key, "") for variant, key in columns.values()]
+        lines.append([learner, *cells])
+    return table(["learner", *columns], lines)
 
 
 def main() -> None:
@@ -156,9 +166,16 @@ def main() -> None:
     names = args.variants.split(";") if args.variants else list(WAYS)
     if strangers := [name for name in names if name not in WAYS]:
         parser.error(f"--variants must name {'; '.join(WAYS)}; got {'; '.join(strangers)}")
-    columns = {"learner": "size", "variant": "variant", "median µs": "median_us", "quartiles µs": "quartiles_us"}
-    columns |= {"over eager": "over_eager", "over JAX": "over_jax", "difference from eager": "difference"}
-    columns |= {"first sweep s": "first_call_s"}
+    columns = {
+        "learner": "size",
+        "variant": "variant",
+        "median µs": "median_us",
+        "quartiles µs": "quartiles_us",
+        "over eager": "over_eager",
+        "over JAX": "over_jax",
+        "difference from eager": "difference",
+        "first sweep s": "first_call_s",
+    }
     jax = importlib.util.find_spec("jax") and importlib.metadata.version("jax")
     facts = about(args.device, jax=jax or "not installed", rounds=args.rounds)
     report = Report(args.out, "rl-cpu", "An update of a reinforcement learning agent", facts, columns, by_learner)

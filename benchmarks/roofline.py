@@ -86,7 +86,8 @@ def main() -> None:
     """Measure, print, and write the result files where asked, anew after every model."""
     parser = arguments(__doc__)
     args = parser.parse_args()
-    dtype, model = (torch.float16 if args.device == "cuda" else torch.bfloat16), modelled()
+    dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
+    model = modelled()
     rows: list[dict[str, Any]] = []
     longest: list[tuple[Any, ...]] = []
     for name, size in chosen(parser, args, PROGRAM_SIZES).items():

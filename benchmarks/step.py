@@ -18,6 +18,7 @@ and the next step faults its pages in again; with --keep-memory malloc keeps wha
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib.metadata
 import importlib.util
@@ -64,15 +65,22 @@ def jax_variant(size: Size, device: str, dtype: torch.dtype) -> Variant:
 
 def variants(device: str, *, forms: bool) -> dict[str, Any]:
     """Makers of variants by name, torch's eager loop first."""
-    makers: dict[str, Maker] = PEERS | (PEERS_ON_A_GPU if device == "cuda" else {}) | OURS
-    makers |= (OURS_ON_A_GPU if device == "cuda" else {}) | (FORMS if forms else {})
+    on_a_gpu = device == "cuda"
+    makers: dict[str, Maker] = {**PEERS}
+    if on_a_gpu:
+        makers |= PEERS_ON_A_GPU
+    makers |= OURS
+    if on_a_gpu:
+        makers |= OURS_ON_A_GPU
+    if forms:
+        makers |= FORMS
 
     def make(maker: Maker, size: Size, dtype: torch.dtype) -> Variant:
         return torch_variant(maker(size, device, dtype), device)
 
     found: dict[str, Any] = {name: functools.partial(make, maker) for name, maker in makers.items()}
     found["JAX jit, optax, jmp's rule"] = lambda size, dtype: jax_variant(size, device, dtype)
-    if device == "cpu":
+    if not on_a_gpu:
         found["JAX jit, optax, jmp's rule, float32"] = lambda size, _: jax_variant(size, device, torch.float32)
     return found
 
@@ -99,12 +107,13 @@ def alone(name: str, device: str, rounds: int, labels: list[str], flags: list[st
                 found[label].append(row)
     base = statistics.median(row["median_ms"] for row in found[labels[0]])
     rows: list[Row] = []
-    for label, several in found.items():
-        if not several:
+    for label, rows_of_processes in found.items():
+        if not rows_of_processes:
             rows.append({"size": name, "variant": label, "failed": "process"})
             continue
-        middle = sorted(several, key=lambda row: row["median_ms"])[len(several) // 2]
-        spread = [min(row["median_ms"] for row in several), max(row["median_ms"] for row in several)]
+        by_time = sorted(rows_of_processes, key=lambda row: row["median_ms"])
+        middle = by_time[len(by_time) // 2]
+        spread = [by_time[0]["median_ms"], by_time[-1]["median_ms"]]
         rows.append({**middle, "quartiles_ms": spread, "ratio": round(middle["median_ms"] / base, 3)})
     return rows
 
@@ -135,8 +144,8 @@ def public(name: str, rounds: int, makers: dict[str, Any]) -> Iterator[Row]:
         yield row
 
 
-def main() -> None:
-    """Measure, print, and write the result files where asked."""
+def parser_of_step() -> argparse.ArgumentParser:
+    """The options of this script; --child and --start are for the processes that it starts."""
     parser = arguments(__doc__)
     parser.add_argument("--alone", action="store_true", help="every variant in processes of its own")
     # Not --only: Inductor takes what follows that for a name, and writes it into its code.
@@ -146,50 +155,90 @@ def main() -> None:
     parser.add_argument("--start", help="one variant's first steps, for --public")
     parser.add_argument("--forms", action="store_true", help="funcamp's own options too")
     parser.add_argument("--keep-memory", action="store_true", help="let malloc keep freed blocks of any size")
+    return parser
+
+
+def chosen_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Size]:
+    """The models to measure, by name."""
+    if not args.public:
+        return chosen(parser, args, GPU_SIZES if args.device == "cuda" else CPU_SIZES)
+    if args.device != "cpu":
+        parser.error("--public must be measured on a CPU")
+    if not all(map(importlib.util.find_spec, PACKAGES)):
+        parser.error(f"--public needs {', '.join(PACKAGES)}: pip install -c constraints.txt -e '.[models]'")
+    return chosen(parser, args, PUBLIC_SIZES)
+
+
+def chosen_variants(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
+    """Makers of the variants to measure, by name; the eager loop is always the first."""
+    makers = variants(args.device, forms=args.forms)
+    if args.public:
+        makers = {name: makers[name] for name in (*PEERS, "funcamp.jit")}
+    if not args.variants:
+        return makers
+    wanted = args.variants.split(";")
+    every = variants("cpu", forms=True) | variants("cuda", forms=True)
+    if strangers := [name for name in wanted if name not in every]:
+        parser.error(f"--variants must name {'; '.join(every)}; got {'; '.join(strangers)}")
+    eager = next(iter(makers))
+    return {name: make for name, make in makers.items() if name in (eager, *wanted)}
+
+
+def report_of_public_models(args: argparse.Namespace) -> Report:
+    """An empty table for --public."""
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    columns = {
+        "model": "size",
+        "variant": "variant",
+        "median ms": "median_ms",
+        "quartiles ms": "quartiles_ms",
+        "time over eager": "ratio",
+        "first call s, cold": "first_call_s_cold",
+        "s, compiled artifacts kept": "first_call_s_warm",
+        "peak RSS MB, cold": "peak_mb_cold",
+        "MB, compiled artifacts kept": "peak_mb_warm",
+    }
+    facts = about(args.device, **versions, rounds=args.rounds)
+    return Report(args.out, "step-public-cpu", "A whole training step of public models", facts, columns)
+
+
+def report_of_steps(args: argparse.Namespace) -> Report:
+    """An empty table for the models of these benchmarks."""
+    columns = {
+        "model": "size",
+        "variant": "variant",
+        "median ms": "median_ms",
+        "fastest to slowest process" if args.alone else "quartiles ms": "quartiles_ms",
+        "time over eager": "ratio",
+        "host ms": "host_ms",
+        "first call s": "first_call_s",
+    }
+    jax = importlib.util.find_spec("jax") and importlib.metadata.version("jax")
+    malloc = KEEP if args.keep_memory else "as the system has it"
+    facts = about(args.device, jax=jax or "not installed", rounds=args.rounds, malloc=malloc)
+    suffixes = {"-alone": args.alone, "-forms": args.forms, "-kept": args.keep_memory}
+    suffix = "".join(name for name, given in suffixes.items() if given)
+    return Report(args.out, f"step-{args.device}{suffix}", "A whole training step", facts, columns)
+
+
+def main() -> None:
+    """Measure, print, and write the result files where asked."""
+    parser = parser_of_step()
     args = parser.parse_args()
     if args.keep_memory and os.environ.get("GLIBC_TUNABLES") != KEEP:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "GLIBC_TUNABLES": KEEP})
     if not args.child and not args.start:
         cold = tempfile.TemporaryDirectory()  # so that the first call shows the whole compilation
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
-    if args.public and args.device != "cpu":
-        parser.error("--public must be measured on a CPU")
-    if args.public and not all(map(importlib.util.find_spec, PACKAGES)):
-        parser.error(f"--public needs {', '.join(PACKAGES)}: pip install -c constraints.txt -e '.[models]'")
-    known = PUBLIC_SIZES if args.public else GPU_SIZES if args.device == "cuda" else CPU_SIZES
-    sizes = chosen(parser, args, known)
-    makers = variants(args.device, forms=args.forms)
-    if args.public:
-        makers = {name: makers[name] for name in (*PEERS, "funcamp.jit")}
-    if args.variants:
-        wanted, every = args.variants.split(";"), variants("cpu", forms=True) | variants("cuda", forms=True)
-        if strangers := [name for name in wanted if name not in every]:
-            parser.error(f"--variants must name {'; '.join(every)}; got {'; '.join(strangers)}")
-        makers = {name: make for name, make in makers.items() if name in (next(iter(makers)), *wanted)}
+    sizes = chosen_sizes(parser, args)
+    makers = chosen_variants(parser, args)
     if args.child:
         child(next(iter(sizes)), args.child, args.device, args.rounds, makers)
         return
     if args.start:
         start(next(iter(sizes)), args.start, makers)
         return
-    columns = {"model": "size", "variant": "variant", "median ms": "median_ms", "quartiles ms": "quartiles_ms"}
-    columns["time over eager"] = "ratio"
-    if args.public:
-        versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-        facts = about(args.device, **versions, rounds=args.rounds)
-        columns |= {"first call s, cold": "first_call_s_cold", "s, compiled artifacts kept": "first_call_s_warm"}
-        columns |= {"peak RSS MB, cold": "peak_mb_cold", "MB, compiled artifacts kept": "peak_mb_warm"}
-        report = Report(args.out, "step-public-cpu", "A whole training step of public models", facts, columns)
-    else:
-        jax = importlib.util.find_spec("jax") and importlib.metadata.version("jax")
-        malloc = KEEP if args.keep_memory else "as the system has it"
-        facts = about(args.device, jax=jax or "not installed", rounds=args.rounds, malloc=malloc)
-        if args.alone:
-            columns = {name.replace("quartiles ms", "fastest to slowest process"): key for name, key in columns.items()}
-        columns |= {"host ms": "host_ms", "first call s": "first_call_s"}
-        flags = {"-alone": args.alone, "-forms": args.forms, "-kept": args.keep_memory}
-        suffix = "".join(name for name, given in flags.items() if given)
-        report = Report(args.out, f"step-{args.device}{suffix}", "A whole training step", facts, columns)
+    report = report_of_public_models(args) if args.public else report_of_steps(args)
     for name, size in sizes.items():
         if args.public:
             report.add(public(name, args.rounds, makers))

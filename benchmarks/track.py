@@ -33,10 +33,11 @@ KINDS: dict[str, Change] = {
 }
 
 
-def counted(one: Variant) -> Row:
-    """The numbers that a step counts."""
-    records = one.call().records.values()
-    return {"counted": int(sum((r.forward.count + r.backward.count).item() for r in records))}
+def counted(tracked: Variant) -> Row:
+    """How many numbers a step counts."""
+    records = tracked.call().records.values()
+    count = sum((record.forward.count + record.backward.count).item() for record in records)
+    return {"counted": int(count)}
 
 
 def measure(name: str, size: Size, device: str, rounds: int, copies: int) -> Iterator[Row]:
@@ -55,17 +56,18 @@ def measure(name: str, size: Size, device: str, rounds: int, copies: int) -> Ite
         rows = {row["variant"]: row for row in measured(name, makers, size.steps, rounds, device, counted)}
     base = 0.0
     for label in KINDS:
-        several = [rows[f"{label} {index}"] for index in range(copies)]
+        rows_of_copies = [rows[f"{label} {index}"] for index in range(copies)]
         row: Row = {"size": name, "variant": label}
-        if failed := [one["failed"] for one in several if "failed" in one]:
-            yield row | {"failed": failed[0]}
+        if failures := [copy["failed"] for copy in rows_of_copies if "failed" in copy]:
+            yield row | {"failed": failures[0]}
             continue
-        medians = [one["median_ms"] for one in several]
-        row |= {"median_ms": round(statistics.mean(medians), 3), "counted": several[0]["counted"]}
+        medians = [copy["median_ms"] for copy in rows_of_copies]
+        row["median_ms"] = round(statistics.mean(medians), 3)
+        row["counted"] = rows_of_copies[0]["counted"]
         base = base or row["median_ms"]
         row["ratio_to_plain"] = round(row["median_ms"] / base, 3)
         row["ratio_of_each"] = ", ".join(str(round(median / base, 3)) for median in sorted(medians))
-        yield row | {"first_call_s": several[0]["first_call_s"]}
+        yield row | {"first_call_s": rows_of_copies[0]["first_call_s"]}
 
 
 def main() -> None:
@@ -74,11 +76,20 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=3)
     args = parser.parse_args()
     known = GPU_SIZES if args.device == "cuda" else CPU_SIZES
-    columns = {"model": "size", "variant": "variant", "median ms": "median_ms", "time over plain": "ratio_to_plain"}
-    columns |= {"of each": "ratio_of_each", "first call s": "first_call_s", "numbers counted": "counted"}
-    facts, title = about(args.device, rounds=args.rounds, copies=args.copies), "Counting what every layer holds"
+    columns = {
+        "model": "size",
+        "variant": "variant",
+        "median ms": "median_ms",
+        "time over plain": "ratio_to_plain",
+        "of each": "ratio_of_each",
+        "first call s": "first_call_s",
+        "numbers counted": "counted",
+    }
+    facts = about(args.device, rounds=args.rounds, copies=args.copies)
+    title = "Counting what every layer holds"
     report = Report(args.out, f"track-{args.device}", title, facts, columns)
-    for name, size in chosen(parser, args, {name: size for name, size in known.items() if "CNN" not in name}).items():
+    without_convolutions = {name: size for name, size in known.items() if "CNN" not in name}
+    for name, size in chosen(parser, args, without_convolutions).items():
         report.add(measure(name, size, args.device, args.rounds, args.copies))
 
 

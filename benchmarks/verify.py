@@ -1,4 +1,6 @@
-"""What `funcamp.verify` says of seventy models of public packages: torch's loop, eager step, traced step, saved state.
+"""What does `funcamp.verify` find in seventy models of public packages?
+
+It compares torch's loop, the eager step, the traced step and a saved state.
 
     python benchmarks/verify.py [--sizes "GPT-2;Llama"] [--dtypes float16] [--out benchmarks/results]
 
@@ -17,7 +19,7 @@ import torch
 from _public import PACKAGES
 from _timing import Report, Row, about, arguments, chosen
 from _zoo import ZOO, task
-from coverage import ALSO, DTYPES, batches, said
+from coverage import ALSO, DTYPES, batches, describe_error
 
 import funcamp
 from funcamp._verify.report import Comparison
@@ -37,7 +39,7 @@ def verified(name: str, dtype: str) -> Row:
         step = funcamp.make_train_step(loss_fn, adamw, policy=dtype, max_norm=1.0)
         found = funcamp.verify(funcamp.jit(step, backend="eager"), batches(given, STEPS), steps=STEPS)
     except Exception as error:
-        return row | {"failed": said(error)}
+        return row | {"failed": describe_error(error)}
     for column, comparison in zip(("eager", "traced", "saved"), found.comparisons):
         row[column] = shown(comparison)
     return row | {"ok": "yes" if found.ok else "no", "seconds": round(time.perf_counter() - start, 1)}
@@ -57,8 +59,15 @@ def main() -> None:
     args = parser.parse_args()
     names = chosen(parser, args, ZOO)
     facts = about("cpu", steps=STEPS, **{name: importlib.metadata.version(name) for name in (*PACKAGES, *ALSO)})
-    columns = {"model": "size", "dtype": "variant", "agrees": "ok", "eager step to torch's loop": "eager"}
-    columns |= {"traced to eager": "traced", "traced, saved and loaded, to eager": "saved", "seconds": "seconds"}
+    columns = {
+        "model": "size",
+        "dtype": "variant",
+        "agrees": "ok",
+        "eager step to torch's loop": "eager",
+        "traced to eager": "traced",
+        "traced, saved and loaded, to eager": "saved",
+        "seconds": "seconds",
+    }
     report = Report(args.out, "verify-cpu", "What verify says of models of public packages", facts, columns)
     for name in names:
         report.add(verified(name, dtype) for dtype in args.dtypes.split(";"))

@@ -80,7 +80,8 @@ def run(kind: str, config: ScalerConfig, steps: int) -> dict[str, Any]:
     task = Task(kind)
     scaler = funcamp.GradScaler("cpu", config=config)
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-3)
-    lost, found = 0, None
+    lost = 0
+    found = None
     losses: list[float] = []
     for index in range(steps):
         largest = task.largest(index)
@@ -94,7 +95,8 @@ def run(kind: str, config: ScalerConfig, steps: int) -> dict[str, Any]:
         lost += int(scaler.metrics().found_inf.item())
         if found is None and scale > 0 and abs(math.log2(scale) - largest) <= 1:
             found = index
-    where, mean = "not found" if found is None else found, round(statistics.mean(losses[-5:]), 3)
+    where = "not found" if found is None else found
+    mean = round(statistics.mean(losses[-5:]), 3)
     return {"lost": lost, "found": where, "largest": f"2^{largest}", "loss": mean}
 
 
@@ -103,9 +105,16 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
-    facts, lost = about("cpu", precision="float16"), f"of {args.steps} steps lost"
-    columns = {"model": "size", "init_scale": "scale", "rule": "variant", lost: "lost", "found at step": "found"}
-    columns |= {"mean loss of the last 5": "loss", "largest clean scale at the last step": "largest"}
+    facts = about("cpu", precision="float16")
+    columns = {
+        "model": "size",
+        "init_scale": "scale",
+        "rule": "variant",
+        f"of {args.steps} steps lost": "lost",
+        "found at step": "found",
+        "mean loss of the last 5": "loss",
+        "largest clean scale at the last step": "largest",
+    }
     report = Report(args.out, "warm-start-cpu", "Finding the scale", facts, columns)
     for kind in chosen(parser, args, dict.fromkeys(("MLP", "GPT"))):
         for exponent in EXPONENTS:

@@ -69,6 +69,16 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """One thread for a test with Accelerate, and nothing of its state for the next test."""
+    from tests.support import accelerated  # only these tests need the package
+
+    with one_thread():
+        yield
+    accelerated.forget()
+
+
 def _compile(backend: str) -> Transform:
     return lambda fn: torch.compile(fn, fullgraph=True, backend=backend)
 

@@ -330,7 +330,7 @@ def test_a_config_is_frozen_hashable_and_a_constant() -> None:
         config.init_scale = 2.0  # type: ignore[misc]
 
 
-def test_presets() -> None:
+def test_presets_are_these_configurations() -> None:
     assert presets.torch() == ScalerConfig()
     assert presets.torch(4.0, 3.0, 0.1, 7) == ScalerConfig(4.0, 3.0, 0.1, 7)
     assert presets.torch(enabled=False) == presets.disabled() == presets.static(1.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 import weakref
@@ -27,6 +29,51 @@ SCRIPTS = sorted({file.stem for file in (ROOT / "benchmarks").glob("[a-z]*.py")}
 def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their folder is the first that a script looks in."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+README = ROOT / "benchmarks" / "README.md"
+SCRIPT_FILES = sorted((ROOT / "benchmarks").glob("[a-z]*.py"))
+RESULT_FILE = re.compile(r"results/([\w-]+)\.(?:md|png)")
+
+
+def rows_of_the_readme() -> list[str]:
+    """The table of questions, a line for each."""
+    table = README.read_text().partition("| question |")[2].partition("\n\n")[0]
+    return table.splitlines()[2:]
+
+
+def results_shown_in(page: Path) -> set[str]:
+    return set(RESULT_FILE.findall(page.read_text()))
+
+
+def test_links_of_the_readme_lead_to_files() -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", README.read_text())
+    assert [target for target in targets if not (README.parent / target).is_file()] == []
+
+
+def test_the_readme_has_every_script_and_every_result_in_its_table() -> None:
+    table = "\n".join(rows_of_the_readme())
+    assert [file.name for file in SCRIPT_FILES if f"]({file.name})" not in table and file.name != "gpu.py"] == []
+    assert {file.stem for file in (ROOT / "benchmarks" / "results").glob("*.md")} == set(RESULT_FILE.findall(table))
+
+
+def test_the_readme_names_the_pages_that_show_a_result() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    for row in rows_of_the_readme():
+        *_, listed = row.rstrip(" |").split(" | ")
+        results = set(RESULT_FILE.findall(row))
+        showing = {page for page in pages if results & results_shown_in(page)}
+        named = {(README.parent / target).resolve() for target in re.findall(r"\]\(([^)]+)\)", listed)}
+        assert named == showing, row
+        assert bool(named) != (listed == "no page"), row
+
+
+@pytest.mark.parametrize("script", SCRIPT_FILES, ids=lambda file: file.stem)
+def test_a_script_says_its_question_and_its_command(script: Path) -> None:
+    text = ast.get_docstring(ast.parse(script.read_text())) or ""
+    question, *_ = text.partition("\n\n")
+    assert question.endswith("?") or script.stem == "gpu", question
+    assert f"    python benchmarks/{script.name}" in text
 
 
 def test_a_variant_that_fails_is_a_row_and_every_row_is_in_the_file(tmp_path: Path) -> None:
@@ -249,13 +296,14 @@ def test_an_agent_is_measured_without_jax(monkeypatch: pytest.MonkeyPatch) -> No
     assert {name: row["failed"] for name, row in rows.items() if "failed" in row} == dict.fromkeys(
         (name for name in rows if name.startswith("JAX")), "ModuleNotFoundError"
     )
-    assert len(ours) == 2
+    assert len(ours) == 3  # one by one, all in a call, and all in a call from Python
     for row in ours.values():
         assert float(row["difference"]) < 1e-6
         assert row["over_eager"] > 0
         assert "over_jax" not in row
     header, _, line = script.by_learner(list(rows.values()))
-    assert header.count("|") == line.count("|") == 9
+    columns = 1 + len(rows) + len(ours)  # the learner, the times, and funcamp's ratios to JAX
+    assert header.count("|") == line.count("|") == columns + 1
     assert f"| {ours['funcamp.jit float32']['median_us']} |" in line
 
 

@@ -13,7 +13,7 @@ import pytest
 import funcamp
 from docs import hooks
 from funcamp import presets
-from tests.support.public import CODE, PUBLIC, python_blocks, run_python
+from tests.support.public import CODE, PUBLIC, assert_python_runs, python_blocks
 
 DOCS = Path(hooks.__file__).parent
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -54,7 +54,7 @@ def prose(page: Path) -> str:
     ],
 )
 def test_code_of_a_page_runs(page: Path) -> None:
-    run_python(page)
+    assert_python_runs(page)
 
 
 @pytest.mark.compiled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import funcamp
 from funcamp import GradScaler, init, jit, make_train_step, module_loss, skip_step, stateless, unscale_and_check
-from tests.support.helpers import assert_same, clone
+from tests.support.helpers import assert_same, assert_silent, clone
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
 X, Y = torch.linspace(-1, 1, 64).reshape(16, 4), torch.ones(16, 1)
@@ -268,8 +267,7 @@ def test_a_device_object_is_a_device() -> None:
 
 
 def test_none_of_these_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with assert_silent():
         step = make_train_step(module_loss(make_model(), mse_loss), SGD, policy="float16")
         step(step.init(), (X, Y))
 

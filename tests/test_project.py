@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -24,6 +25,10 @@ PINS = dict(re.findall(r"^([\w-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_
 PYTHONS = [
     text.rsplit(" ", 1)[1] for text in PROJECT["project"]["classifiers"] if re.search(r"Python :: 3\.\d+$", text)
 ]
+
+
+#: How a test shows something: it asserts, or what it calls is named so that a reader sees that it does.
+SHOWS = re.compile("assert|raises|warns|deprecated_call|fail")
 
 
 def in_yaml(name: str) -> Any:
@@ -73,6 +78,24 @@ def test_workflows_call_targets_that_exist() -> None:
     for file in (ROOT / ".github" / "workflows").iterdir():
         for target in re.findall(r"run: make (\w+)", file.read_text()):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{file.name}: make {target}"
+
+
+def shows_something(test: ast.FunctionDef) -> bool:
+    """Whether a test asserts, expects an error or a warning, or uses a helper that is named so."""
+    for node in ast.walk(test):
+        name = getattr(node, "id", getattr(node, "attr", ""))
+        if isinstance(node, ast.Assert) or SHOWS.match(name):
+            return True
+    return False
+
+
+def test_every_test_asserts_or_calls_what_is_named_so() -> None:
+    silent = []
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not shows_something(node):
+                silent.append(f"{file.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert silent == []
 
 
 def test_pre_commit_has_the_pinned_ruff() -> None:

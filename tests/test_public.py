@@ -14,7 +14,7 @@ import pytest
 
 import funcamp
 from funcamp import _upstream
-from tests.support.public import PUBLIC, python_blocks, run_python
+from tests.support.public import PUBLIC, assert_python_runs, python_blocks
 
 ROOT = Path(__file__).parent.parent
 #: The core: each imports from those before it only: packages, and files at the top.
@@ -148,7 +148,7 @@ def test_only_tree_touches_the_private_pytree_module() -> None:
 @pytest.mark.inductor
 def test_readme_code_runs() -> None:
     assert python_blocks(ROOT / "README.md")
-    run_python(ROOT / "README.md")
+    assert_python_runs(ROOT / "README.md")
 
 
 def test_readme_is_short_and_the_files_it_names_exist() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,14 @@ from accelerate.utils import GradScalerKwargs  # type: ignore[import-untyped]
 from torch.utils.data import DataLoader, TensorDataset
 
 import funcamp
-from tests.support.accelerated import alone, forget
+from tests.support.accelerated import forget
 from tests.support.helpers import assert_same, clone
 from tests.support.host_reads import host_reads
+from tests.support.programs import import_example
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
-example = importlib.import_module("accelerate_loop")
+example = import_example("accelerate_loop")
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 STEPS, SIZE = 24, 4
 HUGE = 11  # this batch overflows float16 in the forward pass, whatever the scale
@@ -33,12 +33,6 @@ Maker = Callable[..., Scaler]
 FUNCAMP: dict[str, Maker] = {
     skip or "default": functools.partial(funcamp.GradScaler, skip=skip) for skip in (None, "host", "select")
 }
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcamp
 from funcamp import GradScaler, ScalerConfig, init, presets, update
 from funcamp._amp import unscale
 from funcamp._amp.undo import is_watched
 from tests.support.helpers import assert_same, clone
+from tests.support.host_reads import host_reads
 
 Optimizers = Callable[[list[Tensor]], torch.optim.Optimizer]
 
@@ -85,7 +85,7 @@ def grads_for(params: list[Tensor], rng: random.Random, overflow: bool) -> list[
     return grads
 
 
-def same_runs(mine: Loop, theirs: Loop, *, seed: int = 0, steps: int = 25, probability: float = 0.4) -> None:
+def assert_same_runs(mine: Loop, theirs: Loop, *, seed: int = 0, steps: int = 25, probability: float = 0.4) -> None:
     """Drive both with the same gradients; the first steps overflow, so that a state begins with a skip."""
     rng = random.Random(seed)
     # torch's own first state is not defined then: test_fused_momentum_starts_from_zeros_after_a_skip
@@ -111,19 +111,19 @@ def make(cls: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("skip", ["select", "host"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_loop_follows_torch(name: str, skip: Any) -> None:
-    same_runs(Loop(make(GradScaler, skip=skip), name), Loop(make(torch.amp.GradScaler), name))
+    assert_same_runs(Loop(make(GradScaler, skip=skip), name), Loop(make(torch.amp.GradScaler), name))
 
 
 @pytest.mark.parametrize("skip", ["select", "host"])
 def test_several_optimizers_each_skip_by_their_own_flag(skip: Any) -> None:
     names = ("AdamW", "SGD momentum", "AdamW fused")
-    same_runs(Loop(make(GradScaler, skip=skip), *names), Loop(make(torch.amp.GradScaler), *names), steps=40)
+    assert_same_runs(Loop(make(GradScaler, skip=skip), *names), Loop(make(torch.amp.GradScaler), *names), steps=40)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_follow_torch(dtype: torch.dtype) -> None:
     mine, theirs = Loop(make(GradScaler), "AdamW", dtype=dtype), Loop(make(torch.amp.GradScaler), "AdamW", dtype=dtype)
-    same_runs(mine, theirs)
+    assert_same_runs(mine, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -271,7 +271,7 @@ def test_disabled_does_nothing() -> None:
 def test_state_dict_goes_both_ways_with_torchs(classes: tuple[Any, Any], begun: bool) -> None:
     source, target = classes
     run = Loop(make(source), "SGD")
-    same_runs(run, Loop(make(torch.amp.GradScaler), "SGD"), steps=6)
+    assert_same_runs(run, Loop(make(torch.amp.GradScaler), "SGD"), steps=6)
     other = target("cpu")
     if begun:
         other.scale(torch.zeros(()))
@@ -279,7 +279,7 @@ def test_state_dict_goes_both_ways_with_torchs(classes: tuple[Any, Any], begun: 
     assert other.state_dict() == run.scaler.state_dict()
     for wrapped in (other, pickle.loads(pickle.dumps(other)), copy.deepcopy(other)):
         mine, theirs = Loop(wrapped, "SGD"), Loop(copy.deepcopy(run.scaler), "SGD")
-        same_runs(mine, theirs, seed=1, steps=8)
+        assert_same_runs(mine, theirs, seed=1, steps=8)
 
 
 def test_state_dict_before_the_first_scale_is_torchs() -> None:
@@ -309,14 +309,14 @@ def test_setters_take_effect_and_refuse() -> None:
         loop.scaler.set_growth_factor(3.0)
         loop.scaler.set_backoff_factor(0.7)
         loop.scaler.set_growth_interval(1)
-    same_runs(mine, theirs)
+    assert_same_runs(mine, theirs)
     with pytest.raises(ValueError, match=r"backoff_factor must be above 0 and at most 1; got 0\.0"):
         mine.scaler.set_backoff_factor(0.0)
     assert mine.scaler.get_backoff_factor() == 0.7
     for loop in (mine, theirs):  # freezing the scale
         loop.scaler.set_growth_factor(1.0)
         loop.scaler.set_backoff_factor(1.0)
-    same_runs(mine, theirs)
+    assert_same_runs(mine, theirs)
     for interval in (0, 10**12):  # torch takes them for never
         mine.scaler.set_growth_interval(interval)
         before = mine.scaler.get_scale()
@@ -356,7 +356,7 @@ def test_new_scale_of_another_type_is_refused() -> None:
         scaler.update("8")  # type: ignore[arg-type]
 
 
-def test_bounds_hold() -> None:
+def test_the_scale_stays_within_its_bounds() -> None:
     loop = Loop(GradScaler("cpu", config=ScalerConfig(4.0, min_scale=2.0, max_scale=8.0, growth_interval=1)), "SGD")
     for overflow, expected in ((True, 2.0), (True, 2.0), (False, 4.0), (False, 8.0), (False, 8.0)):
         loop.step(grads_for(loop.params, random.Random(0), overflow))
@@ -569,14 +569,6 @@ def test_a_bad_argument_is_named(options: dict[str, Any], error: type[Exception]
 # reads
 
 
-class NoRead(TorchDispatchMode):
-    """Fails at a host read."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, "a tensor is read on the host"
-        return func(*args, **(kwargs or {}))
-
-
 # On a CPU the others read their own counters.
 @pytest.mark.parametrize("name", ["SGD", "SGD momentum", "SGD fused", "AdamW fused", "Muon"])
 @pytest.mark.parametrize("unscale", [False, True])
@@ -584,7 +576,7 @@ def test_no_host_read_from_the_first_step_on(name: str, unscale: bool) -> None:
     loop, rng = Loop(make(GradScaler, skip="select"), name), random.Random(0)
     for step in range(6):
         grads = grads_for(loop.params, rng, step % 2 == 0)
-        with NoRead():
+        with host_reads() as reads:
             for param, grad in zip(loop.params, grads):
                 param.grad = grad
             if unscale:
@@ -592,12 +584,14 @@ def test_no_host_read_from_the_first_step_on(name: str, unscale: bool) -> None:
             loop.scaler.step(loop.optimizers[0])
             loop.scaler.update()
             loop.scaler.metrics()
+        assert reads == []
 
 
 def test_the_read_that_torch_makes_is_caught() -> None:
     loop = Loop(make(torch.amp.GradScaler), "SGD")
-    with pytest.raises(AssertionError, match="read on the host"), NoRead():
+    with host_reads() as reads:
         loop.step([torch.ones_like(param) for param in loop.params])
+    assert reads
 
 
 class Counting(torch.optim.SGD):
@@ -768,20 +762,12 @@ def test_metrics_are_copies_of_the_last_update() -> None:
 def test_on_a_cpu_the_scale_is_read_and_the_flag_unless_the_optimizer_is_fused(
     skip: Any, fused: bool, reads: int
 ) -> None:
-    counted: list[object] = []
-
-    class Counted(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._local_scalar_dense.default:
-                counted.append(func)
-            return func(*args, **(kwargs or {}))
-
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=fused)
     scaler = GradScaler("cpu", skip=skip)
     weight.grad = torch.ones(3)
     scaler.scale(torch.zeros(()))
-    with Counted():
+    with host_reads() as found:
         scaler.step(optimizer)
         scaler.update()
-    assert len(counted) == reads
+    assert len(found) == reads, found

@@ -36,7 +36,7 @@ def after(make: Make, params: list[Tensor], grads: list[list[Tensor | None]], sc
     return seen
 
 
-def same(make: Make, params: list[Tensor], grads: list[list[Tensor | None]], skip: Any) -> None:
+def assert_same_steps(make: Make, params: list[Tensor], grads: list[list[Tensor | None]], skip: Any) -> None:
     """Every step as torch's, but for the states that a skipped first step may have made."""
     ours = after(make, clone_params(params), grads, GradScaler("cpu", skip=skip, **NUMBERS))
     theirs = after(make, clone_params(params), grads, torch.amp.GradScaler("cpu", **NUMBERS))
@@ -70,9 +70,11 @@ SPARSE: dict[str, Make] = {
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("overflows", [(True, False, True, False), (False, True, False)])
 @pytest.mark.filterwarnings("ignore:GradScaler.step. a skipped step cannot be undone:UserWarning")
-def test_sparse_gradients_of_every_class_that_takes_them(name: str, skip: Any, overflows: tuple[bool, ...]) -> None:
+def test_sparse_gradients_of_every_class_that_takes_them_follow_torch(
+    name: str, skip: Any, overflows: tuple[bool, ...]
+) -> None:
     grads: list[list[Tensor | None]] = [[rows(4.0, 8.0, math.inf if bad else -2.0)] for bad in overflows]
-    same(SPARSE[name], [torch.ones(4, 2)], grads, skip)
+    assert_same_steps(SPARSE[name], [torch.ones(4, 2)], grads, skip)
 
 
 def test_a_sparse_momentum_is_read_for_with_its_reason() -> None:
@@ -147,11 +149,11 @@ def test_a_step_that_is_skipped_raises_nothing(name: str, skip: Any) -> None:
 @pytest.mark.parametrize("cls", [torch.optim.Rprop, torch.optim.ASGD])
 def test_a_learning_rate_that_is_state_is_that_of_the_first_applied_step(cls: Any, skip: Any) -> None:
     grads = [[torch.full((2,), size)] for size in (math.inf, 4.0, 8.0)]
-    same(lambda params: cls(params, lr=0.1), [torch.ones(2)], list(map(list, grads)), skip)
+    assert_same_steps(lambda params: cls(params, lr=0.1), [torch.ones(2)], list(map(list, grads)), skip)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_state_that_is_saved_before_the_first_applied_step(dtype: torch.dtype) -> None:
+def test_a_state_that_is_saved_before_the_first_applied_step_follows_torch(dtype: torch.dtype) -> None:
     """torch casts a state that is loaded, NAdam's product of momenta too, to its parameter's type."""
     results = []
     for scaler in (GradScaler("cpu", skip="select", **NUMBERS), torch.amp.GradScaler("cpu", **NUMBERS)):
@@ -177,7 +179,9 @@ def test_a_momentum_begins_with_the_gradient_itself(dtype: torch.dtype, foreach:
     grads = [[None if g is None else g.to(dtype) for g in step] for step in (first, second, [*second[:2], first[1]])]
     grads.append([torch.linspace(-1, 5, 64).to(dtype)] * 3)
     params = [torch.ones(64).to(dtype)] * 3
-    same(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=foreach), params, list(map(list, grads)), skip)
+    assert_same_steps(
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=foreach), params, list(map(list, grads)), skip
+    )
 
 
 @pytest.mark.parametrize("skip", MODES)
@@ -185,7 +189,7 @@ def test_gradients_of_a_skipped_step_stay_as_unscaled(skip: Any) -> None:
     """torch's nesterov with foreach=True adds the momentum into them."""
     grads = [[torch.ones(2), torch.ones(2) * size] for size in (1.0, math.inf, 2.0)]
     make: Make = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True)  # noqa: E731
-    same(make, [torch.ones(2), torch.ones(2)], list(map(list, grads)), skip)
+    assert_same_steps(make, [torch.ones(2), torch.ones(2)], list(map(list, grads)), skip)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -219,7 +223,7 @@ def test_a_flag_on_one_device_puts_back_all_devices() -> None:
 
 @pytest.mark.parametrize("skip", MODES)
 @pytest.mark.filterwarnings("ignore:GradScaler.step. a skipped step cannot be undone:UserWarning")
-def test_a_sparse_parameter(skip: Any) -> None:
+def test_a_sparse_parameter_is_stepped_or_skipped(skip: Any) -> None:
     """torch's own tests unscale them."""
     for size, expected in ((math.inf, 1.0), (4.0, 0.5)):
         weight = rows(1.0, 0.0, 1.0).coalesce()

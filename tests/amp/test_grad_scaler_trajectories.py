@@ -289,7 +289,7 @@ def frozen(value: Any) -> Any:
     return repr(value)
 
 
-def same(ours: list[Any], theirs: list[Any], skip: str | None) -> None:
+def assert_same_calls(ours: list[Any], theirs: list[Any], skip: str | None) -> None:
     for index, ((name, *seen), (other, *wanted)) in enumerate(zip(ours[1:], theirs[1:])):
         assert name == other
         if name == UNSAFE:
@@ -311,6 +311,6 @@ def test_random_loops_are_torchs(part: int) -> None:
         expected = Loop(seed, torch.amp.GradScaler("cpu", **NUMBERS)).run()
         for skip in (None, "host", "select"):
             try:
-                same(Loop(seed, GradScaler("cpu", skip=skip, **NUMBERS)).run(), expected, skip)
+                assert_same_calls(Loop(seed, GradScaler("cpu", skip=skip, **NUMBERS)).run(), expected, skip)
             except Exception as error:
                 raise AssertionError(f"seed {seed}, skip={skip!r}, {expected[0]}") from error

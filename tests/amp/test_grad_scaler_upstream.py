@@ -83,7 +83,7 @@ def test_unscaling_many_kinds_of_gradients(scaler_of: Any, culprit: int | None, 
 @pytest.mark.parametrize(
     ("values", "expected"), [((16.0, 32.0, 64.0), 0.0), ((16.0, 32.0, math.inf), 1.0), ((16.0, 32.0, math.nan), 1.0)]
 )
-def test_unscaling_sparse_gradients(
+def test_sparse_gradients_are_unscaled_and_checked(
     scaler_of: Any, values: tuple[float, ...], expected: float, dtype: torch.dtype
 ) -> None:
     place = torch.tensor([[0, 1, 1], [2, 0, 2]])
@@ -117,7 +117,7 @@ def test_a_step_on_an_infinite_gradient_returns_none(scaler_of: Any) -> None:
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_state_dict(scaler_of: Any, lazy: bool) -> None:
+def test_a_loaded_state_dict_has_every_number_lazy_or_not(scaler_of: Any, lazy: bool) -> None:
     first, second = scaler_of(init_scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2), scaler_of()
     first._init_growth_tracker = 7
     if not lazy:
@@ -132,7 +132,7 @@ def test_state_dict(scaler_of: Any, lazy: bool) -> None:
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_pickling(scaler_of: Any, lazy: bool) -> None:
+def test_a_pickled_scaler_goes_on_lazy_or_not(scaler_of: Any, lazy: bool) -> None:
     scaler = scaler_of(init_scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2)
     if not lazy:
         scaler.scale(torch.zeros(()))

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.helpers import assert_same, one_thread
+from tests.support.helpers import assert_same
 from tests.support.trainers import imported
 
-pytestmark = pytest.mark.models
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("one_thread")]
 
 NUMBERS = {"init_scale": 2.0**24, "growth_interval": 4}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def theirs(**numbers: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import torch
 
 import funcamp
 from tests.support import trainers
-from tests.support.accelerated import alone
 from tests.support.helpers import assert_same
 from tests.support.trainers import NUMBERS, STEPS, record
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_accelerate"),
     pytest.mark.models,
     # TRL's own use of names that transformers deprecates.
     pytest.mark.filterwarnings("ignore:`[a-z_]*gradient_checkpointing[a-z_]*` is deprecated:FutureWarning"),
@@ -34,12 +33,6 @@ CLIENTS: dict[str, Any] = {
 }
 if sys.version_info >= (3, 11):  # as TRL needs
     CLIENTS |= {"sft": trainers.make_sft, "grpo": trainers.make_grpo}
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
 
 
 @pytest.mark.parametrize("client", CLIENTS)

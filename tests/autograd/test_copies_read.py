@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from funcamp import jit, make_train_step, module_loss, stateless
+from tests.support.helpers import assert_silent
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
 
@@ -66,12 +66,10 @@ def test_a_read_that_is_no_product_warns_once(how: str, jitted: bool) -> None:
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("how", ["again", "turned", "dtype", "layers"])
 def test_products_and_layers_are_silent(how: str, jitted: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with assert_silent():
         taken(how, "bfloat16", jitted)
 
 
 def test_a_parameter_that_is_kept_is_silent() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with assert_silent():
         taken("penalty", "float16,keep=layer.weight", jitted=False)

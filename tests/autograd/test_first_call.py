@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +29,21 @@ def steps(model: nn.Module, compiled: bool, criterion: Any = F.mse_loss, batch: 
         state, metrics = run(state, batch)
         losses.append(metrics.loss)
     return losses
+
+
+def assert_same_losses_as_torch(make: Callable[[], nn.Module], compiled: bool, count: int = 2) -> None:
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        value = F.mse_loss(model(BATCH[0]), BATCH[1])
+        value.backward()
+        optimizer.step()
+        expected.append(value.detach())
+    torch.manual_seed(0)
+    assert_same(steps(make(), compiled, count=count), expected)
 
 
 class Freezes(nn.Module):
@@ -186,17 +202,7 @@ def test_a_buffer_that_a_hook_of_the_backward_pass_writes_is_named(how: str, com
 @pytest.mark.compiled
 @eager_and_jit
 def test_a_plain_attribute_that_such_a_hook_writes_is_as_in_torchs_loop(compiled: bool) -> None:
-    torch.manual_seed(0)
-    model = Hooked("plain attribute")
-    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        value = F.mse_loss(model(BATCH[0]), BATCH[1])
-        value.backward()
-        optimizer.step()
-        expected.append(value.detach())
-    torch.manual_seed(0)
-    assert_same(steps(Hooked("plain attribute"), compiled, count=3), expected)
+    assert_same_losses_as_torch(lambda: Hooked("plain attribute"), compiled, count=3)
 
 
 @pytest.mark.compiled
@@ -210,7 +216,7 @@ def test_a_checkpoint_that_writes_buffers_again_is_no_hook(compiled: bool) -> No
         def forward(self, x: Tensor) -> Any:
             return checkpoint(self.part, x, use_reentrant=False)
 
-    steps(Checkpointed(), compiled)
+    assert_same_losses_as_torch(Checkpointed, compiled)
 
 
 class KeepsAView(nn.Module):

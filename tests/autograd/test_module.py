@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.ao import quantization
+from torch.func import functional_call
 
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
 from funcamp._types import name_of
@@ -265,10 +266,15 @@ def test_a_parameter_kept_from_before_the_call_is_refused(wrapped: bool) -> None
 
 def test_a_loss_may_be_given_the_models_own_parameters() -> None:
     model = nn.Linear(2, 2)
-    loss_fn, x = module_loss(model, F.mse_loss), model(torch.ones(1, 2))
+    x, y = model(torch.ones(1, 2)), torch.ones(1, 2)
     own: dict[str, Tensor] = dict(model.named_parameters())
     for params in (own, {name: part * 2 for name, part in own.items()}):
-        loss_fn(params, (x, torch.ones(1, 2))).backward(retain_graph=True)
+        value = module_loss(model, F.mse_loss)(params, (x, y))
+        expected = F.mse_loss(functional_call(model, params, x), y)
+        gradients, expected_gradients = (
+            torch.autograd.grad(loss, list(own.values()), retain_graph=True) for loss in (value, expected)
+        )
+        assert_same((value.detach(), gradients), (expected.detach(), expected_gradients))
 
 
 def hits(criterion: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Any]:
@@ -510,24 +516,26 @@ def test_a_criterion_that_holds_something_to_train_is_refused(name: str) -> None
         call(nn.Linear(1, 1), HOLDING[name]())
 
 
-def call(model: nn.Module, criterion: Any) -> None:
+def call(model: nn.Module, criterion: Any) -> Tensor:
+    """The loss of the model on a batch of ones."""
     loss_fn = module_loss(model, criterion)
-    loss_fn(
-        {name: value.requires_grad_() for name, value in loss_fn.params().items()}, (torch.ones(2, 1), torch.ones(2, 1))
-    )
+    params = {name: value.requires_grad_() for name, value in loss_fn.params().items()}
+    value: Tensor = loss_fn(params, (torch.ones(2, 1), torch.ones(2, 1)))
+    return value
 
 
 def test_a_frozen_part_or_the_model_itself_in_a_criterion_is_fine() -> None:
     model, teacher = nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False)
-    call(model, in_a_closure([teacher, model]))
+    expected = F.mse_loss(teacher(model(torch.ones(2, 1))), torch.ones(2, 1))
+    assert_same(call(model, in_a_closure([teacher, model])), expected)
 
 
 def test_an_unfrozen_teacher_without_a_gradient_is_fine() -> None:
-    teacher = nn.Linear(1, 1)
+    model, teacher = nn.Linear(1, 1), nn.Linear(1, 1)
 
     def criterion(output: Tensor, target: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = teacher(target)
         return F.mse_loss(output, wanted)
 
-    call(nn.Linear(1, 1), criterion)
+    assert_same(call(model, criterion), criterion(model(torch.ones(2, 1)), torch.ones(2, 1)))

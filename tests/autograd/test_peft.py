@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import torch
 from torch import Tensor
 
 import funcamp
-from tests.support.helpers import assert_close, assert_same, clone, one_thread
+from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.trainers import imported, make_model
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.models,
     # peft's own use of names that transformers deprecates.
     pytest.mark.filterwarnings("ignore:`[a-z_]*gradient_checkpointing[a-z_]*` is deprecated:FutureWarning"),
@@ -25,12 +25,6 @@ pytestmark = [
 TRACED = functools.partial(funcamp.jit, backend="eager")
 NUMBERS: dict[str, Any] = {"init_scale": 2.0**24, "growth_interval": 4}
 STEPS = 16
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def make_adapted(dtype: torch.dtype) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import funcamp
-from tests.support.helpers import assert_close, assert_same, clone, no_sync, to
+from tests.support.helpers import assert_close, assert_no_sync, assert_same, clone, to
 from tests.support.oracle import TorchRule, state_of
 
 pytestmark = pytest.mark.cuda
@@ -78,7 +78,7 @@ def test_eager_and_compiled_steps_do_not_sync() -> None:
     compiled = torch.compile(lambda s, b: train_step(optimizer, s, b), fullgraph=True)
     compiled(state, batch)
     train_step(optimizer, state, batch)  # the first calls load kernels and set up cuBLAS
-    with no_sync():
+    with assert_no_sync():
         for _ in range(3):
             train_step(optimizer, state, batch)
             compiled(state, batch)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcamp import GradScaler
-from tests.support.helpers import assert_close, assert_same, no_sync
+from tests.support.helpers import assert_close, assert_no_sync, assert_same
 
 # torch's advice for optimizers that are never captured.
 ADVICE = "ignore:This instance was constructed with capturable=True"
@@ -80,7 +80,7 @@ def test_loop_follows_torch_without_a_sync(name: str, clip: bool) -> None:
         x, y = batch(step)
         theirs.step(x, y)
         # the first calls load kernels and set up cuBLAS
-        with no_sync() if step > 3 else contextlib.nullcontext():
+        with assert_no_sync() if step > 3 else contextlib.nullcontext():
             ours.step(x, y)
         assert ours.scaler.state_dict() == theirs.scaler.state_dict()
         assert_same(ours.params(), theirs.params())
@@ -128,7 +128,7 @@ def test_whole_loop_in_one_graph_follows_torch(name: str, clip: bool) -> None:
     for step in range(4, STEPS):
         x, y = batch(step)
         before = theirs.scaler.get_scale()
-        with no_sync():
+        with assert_no_sync():
             replay(x, y)
         theirs.step(x, y)
         skipped = theirs.scaler.get_scale() < before

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from funcamp import MetricReader, ScalerConfig, clone, jit, make_train_step, module_loss, stateless
-from tests.support.helpers import assert_same, no_sync, to
+from tests.support.helpers import assert_no_sync, assert_same, to
 from tests.support.launch import BOUND, ENVIRONMENT, ROOT
 from tests.support.models import Task, mlp
 from tests.support.patterns import PATTERNS, state, step_of
@@ -59,7 +59,7 @@ def test_a_thousand_steps_with_logging_do_not_sync() -> None:
     pinned = [leaf.pin_memory() for leaf in task.batch(0)]
     current, _ = run(current, tuple(pinned))
     rows = []
-    with no_sync():
+    with assert_no_sync():
         for _ in range(1000):
             current, metrics = run(current, tuple(pinned))
             reader.put(metrics)

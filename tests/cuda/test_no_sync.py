@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.helpers import no_sync
+from tests.support.helpers import assert_no_sync
 
 
 def test_the_mode_does_not_stay_on_where_setting_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,6 +18,6 @@ def test_the_mode_does_not_stay_on_where_setting_it_raises(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    with pytest.raises(UserWarning, match="prototype"), no_sync():
+    with pytest.raises(UserWarning, match="prototype"), assert_no_sync():
         raise AssertionError("not reached")
     assert modes == ["error", "default"]

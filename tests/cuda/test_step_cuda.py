@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 from funcamp import ScalerConfig, TrainState, jit, make_train_step, module_loss, schedule, stateless
 from tests.support.generated import generated, launches
-from tests.support.helpers import assert_close, assert_same, clone, no_sync, to
+from tests.support.helpers import assert_close, assert_no_sync, assert_same, clone, to
 from tests.support.models import Task, cnn, mlp, tied
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("deterministic")]
@@ -107,7 +107,7 @@ def test_compiled_step_does_not_sync(accumulate: int) -> None:
     call, state = torch.compile(step, fullgraph=True), step.init()
     state, _ = call(state, batch)
     step(state, batch)  # the first calls load kernels and set up cuBLAS
-    with no_sync():
+    with assert_no_sync():
         for _ in range(3):
             state, _ = call(state, batch)
             step(state, batch)
@@ -125,7 +125,7 @@ def test_values_of_a_scheduler_are_on_the_device_also_for_a_state_of_another_opt
     for _ in range(3):  # the first calls copy the values, and capture
         state, metrics = run(state, batch)
         rates.append(metrics.lr.clone())
-    with no_sync():
+    with assert_no_sync():
         for _ in range(3):
             state, metrics = run(state, batch)
             rates.append(metrics.lr.clone())

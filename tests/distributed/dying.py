@@ -5,7 +5,6 @@ The process of this rank ends, or stops for good, at the given call of what WHER
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
@@ -16,11 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
+from tests.support.programs import import_example
 
 #: The others then wait for this rank's gradients, or for its part of a checkpoint, or for nothing yet.
 PLACES: dict[str, tuple[type, str]] = {
-    "forward": (importlib.import_module("_gpt").GPT, "forward"),
+    "forward": (import_example("_gpt").GPT, "forward"),
     "write": (FileSystemWriter, "write_data"),
     "rename": (Path, "rename"),
 }
@@ -56,7 +55,7 @@ def start_together(attempt: str) -> None:
 
 if __name__ == "__main__":
     where, how, rank, call, example, *options = sys.argv[1:]
-    program, attempt = importlib.import_module(example), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    program, attempt = import_example(example), os.environ["TORCHELASTIC_RESTART_COUNT"]
     if rank == os.environ["RANK"] and attempt == "0":
         arm(where, how, int(call))
     start_together(attempt)

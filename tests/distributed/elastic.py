@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ from torch.utils import _pytree
 
 from funcamp import _upstream, distributed
 from tests.support.helpers import assert_same
+from tests.support.programs import import_example
 
 TINY = ["--width=16", "--layers=1", "--heads=2", "--context=16", "--batch=4", "--save-every=4", "--log-every=2"]
 STEPS = 12
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
-example = importlib.import_module("train_ddp")
+example = import_example("train_ddp")
 
 
 def options(folder: Path, *others: str) -> Any:

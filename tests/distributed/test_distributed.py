@@ -29,7 +29,9 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[d
 @pytest.mark.parametrize(
     ("world", "name"), [(world, name) for world in (2, 4) for name, (worlds, _) in CASES.items() if world in worlds]
 )
-def test_every_rank(launched: dict[int, tuple[list[dict[str, str]], str]], world: int, name: str) -> None:
+def test_the_case_holds_on_every_rank(
+    launched: dict[int, tuple[list[dict[str, str]], str]], world: int, name: str
+) -> None:
     found, printed = launched[world]
     for rank, results in enumerate(found):
         failed = next((case for case, error in results.items() if error), "an earlier one")

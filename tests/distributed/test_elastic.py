@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shutil
@@ -25,14 +24,14 @@ from funcamp import _upstream
 from tests.distributed.elastic import TINY, read
 from tests.support.helpers import assert_same
 from tests.support.launch import BOUND, ENVIRONMENT, ROOT, lines, torchrun
+from tests.support.programs import import_example
 
 pytestmark = pytest.mark.processes
 
-sys.path.insert(0, str(ROOT / "examples"))
-processes = importlib.import_module("_processes")
-train_ddp = importlib.import_module("train_ddp")
-train_fsdp2 = importlib.import_module("train_fsdp2")
-train_gpt = importlib.import_module("train_gpt")
+processes = import_example("_processes")
+train_ddp = import_example("train_ddp")
+train_fsdp2 = import_example("train_fsdp2")
+train_gpt = import_example("train_gpt")
 
 #: --timeout of runs in which a process dies and the others must not need it, in seconds.
 PATIENCE = 600

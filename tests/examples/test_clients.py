@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import torch
 
 import funcamp
 from tests.support import trainers
-from tests.support.accelerated import alone
 from tests.support.helpers import assert_close, assert_same
 from tests.support.trainers import NUMBERS, STEPS, record
 
-pytestmark = pytest.mark.models
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("fresh_accelerate")]
 
 #: Traced, donated, and run operation by operation.
 TRACED = functools.partial(funcamp.jit, backend="eager")
@@ -27,12 +25,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "accumulate": {"gradient_accumulation_steps": 3},
     "no clipping": {"max_grad_norm": 0.0},
 }
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
 
 
 def step_trainer(folder: Path, **more: Any) -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +14,23 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 import funcamp
 from funcamp._io import metric_reader
-from tests.support.accelerated import alone
 from tests.support.host_reads import host_reads
+from tests.support.programs import import_example
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
-accelerate_loop = importlib.import_module("accelerate_loop")
-lightning_mixed = importlib.import_module("lightning_mixed")
-log_metrics = importlib.import_module("log_metrics")
-numerics_gpt = importlib.import_module("numerics_gpt")
+accelerate_loop = import_example("accelerate_loop")
+lightning_mixed = import_example("lightning_mixed")
+log_metrics = import_example("log_metrics")
+numerics_gpt = import_example("numerics_gpt")
 
 STEPS = 40
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_accelerate"),
     # Lightning's own use of a deprecated part of torch 2.13's pytree.
     pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
     # The data is in memory: worker processes would cost more than they bring.
     pytest.mark.filterwarnings("ignore:The '[a-z_]+' does not have many workers:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
 
 
 def read(file: Path) -> list[dict[str, float]]:

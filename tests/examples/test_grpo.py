@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +13,10 @@ import torch
 import funcamp
 from funcamp._jit import cuda_graph
 from tests.support.helpers import assert_same, one_thread
+from tests.support.programs import import_example
 from tests.support.stand_in import StandIn
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
-grpo = importlib.import_module("grpo")
+grpo = import_example("grpo")
 
 Wrap = Any
 

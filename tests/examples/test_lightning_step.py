@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +13,13 @@ import torch
 from torch import nn
 
 import funcamp
-from tests.support.helpers import assert_close, assert_same, clone, one_thread
+from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.programs import import_example
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "clients"))
-example: Any = importlib.import_module("lightning_step")
+example = import_example("lightning_step", "examples/clients")
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     # Lightning's own use of a deprecated part of torch 2.13's pytree.
     pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
     # The data is in memory: worker processes would cost more than they bring.
@@ -31,12 +29,6 @@ pytestmark = [
 TRACED = functools.partial(funcamp.jit, backend="eager")
 NUMBERS: dict[str, Any] = {"init_scale": 2.0**20, "growth_interval": 5}
 STEPS = 16
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 class Recorder(pl.Callback):

@@ -17,6 +17,7 @@ import funcamp
 from tests.recipes import advance, example, scaler_for, values
 from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.models import cnn, mlp, tied
+from tests.support.steps import eager
 
 RECIPE = example("checkpointing")
 CONFIG = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=5)
@@ -24,10 +25,6 @@ Wrap = Callable[[Any], Any]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def eager(step: Any) -> Any:
-    return step
 
 
 def compiled(step: Any) -> Any:

@@ -14,6 +14,7 @@ import funcamp
 from funcamp._optim.stateless import StatelessOptimizer
 from tests.recipes import example
 from tests.support.helpers import difference, one_thread
+from tests.support.steps import eager
 
 recipe = example("layer_scalers")
 
@@ -40,10 +41,6 @@ class ScaleGradient(torch.autograd.Function):
 
 def by_a_function(x: Tensor, ratio: Tensor) -> Tensor:
     return ScaleGradient.apply(x, ratio)  # type: ignore[no-any-return]
-
-
-def eager(step: Any) -> Any:
-    return step
 
 
 def compiled(step: Any) -> Any:

@@ -15,16 +15,13 @@ import funcamp
 from tests.recipes import example, oracle, trace_of
 from tests.support.helpers import assert_close, assert_same
 from tests.support.models import with_two_roundings
+from tests.support.steps import eager
 
 RECIPE = example("maml")
 second_order = funcamp.scaled_grad_and_value
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def eager(step: Any) -> Any:
-    return step
 
 
 def test_difference_to_the_loop_is_where_vmap_adds_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:

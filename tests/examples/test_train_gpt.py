@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcamp
 from tests.support.helpers import assert_close, assert_same, to
+from tests.support.programs import import_example
 
 pytestmark = pytest.mark.slow
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
-gpt = importlib.import_module("_gpt")
-demo = importlib.import_module("train_gpt")
+gpt = import_example("_gpt")
+demo = import_example("train_gpt")
 
 TINY = ["--width=16", "--layers=1", "--heads=2", "--context=16", "--batch=2", "--eval-every=4", "--total=12"]
 

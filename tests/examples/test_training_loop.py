@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +13,13 @@ from torch import nn
 
 import funcamp
 from tests.support.helpers import assert_same, clone, one_thread
+from tests.support.programs import import_example
+from tests.support.steps import eager
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
-example: Any = importlib.import_module("training_loop")
+example = import_example("training_loop")
 
 TRACED = functools.partial(funcamp.jit, backend="eager")
 BATCHES = 14  # an epoch's; the last has 5 lines
-
-
-def eager(step: Any) -> Any:
-    return step
 
 
 @pytest.fixture(autouse=True)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import funcamp
-from tests.support.helpers import assert_same, one_thread
+from tests.support.helpers import assert_same
+from tests.support.programs import add_folder
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "examples" / "tutorials"
 TUTORIALS = sorted(file.stem for file in FOLDER.glob("*.py"))
-sys.path[:0] = [str(FOLDER), str(ROOT / "benchmarks")]
+for folder in ("benchmarks", "examples/tutorials"):
+    add_folder(folder)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Traced, donated, and run operation by operation.
 TRACED = functools.partial(funcamp.jit, backend="eager")
@@ -26,12 +28,6 @@ TRACED = functools.partial(funcamp.jit, backend="eager")
 def tutorial(name: str) -> ModuleType:
     with importlib.import_module("_public").without_operators():
         return importlib.import_module(name)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.mark.models

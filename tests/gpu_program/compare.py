@@ -13,7 +13,7 @@ from tests.support.helpers import assert_close, assert_same
 DECIDED = ("scale", "found_inf", "exhausted", "saturated", "applied", "skipped", "consecutive_skips")
 
 
-def compare(
+def assert_follows_eager(
     step: Any, batch: Callable[[int], Any], tolerance: float, steps: int, *, exact: bool = True, flat: bool = True
 ) -> None:
     """Run both; what overflows decide must be equal bit for bit at every step, the rest close."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import funcamp
 from funcamp import by_group, jit, numerics, stateless
-from tests.gpu_program.compare import compare
+from tests.gpu_program.compare import assert_follows_eager
 from tests.gpu_program.steps import step_of
 from tests.support.gpu_program import gpu_backend, on_gpu
 from tests.support.helpers import assert_close, assert_same
@@ -36,37 +36,37 @@ def wide() -> Task:
 
 
 @pytest.mark.thorough
-def test_mlp() -> None:
+def test_an_mlp_with_clipping_follows_the_eager_step() -> None:
     task = mlp()
-    compare(step_of(task.model, task.criterion, adamw, max_norm=1.0), task.batch, 1e-2, 8)
+    assert_follows_eager(step_of(task.model, task.criterion, adamw, max_norm=1.0), task.batch, 1e-2, 8)
 
 
 @pytest.mark.thorough
-def test_gpt() -> None:
+def test_a_gpt_with_tied_weights_follows_the_eager_step() -> None:
     task = tied()
-    compare(step_of(task.model, task.criterion, adamw, scale=2.0**16, max_value=0.1), task.batch, 1e-2, 6)
+    assert_follows_eager(step_of(task.model, task.criterion, adamw, scale=2.0**16, max_value=0.1), task.batch, 1e-2, 6)
 
 
 @pytest.mark.thorough
-def test_cnn_in_cudnns_layout_with_a_tensor_a_parameter() -> None:
+def test_a_cnn_in_cudnns_layout_with_a_tensor_a_parameter_follows_the_eager_step() -> None:
     task = cnn()
     sgd = stateless(torch.optim.SGD, lr=0.05, momentum=0.9)
     with torch._inductor.config.patch(force_layout_optimization=True):  # small as it is
-        compare(step_of(task.model, task.criterion, sgd, scale=2.0**16), task.batch, 2e-2, 6, flat=False)
+        assert_follows_eager(step_of(task.model, task.criterion, sgd, scale=2.0**16), task.batch, 2e-2, 6, flat=False)
 
 
 @pytest.mark.thorough
-def test_muon_and_adamw_with_micro_batches_and_an_average() -> None:
+def test_muon_and_adamw_with_micro_batches_and_an_average_follow_the_eager_step() -> None:
     task = mlp()
     optimizer = by_group({"matrix": stateless(torch.optim.Muon, lr=0.01, ns_steps=2), "vector": adamw})
     step = step_of(task.model, task.criterion, optimizer, scale=2.0**20, accumulate=2, ema_decay=0.9)
-    compare(step, micro_batches(task.batch), 3e-2, 6)
+    assert_follows_eager(step, micro_batches(task.batch), 3e-2, 6)
 
 
 @pytest.mark.thorough
-def test_float32_with_large_matrices_and_without_exact() -> None:
+def test_float32_with_large_matrices_and_without_exact_follows_the_eager_step() -> None:
     task = wide()
-    compare(
+    assert_follows_eager(
         step_of(task.model, task.criterion, adamw, policy=None, scale=2.0**127, max_norm=1.0),
         task.batch,
         1e-3,
@@ -76,7 +76,7 @@ def test_float32_with_large_matrices_and_without_exact() -> None:
 
 
 @pytest.mark.thorough
-def test_tracked_and_unrolled() -> None:
+def test_tracked_steps_two_in_a_call_count_as_the_eager_ones() -> None:
     """Two steps a call, and what every layer holds is counted in each."""
     task = mlp()
     step = step_of(task.model, task.criterion, adamw, policy=None, scale=2.0**10, tracked=True)
@@ -101,7 +101,7 @@ def _moments(record: numerics.Record, row: int | None = None) -> list[Tensor]:
 
 @pytest.mark.thorough
 @pytest.mark.compiled
-def test_grad_scalers_compiled_loop() -> None:
+def test_grad_scalers_compiled_loop_follows_the_eager_one() -> None:
     def run(scaler: Any, compiled: bool) -> tuple[list[Tensor], list[float]]:
         task, scales = mlp(), []
         optimizer = torch.optim.SGD(task.model.parameters(), lr=1e-2, momentum=0.9)

@@ -45,7 +45,9 @@ def error_of(monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
     ],
     ids=["text", "key", "operation", "nothing", "blank", "classes"],
 )
-def test_what_it_says(monkeypatch: pytest.MonkeyPatch, error: Exception, expected: str) -> None:
+def test_error_of_the_compiler_names_its_cause_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, expected: str
+) -> None:
     text = error_of(monkeypatch, error)
     assert text.startswith("jit: step was traced, but cannot be compiled: ")
     assert expected in text

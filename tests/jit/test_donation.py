@@ -23,7 +23,7 @@ def like_first(leaf: Tensor, first: Tensor) -> Tensor:
     return torch.empty_like(first, memory_format=torch.preserve_format).copy_(leaf)
 
 
-def check(step: Callable[[Any, Any], Any], start: Any, backend: str, steps: int = 3) -> None:
+def assert_same_as_eager(step: Callable[[Any, Any], Any], start: Any, backend: str, steps: int = 3) -> None:
     expected, run, actual = clone(start), jit(step, backend=backend), clone(start)
     kept = []
     for index in range(steps):
@@ -40,7 +40,7 @@ def check(step: Callable[[Any, Any], Any], start: Any, backend: str, steps: int 
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_pattern_is_the_eager_step(name: str) -> None:
-    check(step_of(PATTERNS[name]), state(), "aot_eager")
+    assert_same_as_eager(step_of(PATTERNS[name]), state(), "aot_eager")
 
 
 def side_by_side(steps: list[Callable[[Any, Any], Any]]) -> Callable[[Any, Any], Any]:
@@ -58,7 +58,7 @@ def side_by_side(steps: list[Callable[[Any, Any], Any]]) -> Callable[[Any, Any],
 @pytest.mark.parametrize("first", range(4))
 def test_patterns_side_by_side_are_the_eager_step_by_inductor(first: int) -> None:
     patterns = [step_of(pattern) for pattern in list(PATTERNS.values())[first::4]]
-    check(side_by_side(patterns), [state() for _ in patterns], "inductor")
+    assert_same_as_eager(side_by_side(patterns), [state() for _ in patterns], "inductor")
 
 
 LEAVES = 5
@@ -97,7 +97,7 @@ def random_step(program: list[tuple[int, int, int]]) -> Callable[[Any, Any], Any
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAM)
 def test_random_aliasing_is_the_eager_step(program: list[tuple[int, int, int]]) -> None:
-    check(random_step(program), [torch.randn(3, 3) for _ in range(LEAVES)], "aot_eager")
+    assert_same_as_eager(random_step(program), [torch.randn(3, 3) for _ in range(LEAVES)], "aot_eager")
 
 
 @pytest.mark.thorough
@@ -106,28 +106,28 @@ def test_random_aliasing_is_the_eager_step(program: list[tuple[int, int, int]]) 
 @given(st.lists(PROGRAM, min_size=5, max_size=5, unique_by=repr))
 def test_random_aliasing_is_the_eager_step_by_inductor(programs: list[list[tuple[int, int, int]]]) -> None:
     start = [[torch.randn(3, 3) for _ in range(LEAVES)] for _ in programs]
-    check(side_by_side(list(map(random_step, programs))), start, "inductor", steps=2)
+    assert_same_as_eager(side_by_side(list(map(random_step, programs))), start, "inductor", steps=2)
 
 
 @pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_parts_of_a_complex_leaf() -> None:
+def test_parts_of_a_complex_leaf_are_the_eager_steps() -> None:
     def step(state: Any, batch: Tensor) -> Any:
         wave = state["wave"]
         return {"wave": wave * 2, "real": wave.real, "imag": wave.imag}, wave.real
 
     start = {"wave": torch.randn(4, dtype=torch.complex64), "real": torch.zeros(4), "imag": torch.zeros(4)}
-    check(step, start, "inductor")
+    assert_same_as_eager(step, start, "inductor")
 
 
 @pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_a_complex_leaf_with_replaced_elements() -> None:
+def test_a_complex_leaf_with_replaced_elements_is_the_eager_steps() -> None:
     def step(state: Any, batch: Tensor) -> Any:
         first, second = state
         return [first.diagonal_scatter(torch.ones(4) * 1j), second * 2], first[0]
 
-    check(step, [torch.randn(4, 4, dtype=torch.complex64) for _ in range(2)], "inductor")
+    assert_same_as_eager(step, [torch.randn(4, 4, dtype=torch.complex64) for _ in range(2)], "inductor")
 
 
 def double(state: Any, batch: Tensor) -> Any:
@@ -267,7 +267,7 @@ def test_a_leaf_with_replaced_rows_is_apart_from_the_leaf() -> None:
     start = [
         (torch.randn(4, 4), torch.randn(4, 4)) if "other" in step.__name__ else torch.randn(4, 4) for step in steps
     ]
-    check(side_by_side(steps), start, "inductor")
+    assert_same_as_eager(side_by_side(steps), start, "inductor")
 
 
 @torch.library.custom_op("funcamp_tests::increase", mutates_args=("x",))
@@ -300,7 +300,7 @@ def test_a_leaf_changed_by_another_library_or_jointly_is_apart_from_the_leaf() -
         leaf.clone() if index in (0, 2, 3, 4) else [leaf.clone(), leaf.clone()] for index in range(len(steps))
     ]
     start[1] = (leaf.clone(), leaf.clone())
-    check(side_by_side(steps), start, "inductor")
+    assert_same_as_eager(side_by_side(steps), start, "inductor")
 
 
 @pytest.mark.inductor

@@ -256,7 +256,7 @@ def test_memory_of_torch_is_donated() -> None:
     assert base.tolist() == [1, 1, 1, 1]
 
 
-def test_ranges() -> None:
+def test_memory_meets_what_shares_a_byte_of_a_storage() -> None:
     base = torch.zeros(16)
     memory = Memory([base[4:8], torch.zeros(3), torch.zeros(0)])  # ranges of storages: a slice takes all of its own
     assert memory.meets(base[:2])

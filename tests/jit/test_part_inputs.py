@@ -152,7 +152,9 @@ STEPS: dict[Callable[[State, Tensor], tuple[State, Any]], int] = {
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_no_number_changes(step: Callable[[State, Tensor], tuple[State, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_for_parts_change_no_number(
+    step: Callable[[State, Tensor], tuple[State, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found: list[int] = []
 
     def noted(program: Any) -> Any:

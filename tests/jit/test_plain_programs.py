@@ -21,7 +21,7 @@ BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.inductor)]
 Params = dict[str, Tensor]
 
 
-def same_as_torch(model: Callable[[], nn.Module], batches: list[Any], backend: str) -> None:
+def assert_same_as_torch(model: Callable[[], nn.Module], batches: list[Any], backend: str) -> None:
     """Three steps of SGD, against torch's loop with a model of its own."""
     torch.manual_seed(0)
     reference = model()
@@ -80,9 +80,9 @@ class Loop(nn.Module):
 )  # Dynamo's, in torch's loop too
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", [Branches, Loop])
-def test_branches_and_loops_that_follow_from_values(model: Callable[[], nn.Module], backend: str) -> None:
+def test_branches_and_loops_that_follow_from_values_are_torchs(model: Callable[[], nn.Module], backend: str) -> None:
     x = torch.randn(3, 4).abs()
-    same_as_torch(model, [(x,), (-x,), (x * 2,)], backend)
+    assert_same_as_torch(model, [(x,), (-x,), (x * 2,)], backend)
 
 
 class Passing(TorchDispatchMode):
@@ -189,8 +189,8 @@ def test_nested_tensors_are_refused_by_jit() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("script", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(3, 4))])
-def test_scripted_modules(script: Callable[[nn.Module], nn.Module]) -> None:
-    same_as_torch(
+def test_scripted_modules_are_torchs(script: Callable[[nn.Module], nn.Module]) -> None:
+    assert_same_as_torch(
         lambda: script(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), Mean())), [(torch.randn(3, 4),)] * 3, "eager"
     )
 
@@ -219,13 +219,13 @@ class Speech(nn.Module):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("in_rows", [True, False])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_ctc_loss_with_other_lengths_in_each_batch(backend: str, in_rows: bool, dtype: torch.dtype) -> None:
+def test_ctc_loss_with_other_lengths_in_each_batch_is_torchs(backend: str, in_rows: bool, dtype: torch.dtype) -> None:
     def batch(lengths: list[int], target_lengths: list[int]) -> tuple[Tensor, ...]:
         targets = torch.randint(1, 7, (3, 4), dtype=dtype)
         return torch.randn(10, 3, 5), targets, torch.tensor(lengths), torch.tensor(target_lengths)
 
     batches = [batch([10, 8, 9], [2, 2, 2]), batch([10, 10, 10], [1, 1, 4]), batch([3, 10, 7], [3, 1, 2])]
-    same_as_torch(lambda: Speech(in_rows), batches, backend)
+    assert_same_as_torch(lambda: Speech(in_rows), batches, backend)
 
 
 def test_anomaly_mode_is_left_out_of_a_jitted_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -80,7 +80,7 @@ def test_step_is_the_eager_one(kind: str, policy: str | None, backend: str) -> N
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_with_micro_batches(scan: bool) -> None:
+def test_whole_operations_in_micro_batches_are_the_eager_ones(scan: bool) -> None:
     step = step_of(Layers("plain"), None, accumulate=2, scan=scan)
     state = step.init(flat=False)
     expected, _ = step(state, batch(0, 2))
@@ -99,7 +99,7 @@ def test_every_gradient_of_the_generated_code_is_the_eager_one() -> None:
         assert grad.any()
 
 
-def test_evaluation_without_gradients() -> None:
+def test_an_evaluation_without_gradients_is_the_eager_one() -> None:
     model = Layers("plain")
     with torch.no_grad():
         expected = model(batch(0)[0])

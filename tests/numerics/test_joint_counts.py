@@ -74,7 +74,7 @@ def test_a_count_that_follows_from_another_comes_after_it() -> None:
         assert_close(ours, theirs, 1e-6)
 
 
-def test_samples_of_vmap() -> None:
+def test_samples_of_vmap_are_counted_each() -> None:
     x, y = torch.randn(3, 2, 40).bfloat16(), torch.randn(1, 40).bfloat16()
 
     def fn(x: Tensor, y: Tensor) -> Tensor:

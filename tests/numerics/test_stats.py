@@ -79,7 +79,7 @@ def test_halves_lie_anywhere_in_memory(transform: Transform, dtype: torch.dtype)
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
-def test_empty_and_scalar(transform: Transform) -> None:
+def test_empty_tensors_count_nothing_and_a_scalar_counts(transform: Transform) -> None:
     records = transform(lambda *xs: [stats(x) for x in xs])(torch.zeros(3, 0), torch.zeros(0, 2, dtype=torch.float16))
     assert [record.row.tolist() for record in records] == [[0.0] * 568] * 2
     assert transform(stats)(torch.tensor(-2.0)).sum.item() == -2.0
@@ -169,7 +169,7 @@ def test_rescaled_by_another_factor_keeps_the_count() -> None:
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
-def test_records_merge(transform: Transform) -> None:
+def test_merged_records_are_those_of_all_numbers(transform: Transform) -> None:
     x = torch.tensor(SPECIAL * 4).reshape(4, -1)
     whole = stats(x)
     merged = transform(lambda x: stats(x[:1]) + stats(x[1:]))(x)
@@ -259,7 +259,7 @@ def test_other_things_are_refused(x: Any) -> None:
         Stats(torch.zeros(568, dtype=torch.float64)).underflow(torch.int8)
 
 
-def one_rank(rank: int, store: str, x: Tensor) -> None:
+def assert_rows_add_up(rank: int, store: str, x: Tensor) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     row = stats(x.chunk(2)[rank]).row
     torch.distributed.all_reduce(row)
@@ -271,4 +271,4 @@ def one_rank(rank: int, store: str, x: Tensor) -> None:
 @pytest.mark.thorough
 @pytest.mark.processes
 def test_records_add_up_over_ranks(tmp_path: Path) -> None:
-    spawn(one_rank, (str(tmp_path / "store"), torch.randn(1001)), nprocs=2)
+    spawn(assert_rows_add_up, (str(tmp_path / "store"), torch.randn(1001)), nprocs=2)

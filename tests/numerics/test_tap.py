@@ -51,7 +51,7 @@ def records_by_hand(p: Params, x: Tensor) -> Probes:
     return {"h": Record(stats(h), stats(h.grad)), "y": Record(stats(y), stats(y.grad))}
 
 
-def check(found: Probes, wanted: Probes) -> None:
+def assert_same_records(found: Probes, wanted: Probes) -> None:
     """The same counts; the sums but for rounding."""
     for name in wanted:
         for a, b in ((found[name].forward, wanted[name].forward), (found[name].backward, wanted[name].backward)):
@@ -63,7 +63,7 @@ def check(found: Probes, wanted: Probes) -> None:
 def test_records_are_those_of_both_passes() -> None:
     p, x = params(), torch.randn(5, 6)
     grads, found = grad(tapped, argnums=(0, 1))(p, probes(), x)
-    check(found, records_by_hand(p, x))
+    assert_same_records(found, records_by_hand(p, x))
     assert_same(grads, grad(plain)(p, x))
 
 
@@ -89,13 +89,13 @@ TRANSFORMED: dict[str, Callable[[Params, Probes, Tensor], Probes]] = {
 @pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_compiled_is_eager(name: str) -> None:
+def test_compiled_records_are_the_eager_ones(name: str) -> None:
     fn, p, q, x = TRANSFORMED[name], params(), probes(), torch.randn(5, 6)
-    check(torch.compile(fn, fullgraph=True, backend="aot_eager")(p, q, x), fn(p, q, x))
+    assert_same_records(torch.compile(fn, fullgraph=True, backend="aot_eager")(p, q, x), fn(p, q, x))
 
 
 @pytest.mark.inductor
-def test_inductor_is_eager() -> None:
+def test_inductors_records_are_the_eager_ones() -> None:
     fn, p, q, x = TRANSFORMED["params and probes"], params(), probes(), torch.randn(5, 6)
     found, wanted = torch.compile(fn, fullgraph=True)(p, q, x), fn(p, q, x)
     for name in wanted:
@@ -112,7 +112,7 @@ def test_inductor_is_eager() -> None:
 def test_samples_add_up_to_the_batch() -> None:
     p, x = params(), torch.randn(5, 6)
     mean = grad(tapped, argnums=1)(p, probes(), x)
-    check(TRANSFORMED["grad(vmap)"](p, probes(), x), mean)
+    assert_same_records(TRANSFORMED["grad(vmap)"](p, probes(), x), mean)
     samples = TRANSFORMED["vmap(grad)"](p, probes(), x)
     assert samples["h"].forward.count.tolist() == [8.0] * 5
     assert_same(samples["h"].forward.total().row[3:], mean["h"].forward.row[3:])
@@ -124,7 +124,7 @@ def test_samples_add_up_to_the_batch() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does that
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("again", [False, True], ids=["plain", "checkpoint"])
-def test_autograd_and_checkpoint(compiled: bool, again: bool) -> None:
+def test_records_of_autograd_and_of_a_checkpoint_are_those_of_torch_func(compiled: bool, again: bool) -> None:
     p, x = params(), torch.randn(5, 6)
     leaves = {name: value.clone().requires_grad_() for name, value in p.items()}
     q = probes()

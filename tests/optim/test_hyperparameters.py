@@ -156,17 +156,17 @@ def test_schedule_follows_torchs_loop(case: str, flat: bool) -> None:
 @pytest.mark.compiled
 @pytest.mark.parametrize("case", CASES)
 def test_jitted_step_follows_torchs_loop(case: str) -> None:
-    follow_in_a_step(case, "eager")
+    assert_step_follows_torch(case, "eager")
 
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
 @pytest.mark.parametrize("case", ["SGD-momentum", "AdamW-weight_decay", "Adafactor-eps[1]"])
 def test_generated_code_follows_torchs_loop(case: str) -> None:
-    follow_in_a_step(case, "inductor")
+    assert_step_follows_torch(case, "inductor")
 
 
-def follow_in_a_step(case: str, backend: str) -> None:
+def assert_step_follows_torch(case: str, backend: str) -> None:
     """A tensor that `fill_` changes between the steps of one program."""
     cls, label = CASES[case]
     put, _ = numbers(cls)[label]

@@ -70,10 +70,10 @@ def test_follows_the_class(name: str, dtype: torch.dtype) -> None:
         with pytest.raises(RuntimeError, match=NO_COMPLEX[cls.__name__]):
             optimizer.init(params)
         return
-    follow(cls, kwargs, optimizer, params)
+    assert_follows_class(cls, kwargs, optimizer, params)
 
 
-def follow(cls: Any, kwargs: dict[str, Any], optimizer: Any, params: list[Tensor]) -> None:
+def assert_follows_class(cls: Any, kwargs: dict[str, Any], optimizer: Any, params: list[Tensor]) -> None:
     leaves = [param.clone().requires_grad_() for param in params]
     # On a CPU torch accepts capturable=True only when it compiles; the state is on the device either way.
     eager = cls(leaves, **{key: value for key, value in kwargs.items() if key != "capturable"})

@@ -357,7 +357,7 @@ def test_no_step_reads_a_tensor() -> None:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"])
-def test_resumed_run_continues(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_resumed_run_continues_the_schedule(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
     cls, numbers = OPTIMIZERS["AdamW"]
 
     def make() -> tuple[funcamp.TrainStep, Any]:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from funcamp import ScalerConfig, ScalerState, exhausted, init, presets, update
+from funcamp import ScalerConfig, exhausted, init, presets, update
 from funcamp._scaler.state import RuleState
+from tests.support.oracle import flagged
 
 pytestmark = [
     pytest.mark.peers,
@@ -90,10 +90,6 @@ CASES: dict[str, tuple[Callable[[], Stepper], ScalerConfig]] = {
     "flax odd factors": (lambda: flax_stepper(1, 1.7, 0.3), presets.flax(1.7, 0.3, 1, 512.0)),
     "keras": (lambda: keras_stepper(3), presets.keras(512.0, 3)),
 }
-
-
-def flagged(state: ScalerState, found: bool) -> ScalerState:
-    return type(state)(*state[:2], torch.tensor(float(found)), *state[3:])
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.4])

@@ -335,7 +335,7 @@ def test_rows_table_and_tree() -> None:
     assert annotate(None, {"layer": Record(stats(torch.ones(2)), stats(torch.ones(1)))}) == "layer  (-> 0, <- n/a)"
 
 
-def test_pictures_and_page(tmp_path: Path) -> None:
+def test_a_report_is_written_as_a_picture_and_as_a_page(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
     report = numerics_report(lambda: (model(torch.randn(3, 4)) / 0).sum(), module=model)
     picture = report.plot(tmp_path / "plot.png")

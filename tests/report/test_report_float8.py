@@ -76,7 +76,7 @@ def test_the_report_of_a_step_has_its_layers_by_their_names(policy: str) -> None
     assert all("loses 1e+02 % of its input" in one.keep for one in report.float8(wrong))
 
 
-def test_bad_input() -> None:
+def test_most_outside_of_0_to_1_is_refused() -> None:
     report = numerics_report(lambda x: nn.Linear(2, 2)(x).sum(), torch.ones(1, 2))
     with pytest.raises(ValueError, match="most must be from 0 to 1; got 2"):
         report.float8(most=2)

@@ -19,6 +19,7 @@ from funcamp._scaler.state import RuleState
 from tests.conftest import Transform
 from tests.rules import peer_rules
 from tests.support.helpers import assert_same
+from tests.support.oracle import flagged
 from tests.support.rules import RULES
 
 # The oracle, the preset, arguments for both, arguments for the oracle alone.
@@ -180,11 +181,9 @@ COUNTERS: dict[str, Callable[[Any], int]] = {
 }
 
 
-def flagged(state: ScalerState, found_inf: bool) -> ScalerState:
-    return type(state)(*state[:2], torch.tensor(float(found_inf)), *state[3:])
-
-
-def follow(case: str, flags: Iterable[bool], step: Callable[[ScalerState, ScalerConfig], ScalerState] = update) -> None:
+def assert_follows_library(
+    case: str, flags: Iterable[bool], step: Callable[[ScalerState, ScalerConfig], ScalerState] = update
+) -> None:
     """Compare a preset with its oracle after every flag."""
     oracle, preset, arguments, quiet = CASES[case]
     rule, config = oracle(**arguments, **quiet), preset(**arguments)
@@ -210,7 +209,7 @@ def follow(case: str, flags: Iterable[bool], step: Callable[[ScalerState, Scaler
 @pytest.mark.parametrize("case", CASES)
 def test_preset_follows_its_library_through_every_short_sequence(case: str) -> None:
     for flags in itertools.product([False, True], repeat=7):
-        follow(case, flags)
+        assert_follows_library(case, flags)
 
 
 @pytest.mark.thorough(keep=2)
@@ -219,7 +218,7 @@ def test_preset_follows_its_library_through_every_short_sequence(case: str) -> N
 @pytest.mark.parametrize("case", CASES)
 def test_preset_follows_its_library_through_random_sequences(case: str, probability: float) -> None:
     rng = random.Random(f"{case} {probability}")
-    follow(case, [rng.random() < probability for _ in range(400)])
+    assert_follows_library(case, [rng.random() < probability for _ in range(400)])
 
 
 @pytest.mark.thorough(keep=2)
@@ -229,7 +228,7 @@ def test_preset_follows_its_library_under_every_transform(case: str, transform: 
     config = CASES[case][1](**CASES[case][2])
     run = transform(lambda state: update(state, config))
     rng = random.Random(case)
-    follow(case, [rng.random() < 0.4 for _ in range(25)], lambda state, _: run(state))
+    assert_follows_library(case, [rng.random() < 0.4 for _ in range(25)], lambda state, _: run(state))
 
 
 @pytest.mark.thorough(keep=2)

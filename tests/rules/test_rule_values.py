@@ -19,6 +19,7 @@ from funcamp.rules.deepspeed import DeepSpeed
 from funcamp.rules.megatron import Megatron
 from tests.conftest import Transform
 from tests.support.helpers import assert_same
+from tests.support.oracle import flagged
 from tests.support.rules import RULES
 
 
@@ -66,10 +67,6 @@ class Forgetful(rules.Rule):
 OWN = ScalerConfig(8.0, max_scale=64.0, rule=Gradual())
 FLAGS = (False, True, False, False, False, False, False, False)
 SCALES = (16.0, 8.0, 8.0, 8.0, 16.0, 32.0, 64.0, 64.0)
-
-
-def flagged(state: ScalerState, found_inf: bool) -> ScalerState:
-    return type(state)(*state[:2], torch.tensor(float(found_inf)), *state[3:])
 
 
 def test_every_rule_of_the_package_is_in_the_tests() -> None:

@@ -35,7 +35,7 @@ def test_every_leaf_has_its_flag(transform: Transform, bad: float) -> None:
     assert transform(found_inf_by_leaf)(grads).tolist() == [False, True, False, True]
 
 
-def test_other_trees() -> None:
+def test_flat_empty_and_complex_trees_have_their_flags_and_others_are_refused() -> None:
     flat = ravel({"w": torch.full((2, 2), INF), "b": torch.ones(2), "half": torch.ones(3).half()})
     assert dict(zip(leaf_names(flat), found_inf_by_leaf(flat).tolist())) == {"w": True, "b": False, "half": False}
     assert found_inf_by_leaf({"a": None, "b": torch.tensor([complex(0, NAN)])}).tolist() == [True]

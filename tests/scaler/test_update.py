@@ -31,7 +31,9 @@ EDGES = {
 }
 
 
-def follow(scale: float, tracker: int, flags: list[float], growth: float, backoff: float, interval: int) -> None:
+def assert_follows_torch(
+    scale: float, tracker: int, flags: list[float], growth: float, backoff: float, interval: int
+) -> None:
     """Compare funcamp, torch's kernel and plain Python after every flag."""
     config = ScalerConfig(growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
     state = state_of(scale, tracker)
@@ -53,28 +55,28 @@ def test_update_random_flags_follows_torch(probability: float, interval: int, gr
     rng = random.Random(f"{probability} {interval} {growth} {backoff}")
     flags = [float(rng.random() < probability) for _ in range(300)]
     # With interval 2000 a run starts just below the growth, so that it happens within the trajectory.
-    follow(2.0**16, max(0, interval - 5), flags, growth, backoff, interval)
+    assert_follows_torch(2.0**16, max(0, interval - 5), flags, growth, backoff, interval)
 
 
 def test_update_two_thousand_clean_steps_grows_once() -> None:
-    follow(2.0**16, 0, [0.0] * 2001, 2.0, 0.5, 2000)
+    assert_follows_torch(2.0**16, 0, [0.0] * 2001, 2.0, 0.5, 2000)
 
 
 @pytest.mark.parametrize(("growth", "backoff"), FACTORS)
 @pytest.mark.parametrize("scale", EDGES.values(), ids=EDGES)
 def test_update_edge_scale_follows_torch(scale: float, growth: float, backoff: float) -> None:
     for flags in itertools.product([0.0, 1.0], repeat=5):
-        follow(scale, 0, list(flags), growth, backoff, 2)
+        assert_follows_torch(scale, 0, list(flags), growth, backoff, 2)
 
 
 @pytest.mark.parametrize("flag", [1.0, 2.0, 0.5, -1.0, 2.0**-149, math.nan, math.inf, -math.inf, -0.0])
 def test_update_any_nonzero_flag_backs_off(flag: float) -> None:
-    follow(2.0**16, 1, [flag, 0.0, flag], 2.0, 0.5, 3)
+    assert_follows_torch(2.0**16, 1, [flag, 0.0, flag], 2.0, 0.5, 3)
 
 
 @pytest.mark.parametrize("tracker", [1, 2, 3, 4, 7, 2**31 - 2])
 def test_update_tracker_around_a_lowered_interval_follows_torch(tracker: int) -> None:
-    follow(2.0**16, tracker, [0.0], 2.0, 0.5, 3)
+    assert_follows_torch(2.0**16, tracker, [0.0], 2.0, 0.5, 3)
 
 
 def test_update_overflow_on_the_growing_step_backs_off() -> None:

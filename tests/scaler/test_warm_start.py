@@ -6,12 +6,11 @@ import random
 from dataclasses import dataclass
 
 import pytest
-import torch
 
-from funcamp import ScalerConfig, ScalerState, init, presets, update
+from funcamp import ScalerConfig, init, presets, update
 from funcamp._scaler.state import RuleState
 from tests.conftest import Transform
-from tests.support.oracle import PlainRule
+from tests.support.oracle import PlainRule, flagged
 
 
 @dataclass
@@ -38,10 +37,6 @@ class PlainSearch:
                 self.done = self.left == 0
             else:
                 self.done = True
-
-
-def flagged(state: ScalerState, found: bool) -> ScalerState:
-    return type(state)(*state[:2], torch.tensor(float(found)), *state[3:])
 
 
 def run(config: ScalerConfig, threshold: float, steps: int) -> tuple[list[float], list[bool]]:

@@ -102,7 +102,7 @@ def test_a_tracked_loss_is_evaluated_too() -> None:
 
 @pytest.mark.parametrize("has_buffers", [False, True])
 @pytest.mark.parametrize("has_aux", [False, True])
-def test_one_return_type(has_buffers: bool, has_aux: bool) -> None:
+def test_a_step_returns_the_loss_alone_with_and_without_buffers_and_aux(has_buffers: bool, has_aux: bool) -> None:
     def loss_fn(params: Any, *rest: Any) -> Any:
         value = (params["w"] * rest[-1]).sum()
         if not has_buffers and not has_aux:

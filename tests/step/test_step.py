@@ -27,7 +27,7 @@ from funcamp import (
     stateless,
 )
 from tests.support.helpers import assert_close, assert_same, clone, to
-from tests.support.models import cnn, mlp, tied
+from tests.support.models import cnn, mlp
 from tests.support.steps import SGD, build
 
 ADAMW = stateless(torch.optim.AdamW, lr=1e-2)
@@ -388,7 +388,7 @@ def test_the_state_shares_nothing() -> None:
 def test_steady_loop_compiles_once() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    task = tied()
+    task = mlp()
     counter = CompileCounterWithBackend("aot_eager")
     step = build(task, ADAMW, policy="float16", max_norm=1.0, ema_decay=0.9)
     run = torch.compile(step, fullgraph=True, backend=counter)

@@ -20,6 +20,7 @@ from funcamp import ScalerConfig, TrainState, by_group, make_train_step, module_
 from funcamp._types import name_of
 from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.models import Task, cnn, mlp, tied
+from tests.support.steps import eager
 
 STEPS = 50
 # 2**24 overflows float16 at the first steps; the interval lets the scale climb into overflow again and again.
@@ -63,10 +64,6 @@ def torch_loop(
         scaler.update()
         trace.append((before, scaler.get_scale() < before))
     return trace, model
-
-
-def eager(step: Any) -> Any:
-    return step
 
 
 def compiled(step: Any) -> Any:
@@ -118,7 +115,7 @@ def run(
 @pytest.mark.parametrize("name", ["SGD", "RMSprop"])
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
 def test_step_is_the_eager_loop_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool) -> None:
-    follow_bit_for_bit(make, name, dtype, flat, eager)
+    assert_follows_bit_for_bit(make, name, dtype, flat, eager)
 
 
 def penalized() -> Task:
@@ -134,25 +131,26 @@ def penalized() -> Task:
 @FLAT
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_a_penalty_in_the_criterion_is_of_the_full_weights(dtype: torch.dtype, flat: bool) -> None:
-    follow_bit_for_bit(penalized, "SGD", dtype, flat, eager)
+    assert_follows_bit_for_bit(penalized, "SGD", dtype, flat, eager)
 
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 @pytest.mark.parametrize(
-    ("make", "name", "dtype"),
+    ("make", "name", "dtype", "flat"),
     [
-        (mlp, "RMSprop", torch.bfloat16),
-        (cnn, "SGD", torch.float16),
-        (tied, "SGD", torch.bfloat16),
-        (tied, "RMSprop", torch.float16),
+        (mlp, "SGD", torch.float16, False),  # flat storage, compiled: test_compiled_adamw_with_clipping_follows
+        (mlp, "RMSprop", torch.bfloat16, True),
+        (cnn, "SGD", torch.float16, True),
+        (tied, "SGD", torch.bfloat16, True),
+        (tied, "RMSprop", torch.float16, True),
     ],
 )
-def test_compiled_step_is_the_eager_loop_bit_for_bit(make: Any, name: str, dtype: torch.dtype) -> None:
-    follow_bit_for_bit(make, name, dtype, True, compiled)
+def test_compiled_step_is_the_eager_loop_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool) -> None:
+    assert_follows_bit_for_bit(make, name, dtype, flat, compiled)
 
 
-def follow_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool, transform: Any) -> None:
+def assert_follows_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool, transform: Any) -> None:
     task = make()
     start = clone(task.model.state_dict())
     trace, state = run(task, build(task, name, dtype), transform, flat=flat)
@@ -169,7 +167,7 @@ def follow_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool, tra
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2.0**-13), (torch.bfloat16, 2.0**-8)])
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
 def test_adamw_with_clipping_follows(make: Any, dtype: torch.dtype, tolerance: float, flat: bool) -> None:
-    follow_with_adamw(make, dtype, tolerance, flat, eager)
+    assert_follows_with_adamw(make, dtype, tolerance, flat, eager)
 
 
 @pytest.mark.thorough(keep=1)
@@ -179,10 +177,10 @@ def test_adamw_with_clipping_follows(make: Any, dtype: torch.dtype, tolerance: f
     [(mlp, torch.float16, 2.0**-13), (cnn, torch.bfloat16, 2.0**-8), (tied, torch.float16, 2.0**-13)],
 )
 def test_compiled_adamw_with_clipping_follows(make: Any, dtype: torch.dtype, tolerance: float) -> None:
-    follow_with_adamw(make, dtype, tolerance, True, compiled)
+    assert_follows_with_adamw(make, dtype, tolerance, True, compiled)
 
 
-def follow_with_adamw(make: Any, dtype: torch.dtype, tolerance: float, flat: bool, transform: Any) -> None:
+def assert_follows_with_adamw(make: Any, dtype: torch.dtype, tolerance: float, flat: bool, transform: Any) -> None:
     task = make()
     trace, state = run(task, build(task, "AdamW", dtype, max_norm=0.5), transform, flat=flat)
     expected_trace, model = torch_loop(task, "AdamW", dtype, clip=0.5)
@@ -193,7 +191,7 @@ def follow_with_adamw(make: Any, dtype: torch.dtype, tolerance: float, flat: boo
 @pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
 @pytest.mark.parametrize(("make", "dtype"), [(mlp, torch.bfloat16), (tied, torch.float16)])
-def test_generated_code_follows(make: Any, dtype: torch.dtype) -> None:
+def test_generated_code_follows_torchs_loop(make: Any, dtype: torch.dtype) -> None:
     # Inductor keeps intermediates in float32 that eager rounds to the low precision: 50 steps apart by that, no more.
     task = make()
     trace, state = run(task, build(task, "SGD", dtype), lambda step: torch.compile(step, fullgraph=True))
@@ -209,15 +207,6 @@ def test_accumulation_is_the_eager_loop_bit_for_bit(make: Any, flat: bool) -> No
     task = make()
     trace, state = run(task, build(task, "SGD", torch.float16, accumulate=3), eager, parts=3, flat=flat)
     expected_trace, model = torch_loop(task, "SGD", torch.float16, parts=3)
-    assert trace == expected_trace
-    assert_same(tree_of(state), {key: value.detach() for key, value in model.named_parameters()})
-
-
-@pytest.mark.compiled
-def test_dict_compiled() -> None:
-    task = mlp()
-    trace, state = run(task, build(task, "SGD", torch.float16), compiled, flat=False)
-    expected_trace, model = torch_loop(task, "SGD", torch.float16)
     assert trace == expected_trace
     assert_same(tree_of(state), {key: value.detach() for key, value in model.named_parameters()})
 

@@ -93,7 +93,7 @@ def step_through(step: Any, state: Any, task: Task, numbers: range) -> Any:
     return state
 
 
-def same_saved(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same_saved(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """All tensors and numbers; of the groups what is computed with."""
     assert_same(dict(actual["model"]), dict(expected["model"]))
     assert actual["scaler"] == expected["scaler"]
@@ -120,14 +120,14 @@ def test_a_run_changes_hands_and_back_bit_for_bit(name: str, grouped: bool, flat
     saved = alone.saved()
     task.model.load_state_dict(saved["model"])
     state = step.from_torch(step.init(flat=flat), optimizer=saved["optimizer"], scaler=saved["scaler"])
-    same_saved(step.to_torch(state), saved)
+    assert_same_saved(step.to_torch(state), saved)
     state = step_through(step, state, task, range(5, 9))
     alone.run(task, range(5, 9))
-    same_saved(step.to_torch(state), alone.saved())
+    assert_same_saved(step.to_torch(state), alone.saved())
     again.load(step.to_torch(state))
     again.run(task, range(9, 12))
     alone.run(task, range(9, 12))
-    same_saved(again.saved(), alone.saved())
+    assert_same_saved(again.saved(), alone.saved())
     assert 0 < alone.scaler.get_scale() < CONFIG.init_scale
 
 
@@ -137,7 +137,7 @@ def test_buffers_and_tied_weights_go_along(make: Any) -> None:
     loop, step = build("SGD-momentum", task)
     state = step_through(step, step.init(), task, range(12))
     loop.run(task, range(12))
-    same_saved(step.to_torch(state), loop.saved())
+    assert_same_saved(step.to_torch(state), loop.saved())
     assert state.opt_state.applied > 2
 
 
@@ -181,7 +181,7 @@ def test_frozen_parameters_keep_their_places() -> None:
     loop, step = build("AdamW", task)
     loop.run(task, range(4))
     state = step_through(step, step.init(), task, range(4))
-    same_saved(step.to_torch(state), loop.saved())
+    assert_same_saved(step.to_torch(state), loop.saved())
     trained = Loop(
         loop.model, optim.AdamW([p for p in loop.model.parameters() if p.requires_grad], **CASES["AdamW"][1])
     )
@@ -295,7 +295,7 @@ def test_another_optimizer_with_another_rate_goes_on_from_the_same_state() -> No
     loop.run(task, range(5))
     loop.optimizer.param_groups[0]["lr"] = 0.003
     loop.run(task, range(5, 9))
-    same_saved(second.to_torch(state), loop.saved())
+    assert_same_saved(second.to_torch(state), loop.saved())
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "dict"])
@@ -324,7 +324,7 @@ def test_layers_are_frozen_and_unfrozen_in_mid_run(flat: bool) -> None:
     state = step.load_state_dict(saved, like=step.init(flat=flat))
     loop.run(task, range(7, 10))
     state = step_through(step, state, task, range(7, 10))
-    same_saved(step.to_torch(state), loop.saved())
+    assert_same_saved(step.to_torch(state), loop.saved())
 
 
 @pytest.mark.parametrize("name", ["SGD-momentum", "AdamW"])

@@ -103,7 +103,7 @@ def test_pickle_and_copies_share_the_layout() -> None:
         assert_same(other, flat)
 
 
-def test_groups_by_label() -> None:
+def test_parameters_are_grouped_by_label() -> None:
     flat = ravel(example(), group=lambda name, leaf: "head" if name.startswith("wide") else "rest")
     assert set(flat.layout.labels) == {"head", "rest"}
     by_label = dict(zip(flat.layout.labels, flat.groups))

@@ -34,7 +34,7 @@ def test_globs_are_those_of_fnmatch(glob: str, name: str) -> None:
     assert Policy(copy=(glob,)).casts(name, leaf, frozenset()) == fnmatch.fnmatchcase(name, glob)
 
 
-def test_short_forms() -> None:
+def test_short_forms_of_a_policy_are_the_long_ones() -> None:
     assert Policy.parse("f16") == Policy.parse("half") == Policy()
     assert Policy.parse("bf16") == Policy(torch.bfloat16)
     assert str(Policy.parse(" float16 , keep=a.*|b ")) == "float16,keep=a.*|b"

@@ -394,11 +394,16 @@ class Caches(Pair):
         return super().forward(x) * self.mask
 
 
-def test_a_buffer_that_the_forward_pass_registers() -> None:
-    step, x = make_train_step(module_loss(Caches(), F.mse_loss), SGD), torch.ones(2, 4)
-    state = step.init()
-    for _ in range(2):
-        state, _ = step(state, (x, x))
+def test_a_buffer_that_the_forward_pass_registers_is_used() -> None:
+    x, trained = torch.ones(2, 4), []
+    for make in (Caches, Pair):  # the buffer's numbers are ones
+        torch.manual_seed(0)
+        step = make_train_step(module_loss(make(), F.mse_loss), SGD)
+        state = step.init()
+        for _ in range(2):
+            state, _ = step(state, (x, x))
+        trained.append(dict(state.params.tree()))
+    assert_same(*trained)
 
 
 def test_a_lazy_module_and_a_criterion_with_parameters() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,7 +89,15 @@ def together(work: Callable[[int], None], threads: int) -> None:
 
 
 @contextlib.contextmanager
-def no_sync() -> Iterator[None]:
+def assert_silent() -> Iterator[None]:
+    """Fail at a UserWarning, the category of the library's, whatever the filters of the test are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+@contextlib.contextmanager
+def assert_no_sync() -> Iterator[None]:
     """Raise where the host waits for the GPU."""
     torch.cuda.synchronize()
     try:

@@ -64,3 +64,8 @@ def state_of(scale: float, tracker: int = 0, found_inf: float = 0.0) -> ScalerSt
         torch.tensor(tracker, dtype=torch.int32),
         torch.tensor(found_inf, dtype=torch.float32),
     )
+
+
+def flagged(state: ScalerState, found_inf: bool) -> ScalerState:
+    """A scaler state with this flag, of any rule: what a rule adds comes behind."""
+    return type(state)(*state[:2], torch.tensor(float(found_inf)), *state[3:])

@@ -22,7 +22,7 @@ def python_blocks(page: Path) -> list[str]:
     return [code for language, code in CODE.findall(text) if language == "python"]
 
 
-def run_python(page: Path) -> None:
+def assert_python_runs(page: Path) -> None:
     """Run the Python of a page in one namespace."""
     names: dict[str, object] = {}
     for block in python_blocks(page):

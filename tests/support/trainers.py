@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from funcamp import to_state_dict
 from tests.support.accelerated import forget
 from tests.support.helpers import clone
+from tests.support.programs import add_folder
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # TRL reports its use otherwise
 
@@ -25,8 +25,8 @@ STEPS = 20
 
 def imported(name: str) -> Any:
     """A module that needs transformers, beside any torchvision."""
-    folders = [str(ROOT / folder) for folder in ("benchmarks", "examples/clients")]
-    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    for folder in ("examples/clients", "benchmarks"):
+        add_folder(folder)
     with importlib.import_module("_public").without_operators():
         importlib.import_module("torchvision")  # which transformers imports later
         return importlib.import_module(name)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
+from funcamp import ScalerConfig, make_train_step, module_loss, stateless
 from tests.support.helpers import assert_same
+from tests.support.steps import traced
 
 SGD = stateless(torch.optim.SGD, lr=0.01)
 WIDTH = 8
@@ -106,17 +107,13 @@ def trained(model: nn.Module, wrap: Callable[[Any], Any], **options: Any) -> tup
     return scales, dict(state.params.tree())
 
 
-def jit_eager(step: Any) -> Any:
-    return jit(step, backend="eager")
-
-
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("kind", [UsedTwice, BlockTwice, TiedEmbedding])
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_weight_used_twice_is_cast_once(kind: Callable[[], nn.Module], scan: bool) -> None:
     scales, params = torch_loop(made(kind))
     assert len(set(scales)) > 2
-    found_scales, found = trained(made(kind), jit_eager, accumulate=MICRO_BATCHES, scan=scan)
+    found_scales, found = trained(made(kind), traced, accumulate=MICRO_BATCHES, scan=scan)
     assert found_scales == scales
     assert_same(found, params)
 
@@ -176,10 +173,10 @@ class Grid(nn.Module):
 @pytest.mark.parametrize("kind", [Bilinear, PseudoInverse, Distances, Grid])
 def test_kernels_that_call_operations_are_cast_as_in_eager_code(kind: Callable[[], nn.Module]) -> None:
     expected = torch_loop(made(kind))
-    assert_same(trained(made(kind), jit_eager, accumulate=MICRO_BATCHES), expected)
+    assert_same(trained(made(kind), traced, accumulate=MICRO_BATCHES), expected)
 
 
 @pytest.mark.compiled
 def test_casts_inside_of_a_kernel_in_the_body_of_a_scan() -> None:
     expected = torch_loop(made(Bilinear))
-    assert_same(trained(made(Bilinear), jit_eager, accumulate=MICRO_BATCHES, scan=True), expected)
+    assert_same(trained(made(Bilinear), traced, accumulate=MICRO_BATCHES, scan=True), expected)

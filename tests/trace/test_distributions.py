@@ -13,6 +13,7 @@ from torch import distributions as d
 
 from funcamp import jit, loss, make_train_step, stateless
 from tests.support.helpers import assert_same, clone
+from tests.support.steps import eager, traced
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
 X = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
@@ -52,31 +53,31 @@ def trained(fn: Callable[[Params, Tensor], Any], wrap: Callable[[Any], Any]) -> 
     return clone(losses), dict(state.params.tree())
 
 
-def same_as_eager(fn: Callable[[Params, Tensor], Any]) -> None:
-    assert_same(trained(fn, jit_eager), trained(fn, lambda step: step))
+def assert_same_as_eager(fn: Callable[[Params, Tensor], Any]) -> None:
+    assert_same(trained(fn, traced), trained(fn, eager))
 
 
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_densities_and_differentiable_samples(kind: str) -> None:
+def test_densities_and_differentiable_samples_are_the_eager_ones(kind: str) -> None:
     def fn(params: Params, x: Tensor) -> Any:
         made = KINDS[kind](params)
         x = x / x.sum(-1, keepdim=True) if kind == "Dirichlet" else x
         return made.rsample((4,)).square().mean() - made.log_prob(x).mean()
 
-    same_as_eager(fn)
+    assert_same_as_eager(fn)
 
 
-def test_an_autoencoders_loss() -> None:
+def test_an_autoencoders_loss_is_the_eager_one() -> None:
     def fn(params: Params, x: Tensor) -> Any:
         posterior, prior = d.Normal(x * params["a"], params["b"].exp()), d.Normal(torch.zeros(3), torch.ones(3))
         rebuilt = d.Bernoulli(logits=posterior.rsample() * params["b"])
         return d.kl_divergence(posterior, prior).mean() - rebuilt.log_prob((x > 0.5).float()).mean()
 
-    same_as_eager(fn)
+    assert_same_as_eager(fn)
 
 
-def test_a_policys_loss() -> None:
+def test_a_policys_loss_is_the_eager_one() -> None:
     def fn(params: Params, x: Tensor) -> Any:
         policy = d.Categorical(logits=x * params["a"])
         with torch.no_grad():
@@ -84,18 +85,14 @@ def test_a_policys_loss() -> None:
         rewards = x.gather(1, actions[:, None])[:, 0]
         return -(policy.log_prob(actions) * rewards).mean() - 0.1 * policy.entropy().mean() + params["b"].square().sum()
 
-    same_as_eager(fn)
+    assert_same_as_eager(fn)
 
 
 def test_checks_are_on_again_after_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(d.Distribution, "_validate_args", True)  # torch.compile, used before, leaves them off
-    trained(lambda params, _: d.Normal(params["a"], params["b"].exp()).log_prob(X).mean(), jit_eager)
+    trained(lambda params, _: d.Normal(params["a"], params["b"].exp()).log_prob(X).mean(), traced)
     with pytest.raises(ValueError, match="scale"):
         d.Normal(0.0, -1.0)
-
-
-def jit_eager(step: Any) -> Any:
-    return jit(step, backend="eager")
 
 
 def test_other_threads_see_nothing_of_a_trace() -> None:

@@ -26,14 +26,11 @@ from funcamp import (
 from funcamp._jit.compile import compile_graph
 from tests.recipes import advance, scaler_for, values
 from tests.support.helpers import assert_same
+from tests.support.steps import eager
 
 CONFIG = ScalerConfig(2.0**24, growth_interval=4)
 SGD = stateless(torch.optim.SGD, lr=0.05, momentum=0.9)
 Wrap = Callable[[Any], Any]
-
-
-def eager(step: Any) -> Any:
-    return step
 
 
 def compiled(step: Any, **options: Any) -> Any:

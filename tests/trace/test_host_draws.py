@@ -111,7 +111,7 @@ def test_another_thread_may_draw(caplog: pytest.LogCaptureFixture) -> None:
     assert generators() == after  # only what it had drawn, once
 
 
-def test_both_threads_draw() -> None:
+def test_draws_of_two_threads_are_refused() -> None:
     def step(state: Tensor, x: Tensor) -> tuple[Tensor, None]:
         thread = threading.Thread(target=random.random)
         thread.start()

@@ -195,7 +195,9 @@ def test_a_sparse_tensor_of_its_own_is_refused(layout: str) -> None:
         *[(kind, policy) for kind in (nn.GRU, nn.RNN) for policy in (None, "bfloat16")],
     ],
 )
-def test_recurrent_layers(kind: Any, dtype: str | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_recurrent_layers_keep_their_weights_and_equal_the_eager_step(
+    kind: Any, dtype: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

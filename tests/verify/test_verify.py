@@ -123,14 +123,14 @@ def test_rounding_grows_from_step_to_step() -> None:
 
 
 @pytest.mark.parametrize("weight", [None, lambda batch: 1.0 + batch[0].shape[0]])
-def test_micro_batches(weight: Any) -> None:
+def test_micro_batches_agree_with_torchs_loop(weight: Any) -> None:
     found = check(make(mlp(), policy="float16", accumulate=3, weight=weight), batches(4, 3))
     assert outcomes(found)[1:] == ["EQUAL", "EQUAL"], str(found)
     assert outcomes(found)[0] in ("EQUAL", "ROUNDING"), str(found)  # the mean of the losses rounds elsewhere
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_buffers_of_a_skipped_step(keep: bool) -> None:
+def test_buffers_of_a_skipped_step_agree_with_torchs_loop(keep: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
     found = check(make(model, policy="float16", loss={"keep_buffers": keep}))
@@ -306,7 +306,7 @@ def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
 # What is wrong is found, and named.
 
 
-def found_wrong(found: Verification, road: str, cause: str) -> None:
+def assert_found_wrong(found: Verification, road: str, cause: str) -> None:
     wrong = [one for one in found.comparisons if one.outcome is Outcome.DIFFERENT]
     assert wrong, str(found)
     assert road in f"{wrong[0].reference} - {wrong[0].road}", str(found)
@@ -338,7 +338,7 @@ def test_a_function_that_counts_in_python() -> None:
         return {"w": state["w"] + batch[0].sum() * calls["n"]}, {}
 
     found = funcamp.verify(funcamp.jit(step, backend="eager"), batches(), state={"w": torch.zeros(())})
-    found_wrong(found, "eager step - compiled step", "calls")
+    assert_found_wrong(found, "eager step - compiled step", "calls")
     assert "from 0 to 4" in found.causes[0]
 
 
@@ -468,7 +468,7 @@ _TORCH, _COMPILED = "torch's loop - eager step", "eager step - compiled step"
     ],
 )
 def test_what_nothing_refuses_is_found(plant: Callable[[], nn.Module], policy: Any, road: str, cause: str) -> None:
-    found_wrong(check(make(plant(), policy=policy)), road, cause)
+    assert_found_wrong(check(make(plant(), policy=policy)), road, cause)
 
 
 @pytest.mark.usefixtures("unguarded")
@@ -500,7 +500,7 @@ def test_what_a_criterion_keeps_is_found(how: str) -> None:
         return loss
 
     criteria = {"object": Warms(), "closure": closure, "buffer": Center()}
-    found_wrong(check(make(mlp(), criteria[how])), _COMPILED, "criterion")
+    assert_found_wrong(check(make(mlp(), criteria[how])), _COMPILED, "criterion")
     assert torch.equal(kept["center"], torch.zeros(1))
 
 
@@ -563,6 +563,6 @@ def test_chaos_is_not_blamed() -> None:
         (lambda: funcamp.verify(funcamp.jit(make(mlp()), unroll=2), batches()), ValueError, "one step in a call"),
     ],
 )
-def test_bad_input(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+def test_bad_input_is_refused_with_the_rule(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()

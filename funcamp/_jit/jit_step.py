@@ -269,7 +269,7 @@ class JitStep(Fixed):
         except RuntimeError as error:
             advise("jit", error)
             raise
-        self._captured.add(executable.captured, executable.apart)
+        self._captured.add(executable.captured, executable.outside_state)
         memory.captured.add(self._captured)
         self._sharing.memory = memory
         self._executables[key] = executable

@@ -79,7 +79,7 @@ class StateMemory:
 
     def _captured_tensors(self) -> Iterator[Tensor]:
         for captured in self.captured:
-            yield from captured.apart
+            yield from captured.outside_state
 
     def keep(self, leaves: list[Tensor]) -> Tree:
         """Return the next state, of which a program that does not donate has made the leaves."""
@@ -120,7 +120,7 @@ class StateMemory:
             RuntimeError: a CUDA graph reads the former memory, or a program the former kind of tensor.
         """
         captured.follow(may_move=self.graphs is None)
-        if self.current is not None and any(map(self.current.memory.meets, captured.apart)):
+        if self.current is not None and any(map(self.current.memory.meets, captured.outside_state)):
             self.current = None
 
     def check_written(self, written: WrittenInputs, state: Tree, batch: Tree, *, known: bool) -> None:

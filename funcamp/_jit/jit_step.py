@@ -215,7 +215,7 @@ class JitStep(Fixed):
             owned = memory.current
         else:
             assert owned is not None
-            if known_program is not None and executable.layouts.are_apart(tensors, owned.memory):
+            if known_program is not None and executable.layouts.are_outside(tensors, owned.memory):
                 inputs = tensors
             else:
                 inputs = arranged(tensors, executable.layouts, owned.memory)

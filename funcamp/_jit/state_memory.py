@@ -68,16 +68,19 @@ class StateMemory:
         return self.current
 
     def _taken_over(self, state: Tree) -> Owned:
+        """Return a state in memory that programs may write, outside of the tensors that they read besides it."""
+        # The memory of a graph is written at every call, also where the caller's state must not be: then it is a copy.
         is_static = self.graphs is not None
         return take_over(
             state,
             self.kinds,
-            avoid=Memory(self._captured_tensors()),
+            avoid=Memory(self._tensors_outside()),
             copy=is_static and not self._donate,
             written=is_static or self._donate,
         )
 
-    def _captured_tensors(self) -> Iterator[Tensor]:
+    def _tensors_outside(self) -> Iterator[Tensor]:
+        """Yield the captured tensors whose memory no state may have."""
         for captured in self.captured:
             yield from captured.outside_state
 
@@ -85,7 +88,7 @@ class StateMemory:
         """Return the next state, of which a program that does not donate has made the leaves."""
         assert self.current is not None
         next_state = Owned(self.current.filled(leaves), self.current.strides, written=False)
-        if self.graphs is None:  # else it is copied into the static memory at its own call
+        if self.graphs is None:  # else it is copied into the static memory when it is passed
             self.current = next_state
         return next_state.tree
 

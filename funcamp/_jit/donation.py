@@ -156,9 +156,7 @@ def take_over(state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = Fal
             stride = kind.stride
         elif not is_overlapping:
             stride = leaf.stride()
-        must_copy = (
-            copy or is_overlapping or leaf.stride() != stride or leaf.is_inference() or _is_more_than_memory(leaf)
-        )
+        must_copy = copy or is_overlapping or not _is_readable(leaf, stride)
         if not must_copy and written:
             must_copy = not is_private(leaf) or memory_so_far.meets(leaf) or avoid.meets(leaf)
         if must_copy:
@@ -200,6 +198,11 @@ def layouts_for(batch: list[Tensor]) -> Layouts:
     """
     likes = [torch.empty_strided(leaf.shape, leaf.stride(), device="meta") for leaf in batch]
     return Layouts([torch.empty_like(like).stride() for like in likes], [leaf.nbytes for leaf in batch])
+
+
+def _is_readable(leaf: Tensor, stride: tuple[int, ...] | None) -> bool:
+    """Return whether a program for these strides may read a tensor as it is."""
+    return leaf.stride() == stride and not leaf.is_inference() and not _is_more_than_memory(leaf)
 
 
 def _is_more_than_memory(leaf: Tensor) -> bool:

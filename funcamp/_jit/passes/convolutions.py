@@ -72,21 +72,31 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, *others: Any) -> Any:
     """Decompose `aten.convolution_backward`."""
     *geometry_arguments, gradients_needed = others
     geometry = _Geometry(*geometry_arguments)
-    needs_input, needs_weight, needs_bias = gradients_needed
-
-    def by_torch(dtype: torch.dtype, *mask: bool) -> list[Tensor | None]:
-        """Return the gradients that the mask asks for, computed in a dtype."""
-        tensors = [value.to(dtype) for value in (grad, x, weight)]
-        gradients: Any = _BACKWARD(*tensors, *geometry, list(mask))
-        # torch returns the gradient of the weight with that of the bias, asked for or not.
-        return [value.to(x.dtype) if is_needed else None for value, is_needed in zip(gradients, mask)]
-
     if _in_slow_half(x):
-        return tuple(by_torch(torch.float32, *gradients_needed))
+        return tuple(_by_torch((grad, x, weight), geometry, torch.float32, gradients_needed))
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return NotImplemented
     if not _is_depthwise(x, weight, geometry):
         return NotImplemented
+    return _depthwise_backward((grad, x, weight), geometry, gradients_needed)
+
+
+def _by_torch(
+    tensors: tuple[Tensor, Tensor, Tensor], geometry: _Geometry, dtype: torch.dtype, mask: list[bool]
+) -> list[Tensor | None]:
+    """Return the gradients that the mask asks for, as torch computes them in a dtype, in that of the input."""
+    _, x, _ = tensors
+    gradients: Any = _BACKWARD(*[value.to(dtype) for value in tensors], *geometry, mask)
+    # torch returns the gradient of the weight with that of the bias, asked for or not.
+    return [value.to(x.dtype) if is_needed else None for value, is_needed in zip(gradients, mask)]
+
+
+def _depthwise_backward(
+    tensors: tuple[Tensor, Tensor, Tensor], geometry: _Geometry, gradients_needed: list[bool]
+) -> Any:
+    """Decompose `aten.convolution_backward` of a depthwise convolution on a CPU."""
+    grad, x, weight = tensors
+    needs_input, needs_weight, needs_bias = gradients_needed
     weight_by_loops = needs_weight and _loops_are_faster(weight, geometry)
     input_in_float32 = needs_input and x.dtype == torch.bfloat16 and max(geometry.stride) > 1
     if not weight_by_loops and not input_in_float32:
@@ -95,9 +105,9 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, *others: Any) -> Any:
     input_gradient: Tensor | None = None
     if needs_input:
         input_dtype = torch.float32 if input_in_float32 else x.dtype
-        input_gradient, _, _ = by_torch(input_dtype, True, False, False)
+        input_gradient, _, _ = _by_torch(tensors, geometry, input_dtype, [True, False, False])
     if not weight_by_loops:
-        _, weight_gradient, bias_gradient = by_torch(x.dtype, False, needs_weight, needs_bias)
+        _, weight_gradient, bias_gradient = _by_torch(tensors, geometry, x.dtype, [False, needs_weight, needs_bias])
         return input_gradient, weight_gradient, bias_gradient
     weight_gradient = _depthwise_weight_gradient(grad, x, weight.shape[2:], geometry)
     bias_gradient = grad.sum([0, *range(2, grad.dim())]) if needs_bias else None

@@ -22,7 +22,7 @@ _NAMES = ("the first state", "state")
 _Turn: TypeAlias = tuple[list[Tensor], list[int], list[tuple[int, ...]]]
 
 
-class Owned:
+class OwnedState:
     """A state as a tree and as a list of tensors.
 
     Args:
@@ -127,7 +127,7 @@ class Owned:
         self.watch(self._checked_per_call)
 
 
-def take_over(state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = False, written: bool = True) -> Owned:
+def take_over(state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = False, written: bool = True) -> OwnedState:
     """Take over a state: use its memory if torch allocated it and no two leaves share it, else copy.
 
     Args:
@@ -165,7 +165,7 @@ def take_over(state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = Fal
         own_leaves.append(leaf)
     # A donated state is returned as the same object.
     is_same = all(map(operator.is_, leaves, own_leaves))
-    return Owned(state if is_same else _tree.unflatten(own_leaves, spec), written=written)
+    return OwnedState(state if is_same else _tree.unflatten(own_leaves, spec), written=written)
 
 
 class Layouts(NamedTuple):

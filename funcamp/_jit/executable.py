@@ -12,7 +12,7 @@ from funcamp import _tree
 from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_instead, target_of
 from funcamp._jit.compiler_error import reason_of
 from funcamp._jit.cuda_graph import Captured
-from funcamp._jit.donation import Layouts, Owned, arranged, layouts_for
+from funcamp._jit.donation import Layouts, OwnedState, arranged, layouts_for
 from funcamp._jit.kinds import check_like
 from funcamp._jit.passes.program import Flat, Steps, Target
 from funcamp._jit.session import CompileSession, keeping_generators
@@ -167,7 +167,7 @@ def make_executable(
 def trace_step(
     step: Callable[[Any, Any], Any],
     options: Options,
-    owned: Owned,
+    owned: OwnedState,
     state_kinds: Tree,
     batch: Tree,
     tensors: list[Tensor],
@@ -278,7 +278,9 @@ def _check_stackable(metric_leaves: list[Any]) -> None:
             )
 
 
-def _compiled(graph: Graph, options: Options, owned: Owned, session: CompileSession, *, compile_at_once: bool) -> Flat:
+def _compiled(
+    graph: Graph, options: Options, owned: OwnedState, session: CompileSession, *, compile_at_once: bool
+) -> Flat:
     """Return a function from the leaves of the state and the batch's tensors to the results."""
     # What is compiled later must not keep this state alive, so no function below refers to `owned`.
     steps: Steps | None = None

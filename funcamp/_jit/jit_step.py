@@ -17,7 +17,7 @@ from funcamp import _tree, _upstream
 from funcamp._check import Fixed, integer, one_batch
 from funcamp._jit.arguments import check_batch, check_state
 from funcamp._jit.captured_tensors import CapturedTensors
-from funcamp._jit.donation import Owned, arranged
+from funcamp._jit.donation import OwnedState, arranged
 from funcamp._jit.executable import Arguments, Executable, Options, make_executable
 from funcamp._jit.jit import check_step
 from funcamp._jit.known_calls import KnownCalls
@@ -366,7 +366,7 @@ class JitStep(Fixed):
                 executable.written.forget()
 
 
-def _run(executable: Executable, owned: Owned, tensors: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+def _run(executable: Executable, owned: OwnedState, tensors: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """Run a program on the state and on the batch's tensors, which are arranged for it in `inputs`."""
     results = executable.run([*owned.leaves, *inputs])
     if executable.written is not None:
@@ -387,5 +387,5 @@ def _code_parts(step: Any) -> dict[str, Any]:
     return {"step": step} if parts is None else parts()
 
 
-def _on_cpu(owned: Owned) -> bool:
+def _on_cpu(owned: OwnedState) -> bool:
     return {leaf.device.type for leaf in owned.leaves} == {"cpu"}

@@ -11,7 +11,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._jit import cuda_graph
 from funcamp._jit.captured_tensors import CapturedTensors
-from funcamp._jit.donation import Owned, take_over
+from funcamp._jit.donation import OwnedState, take_over
 from funcamp._jit.kinds import kinds
 from funcamp._jit.written_inputs import WrittenInputs
 from funcamp._memory import Memory
@@ -46,7 +46,7 @@ class StateMemory:
         """The tensors that programs read besides their arguments."""
         self.kinds: Tree = None
         """The kinds of the first state, with the strides that programs are compiled for."""
-        self.current: Owned | None = None
+        self.current: OwnedState | None = None
         """The state of the last call; None if its memory is now that of a captured tensor."""
         self._donate = donate
         self._is_pinned = False
@@ -54,7 +54,7 @@ class StateMemory:
             self.current = self._taken_over(state)
         self.kinds = kinds(self.current.tree)
 
-    def take(self, state: Tree) -> Owned:
+    def take(self, state: Tree) -> OwnedState:
         """Return another state in memory that programs may write; with CUDA graphs, copied into their static memory.
 
         Raises:
@@ -67,7 +67,7 @@ class StateMemory:
                 self.current = self._taken_over(state)
         return self.current
 
-    def _taken_over(self, state: Tree) -> Owned:
+    def _taken_over(self, state: Tree) -> OwnedState:
         """Return a state in memory that programs may write, outside of the tensors that they read besides it."""
         # The memory of a graph is written at every call, also where the caller's state must not be: then it is a copy.
         is_static = self.graphs is not None
@@ -87,7 +87,7 @@ class StateMemory:
     def keep(self, leaves: list[Tensor]) -> Tree:
         """Return the next state, of which a program that does not donate has made the leaves."""
         assert self.current is not None
-        next_state = Owned(self.current.filled(leaves), self.current.strides, written=False)
+        next_state = OwnedState(self.current.filled(leaves), self.current.strides, written=False)
         if self.graphs is None:  # else it is copied into the static memory when it is passed
             self.current = next_state
         return next_state.tree

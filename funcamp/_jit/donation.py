@@ -28,10 +28,10 @@ class OwnedState:
     Args:
         tree: the state.
         strides: the strides that programs were compiled for; by default its own.
-        written: whether steps write to it.
+        is_written: whether steps write to it.
     """
 
-    def __init__(self, tree: Tree, strides: list[tuple[int, ...]] | None = None, *, written: bool = True) -> None:
+    def __init__(self, tree: Tree, strides: list[tuple[int, ...]] | None = None, *, is_written: bool = True) -> None:
         self.tree = tree
         nodes, self.spec = _tree.flatten(tree)
         self._positions = [index for index, leaf in enumerate(nodes) if leaf is not None]
@@ -41,7 +41,7 @@ class OwnedState:
         self._containers = _tree.contents(tree)
         self.watch(len(self.leaves) or 1)
         # Callers may give their handles of it other memory; these references keep the original.
-        self._statics = [leaf.detach() for leaf in self.leaves] if written else []
+        self._statics = [leaf.detach() for leaf in self.leaves] if is_written else []
         #: The memory that steps write.
         self.memory = Memory(self._statics)
 
@@ -127,7 +127,9 @@ class OwnedState:
         self.watch(self._checked_per_call)
 
 
-def take_over(state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = False, written: bool = True) -> OwnedState:
+def take_over(
+    state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = False, is_written: bool = True
+) -> OwnedState:
     """Take over a state: use its memory if torch allocated it and no two leaves share it, else copy.
 
     Args:
@@ -135,7 +137,7 @@ def take_over(state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = Fal
         like: the kinds of the first state, with the strides that programs were compiled for.
         avoid: memory that must not be written.
         copy: whether to copy all of it.
-        written: whether steps write to it.
+        is_written: whether steps write to it.
 
     Raises:
         ValueError: it differs from `like` in structure, or a leaf in shape, dtype or device.
@@ -157,7 +159,7 @@ def take_over(state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = Fal
         elif not is_overlapping:
             stride = leaf.stride()
         must_copy = copy or is_overlapping or not _is_readable(leaf, stride)
-        if not must_copy and written:
+        if not must_copy and is_written:
             must_copy = not is_private(leaf) or memory_so_far.meets(leaf) or avoid.meets(leaf)
         if must_copy:
             leaf = _copy_in_layout(leaf.detach(), stride)
@@ -165,7 +167,7 @@ def take_over(state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = Fal
         own_leaves.append(leaf)
     # A donated state is returned as the same object.
     is_same = all(map(operator.is_, leaves, own_leaves))
-    return OwnedState(state if is_same else _tree.unflatten(own_leaves, spec), written=written)
+    return OwnedState(state if is_same else _tree.unflatten(own_leaves, spec), is_written=is_written)
 
 
 class Layouts(NamedTuple):

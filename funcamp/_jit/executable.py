@@ -149,7 +149,7 @@ def make_executable(
     written = written_inputs(graph)
     if written is not None:
         is_current = memory.current.tree is arguments.state
-        memory.check_written(written, arguments.state, arguments.batch, known=is_current)
+        memory.check_written(written, arguments.state, arguments.batch, is_current=is_current)
     outside_state = graph.captured
     if writes_state(graph, written):
         memory.move_away_from(outside_state)

@@ -211,7 +211,7 @@ class JitStep(Fixed):
             state = self._checked_state(state, batch)
         if executable is not None and executable.written is not None:
             assert memory is not None
-            memory.check_written(executable.written, state, _tree.plain(batch), known=is_current)
+            memory.check_written(executable.written, state, _tree.plain(batch), is_current=is_current)
         if not is_current:
             memory, tensors = self._take_state(state, tensors)
             owned = memory.current

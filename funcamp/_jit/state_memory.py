@@ -76,7 +76,7 @@ class StateMemory:
             self.kinds,
             avoid=Memory(self._tensors_outside()),
             copy=is_static and not self._donate,
-            written=is_static or self._donate,
+            is_written=is_static or self._donate,
         )
 
     def _tensors_outside(self) -> Iterator[Tensor]:
@@ -87,7 +87,7 @@ class StateMemory:
     def keep(self, leaves: list[Tensor]) -> Tree:
         """Return the next state, of which a program that does not donate has made the leaves."""
         assert self.current is not None
-        next_state = OwnedState(self.current.filled(leaves), self.current.strides, written=False)
+        next_state = OwnedState(self.current.filled(leaves), self.current.strides, is_written=False)
         if self.graphs is None:  # else it is copied into the static memory when it is passed
             self.current = next_state
         return next_state.tree
@@ -126,14 +126,14 @@ class StateMemory:
         if self.current is not None and any(map(self.current.memory.meets, captured.outside_state)):
             self.current = None
 
-    def check_written(self, written: WrittenInputs, state: Tree, batch: Tree, *, known: bool) -> None:
+    def check_written(self, written: WrittenInputs, state: Tree, batch: Tree, *, is_current: bool) -> None:
         """Refuse inputs that share memory with one that a program writes.
 
         Args:
             written: what it writes, besides giving the state its new values.
             state: the state, as it was passed.
             batch: the batch.
-            known: whether the state is the current one.
+            is_current: whether the state is the last call's.
 
         Raises:
             ValueError: two inputs share memory, and the program writes one of them.
@@ -141,4 +141,4 @@ class StateMemory:
         if self.current is None:
             written.check(state, batch, Memory(), is_there=False)
         else:
-            written.check(state, batch, self.current.memory, is_there=known and self._donate)
+            written.check(state, batch, self.current.memory, is_there=is_current and self._donate)

@@ -13,11 +13,11 @@ from funcamp import _tree
 from funcamp._check import one_batch
 from funcamp._dtensor import is_distributed
 from funcamp._jit.constants import IndescribableError, describe
+from funcamp._jit.signature import PLAIN
 from funcamp._types import Tree
 
-_PLAIN = {Tensor, torch.nn.Parameter}
 #: Types whose objects compare by identity but are constants anyway.
-_ONE_OF_A_KIND = (
+_CONSTANT_OBJECTS = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type(None), type(...)),
     *(torch.dtype, torch.layout, torch.memory_format, torch.qscheme),
 )
@@ -34,7 +34,7 @@ def _fault(leaf: Tensor) -> str | None:
     """Return what a compiled program needs a tensor to be and this one is not."""
     if is_distributed(leaf):
         return None
-    if type(leaf) not in _PLAIN:
+    if type(leaf) not in PLAIN:
         return (
             f"a plain tensor; got a {type(leaf).__name__}: pass the tensors it holds, or its .as_subclass(torch.Tensor)"
         )
@@ -51,59 +51,74 @@ def check_batch(batch: Tree) -> None:
     for index, leaf in enumerate(_tree.leaves(batch)):
         where = f"jit: batch{_tree.path_of(batch, index)} must be"
         if isinstance(leaf, Tensor):
-            if fault := _fault(leaf):
-                raise TypeError(f"{where} {fault}")
-            if attribute := next((name for name in vars(leaf) if not name.startswith("_")), None):
-                raise TypeError(
-                    f"{where} a tensor without attributes of its own, which a program would not see; got "
-                    f"{_tree.describe(leaf)} with .{attribute}: pass {attribute} as a part of the batch"
-                )
-            continue
-        fix = "pass a dict of its tensors, or register its class with torch.utils._pytree.register_pytree_node"
-        if _holds_tensors(leaf):
-            raise TypeError(
-                f"{where} a tensor or a pytree of tensors; got a {type(leaf).__name__} with some in it: {fix}"
-            )
-        try:
-            hash(leaf)
-        except TypeError:
-            frozen = f"make it immutable, @dataclass(frozen=True), or {fix}"
-            other = (
-                frozen
-                if dataclasses.is_dataclass(leaf)
-                else f"give it a __hash__ that follows from its value, or {fix}"
-            )
-            instead = "torch.as_tensor makes a tensor of an array" if hasattr(leaf, "__array__") else other
-            raise TypeError(
-                f"{where} a tensor, or a constant that can be hashed; got {_tree.describe(leaf)}: {instead}"
-            ) from None
-        hashing: Any = type(leaf).__hash__
-        if hashing is object.__hash__ and not isinstance(leaf, _ONE_OF_A_KIND):
-            raise TypeError(
-                f"{where} a tensor, or a constant that is equal to another of its value; got a {type(leaf).__name__}, "
-                f"equal only to itself, so that a program would not see later changes in it: {fix}"
-            )
-        try:
-            describe(leaf)
-        except IndescribableError as error:
-            raise TypeError(
-                f"{where} a tensor, or a constant that can be compared part by part; got a {type(leaf).__name__} with "
-                f"{error} in it: pass a dict of what step reads"
-            ) from None
+            _check_tensor(where, leaf)
+        else:
+            _check_constant(where, leaf)
+
+
+def _check_tensor(where: str, leaf: Tensor) -> None:
+    """Raise TypeError for a tensor of a batch that no program takes; `where` begins the text of the error."""
+    if fault := _fault(leaf):
+        raise TypeError(f"{where} {fault}")
+    attribute = next((name for name in vars(leaf) if not name.startswith("_")), None)
+    if attribute:
+        raise TypeError(
+            f"{where} a tensor without attributes of its own, which a program would not see; got "
+            f"{_tree.describe(leaf)} with .{attribute}: pass {attribute} as a part of the batch"
+        )
+
+
+def _check_constant(where: str, leaf: object) -> None:
+    """Raise TypeError for a leaf that cannot be a constant; `where` begins the text of the error."""
+    fix = "pass a dict of its tensors, or register its class with torch.utils._pytree.register_pytree_node"
+    if _holds_tensors(leaf):
+        raise TypeError(f"{where} a tensor or a pytree of tensors; got a {type(leaf).__name__} with some in it: {fix}")
+    try:
+        hash(leaf)
+    except TypeError:
+        instead = _hashable_fix(leaf, fix)
+        raise TypeError(
+            f"{where} a tensor, or a constant that can be hashed; got {_tree.describe(leaf)}: {instead}"
+        ) from None
+    hashing: Any = type(leaf).__hash__
+    if hashing is object.__hash__ and not isinstance(leaf, _CONSTANT_OBJECTS):
+        raise TypeError(
+            f"{where} a tensor, or a constant that is equal to another of its value; got a {type(leaf).__name__}, "
+            f"equal only to itself, so that a program would not see later changes in it: {fix}"
+        )
+    try:
+        describe(leaf)
+    except IndescribableError as error:
+        raise TypeError(
+            f"{where} a tensor, or a constant that can be compared part by part; got a {type(leaf).__name__} with "
+            f"{error} in it: pass a dict of what step reads"
+        ) from None
+
+
+def _hashable_fix(leaf: object, fix: str) -> str:
+    """Return what to do about a leaf that cannot be hashed."""
+    if hasattr(leaf, "__array__"):
+        return "torch.as_tensor makes a tensor of an array"
+    if dataclasses.is_dataclass(leaf):
+        return f"make it immutable, @dataclass(frozen=True), or {fix}"
+    return f"give it a __hash__ that follows from its value, or {fix}"
 
 
 def _holds_tensors(leaf: object, depth: int = 3) -> bool:
     """Return whether an object that is not a pytree has tensors in its attributes, slots or items."""
-    if isinstance(leaf, _ONE_OF_A_KIND):
+    if isinstance(leaf, _CONSTANT_OBJECTS):
         return False
-    names = [name for cls in type(leaf).__mro__ for name in _names(cls.__dict__.get("__slots__", ()))]
-    held = [getattr(leaf, name) for name in (*names, *getattr(leaf, "__dict__", ())) if hasattr(leaf, name)]
-    held += list(leaf) if isinstance(leaf, (set, frozenset)) else []
-    inner = _tree.leaves(held)
-    if any(isinstance(value, Tensor) for value in inner):
+    names = [name for cls in type(leaf).__mro__ for name in _slot_names(cls.__dict__.get("__slots__", ()))]
+    names += getattr(leaf, "__dict__", ())
+    contents = [getattr(leaf, name) for name in names if hasattr(leaf, name)]
+    if isinstance(leaf, (set, frozenset)):
+        contents += leaf
+    inner_leaves = _tree.leaves(contents)
+    if any(isinstance(value, Tensor) for value in inner_leaves):
         return True
-    return depth > 0 and any(_holds_tensors(value, depth - 1) for value in inner)
+    return depth > 0 and any(_holds_tensors(value, depth - 1) for value in inner_leaves)
 
 
-def _names(slots: Any) -> tuple[str, ...]:
+def _slot_names(slots: Any) -> tuple[str, ...]:
+    """Return the names in a class's `__slots__`, which may be a single one."""
     return (slots,) if isinstance(slots, str) else tuple(slots)

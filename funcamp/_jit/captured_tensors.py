@@ -22,19 +22,19 @@ class CapturedTensors:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self.apart: list[Tensor] = []
+        self.outside_state: list[Tensor] = []
         """Those whose memory no state may have."""
         self._kinds: list[Kind] = []
         self._note()
 
-    def add(self, tensors: Iterable[Tensor], apart: Iterable[Tensor]) -> None:
+    def add(self, tensors: Iterable[Tensor], outside_state: Iterable[Tensor]) -> None:
         """Add those that are not among them.
 
         Args:
             tensors: the captured tensors of a program.
-            apart: those of them whose memory no state may have.
+            outside_state: those of them whose memory no state may have.
         """
-        self.apart += apart
+        self.outside_state += outside_state
         known = set(map(id, self.tensors))
         for tensor in tensors:
             if id(tensor) not in known:

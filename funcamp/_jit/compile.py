@@ -40,9 +40,13 @@ def target_of(graph: Graph, backend: str, devices: frozenset[str], *, exact: boo
     if graph.is_open and backend == "inductor" and not _upstream.RIGHT_OPEN_SHAPES:
         one_by_one_instead(f"torch {torch.__version__} cannot be trusted with it (2.15 can)")
         backend = "eager"
-    ranks = torch.distributed
-    is_distributed = ranks.is_available() and ranks.is_initialized()
-    return Target(backend, devices, exact, graph.is_open, is_distributed)
+    return Target(
+        backend=backend,
+        devices=devices,
+        exact=exact,
+        is_open=graph.is_open,
+        is_distributed=torch.distributed.is_available() and torch.distributed.is_initialized(),
+    )
 
 
 def one_by_one_instead(why: str) -> None:
@@ -75,61 +79,79 @@ def compile_graph(
         explained: whether to print what is done to the program, and why.
         headers: if given, requests the headers of a program ahead of time.
     """
+    # The passes change the graph, which another program may still be made of: without a pass, or without a compiler.
     module = fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
-    name = cache_name(exact=target.exact, without=without, steps=steps)
     # The parts of a distributed tensor are views along its first dimension only as a whole.
-    plain_steps = None if graph.wrapped else steps
-    program = Program(module, graph.examples, graph.mode, target, name, options={}, steps=plain_steps)
+    steps_for_passes = None if graph.wrapped else steps
+    program = Program(
+        module,
+        graph.examples,
+        graph.mode,
+        target,
+        cache_name(exact=target.exact, without=without, steps=steps),
+        options={},
+        steps=steps_for_passes,
+    )
     if explained:
         explain(target, without)
     with without_autocast(), torch.no_grad():
         program = changed(program, without)
         program.module.recompile()
         try:
-            inner = _compiled(program, without, headers)
+            compiled = _compiled(program, without, headers)
         except NotInCppError as error:
             _log.info("jit: compiling again, with the steps of a call in Python: %s", error)
-            without |= {steps_in_cpp.PASS.name}
-            return compile_graph(graph, target, without, steps=steps, headers=headers)
+            also_without_loop = without | {steps_in_cpp.PASS.name}
+            # What is done to the program was printed above.
+            return compile_graph(graph, target, also_without_loop, steps=steps, headers=headers)
     for around in program.around:
-        inner = around(inner)
-    run = _with_captured(graph, inner, as_eager=not target.by_inductor)
+        compiled = around(compiled)
+    run = _with_captured(graph, compiled, as_eager=not target.by_inductor)
     if steps is None or program.only_in_cpp:
         return run
     return unrolled(run, steps, graph.outputs)
 
 
-def _with_captured(graph: Graph, inner: Flat, *, as_eager: bool) -> Flat:
-    """Return a function of the arguments alone, whose results share no memory."""
-    captured, wrappers = graph.captured, graph.wrappers
-    # The results that need a copy; a program returns the same ones in the memory of others at every call.
-    shared: list[int] | None = None
+def _with_captured(graph: Graph, compiled: Flat, *, as_eager: bool) -> Flat:
+    """Return a function of the arguments alone, whose results share no memory.
+
+    Args:
+        graph: the traced step.
+        compiled: a function from the arguments and the captured tensors to the results.
+        as_eager: whether it calls torch's operations in Python, which look at autocast and record derivatives.
+    """
+    captured_tensors = graph.captured
+    wrappers = graph.wrappers
+    # The numbers of the results that need a copy, found at the first call: a program returns the same ones in the
+    # memory of others at every call.
+    copies_needed: list[int] | None = None
 
     def run(values: list[Tensor]) -> list[Tensor]:
-        nonlocal shared
-        inputs = [*values, *captured]
-        results = list(inner(inputs))
-        if shared is None:
-            shared = _in_shared_memory(results, inputs)
-        for number in shared:
+        nonlocal copies_needed
+        inputs = [*values, *captured_tensors]
+        results = list(compiled(inputs))
+        if copies_needed is None:
+            copies_needed = _in_shared_memory(results, inputs)
+        for number in copies_needed:
             results[number] = results[number].clone()
         return results
 
-    def interpreted(values: list[Tensor]) -> list[Tensor]:
+    def run_as_eager(values: list[Tensor]) -> list[Tensor]:
         # Casts and derivatives are already in the trace. A captured tensor may require gradients, and since torch 2.14
         # make_fx records alias instead of detach, which lets them through.
         with without_autocast(), torch.no_grad():
             return run(values)
 
-    call = interpreted if as_eager else run
+    run_on_parts = run_as_eager if as_eager else run
     if not graph.wrapped:
-        return call
+        return run_on_parts
 
-    def unwrapped(values: list[Tensor]) -> list[Tensor]:
-        plain = iter(call(unwrap_all(values)))
-        return [wrap(wrapper, plain) for wrapper in wrappers]
+    def run_on_wrapped(values: list[Tensor]) -> list[Tensor]:
+        """Take the parts of distributed tensors out, and put the results into such tensors."""
+        plain_results = iter(run_on_parts(unwrap_all(values)))
+        return [wrap(wrapper, plain_results) for wrapper in wrappers]
 
-    return unwrapped
+    return run_on_wrapped
 
 
 def _in_shared_memory(results: list[Tensor], inputs: list[Tensor]) -> list[int]:
@@ -138,13 +160,16 @@ def _in_shared_memory(results: list[Tensor], inputs: list[Tensor]) -> list[int]:
     Inductor removes a clone of a value that is also another result. What a caller or a later call writes into one of
     them must not show in the other.
     """
-    found: set[int] = set()
-    for first, second in overlaps({str(number): tensor for number, tensor in enumerate([*results, *inputs])}):
-        if int(second) < len(results):
-            found.add(int(second))
-        elif int(first) < len(results):
-            found.add(int(first))
-    return sorted(found)
+    tensors_by_number = {str(number): tensor for number, tensor in enumerate([*results, *inputs])}
+    shared_results: set[int] = set()
+    for pair in overlaps(tensors_by_number):
+        first, second = map(int, pair)
+        # The inputs follow the results. Of two results one copy is enough.
+        if second < len(results):
+            shared_results.add(second)
+        elif first < len(results):
+            shared_results.add(first)
+    return sorted(shared_results)
 
 
 def _compiled(program: Program, without: frozenset[str], headers: Callable[[], object] | None) -> Flat:
@@ -163,6 +188,12 @@ def _compiled(program: Program, without: frozenset[str], headers: Callable[[], o
 
 
 def _by_inductor(program: Program, without: frozenset[str], headers: Callable[[], object] | None) -> Any:
+    """Return what Inductor makes of a program: called from C++ if its options say so and that is possible.
+
+    Raises:
+        NotInCppError: the program must be called from C++, and cannot be.
+        Exception: any error of Inductor.
+    """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -170,26 +201,26 @@ def _by_inductor(program: Program, without: frozenset[str], headers: Callable[[]
     # Inductor sees no changes of the C++, and not what corrects itself.
     options["joint_custom_post_pass"] = Unchanged(program.cache_name)
 
-    def compiled() -> Any:
+    def compile_program() -> Any:
         return compile_fx(program.module, program.examples, decompositions=program.table)
 
     if not options.get("cpp_wrapper"):
         if program.only_in_cpp:
             raise NotInCppError("the option cpp_wrapper is left out")
         with config.patch(options):
-            return compiled()
+            return compile_program()
     try:
         with config.patch(options), sources_changed(program.source_changes):
             if headers:
                 headers()
-            return compiled()
+            return compile_program()
     except Exception as error:
         if program.only_in_cpp:
             raise NotInCppError(f"{type(error).__name__}: {error}") from error
         # Python may be able to call what C++ cannot; else its error is the familiar one.
         _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)
     with config.patch({**options, "cpp_wrapper": False}):
-        return compiled()
+        return compile_program()
 
 
 def check_compiler(backend: str, leaves: list[Tensor]) -> None:
@@ -207,10 +238,11 @@ def cpp_compiler(need: str) -> str:
     from torch._inductor import config
 
     names = [name for name in config.cpp.cxx if name]
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    if found is None:
-        raise RuntimeError(
-            f"{need}; found no {' or '.join(names)}: install it, name another in $CXX before Python starts, or pass "
-            "backend='eager'"
-        )
-    return found
+    for name in names:
+        path = shutil.which(name)
+        if path:
+            return path
+    raise RuntimeError(
+        f"{need}; found no {' or '.join(names)}: install it, name another in $CXX before Python starts, or pass "
+        "backend='eager'"
+    )

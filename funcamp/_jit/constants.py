@@ -18,20 +18,22 @@ from torch import Tensor
 from funcamp import _tree
 
 #: Types of which equal values are the same.
-_PLAIN = {
+_COMPARED_BY_VALUE = {
     *(int, bool, str, bytes, type(None), type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme),
 }
 #: Types of which equal numbers are the same if they are written in the same way: 0.0 and -0.0 are not, two NaNs are.
-_WRITTEN = {float, complex}
+_COMPARED_AS_TEXT = {float, complex}
 #: Types of constants without parts.
-ATOMS = _PLAIN | _WRITTEN
+ATOMS = _COMPARED_BY_VALUE | _COMPARED_AS_TEXT
 #: Types whose objects are what they are called: a step finds the same one under the same name.
-_BY_IDENTITY = (type, types.FunctionType, types.ModuleType, enum.Enum)
+_COMPARED_BY_IDENTITY = (type, types.FunctionType, types.ModuleType, enum.Enum)
 #: Functions bound to an object compare that object by identity.
-_BOUND = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
-#: The largest number of parts, and of objects within each other, that are compared at every call.
-_MOST_PARTS, _DEEPEST = 10_000, 100
+_BOUND_FUNCTIONS = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
+#: The largest number of parts that are compared at every call.
+_MAX_PARTS = 10_000
+#: The largest number of objects within each other that are compared at every call.
+_MAX_DEPTH = 100
 _STRINGS = {str}
 
 
@@ -45,7 +47,8 @@ class Described:
     __slots__ = ("description", "value")
 
     def __init__(self, value: object) -> None:
-        self.value, self.description = value, describe(value)
+        self.value = value
+        self.description = describe(value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Described) and self.description == other.description
@@ -57,7 +60,7 @@ class Described:
         return repr(self.value)
 
 
-class _Same:
+class _ByIdentity:
     """Compares an object by identity, and keeps it, so that no other gets its address."""
 
     __slots__ = ("value",)
@@ -66,7 +69,7 @@ class _Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, _ByIdentity) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -79,9 +82,9 @@ def constant_key(value: object) -> tuple[type, Hashable]:
         IndescribableError: a part of it cannot be described.
     """
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _COMPARED_BY_VALUE:
         return kind, value
-    if kind in _WRITTEN:
+    if kind in _COMPARED_AS_TEXT:
         return kind, repr(value)
     return kind, Described(value)
 
@@ -101,9 +104,11 @@ def structure_key(spec: Any) -> Hashable:
 
 
 def _context_key(context: Any) -> Hashable:
+    """Return the key of what a node of a pytree holds besides its children."""
     if type(context) is list and {*map(type, context)} <= _STRINGS:  # the keys of a dict
         return tuple(context)
-    if type(context).__module__.partition(".")[0] == "funcamp":  # compared completely, and long
+    package, _, _ = type(context).__module__.partition(".")
+    if package == "funcamp":  # compared completely, and long
         return context  # type: ignore[no-any-return]
     try:
         return describe(context)
@@ -121,68 +126,82 @@ def describe(value: object) -> Hashable:
 
 
 class _Describer:
+    """Describes one constant, part by part."""
+
     def __init__(self) -> None:
-        self._parts = 0
-        self._around: list[object] = []
+        self._part_count = 0
+        self._outer_objects: list[object] = []
+        """Those that the present part is in, the outermost first."""
 
     def describe(self, value: Any) -> Hashable:
+        """Return the description of a part: its class, and what it is compared by."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in _COMPARED_BY_VALUE:
             return kind, value
-        if kind in _WRITTEN:
+        if kind in _COMPARED_AS_TEXT:
             return kind, repr(value)
-        if isinstance(value, _BY_IDENTITY):
-            return kind, _Same(value)
-        if isinstance(value, _BOUND):
+        if isinstance(value, _COMPARED_BY_IDENTITY):
+            return kind, _ByIdentity(value)
+        if isinstance(value, _BOUND_FUNCTIONS):
             return kind, value
-        self._parts += 1
-        for depth, outer in enumerate(self._around):
+        self._part_count += 1
+        for depth, outer in enumerate(self._outer_objects):
             if outer is value:
-                return _Same, depth  # an object that contains itself
-        if isinstance(value, Tensor) or self._parts > _MOST_PARTS or len(self._around) == _DEEPEST:
-            raise IndescribableError(_tree.describe(value) if isinstance(value, Tensor) else "too many parts")
-        self._around.append(value)
+                return _ByIdentity, depth  # an object that contains itself
+        if isinstance(value, Tensor):
+            raise IndescribableError(_tree.describe(value))
+        if self._part_count > _MAX_PARTS or len(self._outer_objects) == _MAX_DEPTH:
+            raise IndescribableError("too many parts")
+        self._outer_objects.append(value)
         try:
             return kind, self._content(value)
         finally:
-            self._around.pop()
+            self._outer_objects.pop()
 
     def _content(self, value: Any) -> Hashable:
+        """Return the description of what is in an object."""
         kind = type(value)
         if kind is tuple or kind is list:
             return self._each(value)
         if isinstance(value, (set, frozenset)):  # pickle would write the members in any order
             return frozenset(self._each(value)), self._each(_attributes(value))
-        if kind is dict:
-            return self._each(value), self._each(value.values())
-        if kind is types.MappingProxyType:
+        if kind is dict or kind is types.MappingProxyType:
             return self._each(value), self._each(value.values())
         if kind is functools.partial:  # what pickle would write depends on whether its attributes were ever read
             return self._each([value.func, value.args, value.keywords, _attributes(value)])
+        return self._pickled_content(value)
+
+    def _pickled_content(self, value: Any) -> Hashable:
+        """Return the description of what pickle would write of an object."""
+        kind = type(value)
         try:
             reduced = value.__reduce_ex__(4)
         except Exception as error:
             raise IndescribableError(_tree.brief(value)) from error
         if isinstance(reduced, str):  # a name in a module
-            return _Same(value)
-        make, arguments, *rest = reduced
-        state, items, pairs = [*rest, None, None, None][:3]
+            return _ByIdentity(value)
+        make, arguments, *optional = reduced
+        # After these three follows only what sets the state.
+        state, items, pairs = [*optional, None, None, None][:3]
         if isinstance(state, dict):
             state = _without_cached(kind, state)
         elif isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], dict):  # with slots
-            state = _without_cached(kind, state[0]), state[1]
+            attributes, slots = state
+            state = _without_cached(kind, attributes), slots
         return self._each([make, arguments, state, list(items or ()), list(pairs or ())])
 
     def _each(self, values: Any) -> tuple[Hashable, ...]:
+        """Return the descriptions of several parts, in their order."""
         return tuple([self.describe(value) for value in values])
 
 
 def _attributes(value: object) -> list[tuple[str, Any]]:
+    """Return the attributes of an object in the order of their names."""
     return sorted(getattr(value, "__dict__", {}).items())
 
 
 def _without_cached(kind: type, state: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what follows from the rest and appears at its first use."""
+    """Leave out what follows from the other attributes and appears at its first use."""
     return {
         name: part
         for name, part in state.items()

@@ -15,7 +15,7 @@ from funcamp._jit.written_inputs import WrittenInputs
 from funcamp._upstream.failed_capture import clear
 
 #: Scalar results of these dtypes are stacked in the graph, so that one copy returns all of them.
-_PACKED = (torch.float32, torch.int64)
+_PACKED_DTYPES = (torch.float32, torch.int64)
 _WARM_UPS = 3
 
 
@@ -23,7 +23,8 @@ class CudaGraphs:
     """torch.cuda's graphs, in one memory pool and on one stream: memory of another stream is not reused."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, run: Callable[[], Any], times: int) -> None:
@@ -52,8 +53,9 @@ class CudaGraphs:
                 outputs = run()
                 graph.capture_end()
             except BaseException:
-                failed, self._pool = self._pool, torch.cuda.graph_pool_handle()
-                clear(graph, self._device, failed)
+                failed_pool = self._pool
+                self._pool = torch.cuda.graph_pool_handle()
+                clear(graph, self._device, failed_pool)
                 raise
         return graph.replay, outputs
 
@@ -68,13 +70,13 @@ def graphs_for(devices: list[torch.device]) -> CudaGraphs | None:
     Raises:
         RuntimeError: the leaves are on several GPUs; a graph would contain the kernels of one of them.
     """
-    found = list(dict.fromkeys(devices))
-    if not found or found[0].type != "cuda":
+    distinct_devices = list(dict.fromkeys(devices))
+    if not distinct_devices or distinct_devices[0].type != "cuda":
         return None
-    if len(found) > 1:
-        names = ", ".join(map(str, found))
+    if len(distinct_devices) > 1:
+        names = ", ".join(map(str, distinct_devices))
         raise RuntimeError(f"jit: state must be on one device to be captured; got {names}: pass capture=False")
-    return CudaGraphs(found[0])
+    return CudaGraphs(distinct_devices[0])
 
 
 class Captured:
@@ -102,18 +104,20 @@ class Captured:
         Raises:
             RuntimeError: the capture failed.
         """
-        self._written_batch = [] if written is None else written.batch
-        captured = [] if written is None else written.captured
-        before = [leaf.clone() for leaf in captured]
+        self._written_batch_numbers = [] if written is None else written.batch
+        # The state and the batch are cloned; what the step writes besides its arguments is put back.
+        written_tensors = [] if written is None else written.captured
+        former_values = [tensor.clone() for tensor in written_tensors]
         try:
             self._prepare(graphs, run, state, batch, state_results)
         finally:
-            for leaf, value in zip(captured, before):
-                leaf.detach().copy_(value)
+            for tensor, value in zip(written_tensors, former_values):
+                tensor.detach().copy_(value)
 
     def _prepare(
         self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor], state_results: int
     ) -> None:
+        """Warm up on clones, and capture."""
         self._run = run  # a graph keeps no memory that it reads, such as a program's constants
         self._batch = [leaf.clone() for leaf in batch]
         state = [leaf.detach() for leaf in state]  # separate references to the static storage
@@ -122,16 +126,22 @@ class Captured:
         graphs.warm_up(functools.partial(run, [*clones, *self._batch]), _WARM_UPS)
         del clones
         self._packed: list[list[int]] = []
+        """The numbers of the results that are in one stack, for each stack."""
 
-        def body() -> list[Tensor]:
+        def run_and_pack() -> list[Tensor]:
+            """Return the results, and the stacks of scalars after them."""
             results = run([*state, *self._batch])
-            scalars = [i for i in range(state_results, len(results)) if not results[i].dim()]
-            by_dtype = ([i for i in scalars if results[i].dtype == dtype] for dtype in _PACKED)
-            self._packed = [indices for indices in by_dtype if len(indices) > 1]
-            return [*results, *(torch.stack([results[i] for i in indices]) for indices in self._packed)]
+            scalars = [number for number in range(state_results, len(results)) if not results[number].dim()]
+            self._packed = []
+            for dtype in _PACKED_DTYPES:
+                numbers = [number for number in scalars if results[number].dtype == dtype]
+                if len(numbers) > 1:
+                    self._packed.append(numbers)
+            stacks = [torch.stack([results[number] for number in numbers]) for numbers in self._packed]
+            return [*results, *stacks]
 
         try:
-            self._replay, self._results = graphs.capture(body)
+            self._replay, self._results = graphs.capture(run_and_pack)
         except Exception as error:
             raise RuntimeError(f"jit: the step could not be captured into one CUDA graph: {error}") from error
 
@@ -145,12 +155,12 @@ class Captured:
             _upstream.copy_each(self._batch, batch, non_blocking=True)
         self._replay()
         torch.autograd.graph.increment_version(self._state)  # torch's operations do this, a replay does not
-        for place in self._written_batch:
-            if batch[place].device == self._batch[place].device:
-                batch[place].copy_(self._batch[place])
+        for number in self._written_batch_numbers:
+            if batch[number].device == self._batch[number].device:
+                batch[number].copy_(self._batch[number])
         count = len(self._results) - len(self._packed)
         copies: list[Tensor | None] = [None] * count
-        for indices, numbers in zip(self._packed, self._results[count:]):
-            for index, number in zip(indices, numbers.clone().unbind()):
-                copies[index] = number
+        for numbers, stack in zip(self._packed, self._results[count:]):
+            for number, scalar in zip(numbers, stack.clone().unbind()):
+                copies[number] = scalar
         return [result.clone() if copy is None else copy for copy, result in zip(copies, self._results)]

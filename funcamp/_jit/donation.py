@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,27 +17,31 @@ from funcamp._memory import Memory, is_private, overlaps_itself
 from funcamp._types import Tree
 
 _NAMES = ("the first state", "state")
+#: Some leaves of a state, with the addresses and the strides that they must have. A plain tuple, which every call takes
+#: apart.
+_Turn: TypeAlias = tuple[list[Tensor], list[int], list[tuple[int, ...]]]
 
 
-class Owned:
+class OwnedState:
     """A state as a tree and as a list of tensors.
 
     Args:
         tree: the state.
         strides: the strides that programs were compiled for; by default its own.
-        written: whether steps write to it.
+        is_written: whether steps write to it.
     """
 
-    def __init__(self, tree: Tree, strides: list[tuple[int, ...]] | None = None, *, written: bool = True) -> None:
+    def __init__(self, tree: Tree, strides: list[tuple[int, ...]] | None = None, *, is_written: bool = True) -> None:
         self.tree = tree
-        flat, self.spec = _tree.flatten(tree)
-        self._positions = [index for index, leaf in enumerate(flat) if leaf is not None]
-        self.leaves: list[Tensor] = [flat[index] for index in self._positions]
+        nodes, self.spec = _tree.flatten(tree)
+        self._positions = [index for index, leaf in enumerate(nodes) if leaf is not None]
+        self.leaves: list[Tensor] = [nodes[index] for index in self._positions]
         self.strides = [leaf.stride() for leaf in self.leaves] if strides is None else strides
+        #: The containers of the tree with what is in them; None if one is of an unknown class.
         self._containers = _tree.contents(tree)
         self.watch(len(self.leaves) or 1)
         # Callers may give their handles of it other memory; these references keep the original.
-        self._statics = [leaf.detach() for leaf in self.leaves] if written else []
+        self._statics = [leaf.detach() for leaf in self.leaves] if is_written else []
         #: The memory that steps write.
         self.memory = Memory(self._statics)
 
@@ -52,7 +56,9 @@ class Owned:
         leaves, addresses, strides = next(self._turns)
         if list(map(Tensor.data_ptr, leaves)) == addresses and list(map(Tensor.stride, leaves)) == strides:
             return True
-        if self._in_turn >= len(self.leaves):
+        # Where every call checks all leaves, a moved one is found at once, and the state is taken over as another one.
+        # Where they take turns, it is found after calls that wrote to the former memory.
+        if self._checked_per_call >= len(self.leaves):
             return False
         position = next(
             position
@@ -66,8 +72,8 @@ class Owned:
 
     def watch(self, count: int) -> None:
         """Check `count` leaves per call, in turn; only for steps that do not read the callers' tensors."""
-        self._in_turn = count
-        turns: list[tuple[list[Tensor], list[int], list[tuple[int, ...]]]] = []
+        self._checked_per_call = count
+        turns: list[_Turn] = []
         for start in range(0, len(self.leaves), count):
             leaves = self.leaves[start : start + count]
             addresses = list(map(Tensor.data_ptr, leaves))
@@ -78,8 +84,9 @@ class Owned:
         """Return whether the leaves of a state are still this one's tensors."""
         if self._containers is None:
             leaves, spec = _tree.flatten(state)
-            own_leaves = zip(self._positions, self.leaves)
-            return spec == self.spec and all(leaves[position] is leaf for position, leaf in own_leaves)
+            if spec != self.spec:
+                return False
+            return all(leaves[position] is leaf for position, leaf in zip(self._positions, self.leaves))
         for node, keys, values in self._containers:
             if len(node) != len(values) or (keys is not None and list(node) != keys):
                 return False
@@ -97,11 +104,18 @@ class Owned:
     def refill(self, state: Tree, like: Tree) -> None:
         """Copy another state into this one's storage; tensors that callers still have keep their values."""
         check_like(_NAMES, like, state)
-        values = [leaf for leaf in _tree.leaves(state) if leaf is not None]
-        values = [leaf.detach().clone() if self.memory.meets(leaf) else leaf.detach() for leaf in values]
-        statics, self._statics = self._statics, [leaf.detach() for leaf in self._statics]
-        handles, self.leaves, self.tree, self._containers = self.leaves, statics, None, []
+        values: list[Tensor] = []
+        for leaf in _tree.leaves(state):
+            if leaf is not None:
+                values.append(leaf.detach().clone() if self.memory.meets(leaf) else leaf.detach())
+        handles = self.leaves
+        statics = self._statics
+        # All references to the handles from here are dropped, so that their counts tell which of them callers have.
+        self.leaves = statics
+        self.tree = None
+        self._containers = []
         self._turns = itertools.cycle([])
+        self._statics = [static.detach() for static in statics]
         while handles:
             handle = handles.pop()
             if sys.getrefcount(handle) > 2:  # more than this name and the call's argument
@@ -110,10 +124,12 @@ class Owned:
             static.copy_(value)
         self.tree = self.filled(statics)
         self._containers = _tree.contents(self.tree)
-        self.watch(self._in_turn)
+        self.watch(self._checked_per_call)
 
 
-def take_over(state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = False, written: bool = True) -> Owned:
+def take_over(
+    state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = False, is_written: bool = True
+) -> OwnedState:
     """Take over a state: use its memory if torch allocated it and no two leaves share it, else copy.
 
     Args:
@@ -121,7 +137,7 @@ def take_over(state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = Fal
         like: the kinds of the first state, with the strides that programs were compiled for.
         avoid: memory that must not be written.
         copy: whether to copy all of it.
-        written: whether steps write to it.
+        is_written: whether steps write to it.
 
     Raises:
         ValueError: it differs from `like` in structure, or a leaf in shape, dtype or device.
@@ -129,29 +145,29 @@ def take_over(state: Tree, like: Tree | None, *, avoid: Memory, copy: bool = Fal
     if like is not None:
         check_like(_NAMES, like, state)
     leaves, spec = _tree.flatten(state)
-    expected: list[Kind | None] = [None] * len(leaves) if like is None else _tree.leaves(like)
-    seen = Memory()
-    owned: list[Tensor | None] = []
-    for leaf, kind in zip(leaves, expected):
+    expected_kinds: list[Kind | None] = [None] * len(leaves) if like is None else _tree.leaves(like)
+    memory_so_far = Memory()
+    own_leaves: list[Tensor | None] = []
+    for leaf, kind in zip(leaves, expected_kinds):
         if leaf is None:
-            owned.append(None)
+            own_leaves.append(None)
             continue
-        overlaps = overlaps_itself(leaf)
+        is_overlapping = overlaps_itself(leaf)
         stride: tuple[int, ...] | None = None
         if kind is not None:
             stride = kind.stride
-        elif not overlaps:
+        elif not is_overlapping:
             stride = leaf.stride()
-        unfit = copy or overlaps or leaf.requires_grad or leaf.is_inference() or leaf.is_conj() or leaf.is_neg()
-        unfit = unfit or leaf.stride() != stride
-        if not unfit and written:
-            unfit = not is_private(leaf) or seen.meets(leaf) or avoid.meets(leaf)
-        if unfit:
-            leaf = _laid_out(leaf.detach(), stride)
-        seen.add(leaf)
-        owned.append(leaf)
-    is_same = all(map(operator.is_, leaves, owned))
-    return Owned(state if is_same else _tree.unflatten(owned, spec), written=written)
+        must_copy = copy or is_overlapping or not _is_readable(leaf, stride)
+        if not must_copy and is_written:
+            must_copy = not is_private(leaf) or memory_so_far.meets(leaf) or avoid.meets(leaf)
+        if must_copy:
+            leaf = _copy_in_layout(leaf.detach(), stride)
+        memory_so_far.add(leaf)
+        own_leaves.append(leaf)
+    # A donated state is returned as the same object.
+    is_same = all(map(operator.is_, leaves, own_leaves))
+    return OwnedState(state if is_same else _tree.unflatten(own_leaves, spec), is_written=is_written)
 
 
 class Layouts(NamedTuple):
@@ -161,7 +177,7 @@ class Layouts(NamedTuple):
     extents: list[int]
     """The numbers of bytes from the first to the last."""
 
-    def are_apart(self, batch: list[Tensor], memory: Memory) -> bool:
+    def are_outside(self, batch: list[Tensor], memory: Memory) -> bool:
         """Return whether tensors in these layouts are outside a memory."""
         return memory.are_free(map(Tensor.data_ptr, batch), self.extents)
 
@@ -170,8 +186,8 @@ def arranged(batch: list[Tensor], layouts: Layouts, memory: Memory) -> list[Tens
     """Return a batch as a program needs it: in its layouts, outside memory that it writes, without grad."""
     return [
         leaf
-        if leaf.stride() == stride and memory.is_free(leaf.data_ptr(), extent) and not _lazy(leaf)
-        else _laid_out(leaf.detach(), stride)
+        if leaf.stride() == stride and memory.is_free(leaf.data_ptr(), extent) and not _is_more_than_memory(leaf)
+        else _copy_in_layout(leaf.detach(), stride)
         for leaf, stride, extent in zip(batch, *layouts)
     ]
 
@@ -186,11 +202,18 @@ def layouts_for(batch: list[Tensor]) -> Layouts:
     return Layouts([torch.empty_like(like).stride() for like in likes], [leaf.nbytes for leaf in batch])
 
 
-def _lazy(leaf: Tensor) -> bool:
+def _is_readable(leaf: Tensor, stride: tuple[int, ...] | None) -> bool:
+    """Return whether a program for these strides may read a tensor as it is."""
+    return leaf.stride() == stride and not leaf.is_inference() and not _is_more_than_memory(leaf)
+
+
+def _is_more_than_memory(leaf: Tensor) -> bool:
+    """Return whether a tensor is more than its numbers in memory: it requires a gradient, or is negated when read."""
     return leaf.requires_grad or leaf.is_neg() or leaf.is_conj()
 
 
-def _laid_out(leaf: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+def _copy_in_layout(leaf: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """Return a copy with these strides; a contiguous one without them, or of a DTensor."""
     if stride is None or is_distributed(leaf):
         return leaf.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)

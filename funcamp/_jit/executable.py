@@ -12,7 +12,7 @@ from funcamp import _tree
 from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_instead, target_of
 from funcamp._jit.compiler_error import reason_of
 from funcamp._jit.cuda_graph import Captured
-from funcamp._jit.donation import Layouts, Owned, arranged, layouts_for
+from funcamp._jit.donation import Layouts, OwnedState, arranged, layouts_for
 from funcamp._jit.kinds import check_like
 from funcamp._jit.passes.program import Flat, Steps, Target
 from funcamp._jit.session import CompileSession, keeping_generators
@@ -63,7 +63,7 @@ class Executable(NamedTuple):
     layouts: Layouts
     captured: list[Tensor]
     """The tensors that it reads besides its arguments."""
-    apart: list[Tensor]
+    outside_state: list[Tensor]
     """Those of them whose memory no state may have."""
     written: WrittenInputs | None
     """The inputs that it writes, besides giving the state its new values; None for most."""
@@ -83,6 +83,7 @@ class CompiledLater:
         self, one_by_one: Flat, compile_traced: Callable[[CompileSession], Flat], calls: int, task: str
     ) -> None:
         self._run = one_by_one
+        #: None once they are compiled.
         self._compile_traced: Callable[[CompileSession], Flat] | None = compile_traced
         self._calls_left = calls
         self._task = f"{task}; it ran one by one for {calls} calls (compile_after)"
@@ -126,44 +127,47 @@ def make_executable(
     assert memory.current is not None
     if options.unroll is not None:
         check_steps(arguments.batch, options.unroll)
-    graphs, leaves = memory.graphs, memory.current.leaves
+    graphs = memory.graphs
+    state_leaves = memory.current.leaves
     inputs = arguments.tensors
     if graphs is not None:
-        inputs = [tensor.to(leaves[0].device) for tensor in inputs]
-    check_compiler(options.backend, leaves + inputs)
+        inputs = [tensor.to(state_leaves[0].device) for tensor in inputs]
+    check_compiler(options.backend, state_leaves + inputs)
     layouts = layouts_for(inputs)
     inputs = arranged(inputs, layouts, memory.current.memory)
-    examples = inputs if options.unroll is None else [tensor[0] for tensor in inputs]
+    inputs_of_one_step = inputs if options.unroll is None else [tensor[0] for tensor in inputs]
     graph = trace_step(
         step,
         options,
         memory.current,
         memory.kinds,
         arguments.batch,
-        examples,
+        inputs_of_one_step,
         carried,
         fixed_shapes=graphs is not None,
     )
     written = written_inputs(graph)
     if written is not None:
-        is_passed = memory.current.tree is arguments.state
-        memory.check_written(written, arguments.state, arguments.batch, known=is_passed)
-    apart = graph.captured
+        is_current = memory.current.tree is arguments.state
+        memory.check_written(written, arguments.state, arguments.batch, is_current=is_current)
+    outside_state = graph.captured
     if writes_state(graph, written):
-        memory.move_away_from(apart)
-    else:  # an evaluation may read a module whose memory is the state's, and follow it
-        apart = [tensor for tensor in apart if not memory.current.memory.meets(tensor)]
+        memory.move_away_from(outside_state)
+    else:
+        # An evaluation may read a module whose memory is the state's, and follow it.
+        outside_state = [tensor for tensor in graph.captured if not memory.current.memory.meets(tensor)]
     run = _compiled(graph, options, memory.current, session, compile_at_once=compile_at_once or graphs is not None)
     if graphs is not None:
+        # Not `state_leaves`: the state may have been moved away since.
         run = Captured(graphs, run, memory.current.leaves, inputs, graph.outputs.state, written)
         memory.pin()
-    return Executable(run, graph.outputs, layouts, graph.captured, apart, written)
+    return Executable(run, graph.outputs, layouts, graph.captured, outside_state, written)
 
 
 def trace_step(
     step: Callable[[Any, Any], Any],
     options: Options,
-    owned: Owned,
+    owned: OwnedState,
     state_kinds: Tree,
     batch: Tree,
     tensors: list[Tensor],
@@ -189,34 +193,24 @@ def trace_step(
         RuntimeError: the step reads a value on the host, or keeps state in Python that a program cannot.
         Exception: any error of the step.
     """
-    state_count, state_of = len(owned.leaves), owned.filled
-    batch_leaves, batch_spec = _tree.flatten(batch)
-    positions = [index for index, leaf in enumerate(batch_leaves) if isinstance(leaf, Tensor)]
-
-    def batch_of(values: list[Tensor]) -> Tree:
-        filled = list(batch_leaves)
-        for position, value in zip(positions, values):
-            needs_gradient = batch_leaves[position].requires_grad
-            filled[position] = value.detach().requires_grad_() if needs_gradient else value
-        return _tree.unflatten(filled, batch_spec)
+    state_count = len(owned.leaves)
+    batch_of = _tensor_replacer(batch)
 
     def on_tensors(values: list[Tensor]) -> tuple[list[Tensor], Tree]:
+        """Return the leaves of the next state, or none if they are written into the state; and the metrics."""
         state_values = values[:state_count]
-        next_leaves, metrics = _taken(step, state_of(state_values), batch_of(values[state_count:]), state_kinds)
+        state = owned.filled(state_values)
+        next_leaves, metrics = _take_step(step, state, batch_of(values[state_count:]), state_kinds)
         metric_leaves, metric_spec = _tree.flatten(metrics)
         if options.unroll is not None:
             _check_stackable(metric_leaves)
         metric_leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in metric_leaves]
         metrics = _tree.unflatten(metric_leaves, metric_spec)
-        if not options.donate:
-            # A leaf of the old state or of the batch is copied: a later donated step writes the new state's memory.
-            return [leaf.detach().clone() for leaf in next_leaves], metrics
-        # Compute all values before the first write; a clone of a computed value costs nothing.
-        pairs = zip(next_leaves, state_values)
-        writes = [(leaf.detach().clone(), former) for leaf, former in pairs if leaf is not former]
-        for value, former in writes:
-            former.copy_(value)
-        return [], metrics
+        if options.donate:
+            _write_state(state_values, next_leaves)
+            return [], metrics
+        # A leaf of the old state or of the batch is copied: a later donated step writes the new state's memory.
+        return [leaf.detach().clone() for leaf in next_leaves], metrics
 
     try:
         return trace(
@@ -231,8 +225,41 @@ def trace_step(
         raise RuntimeError(f"jit: step must {error}") from None
 
 
-def _taken(step: Callable[[Any, Any], Any], state: Tree, batch: Tree, state_kinds: Tree) -> tuple[list[Tensor], Tree]:
-    """Return the leaves of the next state, and the metrics."""
+def _tensor_replacer(batch: Tree) -> Callable[[list[Tensor]], Tree]:
+    """Return a function from tensors to the batch that has them in place of its own."""
+    batch_leaves, batch_spec = _tree.flatten(batch)
+    positions = [index for index, leaf in enumerate(batch_leaves) if isinstance(leaf, Tensor)]
+
+    def batch_of(values: list[Tensor]) -> Tree:
+        leaves = list(batch_leaves)
+        for position, value in zip(positions, values):
+            needs_gradient = batch_leaves[position].requires_grad
+            leaves[position] = value.detach().requires_grad_() if needs_gradient else value
+        return _tree.unflatten(leaves, batch_spec)
+
+    return batch_of
+
+
+def _write_state(state_values: list[Tensor], next_leaves: list[Tensor]) -> None:
+    """Write the leaves of the next state into those of the state."""
+    # All values are computed before the first write; a clone of a computed value costs nothing.
+    writes: list[tuple[Tensor, Tensor]] = []
+    for former, leaf in zip(state_values, next_leaves):
+        if leaf is not former:
+            writes.append((former, leaf.detach().clone()))
+    for former, value in writes:
+        former.copy_(value)
+
+
+def _take_step(
+    step: Callable[[Any, Any], Any], state: Tree, batch: Tree, state_kinds: Tree
+) -> tuple[list[Tensor], Tree]:
+    """Return the leaves of the next state, and the metrics.
+
+    Raises:
+        TypeError: the step returns no pair.
+        ValueError: the next state is unlike the state.
+    """
     result = step(state, batch)
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"jit: step must return the pair (state, metrics); got {type(result).__name__}")
@@ -242,6 +269,7 @@ def _taken(step: Callable[[Any, Any], Any], state: Tree, batch: Tree, state_kind
 
 
 def _check_stackable(metric_leaves: list[Any]) -> None:
+    """Raise HostError if the shape of a metric may differ from step to step."""
     for leaf in metric_leaves:
         if is_open(leaf):
             raise HostError(
@@ -250,13 +278,15 @@ def _check_stackable(metric_leaves: list[Any]) -> None:
             )
 
 
-def _compiled(graph: Graph, options: Options, owned: Owned, session: CompileSession, *, compile_at_once: bool) -> Flat:
+def _compiled(
+    graph: Graph, options: Options, owned: OwnedState, session: CompileSession, *, compile_at_once: bool
+) -> Flat:
     """Return a function from the leaves of the state and the batch's tensors to the results."""
     # What is compiled later must not keep this state alive, so no function below refers to `owned`.
     steps: Steps | None = None
     if options.unroll is not None:
-        batch_leaves = [graph_input.kind for graph_input in graph.inputs].count("batch")
-        steps = Steps(options.unroll, len(owned.leaves), batch_leaves, options.donate)
+        batch_tensors = [graph_input for graph_input in graph.inputs if graph_input.kind == "batch"]
+        steps = Steps(options.unroll, len(owned.leaves), len(batch_tensors), options.donate)
     gpus = frozenset(leaf.device for leaf in owned.leaves if leaf.device.type == "cuda")
     devices = frozenset(leaf.device.type for leaf in owned.leaves)
     target = target_of(graph, options.backend, devices, exact=options.exact)
@@ -272,7 +302,8 @@ def _compiled(graph: Graph, options: Options, owned: Owned, session: CompileSess
         return run
     session.progress.phase("running operation by operation")
     one_by_one = compiled_for(target._replace(backend="eager"), session)
-    calls, task = options.compile_after, session.progress.task
+    calls = options.compile_after
+    task = session.progress.task
     _log.info(
         "jit: this program's operations run one by one, as in eager mode, for its first %d calls; it is compiled at "
         "the next one. jit(step, compile_after=0) compiles each program at its first call: %s",

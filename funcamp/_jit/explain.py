@@ -16,7 +16,7 @@ def names() -> frozenset[str]:
     """Return the names of all passes, options and corrections: what `without` may hold."""
     return frozenset(
         [
-            *(one.name for one in pipeline()),
+            *(program_pass.name for program_pass in pipeline()),
             *(option.names[0] for option in OPTIONS),
             *(bug.name for bug in BUGS),
         ]
@@ -34,9 +34,9 @@ class Change(NamedTuple):
 
 def changes(target: Target) -> Iterator[Change]:
     """Yield what is done to a program for this target, in order."""
-    for one in pipeline():
-        if one.where(target):
-            yield Change("pass", one.name, one.why)
+    for program_pass in pipeline():
+        if program_pass.where(target):
+            yield Change("pass", program_pass.name, program_pass.why)
     if not target.by_inductor:
         return
     for option in OPTIONS:
@@ -57,5 +57,5 @@ def lines(target: Target, without: frozenset[str] = frozenset()) -> Iterator[str
 def explain(target: Target, without: frozenset[str]) -> None:
     """Print these lines to stderr."""
     devices = ", ".join(sorted(target.devices))
-    text = [f"funcamp.jit: a program for {target.backend} on {devices}:", *lines(target, without)]
-    sys.stderr.write("\n  ".join(text) + "\n")
+    title = f"funcamp.jit: a program for {target.backend} on {devices}:"
+    sys.stderr.write("\n  ".join([title, *lines(target, without)]) + "\n")

@@ -100,8 +100,17 @@ def jit(
     integer("jit", "max_signatures", max_signatures, 1)
     if not isinstance(backend, str):
         raise TypeError(f"jit: backend must be a string; got {backend!r}")
-    left_out = _left_out(without)
-    options = Options(donate, capture, unroll, exact, backend, compile_after, max_signatures, left_out, explain)
+    options = Options(
+        donate=donate,
+        capture=capture,
+        unroll=unroll,
+        exact=exact,
+        backend=backend,
+        compile_after=compile_after,
+        max_signatures=max_signatures,
+        without=_names_left_out(without),
+        explain=explain,
+    )
     return JitStep(step, options)
 
 
@@ -112,8 +121,14 @@ def check_step(call: str, step: object) -> None:
     if not callable(step):
         raise TypeError(f"{call}: step must be callable; got {_tree.brief(step)}")
     if isinstance(step, (nn.Module, Loss, type)):
-        kind = "class" if isinstance(step, type) else "loss" if isinstance(step, Loss) else "module"
-        name = step.__name__ if isinstance(step, type) else type(step).__name__
+        name = type(step).__name__
+        if isinstance(step, type):
+            kind = "class"
+            name = step.__name__
+        elif isinstance(step, Loss):
+            kind = "loss"
+        else:
+            kind = "module"
         raise TypeError(
             f"{call}: step must be a function (state, batch) -> (state, metrics); got the {kind} {name}: write "
             "jit(make_train_step(module_loss(model, criterion), optimizer)); a forward pass is for torch.compile"
@@ -122,17 +137,23 @@ def check_step(call: str, step: object) -> None:
         raise TypeError(f"{call}: step must not be compiled already; got {step!r}")
 
 
-def _left_out(without: Collection[str]) -> frozenset[str]:
-    """Return the names to leave out, with those of the environment variable."""
+def _names_left_out(without: Collection[str]) -> frozenset[str]:
+    """Return the names to leave out, with those of the environment variable.
+
+    Raises:
+        TypeError: they are no collection.
+        ValueError: a name is unknown.
+    """
     from funcamp._jit.explain import names
 
     if isinstance(without, str) or not isinstance(without, Collection):
         raise TypeError(f'jit: without must be a collection of names, such as ("part_inputs",); got {without!r}')
     variable = os.environ.get("FUNCAMP_WITHOUT", "")
-    asked = frozenset([*without, *(name.strip() for name in variable.split(",") if name.strip())])
-    if unknown := sorted(asked - names(), key=str):
+    names_in_variable = [name.strip() for name in variable.split(",") if name.strip()]
+    left_out = frozenset([*without, *names_in_variable])
+    if unknown := sorted(left_out - names(), key=str):
         raise ValueError(
             f"jit: without must have names of {', '.join(sorted(names()))}; got {', '.join(map(repr, unknown))} "
             "(FUNCAMP_WITHOUT counts too)"
         )
-    return asked
+    return left_out

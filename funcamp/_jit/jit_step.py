@@ -17,7 +17,7 @@ from funcamp import _tree, _upstream
 from funcamp._check import Fixed, integer, one_batch
 from funcamp._jit.arguments import check_batch, check_state
 from funcamp._jit.captured_tensors import CapturedTensors
-from funcamp._jit.donation import Owned, arranged
+from funcamp._jit.donation import OwnedState, arranged
 from funcamp._jit.executable import Arguments, Executable, Options, make_executable
 from funcamp._jit.jit import check_step
 from funcamp._jit.known_calls import KnownCalls
@@ -55,7 +55,8 @@ class JitStep(Fixed):
     _instead = "Call jit with {name}={value!r}"
 
     def __init__(self, step: Callable[[Any, Any], Any], options: Options, sharing: Sharing | None = None) -> None:
-        self._step, self._options = step, options
+        self._step = step
+        self._options = options
         self._sharing = Sharing() if sharing is None else sharing
         self._sharing.steps.add(self)
         self._turn = self._sharing.turn
@@ -170,11 +171,17 @@ class JitStep(Fixed):
             gc.collect()  # graphs and results may be in cycles, as programs of torch.fx are
 
     def _call(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
-        path = self._carried.find_replaced()
-        if path is not None:
-            self._begin_again(path)
+        """Take one step, in this thread's turn.
+
+        Written in one piece, because every call of Python takes time here; what is rare is in functions of its own.
+        """
+        replaced_path = self._carried.find_replaced()
+        if replaced_path is not None:
+            self._begin_again(replaced_path)
         elif self._replacements:
             self._replacements = 0
+
+        # Find the program: by a comparison with an earlier call, else by the signature.
         structure, leaves = flattened(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
@@ -190,46 +197,77 @@ class JitStep(Fixed):
         if executable is None:
             batch = _tree.plain(batch)
             check_batch(batch)
+
+        # Python may have given tensors that programs read other memory.
         memory = self._sharing.memory
         if memory is not None and self._captured.tensors and not self._captured.are_as_before():
             self._follow_captured(memory)
         self._carried.follow()
+
+        # Put the state where programs read it; the state of the last call is there.
         owned = None if memory is None else memory.current
-        known = owned is not None and owned.is_of(state)
-        if not known or not self._executables:
-            if self._check_call is not None:
-                state = self._check_call("step", state, batch)
-            check_state(state)
+        is_current = owned is not None and owned.is_of(state)
+        if not is_current or not self._executables:
+            state = self._checked_state(state, batch)
         if executable is not None and executable.written is not None:
             assert memory is not None
-            memory.check_written(executable.written, state, _tree.plain(batch), known=known)
-        if memory is None:
-            memory = StateMemory(state, donate=self._options.donate, capture=self._options.capture)
-        elif not known:
-            if owned is not None and memory.graphs is not None:  # before another state is copied into that memory
-                tensors = [leaf.detach().clone() if owned.memory.meets(leaf) else leaf for leaf in tensors]
-            owned = memory.take(state)
+            memory.check_written(executable.written, state, _tree.plain(batch), is_current=is_current)
+        if not is_current:
+            memory, tensors = self._take_state(state, tensors)
+            owned = memory.current
+        assert memory is not None
+        assert owned is not None
+
+        # Run the program.
         if executable is None:
             arguments = Arguments(state, batch, tensors)
             executable, results, inputs = self._first_run(key_of(frame, leaves), memory, arguments)
-            owned = memory.current
-        else:
+            owned = memory.current  # a new program may have moved it
             assert owned is not None
-            if known_program is not None and executable.layouts.are_apart(tensors, owned.memory):
+        else:
+            if known_program is not None and executable.layouts.are_outside(tensors, owned.memory):
                 inputs = tensors
             else:
                 inputs = arranged(tensors, executable.layouts, owned.memory)
             results = _run(executable, owned, tensors, inputs)
+        # Tensors of a known call are read as they are, so only a call that did so is noted.
         if known_program is None and all(map(operator.is_, inputs, tensors)):
             self._known_calls.add(frame, tensors, executable)
         self._last = executable
+
         outputs = executable.outputs
-        if outputs.state:
-            state = memory.keep(outputs.state_of(results))
-        else:
-            assert owned is not None
-            state = owned.tree
-        return state, outputs.metrics_of(results)
+        next_state = memory.keep(outputs.state_of(results)) if outputs.state else owned.tree
+        return next_state, outputs.metrics_of(results)
+
+    def _checked_state(self, state: Tree, batch: Tree) -> Tree:
+        """Return a state that may be unlike the last one, as a TrainStep wants it.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+            Exception: any error that a TrainStep raises for its arguments.
+        """
+        if self._check_call is not None:
+            state = self._check_call("step", state, batch)
+        check_state(state)
+        return state
+
+    def _take_state(self, state: Tree, tensors: list[Tensor]) -> tuple[StateMemory, list[Tensor]]:
+        """Put a state that is not the last call's into memory that programs may write.
+
+        Returns:
+            The memory, and the batch's tensors, copied if they were in that memory.
+
+        Raises:
+            ValueError: it is unlike the first state.
+        """
+        memory = self._sharing.memory
+        if memory is None:  # stored by the first run, if that succeeds
+            return StateMemory(state, donate=self._options.donate, capture=self._options.capture), tensors
+        owned = memory.current
+        if owned is not None and memory.graphs is not None:  # before another state is copied into that memory
+            tensors = [leaf.detach().clone() if owned.memory.meets(leaf) else leaf for leaf in tensors]
+        memory.take(state)
+        return memory, tensors
 
     def _first_run(
         self, key: Key, memory: StateMemory, arguments: Arguments
@@ -243,17 +281,18 @@ class JitStep(Fixed):
             ValueError: there are more signatures than `max_signatures`.
             Exception: any error of the step, of the compiler or of the first run.
         """
-        options, owned = self._options, memory.current
+        options = self._options
+        owned = memory.current
         assert owned is not None
         if len(self._executables) >= options.max_signatures:
-            last = self._last_key
+            last_key = self._last_key
             raise ValueError(
                 f"jit: batch must have at most {options.max_signatures} signatures in all (max_signatures); "
-                f"{difference(arguments.batch, last, key)}{padding(last, key)}"
+                f"{difference(arguments.batch, last_key, key)}{padding(last_key, key)}"
             )
         try:
-            asks_compiler = options.backend == "inductor" and _on_cpu(owned)
-            with CompileSession(self._task(arguments.batch, key), headers_ahead=asks_compiler) as session:
+            needs_compiler = options.backend == "inductor" and _on_cpu(owned)
+            with CompileSession(self._task(arguments.batch, key), headers_ahead=needs_compiler) as session:
                 executable = make_executable(
                     self._step,
                     options,
@@ -269,13 +308,14 @@ class JitStep(Fixed):
         except RuntimeError as error:
             advise("jit", error)
             raise
-        self._captured.add(executable.captured, executable.apart)
+        self._captured.add(executable.captured, executable.outside_state)
         memory.captured.add(self._captured)
         self._sharing.memory = memory
         self._executables[key] = executable
         return executable, results, inputs
 
     def _task(self, batch: Tree, key: Key) -> str:
+        """Return what is compiled, for the report of the progress: for a later signature, with what changed."""
         name = getattr(self._step, "__name__", type(self._step).__name__)
         task = f"{name} for a batch of {shapes(batch)}"
         if not self._executables:
@@ -308,7 +348,8 @@ class JitStep(Fixed):
         self._forget_programs()
 
     def _forget_programs(self) -> None:
-        self._executables, self._last = {}, None
+        self._executables = {}
+        self._last = None
         self._known_calls = KnownCalls()
         self._captured = CapturedTensors()
         self._carried.forget()
@@ -325,7 +366,7 @@ class JitStep(Fixed):
                 executable.written.forget()
 
 
-def _run(executable: Executable, owned: Owned, tensors: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+def _run(executable: Executable, owned: OwnedState, tensors: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """Run a program on the state and on the batch's tensors, which are arranged for it in `inputs`."""
     results = executable.run([*owned.leaves, *inputs])
     if executable.written is not None:
@@ -346,5 +387,5 @@ def _code_parts(step: Any) -> dict[str, Any]:
     return {"step": step} if parts is None else parts()
 
 
-def _on_cpu(owned: Owned) -> bool:
+def _on_cpu(owned: OwnedState) -> bool:
     return {leaf.device.type for leaf in owned.leaves} == {"cpu"}

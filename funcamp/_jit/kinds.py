@@ -38,15 +38,17 @@ def kind_of(leaf: Tensor) -> Kind:
 
 def check_like(names: tuple[str, str], like: Tree, tree: Tree) -> None:
     """Raise ValueError if a tree differs from a tree of kinds in structure, shape, dtype or device."""
+    like_name, tree_name = names
     _tree.same_structure("jit", names, (like, tree))
     for index, (kind, leaf) in enumerate(zip(_tree.leaves(like), _tree.leaves(tree))):
         if isinstance(kind, Kind) and isinstance(leaf, Tensor):
-            found = tuple(leaf.shape), leaf.dtype, leaf.device
-            fits = not is_open(leaf) and (kind.shape, kind.dtype, kind.device) == found
+            # Not the strides: a tensor with others is copied.
+            expected = kind.shape, kind.dtype, kind.device
+            is_alike = not is_open(leaf) and (tuple(leaf.shape), leaf.dtype, leaf.device) == expected
         else:
-            fits = kind is leaf
-        if not fits:
+            is_alike = kind is leaf
+        if not is_alike:
             raise ValueError(
-                f"jit: {names[1]} must have the shapes, dtypes and devices of {names[0]}; at "
+                f"jit: {tree_name} must have the shapes, dtypes and devices of {like_name}; at "
                 f"{_tree.path_of(tree, index) or 'its only leaf'} it has {_tree.describe(leaf)} for {kind}"
             )

@@ -26,7 +26,8 @@ class KnownCalls:
     """The programs of calls whose tensors were read as they are, without a copy into another layout."""
 
     def __init__(self) -> None:
-        self._found: dict[Frame, list[tuple[Callable[..., bool], Executable]]] = {}
+        self._by_frame: dict[Frame, list[tuple[Callable[..., bool], Executable]]] = {}
+        """For each program a comparison of tensors with those of a call."""
 
     def find(self, frame: Frame, tensors: list[Tensor]) -> Executable | None:
         """Return the program of an earlier call with this frame and such tensors; None if no call is known.
@@ -34,10 +35,11 @@ class KnownCalls:
         A call that is not known may have a program too: guards that were made outside inference mode match nothing
         inside it.
         """
-        known = self._found.get(frame)
-        if known is None or True in [tensor.is_nested for tensor in tensors]:  # which abort the process in guards
+        known_calls = self._by_frame.get(frame)
+        # Guards that get a nested tensor abort the process.
+        if known_calls is None or True in [tensor.is_nested for tensor in tensors]:
             return None
-        for are_alike, executable in known:
+        for are_alike, executable in known_calls:
             if are_alike(*tensors):
                 return executable
         return None
@@ -47,5 +49,5 @@ class KnownCalls:
         if not _upstream.usable(_TensorGuards) or not {*map(type, tensors)} <= PLAIN:  # a DTensor has more attributes
             return
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        others = [known for known in self._found.get(frame, ()) if known[1] is not executable]
-        self._found[frame] = [*others, (guards.check, executable)]
+        others = [known_call for known_call in self._by_frame.get(frame, ()) if known_call[1] is not executable]
+        self._by_frame[frame] = [*others, (guards.check, executable)]

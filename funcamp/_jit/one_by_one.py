@@ -19,38 +19,40 @@ def one_by_one(module: fx.GraphModule) -> Callable[..., Any]:
     Args:
         module: changed in place.
     """
-    is_first = True
+    is_first_call = True
 
     def call(*values: Tensor) -> Any:
-        nonlocal is_first
-        if not is_first:
+        nonlocal is_first_call
+        if not is_first_call:
             return module(*values)
-        first = _Checked(module)
-        results = first.run(*values)
-        is_first = False
-        for node in [node for node in module.graph.nodes if node.name in first.odd]:
-            lay_out(node, order_of(node.meta["val"]))
+        interpreter = _LayoutChecker(module)
+        results = interpreter.run(*values)
+        is_first_call = False
+        for node in list(module.graph.nodes):
+            if node.name in interpreter.laid_out_nodes:
+                lay_out(node, order_of(node.meta["val"]))
         module.recompile()
         return results
 
     return call
 
 
-class _Checked(fx.Interpreter):
+class _LayoutChecker(fx.Interpreter):
     """Gives every result its layout in the trace, and notes the names of those that had another."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.extra_traceback = False  # an error's message stays torch's own
-        self.odd: set[str] = set()
+        self.laid_out_nodes: set[str] = set()
 
     def run_node(self, n: fx.Node) -> Any:
-        out, wanted = super().run_node(n), n.meta.get("val")
-        if not isinstance(out, Tensor) or not isinstance(wanted, Tensor):
-            return out
-        if has_open_layout(wanted) or out.shape != wanted.shape:
-            return out  # torch 2.11 has another shape for the gradient of the bias that an LSTM layer lacks
-        laid_out = laid_out_as(out, wanted)
-        if laid_out is not out:
-            self.odd.add(n.name)
+        result = super().run_node(n)
+        traced = n.meta.get("val")
+        if not isinstance(result, Tensor) or not isinstance(traced, Tensor):
+            return result
+        if has_open_layout(traced) or result.shape != traced.shape:
+            return result  # torch 2.11 has another shape for the gradient of the bias that an LSTM layer lacks
+        laid_out = laid_out_as(result, traced)
+        if laid_out is not result:
+            self.laid_out_nodes.add(n.name)
         return laid_out

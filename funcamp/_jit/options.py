@@ -88,8 +88,10 @@ OPTIONS: tuple[Option, ...] = (
 
 def options_for(program: Program, without: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Return Inductor's options for a program, except those left out by name."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for option in OPTIONS:
-        if option.where(program.target) and option.names[0] not in without and option.of_program(program):
-            found |= dict(zip(option.names, option.values))
-    return found
+        if option.names[0] in without or not option.where(program.target):
+            continue
+        if option.of_program(program):
+            options |= dict(zip(option.names, option.values))
+    return options

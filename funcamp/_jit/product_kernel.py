@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
 import torch
@@ -25,12 +25,12 @@ product: Any = renamed("product", torch.ops.aten.mm.default, torch.ops.aten.mm.d
 #: Rows, columns and terms of a sum that one call of `brgemm` takes. The blocks of both factors stay in a core's cache:
 #: from 256 x 256 x 256 to 1024 x 3072 x 768 this reaches 104 to 116 of the 118 GFLOP/s of a core of an AMD EPYC.
 BLOCK = 256
-#: Number of multiplications from which on a product takes more than one thread: about two microseconds of one.
+#: Number of multiplications from which on a product is shared among threads: about two microseconds of one.
 SHARED = 2**17
 #: Columns that a thread's share is a multiple of: a cache line, and the widest register.
 _LINE = 16
 #: Number of results that a thread keeps on its stack until they have their last value.
-_ON_STACK = 2**14
+_MAX_ON_STACK = 2**14
 
 _SOURCE = r"""
 {{template.header().getvalue()}}
@@ -85,19 +85,31 @@ class Split(NamedTuple):
     columns: int
     """Of a share."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Return whether several threads take part."""
+        return self.shares > 1
+
 
 def split_of(m: int, n: int, k: int, threads: int) -> Split:
     """Return how a product is divided: not at all if there is little to do, else the longer side."""
     if m * n * k < SHARED or threads < 2:
         return Split(1, True, m, n)
     if m >= n:
-        return Split(threads, True, -(-m // threads), n)
-    columns = -(-n // threads)
-    return Split(threads, False, m, -(-columns // _LINE) * _LINE)
+        rows = _divided_up(m, threads)
+        return Split(threads, True, rows, n)
+    columns = _divided_up(n, threads)
+    whole_lines = _divided_up(columns, _LINE)
+    return Split(threads, False, m, whole_lines * _LINE)
 
 
-class _Rest(NamedTuple):
-    """What follows a product in its kernel."""
+def _divided_up(total: int, divisor: int) -> int:
+    """Return a quotient, rounded up."""
+    return -(-total // divisor)
+
+
+class _Epilogue(NamedTuple):
+    """What follows a product in its kernel: the pointwise operations that Inductor has put there."""
 
     out: Any
     """The buffer that is written last."""
@@ -113,20 +125,60 @@ class _Rest(NamedTuple):
     """Whether the product needs memory besides that of the last buffer."""
 
 
+class _Inductor(NamedTuple):
+    """What the kernel needs of Inductor, found by name; it has no public types."""
+
+    register_lowering: Any
+    template_class: Any
+    view_as_product: Any
+    """Returns a buffer as rows and columns of a product."""
+    thread_count: Any
+    virtualized: Any
+    """What belongs to the program that is being compiled."""
+    ir: Any
+
+
+def _find_inductor() -> _Inductor:
+    return _Inductor(
+        # First, as nothing else imports all that the others need: torch._inductor has a circle of imports.
+        register_lowering=_upstream.find("torch._inductor.lowering.register_lowering"),
+        template_class=_upstream.find("torch._inductor.codegen.cpp_template.CppTemplate"),
+        view_as_product=_upstream.find("torch._inductor.codegen.cpp_gemm_template.gen_2d_view_of_epilogue_buf"),
+        thread_count=_upstream.find("torch._inductor.utils.parallel_num_threads"),
+        virtualized=_upstream.find("torch._inductor.virtualized.V"),
+        ir=_upstream.find("torch._inductor.ir"),
+    )
+
+
 @functools.cache
 def register_kernel() -> bool:
     """Let Inductor generate the kernel wherever a program calls `product`; return whether this torch can."""
-    # First, as nothing else imports all that the others need: torch._inductor has a circle of imports.
-    register_lowering = _upstream.find("torch._inductor.lowering.register_lowering")
-    template_class = _upstream.find("torch._inductor.codegen.cpp_template.CppTemplate")
-    as_2d = _upstream.find("torch._inductor.codegen.cpp_gemm_template.gen_2d_view_of_epilogue_buf")
-    threads = _upstream.find("torch._inductor.utils.parallel_num_threads")
-    virtualized = _upstream.find("torch._inductor.virtualized.V")
-    ir = _upstream.find("torch._inductor.ir")
-    if not _upstream.usable(template_class, as_2d, register_lowering, threads, virtualized, ir):
+    inductor = _find_inductor()
+    if not _upstream.usable(*inductor):
         return False
+    template_class = _make_template_class(inductor)
+    ir = inductor.ir
 
-    class ProductTemplate(template_class):  # type: ignore[misc, valid-type]
+    def contiguous(factor: Any) -> Any:
+        return ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(factor))
+
+    def lower(left: Any, right: Any) -> Any:
+        """Return the product in Inductor's form; both factors are contiguous, copied if they are not."""
+        factors = [contiguous(left), contiguous(right)]
+        m, k = factors[0].get_size()
+        n = factors[1].get_size()[1]
+        layout = ir.FixedLayout(factors[0].get_device(), torch.float32, [m, n])
+        split = split_of(int(m), int(n), int(k), inductor.thread_count())
+        return template_class(factors, layout, split).generate().output_node()
+
+    inductor.register_lowering(product, type_promotion_kind=None)(lower)
+    return True
+
+
+def _make_template_class(inductor: _Inductor) -> Any:
+    """Return the class that writes the C++ of one product and of what follows it."""
+
+    class ProductTemplate(inductor.template_class):  # type: ignore[misc, name-defined]
         """Writes the C++ of one product and of what follows it."""
 
         def __init__(self, factors: list[Any], layout: Any, split: Split) -> None:
@@ -142,10 +194,17 @@ def register_kernel() -> bool:
             **_: Any,
         ) -> str:
             """Return the C++; the names are those that Inductor gives."""
+            split = self._split
             left, right = self.input_nodes
+            m, k = left.get_size()
+            n = right.get_size()[1]
             product_buffer = self.output_node if template_buffer_node is None else template_buffer_node
-            rest = self._rest(product_buffer, epilogue_nodes or [], is_read=bool(flag_template_buffer_has_other_users))
-            (m, k), n = left.get_size(), right.get_size()[1]
+            epilogue = _epilogue_of(
+                inductor,
+                product_buffer,
+                epilogue_nodes or [],
+                is_read=bool(flag_template_buffer_has_other_users),
+            )
             values = {
                 "template": self,
                 "kernel": kernel,
@@ -157,78 +216,95 @@ def register_kernel() -> bool:
                 "left_stride": left.get_stride()[0],
                 "right_stride": right.get_stride()[0],
                 "block": BLOCK,
-                "split": self._split,
-                "offsets": tuple(bounds[0] if bounds else 0 for bounds in self._bounds()),
-                "part": self._part,
-                "define_local": self._define_local,
-                "local_part": self._local_part,
+                "split": split,
+                "offsets": tuple(bounds[0] if bounds else 0 for bounds in _bounds_of_share(split)),
+                "part": functools.partial(_share_of, split),
+                "define_local": functools.partial(_define_local, split),
+                "local_part": functools.partial(_local_share, split),
             }
-            with self._dtype_known(rest.product_buffer):
-                return str(self._template_from_string(_SOURCE).render(values | rest._asdict()))
-
-        def _bounds(self) -> list[tuple[str, str] | tuple[()]]:
-            """Return where a share begins and ends in each dimension; () stands for all of it."""
-            is_shared = self._split.shares > 1
-            rows = ("row_start", "row_end") if is_shared and self._split.by_rows else ()
-            columns = ("column_start", "column_end") if is_shared and not self._split.by_rows else ()
-            return [rows, columns]
-
-        def _part(self, kernel: Any, buffer: Any) -> Any:
-            """Return a thread's share of a buffer."""
-            return kernel.slice_nd(buffer, self._bounds()) if self._split.shares > 1 else buffer
-
-        def _define_local(self, kernel: Any) -> str:
-            """Return the C++ of memory for a thread's share."""
-            few = self._split.rows * self._split.columns <= _ON_STACK
-            define: Callable[..., str] = kernel.define_stack_allocated_buffer if few else kernel.define_buffer
-            return define("sums", [self._split.rows, self._split.columns])
-
-        def _local_part(self, kernel: Any) -> Any:
-            """Return what a share needs of that memory; the last share may be smaller than the others."""
-            bounds = [(0, f"{ends[1]} - {ends[0]}") if ends else () for ends in self._bounds()]
-            buffer = kernel.local_buffers["sums"]
-            return kernel.slice_nd(buffer, bounds) if self._split.shares > 1 else buffer
+            with self._dtype_known(epilogue.product_buffer):
+                return str(self._template_from_string(_SOURCE).render(values | epilogue._asdict()))
 
         def _dtype_known(self, buffer: Any) -> AbstractContextManager[Any]:
             """Context manager: Inductor knows the dtype of a buffer that only this kernel has."""
-            if buffer.get_name() in virtualized.graph.name_to_buffer:
+            program = inductor.virtualized.graph
+            if buffer.get_name() in program.name_to_buffer:
                 return nullcontext()
-            return patch.object(virtualized.graph, "get_dtype", self._fake_get_dtype(buffer))
+            return patch.object(program, "get_dtype", self._fake_get_dtype(buffer))
 
-        def _rest(self, buffer: Any, nodes: list[Any], *, is_read: bool) -> _Rest:
-            """Return what follows.
+    return ProductTemplate
 
-            Args:
-                buffer: the product.
-                nodes: the pointwise operations that Inductor put into its kernel.
-                is_read: whether others than these read the product, so that it must be stored too.
-            """
-            if not nodes:
-                return _Rest(buffer, buffer, buffer, [], [], {}, is_local=False)
-            out = nodes[-1]
-            out_2d, reindexers = as_2d(out, buffer, nodes, [], [None] * len(nodes))
-            product_buffer, stored = buffer, list(nodes)
-            if is_read:  # the first of what follows is a copy to where the others read it
-                product_buffer = ir.Buffer(name=f"{buffer.get_name()}_sums", layout=buffer.layout)
-                copy = ir.Pointwise(
-                    device=buffer.get_device(),
-                    dtype=buffer.get_dtype(),
-                    inner_fn=product_buffer.make_loader(),
-                    ranges=buffer.get_size(),
-                )
-                stored.insert(0, ir.ComputedBuffer(name=buffer.get_name(), layout=buffer.layout, data=copy))
-                reindexers.insert(0, None)
-            aliases = {product_buffer.get_name(): out.get_name()}
-            is_local = is_read or out.get_dtype() != torch.float32
-            return _Rest(out, out_2d, product_buffer, stored, reindexers, aliases, is_local)
 
-    def lower(left: Any, right: Any) -> Any:
-        """Return the product in Inductor's form; both factors are contiguous, copied if they are not."""
-        factors = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(one)) for one in (left, right)]
-        (m, k), n = factors[0].get_size(), factors[1].get_size()[1]
-        layout = ir.FixedLayout(factors[0].get_device(), torch.float32, [m, n])
-        split = split_of(int(m), int(n), int(k), threads())
-        return ProductTemplate(factors, layout, split).generate().output_node()
+#: Where a share begins and ends in one dimension, in C++; () stands for all of it.
+_Bounds: TypeAlias = tuple[str, str] | tuple[()]
 
-    register_lowering(product, type_promotion_kind=None)(lower)
-    return True
+
+def _bounds_of_share(split: Split) -> tuple[_Bounds, _Bounds]:
+    """Return where a share begins and ends in rows and in columns."""
+    if not split.is_shared:
+        return (), ()
+    if split.by_rows:
+        return ("row_start", "row_end"), ()
+    return (), ("column_start", "column_end")
+
+
+def _share_of(split: Split, kernel: Any, buffer: Any) -> Any:
+    """Return a thread's share of a buffer."""
+    if not split.is_shared:
+        return buffer
+    return kernel.slice_nd(buffer, list(_bounds_of_share(split)))
+
+
+def _define_local(split: Split, kernel: Any) -> str:
+    """Return the C++ of memory for a thread's share."""
+    fits_on_stack = split.rows * split.columns <= _MAX_ON_STACK
+    define: Callable[..., str] = kernel.define_stack_allocated_buffer if fits_on_stack else kernel.define_buffer
+    return define("sums", [split.rows, split.columns])
+
+
+def _local_share(split: Split, kernel: Any) -> Any:
+    """Return what a share needs of that memory; the last share may be smaller than the others."""
+    buffer = kernel.local_buffers["sums"]
+    if not split.is_shared:
+        return buffer
+    lengths = [(0, f"{bounds[1]} - {bounds[0]}") if bounds else () for bounds in _bounds_of_share(split)]
+    return kernel.slice_nd(buffer, lengths)
+
+
+def _epilogue_of(inductor: _Inductor, buffer: Any, nodes: list[Any], *, is_read: bool) -> _Epilogue:
+    """Return what follows a product.
+
+    Args:
+        inductor: what the kernel needs of Inductor.
+        buffer: the product.
+        nodes: the pointwise operations that Inductor put into its kernel.
+        is_read: whether others than these read the product, so that it must be stored too.
+    """
+    if not nodes:
+        return _Epilogue(buffer, buffer, buffer, [], [], {}, is_local=False)
+    ir = inductor.ir
+    out = nodes[-1]
+    out_2d, reindexers = inductor.view_as_product(out, buffer, nodes, [], [None] * len(nodes))
+    product_buffer = buffer
+    stored_nodes = list(nodes)
+    if is_read:
+        # The first of what follows is a copy of the product to where the others read it.
+        product_buffer = ir.Buffer(name=f"{buffer.get_name()}_sums", layout=buffer.layout)
+        copy = ir.Pointwise(
+            device=buffer.get_device(),
+            dtype=buffer.get_dtype(),
+            inner_fn=product_buffer.make_loader(),
+            ranges=buffer.get_size(),
+        )
+        stored_nodes.insert(0, ir.ComputedBuffer(name=buffer.get_name(), layout=buffer.layout, data=copy))
+        reindexers.insert(0, None)
+    return _Epilogue(
+        out=out,
+        out_2d=out_2d,
+        product_buffer=product_buffer,
+        epilogue_nodes=stored_nodes,
+        reindexers=reindexers,
+        aliases={product_buffer.get_name(): out.get_name()},
+        # The sums are float32: only such a result has room for them.
+        is_local=is_read or out.get_dtype() != torch.float32,
+    )

@@ -17,10 +17,12 @@ from funcamp._jit.product_kernel import BLOCK, split_of
 
 #: `at::native::cpublas::brgemm` of float32, by the name that compilers on Linux give it.
 _SYMBOL = "_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb"
-#: Seconds for which each way is measured at least, and the least number of times.
-_ENOUGH, _TIMES = 2e-3, 3
+#: Seconds for which each way is measured at least.
+_MIN_SECONDS = 2e-3
+#: The number of times that each way is measured at least.
+_MIN_TIMES = 3
 #: Seconds from which on a first call is not repeated.
-_LONG = 0.05
+_LONG_SECONDS = 0.05
 
 
 class Product(NamedTuple):
@@ -47,18 +49,20 @@ def kernel_is_faster(product: Product) -> bool:
     right = torch.zeros(product.n, product.k).t()
     out = torch.empty(product.m, product.n)
     with torch.no_grad():
-        of_torch = _least_seconds(lambda: torch.mm(left, right, out=out))
+        seconds_of_torch = _least_seconds(lambda: torch.mm(left, right, out=out))
     split = split_of(product.m, product.n, product.k, product.threads)
     share_left = torch.zeros(split.rows, product.k)
     share_right = torch.zeros(product.k, split.columns)
     share_out = torch.empty(split.rows, split.columns)
-    of_kernel = _least_seconds(lambda: multiply(brgemm, share_left, share_right, share_out))
-    return of_kernel < of_torch
+    seconds_of_kernel = _least_seconds(lambda: multiply(brgemm, share_left, share_right, share_out))
+    return seconds_of_kernel < seconds_of_torch
 
 
 def multiply(brgemm: Any, left: Tensor, right: Tensor, out: Tensor) -> None:
     """Write the product of two contiguous matrices into a third, in the blocks of `product_kernel`."""
-    (m, k), n = left.shape, right.shape[1]
+    m, k = left.shape
+    n = right.shape[1]
+    item_size = 4  # float32
     for i, j, term in product_of(range(0, m, BLOCK), range(0, n, BLOCK), range(0, k, BLOCK)):
         brgemm(
             min(BLOCK, m - i),
@@ -68,20 +72,20 @@ def multiply(brgemm: Any, left: Tensor, right: Tensor, out: Tensor) -> None:
             n,
             n,
             term > 0,
-            left.data_ptr() + 4 * (i * k + term),
-            right.data_ptr() + 4 * (term * n + j),
-            out.data_ptr() + 4 * (i * n + j),
+            left.data_ptr() + item_size * (i * k + term),
+            right.data_ptr() + item_size * (term * n + j),
+            out.data_ptr() + item_size * (i * n + j),
             False,
         )
 
 
 def _least_seconds(call: Callable[[], object]) -> float:
     """Return the shortest time that a call took, after a first one; of a long call, the time of the first."""
-    first = _seconds(call)
-    if first > _LONG:
-        return first
+    seconds_of_first = _seconds(call)
+    if seconds_of_first > _LONG_SECONDS:
+        return seconds_of_first
     times: list[float] = []
-    while len(times) < _TIMES or sum(times) < _ENOUGH:
+    while len(times) < _MIN_TIMES or sum(times) < _MIN_SECONDS:
         times.append(_seconds(call))
     return min(times)
 
@@ -97,12 +101,12 @@ def _brgemm() -> Any:
     """Return the function of torch that the kernel calls, or None if there is none by that name."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        found = getattr(ctypes.CDLL(str(path)), _SYMBOL)
+        brgemm = getattr(ctypes.CDLL(str(path)), _SYMBOL)
     except (OSError, AttributeError):
         return None
-    found.restype = None
-    found.argtypes = [*[ctypes.c_int64] * 6, ctypes.c_bool, *[ctypes.c_void_p] * 3, ctypes.c_bool]
-    return found
+    brgemm.restype = None
+    brgemm.argtypes = [*[ctypes.c_int64] * 6, ctypes.c_bool, *[ctypes.c_void_p] * 3, ctypes.c_bool]
+    return brgemm
 
 
 def is_available() -> bool:

@@ -31,18 +31,25 @@ class Progress:
     """
 
     def __init__(self, task: str) -> None:
-        self.task, self._phase = task, "tracing"
-        self._phases: list[tuple[str, float]] = []
-        self._began = self._entered = time.monotonic()
-        self._done, self._spoken, self._wide = threading.Event(), False, 0
+        self.task = task
+        self._phase = "tracing"
+        self._past_phases: list[tuple[str, float]] = []
+        """With the seconds that each took."""
+        self._task_start = time.monotonic()
+        self._phase_start = self._task_start
+        self._done = threading.Event()
+        self._has_spoken = False
+        self._last_width = 0
+        """The number of characters on the terminal's line."""
         self._way = _way()
         self._thread = threading.Thread(target=self._watch, name="funcamp-progress", daemon=True)
 
     def phase(self, name: str) -> None:
         """Start the next phase of the task."""
         now = time.monotonic()
-        self._phases.append((self._phase, now - self._entered))
-        self._phase, self._entered = name, now
+        self._past_phases.append((self._phase, now - self._phase_start))
+        self._phase = name
+        self._phase_start = now
 
     def __enter__(self) -> Progress:
         """Start watching."""
@@ -53,22 +60,24 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Report the end, if the start was reported."""
         self._done.set()
-        if not self._thread.ident:
+        if not self._thread.ident:  # it was never started
             return
         self._thread.join()
-        if self._spoken:
-            self.phase("")
-            parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._phases)
+        if self._has_spoken:
+            self.phase("")  # ends the last one
+            phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._past_phases)
             how = "failed" if error is not None else "done"
-            self._say(f"jit: {how} after {self._seconds()} ({parts}): {self.task}", last=True)
+            self._say(f"jit: {how} after {self._seconds()} ({phases}): {self.task}", last=True)
 
     def _seconds(self) -> str:
-        return f"{time.monotonic() - self._began:.0f} s"
+        """Return the time since the task began."""
+        return f"{time.monotonic() - self._task_start:.0f} s"
 
     def _watch(self) -> None:
+        """Report a task that takes long; runs in the thread."""
         if self._done.wait(PATIENCE):
             return
-        self._spoken = True
+        self._has_spoken = True
         if self._way == "live":
             while True:
                 self._say(f"jit: {self._phase}, {self._seconds()}: {self.task}")
@@ -81,8 +90,9 @@ class Progress:
             _log.info("%s", text)
         elif self._way == "live":
             text = f"funcamp.{text}"[: shutil.get_terminal_size().columns - 1]
-            _print("\r" + text.ljust(self._wide) + "\n" * last)
-            self._wide = len(text)
+            # Spaces cover what is left of a longer line before.
+            _print("\r" + text.ljust(self._last_width) + "\n" * last)
+            self._last_width = len(text)
         else:
             _print(f"funcamp.{text}\n")
 
@@ -94,8 +104,9 @@ def _print(text: str) -> None:
 
 
 def _way() -> Literal["log", "live", "lines"] | None:
-    ranks = torch.distributed
-    if ranks.is_available() and ranks.is_initialized() and ranks.get_rank():
+    """Return how to report: to the log, on a line that counts, or in lines; None if not at all."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
         return None
     if _log.isEnabledFor(logging.INFO):
         return "log"

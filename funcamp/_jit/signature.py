@@ -68,24 +68,26 @@ def _structure(node: Any, leaves: list[Any]) -> Hashable:
         return kind, names_key(node), _structures(node.values(), leaves)
     if kind is tuple or kind is list or _tree.is_named_tuple(kind):
         return kind, _structures(node, leaves)
-    found, spec = _tree.flatten(node)
-    if len(found) == 1 and found[0] is node:
-        if isinstance(node, Mapping):
-            return _structure(dict(node), leaves)
-        leaves.append(node)
-        return None
-    return structure_key(spec), _structures(found, leaves)
+    node_leaves, spec = _tree.flatten(node)
+    is_leaf = len(node_leaves) == 1 and node_leaves[0] is node
+    if not is_leaf:
+        return structure_key(spec), _structures(node_leaves, leaves)
+    if isinstance(node, Mapping):
+        return _structure(dict(node), leaves)
+    leaves.append(node)
+    return None
 
 
 def _structures(nodes: Collection[Any], leaves: list[Any]) -> tuple[Hashable, ...]:
-    parts: list[Hashable] = []
+    """Return the structures of several nodes; append their leaves to the list."""
+    structures: list[Hashable] = []
     for node in nodes:
-        if type(node) in _LEAVES:
+        if type(node) in _LEAVES:  # as in `_structure`, without a call for each leaf
             leaves.append(node)
-            parts.append(None)
+            structures.append(None)
         else:
-            parts.append(_structure(node, leaves))
-    return tuple(parts)
+            structures.append(_structure(node, leaves))
+    return tuple(structures)
 
 
 def frame_of(structure: Hashable, leaves: list[Any], tensors: list[Tensor], modes: int) -> Frame:
@@ -134,19 +136,24 @@ def leaf_key(leaf: Any) -> Any:
 
 def shapes(batch: Tree) -> str:
     """Return the dtypes and shapes of a batch's first tensors as a short text."""
-    leaves = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
-    shown = [f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves]
-    return ", ".join(shown[:4]) + ", ..." * (len(shown) > 4) if shown else "no tensors"
+    tensors = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
+    if not tensors:
+        return "no tensors"
+    texts = [f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in tensors[:4]]
+    if len(tensors) > 4:
+        texts.append("...")
+    return ", ".join(texts)
 
 
 def difference(batch: Tree, before: Key, now: Key) -> str:
     """Return how the signature of a call with this batch differs from another one."""
-    former, current = Signature._make(before), Signature._make(now)
+    former = Signature._make(before)
+    current = Signature._make(now)
     if former.structure != current.structure:
         return f"its structure changed to {_tree.flatten(batch)[1]}"
     for index, (old, new) in enumerate(zip(former.leaves, current.leaves)):
         if old != new:
-            fix = f": {_CONSTANT}" if _is_number(old) and _is_number(new) else ""
+            fix = f": {_NUMBER_FIX}" if _is_number(old) and _is_number(new) else ""
             return f"batch{_tree.path_of(batch, index)} changed from {_shown(old)} to {_shown(new)}{fix}"
     if former.autocast != current.autocast:
         return (
@@ -162,26 +169,30 @@ def difference(batch: Tree, before: Key, now: Key) -> str:
 
 def padding(before: Key, now: Key) -> str:
     """Return what to do if shapes differ; "" if constants do."""
-    former, current = Signature._make(before), Signature._make(now)
-    changed = next((new for old, new in zip(former.leaves, current.leaves) if old != new), ())
-    if former.structure == current.structure and _is_number(changed):
+    former = Signature._make(before)
+    current = Signature._make(now)
+    first_changed_leaf = next((new for old, new in zip(former.leaves, current.leaves) if old != new), ())
+    if former.structure == current.structure and _is_number(first_changed_leaf):
         return ""
-    if former.structure == current.structure and changed and changed[0] is bool:
+    if former.structure == current.structure and first_changed_leaf and first_changed_leaf[0] is bool:
         return ": each value of a Python bool has a program of its own; raise max_signatures"
     return ": pad batches to a few lengths, or raise max_signatures"
 
 
 #: What to do if a number of a batch changes.
-_CONSTANT = (
+_NUMBER_FIX = (
     "make it a tensor, torch.as_tensor(...), as a Python number is a constant of the program, and each new one "
     "compiles again"
 )
 
 
 def _shown(leaf: tuple[Any, ...]) -> str:
+    """Return the key of a leaf as a text: that of a tensor, or the pair of the class and the value of a constant."""
     if len(leaf) > 2:
-        return f"a {leaf[1]} tensor of shape {tuple(leaf[0])} on {leaf[2]}{' that requires a gradient' * leaf[5]}"
-    return str(leaf[1]) if leaf[0] in (float, complex) else repr(leaf[1])
+        shape, dtype, device, _, _, requires_grad = leaf
+        return f"a {dtype} tensor of shape {tuple(shape)} on {device}{' that requires a gradient' * requires_grad}"
+    kind, value = leaf
+    return str(value) if kind in (float, complex) else repr(value)
 
 
 def _is_number(leaf: tuple[Any, ...]) -> bool:

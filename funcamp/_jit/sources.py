@@ -15,28 +15,31 @@ from funcamp._upstream.replaced import replaced
 @functools.cache
 def _writer() -> tuple[Any, Callable[..., None]] | None:
     """Return the class that writes the C++, and its function for the end; None if this torch has others."""
-    end = _upstream.find("torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu.generate_end")
-    return (sys.modules[end.__module__].CppWrapperCpu, end) if _upstream.usable(end) else None
+    generate_end = _upstream.find("torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu.generate_end")
+    if not _upstream.usable(generate_end):
+        return None
+    return sys.modules[generate_end.__module__].CppWrapperCpu, generate_end
 
 
 @contextlib.contextmanager
 def sources_changed(changes: tuple[Callable[[str], str], ...]) -> Iterator[None]:
     """Context manager: the C++ that calls the kernels of a program is the result of these functions, one by one."""
-    found = _writer() if changes else None
-    if found is None:
+    writer_and_end = _writer() if changes else None
+    if writer_and_end is None:
         yield
         return
-    writer, end = found
+    writer, generate_own_end = writer_and_end
 
     def generate_end(self: Any, result: Any) -> None:
         """Change what is written so far: all but the kernels."""
-        before = source = result.getvalue()
+        written_source = result.getvalue()
+        source = written_source
         for change in changes:
             source = change(source)
-        if source is not before:
+        if source is not written_source:
             result.clear()
             result.splice(source)
-        end(self, result)
+        generate_own_end(self, result)
 
     with replaced(writer, generate_end=generate_end):
         yield

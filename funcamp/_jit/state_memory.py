@@ -11,7 +11,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._jit import cuda_graph
 from funcamp._jit.captured_tensors import CapturedTensors
-from funcamp._jit.donation import Owned, take_over
+from funcamp._jit.donation import OwnedState, take_over
 from funcamp._jit.kinds import kinds
 from funcamp._jit.written_inputs import WrittenInputs
 from funcamp._memory import Memory
@@ -46,7 +46,7 @@ class StateMemory:
         """The tensors that programs read besides their arguments."""
         self.kinds: Tree = None
         """The kinds of the first state, with the strides that programs are compiled for."""
-        self.current: Owned | None = None
+        self.current: OwnedState | None = None
         """The state of the last call; None if its memory is now that of a captured tensor."""
         self._donate = donate
         self._is_pinned = False
@@ -54,7 +54,7 @@ class StateMemory:
             self.current = self._taken_over(state)
         self.kinds = kinds(self.current.tree)
 
-    def take(self, state: Tree) -> Owned:
+    def take(self, state: Tree) -> OwnedState:
         """Return another state in memory that programs may write; with CUDA graphs, copied into their static memory.
 
         Raises:
@@ -67,25 +67,28 @@ class StateMemory:
                 self.current = self._taken_over(state)
         return self.current
 
-    def _taken_over(self, state: Tree) -> Owned:
+    def _taken_over(self, state: Tree) -> OwnedState:
+        """Return a state in memory that programs may write, outside of the tensors that they read besides it."""
+        # The memory of a graph is written at every call, also where the caller's state must not be: then it is a copy.
         is_static = self.graphs is not None
         return take_over(
             state,
             self.kinds,
-            avoid=Memory(self._captured_tensors()),
+            avoid=Memory(self._tensors_outside()),
             copy=is_static and not self._donate,
-            written=is_static or self._donate,
+            is_written=is_static or self._donate,
         )
 
-    def _captured_tensors(self) -> Iterator[Tensor]:
+    def _tensors_outside(self) -> Iterator[Tensor]:
+        """Yield the captured tensors whose memory no state may have."""
         for captured in self.captured:
-            yield from captured.apart
+            yield from captured.outside_state
 
     def keep(self, leaves: list[Tensor]) -> Tree:
         """Return the next state, of which a program that does not donate has made the leaves."""
         assert self.current is not None
-        next_state = Owned(self.current.filled(leaves), self.current.strides, written=False)
-        if self.graphs is None:  # else it is copied into the static memory at its own call
+        next_state = OwnedState(self.current.filled(leaves), self.current.strides, is_written=False)
+        if self.graphs is None:  # else it is copied into the static memory when it is passed
             self.current = next_state
         return next_state.tree
 
@@ -120,17 +123,17 @@ class StateMemory:
             RuntimeError: a CUDA graph reads the former memory, or a program the former kind of tensor.
         """
         captured.follow(may_move=self.graphs is None)
-        if self.current is not None and any(map(self.current.memory.meets, captured.apart)):
+        if self.current is not None and any(map(self.current.memory.meets, captured.outside_state)):
             self.current = None
 
-    def check_written(self, written: WrittenInputs, state: Tree, batch: Tree, *, known: bool) -> None:
+    def check_written(self, written: WrittenInputs, state: Tree, batch: Tree, *, is_current: bool) -> None:
         """Refuse inputs that share memory with one that a program writes.
 
         Args:
             written: what it writes, besides giving the state its new values.
             state: the state, as it was passed.
             batch: the batch.
-            known: whether the state is the current one.
+            is_current: whether the state is the last call's.
 
         Raises:
             ValueError: two inputs share memory, and the program writes one of them.
@@ -138,4 +141,4 @@ class StateMemory:
         if self.current is None:
             written.check(state, batch, Memory(), is_there=False)
         else:
-            written.check(state, batch, self.current.memory, is_there=known and self._donate)
+            written.check(state, batch, self.current.memory, is_there=is_current and self._donate)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -31,16 +33,20 @@ def unrolled(one_step: Flat, steps: Steps, outputs: Outputs) -> Flat:
     """
 
     def run(values: list[Tensor]) -> list[Tensor]:
-        state, batches = values[: steps.state_leaves], values[steps.state_leaves :]
-        # All views at once: one by one they take a tenth of a small step's time.
-        batches_of_steps = zip(*(leaf.unbind() for leaf in batches)) if batches else [()] * steps.number
-        rows: list[list[Tensor]] = []
+        state = values[: steps.state_leaves]
+        stacked_batch = values[steps.state_leaves :]
+        batches: Iterable[tuple[Tensor, ...]] = [()] * steps.number
+        if stacked_batch:
+            # All views at once: one by one they take a tenth of a small step's time.
+            batches = zip(*(stack.unbind() for stack in stacked_batch))
+        metrics_of_steps: list[list[Tensor]] = []
         next_state: list[Tensor] = []
-        for batch in batches_of_steps:
+        for batch in batches:
             results = one_step([*state, *batch])
             next_state = outputs.state_of(results)
             state = next_state or state  # a donated step has written into the state
-            rows.append(results[outputs.state :])
-        return [*next_state, *(torch.stack(column) for column in zip(*rows))]
+            metrics_of_steps.append(results[outputs.state :])
+        stacked_metrics = [torch.stack(metric) for metric in zip(*metrics_of_steps)]
+        return [*next_state, *stacked_metrics]
 
     return run

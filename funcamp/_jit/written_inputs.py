@@ -33,8 +33,10 @@ class WrittenInputs:
     """
 
     def __init__(self, state: list[int], batch: list[int], captured: list[Tensor], written: list[int]) -> None:
-        self._state, self.batch = state, batch
-        self._captured, self._written = captured, written
+        self._state = state
+        self.batch = batch
+        self._captured = captured
+        self._written = written
         self.forget()
 
     @property
@@ -49,7 +51,9 @@ class WrittenInputs:
 
     def forget(self) -> None:
         """Compare the captured tensors with each other at the next call, because one has other memory."""
+        #: Of all captured tensors; None until they were compared with each other.
         self._captured_memory: Memory | None = None
+        #: Of those that the program writes.
         self._written_memory = Memory()
 
     def check(self, state: Tree, batch: Tree, state_memory: Memory, *, is_there: bool) -> None:
@@ -64,32 +68,46 @@ class WrittenInputs:
         Raises:
             ValueError: two inputs share memory, and the program writes one of them; or elements of one share a place.
         """
-        tensors = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
-        leaves = None if is_there else [leaf for leaf in _tree.leaves(state) if leaf is not None]
-        if self._captured_memory is None or self._may_share(leaves, tensors, state_memory):
+        batch_tensors = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
+        outside_leaves = None if is_there else [leaf for leaf in _tree.leaves(state) if leaf is not None]
+        if self._captured_memory is None or self._may_share(outside_leaves, batch_tensors, state_memory):
             self._refuse_shared(state, batch)
-            self._captured_memory, self._written_memory = Memory(self._captured), Memory(self.captured)
+            self._captured_memory = Memory(self._captured)
+            self._written_memory = Memory(self.captured)
 
-    def _may_share(self, leaves: list[Tensor] | None, tensors: list[Tensor], state_memory: Memory) -> bool:
-        """Return False if no input shares memory with a written one; True if the bytes must be compared."""
+    def _may_share(
+        self, outside_leaves: list[Tensor] | None, batch_tensors: list[Tensor], state_memory: Memory
+    ) -> bool:
+        """Return False if no input shares memory with a written one; True if the bytes must be compared.
+
+        Args:
+            outside_leaves: the leaves of the state; None if they are in `state_memory`.
+            batch_tensors: the batch's tensors.
+            state_memory: the memory that programs write the state to.
+        """
         assert self._captured_memory is not None
-        memory = Memory()
+        written_batch_memory = Memory()
         for number in self.batch:
-            leaf = tensors[number]
-            if memory.meets(leaf) or state_memory.meets(leaf) or self._captured_memory.meets(leaf):
+            leaf = batch_tensors[number]
+            if state_memory.meets(leaf) or self._captured_memory.meets(leaf) or written_batch_memory.meets(leaf):
                 return True
-            if not leaf.is_contiguous():
+            if not leaf.is_contiguous():  # two of its elements may be in one place
                 return True
-            memory.add(leaf)
-        others = [leaf for number, leaf in enumerate(tensors) if number not in self.batch]
+            written_batch_memory.add(leaf)
+        others = [leaf for number, leaf in enumerate(batch_tensors) if number not in self.batch]
         if self._state:
-            if leaves is not None or any(map(state_memory.meets, tensors)):
+            if outside_leaves is not None or any(map(state_memory.meets, batch_tensors)):
                 return True
-        elif leaves is not None:
-            others += leaves
-        return any(memory.meets(leaf) or self._written_memory.meets(leaf) for leaf in others)
+        elif outside_leaves is not None:
+            others += outside_leaves
+        return any(written_batch_memory.meets(leaf) or self._written_memory.meets(leaf) for leaf in others)
 
     def _refuse_shared(self, state: Tree, batch: Tree) -> None:
+        """Compare all inputs by their bytes.
+
+        Raises:
+            ValueError: one that is written shares memory with another one, or elements of it share a place.
+        """
         names: list[str] = []
         tensors: list[Tensor] = []
         written: set[int] = set()
@@ -109,6 +127,7 @@ class WrittenInputs:
                     f"got {_tree.describe(tensors[number])} with strides {tensors[number].stride()}: clone it first"
                 )
         for pair in overlaps({str(number): tensor for number, tensor in enumerate(tensors)}):
+            # One that is written is named first.
             first, second = sorted(map(int, pair), key=lambda number: number not in written)
             if first in written:
                 raise ValueError(
@@ -153,13 +172,13 @@ def writes_state(graph: Graph, written: WrittenInputs | None) -> bool:
 
 def _final_copies(graph: Graph) -> set[fx.Node]:
     """Return the copies to the state with which a donated step ends."""
-    found: set[fx.Node] = set()
+    copies: set[fx.Node] = set()
     if graph.outputs.state:
-        return found
+        return copies
     placeholders = graph.module.graph.find_nodes(op="placeholder")
     state_nodes = {node for node, argument in zip(placeholders, graph.inputs) if argument.kind == "state"}
-    for node in itertools.islice(reversed(graph.module.graph.nodes), 1, None):
+    for node in itertools.islice(reversed(graph.module.graph.nodes), 1, None):  # all but the output
         if node.target is not _COPY or node.args[0] not in state_nodes:
             break
-        found.add(node)
-    return found
+        copies.add(node)
+    return copies

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from funcamp import clone, jit, make_train_step, module_loss, stateless
 from funcamp._jit import cuda_graph
-from funcamp._jit.donation import Owned
+from funcamp._jit.donation import OwnedState
 from tests.support.helpers import assert_same, together
 from tests.support.stand_in import StandIn
 
@@ -54,13 +54,13 @@ def begun() -> State:
 def refills(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One for each copy of a state into static memory."""
     counted: list[None] = []
-    refill = Owned.refill
+    refill = OwnedState.refill
 
-    def count(self: Owned, *args: Any) -> None:
+    def count(self: OwnedState, *args: Any) -> None:
         counted.append(None)
         refill(self, *args)
 
-    monkeypatch.setattr(Owned, "refill", count)
+    monkeypatch.setattr(OwnedState, "refill", count)
     return counted
 
 

@@ -60,7 +60,7 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_gradients_are_torchs(name: str, dtype: torch.dtype, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolutions, "_MANY", 2)
+    monkeypatch.setattr(convolutions, "_MANY_CHANNELS", 2)
     for layout in LAYOUTS:
         given = arguments(name, dtype, layout, images)
         exact = [value.double() if isinstance(value, Tensor) else value for value in given]
@@ -105,7 +105,7 @@ BY_INPUT = [True, False, False]
 def test_the_slow_gradients_are_computed_otherwise(
     name: str, many: int, dtype: torch.dtype, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convolutions, "_MANY", many)
+    monkeypatch.setattr(convolutions, "_MANY_CHANNELS", many)
     with Calls() as calls:
         Table((convolutions.convolutions,))[OP](*arguments(name, dtype, LAYOUTS[0]), [True] * 3)
     assert calls.calls == expected
@@ -153,8 +153,8 @@ def test_generated_code_follows_the_eager_step(dtype: str | None, monkeypatch: p
         kernels.append(tuple(kernel))
         return found(grad, x, kernel, *geometry)
 
-    found = convolutions._depthwise_weight
-    monkeypatch.setattr(convolutions, "_depthwise_weight", loops)
+    found = convolutions._depthwise_weight_gradient
+    monkeypatch.setattr(convolutions, "_depthwise_weight_gradient", loops)
     step = step_of(dtype)
     run, state = jit(step), step.init()
     for _ in range(3):

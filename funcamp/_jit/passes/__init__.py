@@ -56,7 +56,7 @@ def pipeline() -> tuple[Pass, ...]:
 
 def changed(program: Program, without: frozenset[str] = frozenset()) -> Program:
     """Return the program after all passes that its target needs, except those left out."""
-    for one in pipeline():
-        if one.where(program.target) and one.name not in without:
-            program = one.run(program)
+    for program_pass in pipeline():
+        if program_pass.where(program.target) and program_pass.name not in without:
+            program = program_pass.run(program)
     return program

@@ -16,7 +16,7 @@ Measured with torch 2.13 on an AMD EPYC with AVX-512, one core:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +28,11 @@ from funcamp._jit.passes.table import Decompositions
 _aten = torch.ops.aten
 _FORWARD, _BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
 #: The largest size of a kernel for which oneDNN's gradient of a depthwise weight is fast.
-_FAST = 3
+_LARGEST_FAST = 3
 #: The number of channels from which on loops over them are fast.
-_MANY = 32
+_MANY_CHANNELS = 32
 #: torch 2.11 orders loops wrongly in programs with these: the gradient of another layer was wrong.
-_LOOPS = not _upstream.LOST_ORDER.present
+_LOOPS_ARE_RIGHT = not _upstream.LOST_ORDER.present
 #: A copy in this layout, which Inductor would otherwise compute anew wherever it is read.
 _copied: Any = _upstream.find("torch._inductor.inductor_prims.force_stride_order")
 _has_half: Any = _upstream.find("torch.ops.mkldnn._is_mkldnn_fp16_supported", lambda: False)
@@ -40,11 +40,11 @@ _has_half: Any = _upstream.find("torch.ops.mkldnn._is_mkldnn_fp16_supported", la
 
 def convolutions(table: Decompositions) -> Decompositions:
     """Return the decompositions of convolutions, given the table before."""
-    before = table[_BACKWARD]
+    former_backward = table[_BACKWARD]
 
     def backward(*args: Any) -> Any:
-        found = _backward(*args)
-        return before(*args) if found is NotImplemented else found
+        gradients = _backward(*args)
+        return former_backward(*args) if gradients is NotImplemented else gradients
 
     return {_FORWARD: _forward, _BACKWARD: backward}
 
@@ -56,32 +56,75 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> 
     return _FORWARD(x.float(), weight.float(), None if bias is None else bias.float(), *geometry).to(x.dtype)
 
 
-def _backward(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any) -> Any:
+class _Geometry(NamedTuple):
+    """The arguments of `aten.convolution_backward` that are no tensors, in its order."""
+
+    bias_sizes: Any
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool
+    output_padding: list[int]
+    groups: int
+
+
+def _backward(grad: Tensor, x: Tensor, weight: Tensor, *others: Any) -> Any:
     """Decompose `aten.convolution_backward`."""
-    stride, padding, dilation, transposed, output_padding, groups, wanted = rest
-    geometry = bias_sizes, stride, padding, dilation, transposed, output_padding, groups
-
-    def computed(dtype: torch.dtype, *mask: bool) -> list[Tensor | None]:
-        given = [value.to(dtype) for value in (grad, x, weight)]
-        found: Any = _BACKWARD(*given, *geometry, list(mask))
-        # torch returns the gradient of the weight with that of the bias, wanted or not.
-        return [value.to(x.dtype) if asked else None for value, asked in zip(found, mask)]
-
+    *geometry_arguments, gradients_needed = others
+    geometry = _Geometry(*geometry_arguments)
     if _in_slow_half(x):
-        return tuple(computed(torch.float32, *wanted))
-    one_by_one = groups == x.shape[1] == weight.shape[0] and groups > 1 and not transposed
-    if not one_by_one or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+        return tuple(_by_torch((grad, x, weight), geometry, torch.float32, gradients_needed))
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return NotImplemented
+    if not _is_depthwise(x, weight, geometry):
+        return NotImplemented
+    return _depthwise_backward((grad, x, weight), geometry, gradients_needed)
+
+
+def _by_torch(
+    tensors: tuple[Tensor, Tensor, Tensor], geometry: _Geometry, dtype: torch.dtype, mask: list[bool]
+) -> list[Tensor | None]:
+    """Return the gradients that the mask asks for, as torch computes them in a dtype, in that of the input."""
+    _, x, _ = tensors
+    gradients: Any = _BACKWARD(*[value.to(dtype) for value in tensors], *geometry, mask)
+    # torch returns the gradient of the weight with that of the bias, asked for or not.
+    return [value.to(x.dtype) if is_needed else None for value, is_needed in zip(gradients, mask)]
+
+
+def _depthwise_backward(
+    tensors: tuple[Tensor, Tensor, Tensor], geometry: _Geometry, gradients_needed: list[bool]
+) -> Any:
+    """Decompose `aten.convolution_backward` of a depthwise convolution on a CPU."""
+    grad, x, weight = tensors
+    needs_input, needs_weight, needs_bias = gradients_needed
+    weight_by_loops = needs_weight and _loops_are_faster(weight, geometry)
+    input_in_float32 = needs_input and x.dtype == torch.bfloat16 and max(geometry.stride) > 1
+    if not weight_by_loops and not input_in_float32:
+        return NotImplemented
+
+    input_gradient: Tensor | None = None
+    if needs_input:
+        input_dtype = torch.float32 if input_in_float32 else x.dtype
+        input_gradient, _, _ = _by_torch(tensors, geometry, input_dtype, [True, False, False])
+    if not weight_by_loops:
+        _, weight_gradient, bias_gradient = _by_torch(tensors, geometry, x.dtype, [False, needs_weight, needs_bias])
+        return input_gradient, weight_gradient, bias_gradient
+    weight_gradient = _depthwise_weight_gradient(grad, x, weight.shape[2:], geometry)
+    bias_gradient = grad.sum([0, *range(2, grad.dim())]) if needs_bias else None
+    return input_gradient, weight_gradient, bias_gradient
+
+
+def _is_depthwise(x: Tensor, weight: Tensor, geometry: _Geometry) -> bool:
+    """Return whether each channel is convolved with one kernel of its own."""
+    channels = x.shape[1]
+    return geometry.groups == channels == weight.shape[0] and channels > 1 and not geometry.transposed
+
+
+def _loops_are_faster(weight: Tensor, geometry: _Geometry) -> bool:
+    """Return whether loops compute the gradient of a depthwise weight faster than oneDNN, and right."""
     kernel = weight.shape[2:]
-    loops = _LOOPS and groups >= _MANY and wanted[1] and (len(kernel) > 2 or max(kernel) > _FAST or max(dilation) > 1)
-    wide = wanted[0] and x.dtype == torch.bfloat16 and max(stride) > 1
-    if not loops and not wide:
-        return NotImplemented
-    by_input = computed(torch.float32 if wide else x.dtype, True, False, False)[0] if wanted[0] else None
-    if not loops:
-        return (by_input, *computed(x.dtype, False, *wanted[1:])[1:])
-    by_weight = _depthwise_weight(grad, x, kernel, stride, padding, dilation)
-    return by_input, by_weight, grad.sum([0, *range(2, grad.dim())]) if wanted[2] else None
+    is_fast_in_onednn = len(kernel) <= 2 and max(kernel) <= _LARGEST_FAST and max(geometry.dilation) <= 1
+    return _LOOPS_ARE_RIGHT and geometry.groups >= _MANY_CHANNELS and not is_fast_in_onednn
 
 
 def _in_slow_half(x: Tensor) -> bool:
@@ -89,16 +132,22 @@ def _in_slow_half(x: Tensor) -> bool:
     return x.dtype == torch.float16 and x.device.type == "cpu" and not _has_half()
 
 
-def _depthwise_weight(
-    grad: Tensor, x: Tensor, kernel: torch.Size, stride: list[int], padding: list[int], dilation: list[int]
-) -> Tensor:
+def _depthwise_weight_gradient(grad: Tensor, x: Tensor, kernel: torch.Size, geometry: _Geometry) -> Tensor:
     """Return the gradient of the weight of a depthwise convolution, in shape (channels, 1, *kernel)."""
     dims = len(kernel)
-    windows = torch.nn.functional.pad(_channels_last(x), [0, 0, *(size for size in padding[::-1] for _ in range(2))])
+    # For each dimension, from the last on: the padding before and after. The channels, which are last, get none.
+    pads = [0, 0]
+    for size in reversed(geometry.padding):
+        pads += [size, size]
+    # Of shape (images, *places, channels), then with a further dimension for each of the kernel's.
+    windows = torch.nn.functional.pad(_channels_last(x), pads)
     for dim in range(dims):
-        windows = windows.unfold(1 + dim, (kernel[dim] - 1) * dilation[dim] + 1, stride[dim])[..., :: dilation[dim]]
+        dilation = geometry.dilation[dim]
+        extent = (kernel[dim] - 1) * dilation + 1
+        windows = windows.unfold(1 + dim, extent, geometry.stride[dim])[..., ::dilation]
     products = windows * _channels_last(grad)[(..., *[None] * dims)]
-    return products.sum(list(range(dims + 1))).to(x.dtype).unsqueeze(1)
+    images_and_places = list(range(dims + 1))
+    return products.sum(images_and_places).to(x.dtype).unsqueeze(1)
 
 
 def _channels_last(x: Tensor) -> Tensor:

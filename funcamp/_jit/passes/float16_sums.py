@@ -24,32 +24,31 @@ from funcamp._upstream.renamed import renamed
 _aten = torch.ops.aten
 
 #: Without a decomposition Inductor calls torch's.
-_CALLED = (_aten.convolution.default, _aten.convolution_backward.default)
+_CALLED_BY_INDUCTOR = (_aten.convolution.default, _aten.convolution_backward.default)
 #: Inductor has its own form of these, unless they have another name.
-_TAKEN_APART = (
+_DECOMPOSED_BY_INDUCTOR = (
     _aten.embedding_dense_backward.default,
     _aten.max_pool2d_with_indices_backward.default,
     _aten.scatter_add.default,
     _aten.scatter_reduce.two,
 )
-
-
-_RENAMED = {operation: renamed(f"{operation._opname}_in_float16", operation, operation) for operation in _TAKEN_APART}
+_RENAMED = {
+    operation: renamed(f"{operation._opname}_in_float16", operation, operation) for operation in _DECOMPOSED_BY_INDUCTOR
+}
 
 
 def float16_sums(table: Decompositions) -> Decompositions:
     """Return the decompositions of these operations, given the table before: in float16 none."""
-    before = dict(table)
+    former_table = dict(table)
 
-    def decomposed(operation: Any) -> Callable[..., Any]:
+    def decomposition_of(operation: Any) -> Callable[..., Any]:
         def decompose(*args: Any, **kwargs: Any) -> Any:
-            if not _sums_in_float16(args):
-                return before[operation](*args, **kwargs) if operation in before else NotImplemented
-            return _RENAMED[operation](*args, **kwargs) if operation in _RENAMED else NotImplemented
+            forms = _RENAMED if _sums_in_float16(args) else former_table
+            return forms[operation](*args, **kwargs) if operation in forms else NotImplemented
 
         return decompose
 
-    return {operation: decomposed(operation) for operation in (*_CALLED, *_TAKEN_APART)}
+    return {operation: decomposition_of(operation) for operation in (*_CALLED_BY_INDUCTOR, *_DECOMPOSED_BY_INDUCTOR)}
 
 
 def _sums_in_float16(args: tuple[Any, ...]) -> bool:

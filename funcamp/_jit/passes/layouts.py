@@ -22,29 +22,33 @@ _Order = tuple[int | None, list[int]]
 
 def keep_layouts(program: Program) -> Program:
     """Give the results of decomposed operations the layout of the trace, except those of open operations."""
-    graph, table = program.module.graph, program.table
-    known: dict[str, list[_Order]] = {}
+    graph = program.module.graph
+    table = program.table
+    # By operation and kinds of arguments, as a model has many equal layers.
+    orders_by_call: dict[str, list[_Order]] = {}
     with program.mode, torch.no_grad():
         for node in list(graph.nodes):
             if node.target not in table or any(result.alias_info for result in node.target._schema.returns):
                 continue
             if is_open_node(node):
                 continue
-            key = str((node.target, fx.map_arg((node.args, node.kwargs), lambda other: _kinds(other.meta["val"]))))
-            if key not in known:
-                known[key] = _orders(node, table[node.target])
-            for index, order in known[key]:
-                for result in [node] if index is None else [user for user in node.users if _picks(user, index)]:
+            kinds_of_arguments = fx.map_arg((node.args, node.kwargs), lambda other: _kinds(other.meta["val"]))
+            call = str((node.target, kinds_of_arguments))
+            if call not in orders_by_call:
+                orders_by_call[call] = _orders(node, table[node.target])
+            for index, order in orders_by_call[call]:
+                results = [node] if index is None else [user for user in node.users if _picks(user, index)]
+                for result in results:
                     lay_out(result, order)
     return program
 
 
 def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
     """Return a tensor in the layout of another of its shape; itself if it has it, or that one is not dense."""
-    if _steps(value) == _steps(like):
+    if _strides_that_matter(value) == _strides_that_matter(like):
         return value
-    found = _in_order(value, order_of(like))
-    return found if _steps(found) == _steps(like) else value
+    laid_out = _in_order(value, order_of(like))
+    return laid_out if _strides_that_matter(laid_out) == _strides_that_matter(like) else value
 
 
 def order_of(value: Tensor) -> list[int]:
@@ -53,10 +57,12 @@ def order_of(value: Tensor) -> list[int]:
 
 
 def _inverse(order: list[int]) -> list[int]:
+    """Return the permutation that undoes another one."""
     return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _in_order(value: Tensor, order: list[int]) -> Tensor:
+    """Return a copy with the dimensions in this order in memory."""
     return value.permute(order).contiguous().permute(_inverse(order))
 
 
@@ -69,45 +75,52 @@ def _kinds(value: Any) -> str:
 
 def _orders(node: fx.Node, decomposition: Any) -> list[_Order]:
     """Return which results of a node would have another layout, and the layout that they need."""
-    wanted = node.meta["val"]
-    several = isinstance(wanted, (list, tuple))
-    if not any(isinstance(value, Tensor) and value.dim() > 1 for value in (wanted if several else [wanted])):
+    traced = node.meta["val"]
+    has_several = isinstance(traced, (list, tuple))
+    traced_results: list[Any] = list(traced) if has_several else [traced]
+    if not any(isinstance(value, Tensor) and value.dim() > 1 for value in traced_results):
         return []
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda other: other.meta["val"])
     try:
-        found = decomposition(*args, **kwargs)
+        decomposed = decomposition(*args, **kwargs)
     except Exception:  # Inductor will raise it
         return []
-    if found is NotImplemented:
+    if decomposed is NotImplemented:
         return []
-    pairs = list(enumerate(zip(wanted, found))) if several else [(None, (wanted, found))]
-    return [
-        (index, order_of(value))
-        for index, (value, other) in pairs
-        if isinstance(value, Tensor) and isinstance(other, Tensor) and _steps(value) != _steps(other)
-    ]
+    decomposed_results: list[Any] = list(decomposed) if has_several else [decomposed]
+    orders: list[_Order] = []
+    for index, (value, other) in enumerate(zip(traced_results, decomposed_results)):
+        if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+            continue
+        if _strides_that_matter(value) != _strides_that_matter(other):
+            orders.append((index if has_several else None, order_of(value)))
+    return orders
 
 
-def _steps(value: Tensor) -> list[int]:
+def _strides_that_matter(value: Tensor) -> list[int]:
+    """Return the strides of the dimensions with several elements."""
     return [stride for size, stride in zip(value.shape, value.stride()) if size > 1]
 
 
 def _picks(user: fx.Node, index: int) -> bool:
+    """Return whether a node takes one of several results."""
     return user.target is operator.getitem and user.args[1:] == (index,)
 
 
 def lay_out(result: fx.Node, order: list[int]) -> None:
     """Let all that reads a result read it in another order in memory."""
-    graph, aten = result.graph, torch.ops.aten
+    graph = result.graph
+    aten = torch.ops.aten
     with graph.inserting_after(result):
         permuted = graph.call_function(aten.permute.default, (result, order))
     with graph.inserting_after(permuted):
         copied = graph.call_function(aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format})
     with graph.inserting_after(copied):
         laid_out = graph.call_function(aten.permute.default, (copied, _inverse(order)))
-    for node, shape in ((permuted, order), (copied, order), (laid_out, None)):
-        value = result.meta["val"]
-        node.meta = {**result.meta, "val": value if shape is None else value.permute(shape)}
+    value = result.meta["val"]
+    permuted.meta = {**result.meta, "val": value.permute(order)}
+    copied.meta = {**result.meta, "val": value.permute(order)}
+    laid_out.meta = {**result.meta, "val": value}
     result.replace_all_uses_with(laid_out, delete_user_cb=lambda user: user is not permuted)
 
 

@@ -24,10 +24,11 @@ _Sizes = dict[Any, Any]
 def check_open_sizes(program: Program) -> Program:
     """Return a program that checks its open results, one by one."""
     graph = program.module.graph
-    nodes = [node for node in graph.nodes if is_open(node.meta.get("val"))]
-    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        sizes = graph.call_function(dict)
-    for node in nodes:
+    open_nodes = [node for node in graph.nodes if is_open(node.meta.get("val"))]
+    first_operation = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first_operation):
+        sizes = graph.call_function(dict)  # empty at each call
+    for node in open_nodes:
         check = _check_of(node.meta["val"])
         if check is None:
             continue
@@ -38,26 +39,26 @@ def check_open_sizes(program: Program) -> Program:
     return program
 
 
-def _check_of(expected: object) -> Callable[[_Sizes, Any], Any] | None:
+def _check_of(traced: object) -> Callable[[_Sizes, Any], Any] | None:
     """Return a function that compares an open result with the trace, and returns it."""
-    if isinstance(expected, torch.SymInt):
-        number = _expression(expected)
+    if isinstance(traced, torch.SymInt):
+        number = _expression(traced)
 
         def check_number(sizes: _Sizes, value: int) -> int:
             _compare(sizes, [number], [value])
             return value
 
         return check_number if number.is_Symbol else None
-    if not isinstance(expected, Tensor):
+    if not isinstance(traced, Tensor):
         return None
-    shape = [_expression(size) for size in expected.shape]
-    name = str(shape)
+    traced_shape = [_expression(size) for size in traced.shape]
+    name = str(traced_shape)
 
     def check_shape(sizes: _Sizes, value: Tensor) -> Tensor:
-        found = value.shape
-        if found != sizes.get(name):
-            _compare(sizes, shape, found)
-            sizes[name] = found
+        shape = value.shape
+        if shape != sizes.get(name):
+            _compare(sizes, traced_shape, shape)
+            sizes[name] = shape
         return value
 
     return check_shape
@@ -68,24 +69,24 @@ def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def _compare(sizes: _Sizes, shape: Sequence[Any], found: Sequence[int]) -> None:
+def _compare(sizes: _Sizes, traced_shape: Sequence[Any], shape: Sequence[int]) -> None:
     """Compare a shape with the trace's, and note sizes that are new.
 
     Raises:
         RuntimeError: they differ.
     """
-    for size, there in zip(shape, found):
-        if isinstance(size, int):
-            wanted = size
-        elif size.is_Symbol:
-            wanted = sizes.setdefault(size, there)
+    for traced_size, size in zip(traced_shape, shape):
+        if isinstance(traced_size, int):
+            expected = traced_size
+        elif traced_size.is_Symbol:
+            expected = sizes.setdefault(traced_size, size)
         else:
-            known = tuple((symbol, sizes[symbol]) for symbol in size.free_symbols if symbol in sizes)
-            value = _value(size, known)
-            wanted = there if value is None else value
-        if wanted != there:
+            known_symbols = [symbol for symbol in traced_size.free_symbols if symbol in sizes]
+            value = _value(traced_size, tuple((symbol, sizes[symbol]) for symbol in known_symbols))
+            expected = size if value is None else value
+        if expected != size:
             raise RuntimeError(
-                f"jit: a tensor of shape {tuple(found)} must have size {wanted} instead of {there}, because step was "
+                f"jit: a tensor of shape {tuple(shape)} must have size {expected} instead of {size}, because step was "
                 "traced for equal sizes where tensors meet: a single selected row is not repeated, as in eager mode"
             )
 

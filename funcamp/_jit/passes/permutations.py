@@ -23,21 +23,24 @@ def index_without_check(graph: fx.Graph) -> None:
         if node.target is _aten.index.Tensor:
             x, indices = node.args
         elif node.target is _aten.index_select.default and node.args[1] == 0:
-            x, indices = node.args[0], node.args[2:]
+            x, _, *indices = node.args
         else:
             continue
         shape = x.meta["val"].shape
         # index_select takes rows of a tensor of shape () too, as if its shape were (1,).
         if len(indices) == 1 and len(shape) > 0 and _largest(indices[0]) < shape[0]:
-            node.target, node.args = _aten._unsafe_index.Tensor, (x, list(indices))
+            node.target = _aten._unsafe_index.Tensor
+            node.args = (x, list(indices))
 
 
 def _largest(node: Any) -> float:
     """Return the largest number of a permutation or of a slice of one; infinity for anything else."""
     while isinstance(node, fx.Node) and node.target is _aten.slice.Tensor:
         node = node.args[0]
-    known = isinstance(node, fx.Node) and node.target is _aten.randperm.default and isinstance(node.args[0], int)
-    return node.args[0] - 1 if known else float("inf")
+    if not isinstance(node, fx.Node) or node.target is not _aten.randperm.default:
+        return float("inf")
+    length = node.args[0]
+    return length - 1 if isinstance(length, int) else float("inf")
 
 
 def _run(program: Program) -> Program:

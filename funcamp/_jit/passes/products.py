@@ -43,11 +43,12 @@ class ProductsAsKernels(GraphPass):
 
 
 def _becomes_kernel(node: torch.fx.Node) -> bool:
+    """Return whether a product, of the last two arguments, is to be a kernel of the program."""
     left, right = (factor.meta["val"] for factor in node.args[-2:])  # type: ignore[union-attr]
     result: Tensor = node.meta["val"]
-    sizes = [*left.shape, right.shape[1]]
     if result.dtype not in (torch.float32, torch.bfloat16) or result.device.type != "cpu":
         return False
+    sizes = [*left.shape, right.shape[1]]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return False
     m, k, n = sizes
@@ -57,26 +58,29 @@ def _becomes_kernel(node: torch.fx.Node) -> bool:
 
 
 def _replace(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    result = node.meta["val"]
-    in_float32 = result.float()
+    """Put the kernel in the place of a product, with casts and a sum around it."""
+    result_example = node.meta["val"]
+    sums_example = result_example.float()
 
-    def call(operation: Any, arguments: tuple[Any, ...], value: Tensor) -> torch.fx.Node:
-        new = graph.call_function(operation, arguments)
-        new.meta = {**node.meta, "val": value}
-        return new
+    def call(operation: Any, arguments: tuple[Any, ...], example: Tensor) -> torch.fx.Node:
+        new_node = graph.call_function(operation, arguments)
+        new_node.meta = {**node.meta, "val": example}
+        return new_node
 
     def as_float32(factor: Any) -> torch.fx.Node:
-        value = factor.meta["val"]
-        return factor if value.dtype == torch.float32 else call(_CAST, (factor, torch.float32), value.float())
+        example = factor.meta["val"]
+        if example.dtype == torch.float32:
+            return factor  # type: ignore[no-any-return]
+        return call(_CAST, (factor, torch.float32), example.float())
 
     with graph.inserting_before(node):
         *bias, left, right = node.args
-        new = call(product, (as_float32(left), as_float32(right)), in_float32)
+        replacement = call(product, (as_float32(left), as_float32(right)), sums_example)
         if bias:
-            new = call(_aten.add.Tensor, (new, bias[0]), in_float32)
-        if result.dtype != torch.float32:
-            new = call(_CAST, (new, result.dtype), result)
-    node.replace_all_uses_with(new)
+            replacement = call(_aten.add.Tensor, (replacement, bias[0]), sums_example)
+        if result_example.dtype != torch.float32:
+            replacement = call(_CAST, (replacement, result_example.dtype), result_example)
+    node.replace_all_uses_with(replacement)
     graph.erase_node(node)
 
 

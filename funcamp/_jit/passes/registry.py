@@ -7,10 +7,10 @@ from funcamp._jit.passes.program import Pass
 _registered: list[Pass] = []
 
 
-def register(one: Pass) -> None:
+def register(program_pass: Pass) -> None:
     """Let all programs that are compiled from now on have a further pass, before Inductor's own."""
-    if one.name not in [other.name for other in _registered]:
-        _registered.append(one)
+    if program_pass.name not in [other.name for other in _registered]:
+        _registered.append(program_pass)
 
 
 def registered() -> tuple[Pass, ...]:

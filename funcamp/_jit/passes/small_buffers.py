@@ -25,6 +25,7 @@ BLOCK = 2**20
 #: What a place is aligned to, as a tensor's memory is.
 _ALIGNED = 64
 
+#: Bytes of an element, by the name of the dtype in C++.
 _ITEM_SIZES = {
     "bool": 1,
     "uint8": 1,
@@ -50,7 +51,7 @@ _VIEW = re.compile(
 )
 _RESET = re.compile(r"\b\w+\.reset\(\);")
 _ADDRESS = re.compile(r"\((?:const )?[\w:]+\s?\*\)\(\w+\.data_ptr\(\)\)")
-_NUMBERS = re.compile(r"static constexpr int64_t (\w+)\[\] = \{([\d, L]*)\};")
+_ARRAY = re.compile(r"static constexpr int64_t (\w+)\[\] = \{([\d, L]*)\};")
 
 _ENTRY = "void inductor_entry_impl("
 _FIRST_STATEMENT = re.compile(r"auto inputs = steal_from_raw_handles_to_raii_handles\(input_handles, \d+\);")
@@ -90,64 +91,82 @@ class _Place(NamedTuple):
 
 def in_one_block(source: str) -> str:
     """Return the C++ of a program whose small buffers are parts of one block; the same if there are none."""
-    head, entry, body = source.partition(_ENTRY)
-    begin = _FIRST_STATEMENT.search(body)
-    if begin is None:
+    before_entry, entry, body = source.partition(_ENTRY)
+    first_statement = _FIRST_STATEMENT.search(body)
+    if first_statement is None:
         return source
-    places, size = _places(body)
+    places, block_size = _places(body)
     if not places:
         return source
 
-    def made(allocation: re.Match[str]) -> str:
+    def as_part(allocation: re.Match[str]) -> str:
         name = allocation["name"]
         if name not in places:
             return allocation[0]
         place = places[name]
         return f"Part {name}{{small_buffers_first + {place.first}, {place.item_size}}};"
 
-    before, after = body[: begin.end()], body[begin.end() :]
-    return head + _OVERLOADS + entry + before + _MAKE_BLOCK % size + _ALLOCATION.sub(made, after)
+    before_block = body[: first_statement.end()]
+    after_block = _ALLOCATION.sub(as_part, body[first_statement.end() :])
+    return before_entry + _OVERLOADS + entry + before_block + _MAKE_BLOCK % block_size + after_block
 
 
 def _places(body: str) -> tuple[dict[str, _Place], int]:
     """Return the places of all buffers that can be parts, by name, and the size of the block."""
     allocations = list(_ALLOCATION.finditer(body))
-    arrays, memory = _arrays(body), _SharedMemory(body)
-    times = Counter(match["name"] for match in allocations)
-    no_parts = {memory.of(name) for name in _words_elsewhere(body)}
+    allocation_counts = Counter(allocation["name"] for allocation in allocations)
+    arrays = _arrays(body)
+    memory = _SharedMemory(body)
+    # One buffer that must be a tensor makes all those in its memory tensors.
+    memory_of_tensors = {memory.of(name) for name in _words_elsewhere(body)}
     places: dict[str, _Place] = {}
-    end = 0
-    for match in allocations:
-        name, size = match["name"], _bytes(match, arrays)
-        if size is None or size > min(SMALL, BLOCK - end) or times[name] > 1 or memory.of(name) in no_parts:
+    block_size = 0
+    for allocation in allocations:
+        name = allocation["name"]
+        size = _size(allocation, arrays)
+        if size is None or size > min(SMALL, BLOCK - block_size):
             continue
-        places[name] = _Place(end, _ITEM_SIZES[match["dtype"]])
-        end += -(-size // _ALIGNED) * _ALIGNED
-    return places, end
+        # Places are given by name, so a name that is allocated twice has none.
+        if allocation_counts[name] > 1 or memory.of(name) in memory_of_tensors:
+            continue
+        places[name] = _Place(block_size, _ITEM_SIZES[allocation["dtype"]])
+        aligned_units = -(-size // _ALIGNED)
+        block_size += aligned_units * _ALIGNED
+    return places, block_size
 
 
 def _arrays(body: str) -> dict[str, list[int]]:
     """Return the arrays of constants by name; none whose name has several."""
-    found = _NUMBERS.findall(body)
-    times = Counter(name for name, _ in found)
-    return {name: [int(number) for number in re.findall(r"\d+", text)] for name, text in found if times[name] == 1}
+    definitions = _ARRAY.findall(body)
+    definition_counts = Counter(name for name, _ in definitions)
+    arrays: dict[str, list[int]] = {}
+    for name, items in definitions:
+        if definition_counts[name] == 1:
+            arrays[name] = [int(item) for item in re.findall(r"\d+", items)]
+    return arrays
 
 
-def _bytes(allocation: re.Match[str], arrays: dict[str, list[int]]) -> int | None:
-    """Return the size of a buffer; None if it is not known when it is compiled."""
+def _size(allocation: re.Match[str], arrays: dict[str, list[int]]) -> int | None:
+    """Return the size of a buffer in bytes; None if it is not known when it is compiled."""
     item_size = _ITEM_SIZES.get(allocation["dtype"])
-    if item_size is None or allocation["dims"] == "0":
+    if item_size is None:
+        return None
+    if allocation["dims"] == "0":
         return item_size
-    shape, strides = arrays.get(allocation["shape"]), arrays.get(allocation["strides"])
+    shape = arrays.get(allocation["shape"])
+    strides = arrays.get(allocation["strides"])
     if shape is None or strides is None:
         return None
-    return item_size * (1 + sum((length - 1) * stride for length, stride in zip(shape, strides))) if all(shape) else 0
+    if 0 in shape:
+        return 0
+    last_item = sum((length - 1) * stride for length, stride in zip(shape, strides))
+    return (last_item + 1) * item_size
 
 
 def _words_elsewhere(body: str) -> set[str]:
     """Return all words of the statements, and parts of statements, in which a buffer must be a tensor."""
-    for foreseen in (_ALLOCATION, _MOVE, _VIEW, _RESET, _ADDRESS):
-        body = foreseen.sub("", body)
+    for harmless in (_ALLOCATION, _MOVE, _VIEW, _RESET, _ADDRESS):
+        body = harmless.sub("", body)
     return set(re.findall(r"\w+", body))
 
 
@@ -159,6 +178,7 @@ class _SharedMemory:
     """
 
     def __init__(self, body: str) -> None:
+        #: The buffer that another one was moved from, or is a view of.
         self._former: dict[str, str] = {}
         for name, former in _MOVE.findall(body) + _VIEW.findall(body):
             self._former[self.of(name)] = self.of(former)

@@ -16,11 +16,16 @@ from typing import Any
 
 from funcamp._jit.passes.program import NotInCppError, Pass, Program, Steps
 
+#: The function of a program that Python calls.
 _ENTRY = "void inductor_entry_impl("
-_STEAL = re.compile(r"steal_from_raw_handles_to_raii_handles\(input_handles, (\d+)\);")
+#: Where it takes over its inputs; their number includes Inductor's own constants.
+_TAKE_OVER = re.compile(r"steal_from_raw_handles_to_raii_handles\(input_handles, (\d+)\);")
+#: Where it gives an input a name.
 _INPUT = re.compile(r"auto (\w+) = std::move\(inputs\[(\d+)\]\);")
 _RESULT = re.compile(r"output_handles\[(\d+)\]")
 
+#: What comes before the function of one step, up to its new name. The inputs of the new function are those of a step,
+#: but the batch's are stacked; it returns the stacked results.
 _LOOP = """
 #include <algorithm>
 #include <cstring>
@@ -70,6 +75,7 @@ RAIIAtenTensorHandle stack_for(AtenTensorHandle value, int64_t steps) {
     return RAIIAtenTensorHandle(stack);
 }
 
+// Copies a step's value to its place in the tensor of all steps.
 void put_step(AtenTensorHandle stack, int64_t step, AtenTensorHandle value) {
     bool is_contiguous;
     AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(value, &is_contiguous));
@@ -93,19 +99,23 @@ void put_step(AtenTensorHandle stack, int64_t step, AtenTensorHandle value) {
 }  // namespace
 
 void inductor_entry_impl(AtenTensorHandle* input_handles, AtenTensorHandle* output_handles) {
-    constexpr int64_t steps = %(steps)d, first_of_batch = %(state)d, end_of_batch = %(end_of_batch)d;
+    // The inputs are the state's leaves, the stacked batch's tensors, and what the step reads besides them.
+    constexpr int64_t steps = %(steps)d;
+    constexpr int64_t first_of_batch = %(first_of_batch)d, end_of_batch = %(end_of_batch)d;
     constexpr int64_t input_count = %(inputs)d, result_count = %(results)d;
     auto inputs = steal_from_raw_handles_to_raii_handles(input_handles, input_count);
+    // One for each result, made when the first step has shown its kind.
     std::vector<RAIIAtenTensorHandle> stacks;
     for (int64_t step = 0; step < steps; ++step) {
         std::vector<AtenTensorHandle> step_inputs(input_count), step_results(result_count);
         for (int64_t input = 0; input < input_count; ++input) {
+            // A step takes over its inputs, so it gets handles of its own; a donated state stays where it is.
             const bool is_of_batch = first_of_batch <= input && input < end_of_batch;
             step_inputs[input] =
                 (is_of_batch ? step_of(inputs[input], step) : same_tensor(inputs[input])).release();
         }
         entry_of_one_step(step_inputs.data(), step_results.data());
-        if (PyErr_Occurred()) {
+        if (PyErr_Occurred()) {  // of an operation that C++ calls in Python
             return;
         }
         // Results that are the same tensor have the same handle, which is deleted once.
@@ -140,33 +150,37 @@ def _with_loop(steps: Steps, input_count: int, result_count: int, source: str) -
     Raises:
         NotInCppError: it has other inputs or results.
     """
-    head, _, body = source.partition(_ENTRY)
-    stolen = _STEAL.search(body)
-    # Inductor's own constants follow the inputs.
-    moved = [int(number) for name, number in _INPUT.findall(body) if name.startswith("arg")]
-    if stolen is None or moved != list(range(input_count)):
+    before_entry, _, after_entry = source.partition(_ENTRY)
+    take_over = _TAKE_OVER.search(after_entry)
+    # Inductor's own constants follow the inputs, and have other names.
+    named_inputs = [int(number) for name, number in _INPUT.findall(after_entry) if name.startswith("arg")]
+    if take_over is None or named_inputs != list(range(input_count)):
         raise NotInCppError("the inputs in C++ are not the program's")
+    written_results = {int(number) for number in _RESULT.findall(after_entry)}
     # There are more where torch itself would write an input after the program, from Python.
-    if {int(number) for number in _RESULT.findall(body)} != {*range(result_count)}:
+    if written_results != {*range(result_count)}:
         raise NotInCppError("the results in C++ are not the program's")
     loop = _LOOP % {
         "steps": steps.number,
-        "state": steps.state_leaves,
+        "first_of_batch": steps.state_leaves,
         "end_of_batch": steps.state_leaves + steps.batch_leaves,
-        "inputs": int(stolen[1]),
+        "inputs": int(take_over[1]),
         "results": result_count,
     }
-    return head + loop + body
+    return before_entry + loop + after_entry
 
 
 def _run(program: Program) -> Program:
-    # What other passes put around a program belongs around each of its steps.
     steps = program.steps
-    if steps is None or not steps.donated or program.around:
+    # A step that is not donated returns the next state instead of leaving it where the next step reads it.
+    if steps is None or not steps.donated:
+        return program
+    # What other passes put around a program belongs around each of its steps.
+    if program.around:
         return program
     results: Any = program.module.graph.output_node().args[0]
-    change = functools.partial(_with_loop, steps, len(program.examples), len(results))
-    return program._replace(steps=None, source_changes=(*program.source_changes, change), only_in_cpp=True)
+    add_loop = functools.partial(_with_loop, steps, len(program.examples), len(results))
+    return program._replace(steps=None, source_changes=(*program.source_changes, add_loop), only_in_cpp=True)
 
 
 PASS = Pass(

@@ -29,7 +29,8 @@ from funcamp._upstream import INEXACT_MARGIN, LSTM_WORKSPACE, NAN_MARGIN, NAN_SH
 from funcamp._upstream.renamed import renamed
 
 _aten = torch.ops.aten
-_instead: dict[Any, Any] = {}
+#: The operations that a program calls, by those that it was traced with.
+_replacements: dict[Any, Any] = {}
 
 
 def _contiguous(value: Any) -> Any:
@@ -41,22 +42,26 @@ def _constant(value: Any) -> Any:
 
 
 def _layer(*args: Any) -> tuple[Tensor, ...]:
-    given = map(_constant, args)  # a layer that the step only reads, such as a teacher's, may require gradients
-    with torch.enable_grad():
-        *found, workspace = _aten.mkldnn_rnn_layer.default(*map(_contiguous, given))
-    return *found, workspace[:0]
+    # A layer that the step only reads, such as a teacher's, may require gradients.
+    arguments = [_contiguous(_constant(value)) for value in args]
+    with torch.enable_grad():  # else there is no workspace
+        *results, workspace = _aten.mkldnn_rnn_layer.default(*arguments)
+    return *results, workspace[:0]
 
 
 def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
-    *given, none = args
-    workspace = none.as_strided([none.untyped_storage().nbytes() // none.element_size()], [1], 0)
-    *found, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(*map(_contiguous, [*given, workspace]))
-    *others, bias = found
-    return *others, bias.clone(), grad_hx, grad_cx  # both biases' gradient is one tensor
+    *others, empty_view = args
+    workspace_length = empty_view.untyped_storage().nbytes() // empty_view.element_size()
+    workspace = empty_view.as_strided([workspace_length], [1], 0)
+    arguments = map(_contiguous, [*others, workspace])
+    *gradients, bias_gradient, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(*arguments)
+    # The gradients of both biases are one tensor.
+    return *gradients, bias_gradient.clone(), grad_hx, grad_cx
 
 
 def _define(name: str, original: Any, run: Any) -> None:
-    _instead[original] = renamed(name, original, run)
+    """Let programs call an operation under a name of this library, which the compiler has no form of its own for."""
+    _replacements[original] = renamed(name, original, run)
 
 
 if LSTM_WORKSPACE.present:
@@ -77,7 +82,7 @@ if NAN_SHRUNK.present:
 def _run(program: Program) -> Program:
     for graph in program.graphs():
         for node in graph.nodes:
-            node.target = _instead.get(node.target, node.target)
+            node.target = _replacements.get(node.target, node.target)
     return program
 
 
@@ -85,7 +90,7 @@ PASS = Pass(
     name="whole_operations",
     why="torch.compile computes these wrongly or not at all: LSTM layers on a CPU, margin losses, softshrink of NaN",
     evidence="https://github.com/pytorch/pytorch/issues/158007; tests/upstream/test_upstream.py",
-    where=lambda _: bool(_instead),
+    where=lambda _: bool(_replacements),
     run=_run,
     defect=True,
 )

@@ -48,43 +48,68 @@ class SnapshotWriteBacks(GraphPass):
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change the graph in place."""
-        writes = [n for n in graph.nodes if n.target is _COPY and isinstance(n.args[0], torch.fx.Node)]
-        writes = [n for n in writes if n.args[0].op == "placeholder"]
-        written = {n.args[0] for n in writes}
+        writes = [node for node in graph.nodes if _writes_input(node)]
+        written_inputs = {write.args[0] for write in writes}
         if _upstream.COMPLEX_PARTS.present:
-            for target in written:
+            for target in written_inputs:
                 if target.meta["val"].is_complex():
                     _read_early(graph, target)
         if _upstream.OVERWRITTEN_RESULT.present:
-            _change_copies(graph, written)
+            _change_copies(graph, written_inputs)
         output = graph.output_node()
+        first_write = writes[0] if writes else output
 
-        def early(source: Any) -> torch.fx.Node:
-            with graph.inserting_before(writes[0] if writes else output):
+        def snapshot_of(source: Any) -> torch.fx.Node:
+            with graph.inserting_before(first_write):
                 return _recomputed(graph, source)
-
-        def late(source: Any) -> bool:
-            return _upstream.WRITE_BACK_ORDER.present and chain_start(source) in written
-
-        def is_input(result: Any) -> bool:
-            start = chain_start(result, lambda node: is_view(node) and _updated_jointly(node) is None)
-            start = _updated_jointly(start) or start
-            return isinstance(start, torch.fx.Node) and start.op == "placeholder"
 
         snapshots: dict[Any, torch.fx.Node] = {}
         for write in writes:
-            target, source, *rest = write.args
-            joint = _updated_jointly(source)
-            crossed = joint in written and joint is not target
-            # Writes into views of a complex tensor are calls of torch, which Inductor does not put in order.
-            if source is not target and (late(source) or crossed or target.meta["val"].is_complex()):
+            target, source, *other_arguments = write.args
+            if _needs_snapshot(target, source, written_inputs):
                 if source not in snapshots:
-                    snapshots[source] = early(source)
+                    snapshots[source] = snapshot_of(source)
                 source = snapshots[source]
-            write.args = (target, source, *rest)
+            write.args = (target, source, *other_arguments)
+
+        def apart_from_inputs(result: Any) -> Any:
+            must_be_copied = _is_input(result) or _is_read_late(result, written_inputs)
+            return snapshot_of(result) if must_be_copied else result
+
         # Each result has memory of its own, also where two are equal to one input.
-        results = torch.fx.map_arg(output.args[0], lambda one: early(one) if is_input(one) or late(one) else one)
-        output.args = (results,)
+        output.args = (torch.fx.map_arg(output.args[0], apart_from_inputs),)
+
+
+def _writes_input(node: torch.fx.Node) -> bool:
+    """Return whether a node gives an input a new value."""
+    if node.target is not _COPY:
+        return False
+    target = node.args[0]
+    return isinstance(target, torch.fx.Node) and target.op == "placeholder"
+
+
+def _needs_snapshot(target: torch.fx.Node, source: Any, written_inputs: set[Any]) -> bool:
+    """Return whether the value of a write may have changed when it is written, unless it is computed before."""
+    if source is target:
+        return False
+    # An item of a list may be computed in the memory of another input, which gets its own new value.
+    changed_input = _updated_jointly(source)
+    if changed_input in written_inputs and changed_input is not target:
+        return True
+    # Writes into views of a complex tensor are calls of torch, which Inductor does not put in order.
+    return _is_read_late(source, written_inputs) or bool(target.meta["val"].is_complex())
+
+
+def _is_read_late(source: Any, written_inputs: set[Any]) -> bool:
+    """Return whether a value may be read from an input after that input is written."""
+    return _upstream.WRITE_BACK_ORDER.present and chain_start(source) in written_inputs
+
+
+def _is_input(result: Any) -> bool:
+    """Return whether a result is, or may be in the memory of, an input."""
+    start = chain_start(result, lambda node: is_view(node) and _updated_jointly(node) is None)
+    start = _updated_jointly(start) or start
+    return isinstance(start, torch.fx.Node) and start.op == "placeholder"
 
 
 def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:
@@ -96,10 +121,10 @@ def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:
             reader.replace_input_with(target, copy)
 
 
-def _change_copies(graph: torch.fx.Graph, written: set[torch.fx.Node]) -> None:
+def _change_copies(graph: torch.fx.Graph, written_inputs: set[torch.fx.Node]) -> None:
     """Give operations that may work in place a copy of what they change, unless nothing else needs its values."""
 
-    def copied(node: torch.fx.Node, value: Any) -> Any:
+    def copy_for(node: torch.fx.Node, value: Any) -> Any:
         with graph.inserting_before(node):
             return _recomputed(graph, value)
 
@@ -107,13 +132,15 @@ def _change_copies(graph: torch.fx.Graph, written: set[torch.fx.Node]) -> None:
         if _may_work_in_place(node):
             base: Any = node.args[0]
             start = chain_start(base)
-            if start in behind(node.args[1:]) or (start in written and not _is_new_value(node, start)):
-                node.args = (copied(node, base), *node.args[1:])
+            is_read_besides = start in behind(node.args[1:])
+            if is_read_besides or (start in written_inputs and not _is_new_value(node, start)):
+                node.args = (copy_for(node, base), *node.args[1:])
         elif node.target in _FUNCTIONALIZED:
-            given: list[torch.fx.Node] = []
-            torch.fx.map_arg(dict(node.kwargs), given.append)
-            for value in [value for value in dict.fromkeys(given) if chain_start(value) in written]:
-                node.replace_input_with(value, copied(node, value))
+            argument_nodes: list[torch.fx.Node] = []
+            torch.fx.map_arg(dict(node.kwargs), argument_nodes.append)
+            for value in dict.fromkeys(argument_nodes):
+                if chain_start(value) in written_inputs:
+                    node.replace_input_with(value, copy_for(node, value))
 
 
 def _may_work_in_place(node: torch.fx.Node) -> bool:
@@ -136,10 +163,11 @@ def _updated_jointly(value: Any) -> Any:
     """Return what an item of a list was before a `torch._foreach_` operation, which may work in place, else None."""
     if not isinstance(value, torch.fx.Node) or value.target is not operator.getitem:
         return None
-    joint, index = value.args
-    if not str(joint.target).startswith("aten._foreach_"):  # type: ignore[union-attr]
+    list_operation: Any = value.args[0]
+    index: Any = value.args[1]
+    if not str(list_operation.target).startswith("aten._foreach_"):
         return None
-    return chain_start(joint.args[0][index])  # type: ignore[index, union-attr]
+    return chain_start(list_operation.args[0][index])
 
 
 def _recomputed(graph: torch.fx.Graph, source: torch.fx.Node) -> torch.fx.Node:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._optim.run import LeafState
-from funcamp._optim.stateless import advance, by_branch, eager_only, first_state, stateless
+from funcamp._optim.stateless import by_branch, eager_only, first_state, run_class_step, stateless
 
 #: A stand-in for None among the arguments of a traced function, which accepts no None as a leaf.
 _NONE = "<None>"
@@ -86,7 +86,7 @@ def _step(
     old_states = [state or first_state(optimizer, param, hyper) for param, state in zip(params, states)]
 
     def step(zero_labels: frozenset[str]) -> tuple[list[Tensor], list[LeafState]]:
-        return advance(optimizer, params, grads, old_states, old_states, hyper, zero_labels)
+        return run_class_step(optimizer, params, grads, old_states, old_states, hyper, zero_labels)
 
     new_params, new_states = by_branch(optimizer, hyper, step)
     return new_params, old_states, new_states

@@ -22,7 +22,7 @@ from funcamp._autograd.named_storages import NamedStorages, share_memory
 from funcamp._autograd.scaled_grad import nodes
 from funcamp._trace.schema import aliased, reads_no_value
 from funcamp._trace.tracing import LetsDynamoIn
-from funcamp._trace.user_line import in_stack
+from funcamp._trace.user_line import line_in_stack
 from funcamp._tree import tensors_in
 from funcamp._types import Tree
 
@@ -130,7 +130,8 @@ class FirstCallWatch:
         raise ValueError(
             "module_loss: model's parameters and buffers must be read of the model when the loss is called, "
             f"as model.parameters() in the criterion; got {name!r} as a tensor kept from before "
-            f"by {in_stack()}, whose values no step changes: read it in the call, or keep a clone() if it is a constant"
+            f"by {line_in_stack()}, whose values no step changes: read it in the call, or keep a clone() if it is "
+            "a constant"
         )
 
     def refuse_resize(self, written: Iterable[object]) -> None:
@@ -148,7 +149,7 @@ class FirstCallWatch:
         for tensor in tensors_in(written):
             name = self._parameters.name_of(tensor)
             if name is not None:
-                raise written_error(name, f", at {in_stack()}")
+                raise written_error(name, f", at {line_in_stack()}")
 
 
 class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):

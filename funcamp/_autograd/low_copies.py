@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from funcamp._autograd.named_storages import share_memory
 from funcamp._trace.schema import reads_no_value
-from funcamp._trace.user_line import in_stack
+from funcamp._trace.user_line import line_in_stack
 from funcamp._tree import tensors_in
 
 #: Casts: what they return is in the precision that the code asks for.
@@ -92,7 +92,7 @@ class LowCopies(TorchFunctionMode):
             return
         self._warned_names.add(name)
         warnings.warn(
-            f"module_loss: model reads {name!r} outside of the layer that multiplies by it, at {in_stack()}: "
+            f"module_loss: model reads {name!r} outside of the layer that multiplies by it, at {line_in_stack()}: "
             "there a step has its low-precision copy, and torch's loop the full values: keep it, "
             f"policy='...,keep={name}'",
             stacklevel=3,

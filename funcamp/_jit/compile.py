@@ -82,7 +82,7 @@ def compile_graph(
     # The passes change the graph, which another program may still be made of: without a pass, or without a compiler.
     module = fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
     # The parts of a distributed tensor are views along its first dimension only as a whole.
-    steps_for_passes = None if graph.wrapped else steps
+    steps_for_passes = None if graph.has_subclasses else steps
     program = Program(
         module,
         graph.examples,
@@ -143,7 +143,7 @@ def _with_captured(graph: Graph, compiled: Flat, *, as_eager: bool) -> Flat:
             return run(values)
 
     run_on_parts = run_as_eager if as_eager else run
-    if not graph.wrapped:
+    if not graph.has_subclasses:
         return run_on_parts
 
     def run_on_wrapped(values: list[Tensor]) -> list[Tensor]:

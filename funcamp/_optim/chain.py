@@ -196,7 +196,7 @@ def _parts_of(optimizer: object) -> tuple[Part, ...]:
     return ()
 
 
-def optimizer_in(optimizer: Any) -> Any:
+def only_optimizer_of(optimizer: Any) -> Any:
     """Return the optimizer of a chain that besides only clips or averages; any other optimizer as it is."""
     if not isinstance(optimizer, Chain):
         return optimizer
@@ -211,7 +211,7 @@ def _averages(part: Part) -> bool:
     return isinstance(part, _Averaging)
 
 
-def is_average(state: object) -> bool:
+def is_average_state(state: object) -> bool:
     """Return whether this is the state of `average`, or of one that `every` delays."""
     return isinstance(state, Average) or (isinstance(state, Every) and isinstance(state.state, Average))
 

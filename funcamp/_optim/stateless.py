@@ -388,7 +388,7 @@ def _step(
     states = [{name: value for name, value in state.items() if name != APPLIED} for state in states]
 
     def step(zero_labels: frozenset[str]) -> _ParamsAndStates:
-        later_params, later_states = advance(optimizer, params, grads, states, states, hyper, zero_labels)
+        later_params, later_states = run_class_step(optimizer, params, grads, states, states, hyper, zero_labels)
         if not first_step_differs:
             return later_params, later_states
         if zero_labels:
@@ -397,7 +397,7 @@ def _step(
             for state, applied in zip(later_states, applied_counts):
                 state[APPLIED] = applied
             return later_params, later_states
-        first_params, first_states = advance(optimizer, params, grads, None, states, hyper)
+        first_params, first_states = run_class_step(optimizer, params, grads, None, states, hyper)
         for index, applied in enumerate(applied_counts):
             is_first = applied == 0
             later_params[index] = torch.where(is_first, first_params[index], later_params[index])
@@ -454,7 +454,7 @@ def first_state(optimizer: StatelessOptimizer, param: Tensor, hyper: dict[str, A
     return state_before_first_step(step_run.first_values[0], param, optimizer._traits.starts_at_zero)
 
 
-def advance(
+def run_class_step(
     optimizer: StatelessOptimizer,
     params: list[Tensor],
     grads: list[Tensor],

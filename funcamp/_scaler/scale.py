@@ -144,7 +144,7 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
         is_found = is_found | ~torch.stack(finite_flags).all()
     found_inf = any_rank(is_found, unscaled_grads).float()
     if reduce is not None:
-        found_inf = reduced("unscale_and_check", "reduce", reduce, found_inf)
+        found_inf = reduce_flag("unscale_and_check", "reduce", reduce, found_inf)
     return _tree.unflatten(unscaled_grads, spec), replace(state, found_inf=found_inf)
 
 
@@ -254,7 +254,7 @@ def _is_finite(leaf: Tensor) -> Tensor:
     return torch.isfinite(local(leaf)).all()
 
 
-def reduced(call: str, name: str, reduce: Reduce, flag: Tensor) -> Tensor:
+def reduce_flag(call: str, name: str, reduce: Reduce, flag: Tensor) -> Tensor:
     """Return the flag after reduce, checked, as 0 or 1."""
     reduced_flag = reduce(flag)
     if not isinstance(reduced_flag, Tensor):

@@ -25,7 +25,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._dtensor import any_rank, group_by_mesh_dims, local, total
 from funcamp._scaler.precision import reciprocal, widen
-from funcamp._scaler.scale import reduced, unscaled
+from funcamp._scaler.scale import reduce_flag, unscaled
 from funcamp._scaler.state import ScalerState, replace
 from funcamp._types import Reduce, Tree
 
@@ -92,7 +92,7 @@ def flag_and_norm(
     """Return the state with its flag, and the norm in float64."""
     flag = ((state.found_inf != 0) | ~finite).float()
     if reduce is not None:
-        flag = reduced("step", "parallel", reduce, flag)
+        flag = reduce_flag("step", "parallel", reduce, flag)
     return replace(state, found_inf=flag), squares.sqrt()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._optim.chain import optimizer_in
+from funcamp._optim.chain import only_optimizer_of
 from funcamp._optim.stateless import APPLIED, StatelessOptimizer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.state_dict import from_state_dict
@@ -42,7 +42,7 @@ def from_torch(
     if optimizer is not None:
         groups = groups_of(call, step, like, names)
         counts: dict[str, int] = {}
-        for label in _labels_of_optimizers(call, optimizer_in(step.optimizer), optimizer):
+        for label in _labels_of_optimizers(call, only_optimizer_of(step.optimizer), optimizer):
             state_dict = optimizer if label is None else optimizer[label]
             _check_state_dict(call, state_dict)
             groups_of_optimizer = [group for group in groups if label is None or group.label == label]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._optim.chain import Average, is_average
+from funcamp._optim.chain import Average, is_average_state
 from funcamp._optim.stateless import OptState
 from funcamp._step.state import TrainState, check_train_state, states_of_parts
 from funcamp._storage.params import Params, clone, collapse, expand
@@ -58,7 +58,7 @@ def saved_names(state: TrainState) -> list[str]:
     for number, part_state in enumerate(states_of_parts(state.opt_state)):
         if isinstance(part_state, Average):
             averages.append(number)
-        elif not is_average(part_state):
+        elif not is_average_state(part_state):
             others.append(number)
 
     saved_prefixes = {"variables.buffers.": "buffers.", "variables.products.": "float8."}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
-from funcamp._optim.chain import optimizer_in
+from funcamp._optim.chain import only_optimizer_of
 from funcamp._optim.stateless import APPLIED
 from funcamp._scaler.state_dict import to_state_dict
 from funcamp._step.state import TrainState
@@ -22,7 +22,7 @@ def to_torch(step: Step, state: TrainState, names: Iterable[str] | None) -> dict
     saved = export("to_torch", state)
     groups = groups_of("to_torch", step, state, names)
     optimizer: dict[Any, Any]
-    if has_several_classes(optimizer_in(step.optimizer)):
+    if has_several_classes(only_optimizer_of(step.optimizer)):
         optimizer = {group.label: _optimizer_state_dict([group], saved) for group in groups}
     else:
         optimizer = _optimizer_state_dict(groups, saved)

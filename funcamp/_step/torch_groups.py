@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.by_group import GroupedOptimizer
-from funcamp._optim.chain import optimizer_in
+from funcamp._optim.chain import only_optimizer_of
 from funcamp._optim.stateless import StatelessOptimizer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.state import TrainState
@@ -71,7 +71,7 @@ def groups_of(call: str, step: Step, state: TrainState, names: Iterable[str] | N
         ValueError: names are not those of the step's parameters.
     """
     labels = state.params.layout.label_of()
-    optimizer = optimizer_in(step.optimizer)
+    optimizer = only_optimizer_of(step.optimizer)
     module_parameters: dict[str, nn.Parameter] = {}
     if isinstance(step.loss_fn, ModuleLoss):
         module_parameters = dict(step.loss_fn.model.named_parameters())

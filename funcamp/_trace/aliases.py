@@ -11,7 +11,7 @@ from torch import fx
 
 from funcamp import _tree
 from funcamp._trace.schema import aliased, reads_no_value
-from funcamp._upstream.chains import behind
+from funcamp._upstream.chains import nodes_behind
 
 _aten = torch.ops.aten
 #: In training it writes its running mean and variance, of which torch's schema says nothing.
@@ -47,7 +47,7 @@ class Aliases:
         sources = _nodes_in(aliased(node.target, node.args, node.kwargs))
         return self.root[sources[0]] if sources else node
 
-    def behind(self, *nodes: fx.Node) -> set[fx.Node]:
+    def nodes_behind(self, *nodes: fx.Node) -> set[fx.Node]:
         """Return nodes, everything that they are computed from, and everything that writes to any of these.
 
         Inputs count with the values that they have before the graph runs.
@@ -56,7 +56,7 @@ class Aliases:
         def sources_of(node: fx.Node) -> list[fx.Node]:
             return [*node.all_input_nodes, *self._writers_of_made(node)]
 
-        return behind([*nodes], sources_of)
+        return nodes_behind([*nodes], sources_of)
 
     def follows(self, node: fx.Node, inputs: Set[fx.Node]) -> bool:
         """Return whether the values of a node depend on those of one of these inputs."""
@@ -65,7 +65,7 @@ class Aliases:
             sources = [] if _reads_no_value(node) else node.all_input_nodes
             return [*sources, *self._writers_of_made(node)]
 
-        return not inputs.isdisjoint(behind([node], sources_of_values))
+        return not inputs.isdisjoint(nodes_behind([node], sources_of_values))
 
     def changed(self, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
         """Return the inputs that the graph writes other values to, or returns with other values.

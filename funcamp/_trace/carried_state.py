@@ -137,7 +137,7 @@ class CarriedState:
             graph = trace_once()
             while self._make_private():  # the graph writes the former tensors, and now there are others
                 graph = self._trace_again(graph, trace_once)
-            if self._changes.values or graph.kept:
+            if self._changes.values or graph.kept_tensors:
                 self._refuse_counts(graph, trace_once)
         except BaseException:
             _restore(self._before)
@@ -148,11 +148,11 @@ class CarriedState:
         for path in self._changes.carried:
             slot = self._settable_slot(path)
             self._state_slots[slot.path] = slot
-        if graph.kept:
+        if graph.kept_tensors:
             log_kept(
                 "follow from its arguments, and later calls will not change them (return in the metrics what you want "
                 "to see)",
-                [_tree.describe(value) for value in graph.kept],
+                [_tree.describe(value) for value in graph.kept_tensors],
             )
         self._note_read(graph.captured)
         self._before = {}
@@ -250,7 +250,7 @@ class CarriedState:
             HostError: this run reads a tensor that one before it made of what changes from call to call. A program of
                 the first run makes it at every call, and one of this run has it as it was at the first.
         """
-        self._earlier_tensors += graph.kept
+        self._earlier_tensors += graph.kept_tensors
         self._survey_before()
         # Reversed, so that a tensor in several places has the path of the first.
         paths = {id(slot.value): path for path, slot in reversed(self._before.items())}
@@ -316,7 +316,7 @@ class CarriedState:
                 that the first run made of what changes is read.
         """
         first_changes = self._changes
-        cached_ids = set(map(id, first_changes.other_tensors)) - set(map(id, graph.kept))
+        cached_ids = set(map(id, first_changes.other_tensors)) - set(map(id, graph.kept_tensors))
         try:
             second_graph = self._trace_again(graph, trace_once)
         except HostError:
@@ -350,7 +350,7 @@ def _live_nodes(graph: Graph) -> dict[fx.Node, None]:
     nodes = graph.module.graph
     aliases = Aliases(nodes)
     writers_of_inputs = [writers for memory, writers in aliases.writers.items() if memory.op != "call_function"]
-    live = aliases.behind(nodes.output_node(), *itertools.chain.from_iterable(writers_of_inputs))
+    live = aliases.nodes_behind(nodes.output_node(), *itertools.chain.from_iterable(writers_of_inputs))
     return dict.fromkeys(node for node in nodes.nodes if node in live)
 
 

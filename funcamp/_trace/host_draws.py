@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from funcamp._trace.user_line import in_stack
+from funcamp._trace.user_line import line_in_stack
 from funcamp._upstream.replaced import replaced
 
 _log = logging.getLogger("funcamp")
@@ -83,9 +83,9 @@ class HostDraws:
             # Functions of `random` call others of it, whose line is not the user's.
             is_this_thread = threading.get_ident() == self._thread
             if is_this_thread and not self._line:
-                self._line = in_stack(beside=(random.__file__,))
+                self._line = line_in_stack(beside=(random.__file__,))
             elif not is_this_thread and not self._other_threads_line:
-                self._other_threads_line = in_stack(beside=(random.__file__,))
+                self._other_threads_line = line_in_stack(beside=(random.__file__,))
             return draw(*args, **kwargs)
 
         return noted

@@ -69,7 +69,7 @@ def give_values(
     replacements: list[_Replacement] = []
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         for tensor, node in kept_tensors:
-            needed = evaluation.aliases.behind(node)
+            needed = evaluation.aliases.nodes_behind(node)
             if any(map(evaluation.is_from_outside, needed)):
                 if failed:
                     continue

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from funcamp import _tree
 from funcamp._trace.schema import aliased
 from funcamp._trace.tracing import NodeOf
-from funcamp._trace.user_line import in_stack
+from funcamp._trace.user_line import line_in_stack
 from funcamp._upstream.chains import chain_start
 
 #: The seed at which a trace starts: larger than any user's seed.
@@ -103,8 +103,8 @@ class TraceDraws:
         if position < _FIRST_POSITION or any(isinstance(leaf, torch.Generator) for leaf in call.leaves):
             raise RuntimeError(
                 "jit: step must draw from torch's default generator and not seed it, as the state of a generator "
-                f"cannot be part of a program; {in_stack()} does: seed before the call, or pass a seed's numbers in "
-                "the batch"
+                f"cannot be part of a program; {line_in_stack()} does: seed before the call, or pass a seed's numbers "
+                "in the batch"
             )
         torch.default_generator.manual_seed(position + 1)
         sources = [self._node_of(tensor) or tensor for tensor in call.tensors_read()]
@@ -114,7 +114,8 @@ class TraceDraws:
             if drawn is None or not all(map(_computes_the_same, drawn.sources, sources)):
                 raise RuntimeError(
                     "jit: step must not set the generator back and then draw other numbers than before, as a program "
-                    f"cannot draw at a place in the sequence; {in_stack()} does: draw once and compute both from it"
+                    f"cannot draw at a place in the sequence; {line_in_stack()} does: draw once and compute both from "
+                    "it"
                 )
             return _repeat(drawn, call)
         self._next_position = position + 1

@@ -68,13 +68,13 @@ class Graph(NamedTuple):
     """The mode of the examples."""
     captured: list[Tensor]
     """The tensors that it reads besides its arguments."""
-    kept: list[Tensor]
+    kept_tensors: list[Tensor]
     """Tensors that Python has kept of this run, and that follow from arguments that change from call to call."""
     wrappers: list[Wrapper | None]
     """The wrappers of its results."""
     outputs: Outputs
     """What each of its results is."""
-    wrapped: bool
+    has_subclasses: bool
     """Whether an argument or a result is not a plain tensor."""
     is_open: bool
     """Whether an operation has a shape or strides that follow from values."""
@@ -199,10 +199,10 @@ def _trace_once(
         examples=examples,
         mode=fake_mode,
         captured=captured,
-        kept=kept_tensors,
+        kept_tensors=kept_tensors,
         wrappers=results.wrappers,
         outputs=results.outputs,
-        wrapped=any(plain_function.argument_wrappers) or any(results.wrappers),
+        has_subclasses=any(plain_function.argument_wrappers) or any(results.wrappers),
         is_open=any(map(is_open_node, module.graph.nodes)),
     )
 

@@ -6,7 +6,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from funcamp import _upstream
 from funcamp._trace.tracing import HostError
-from funcamp._trace.user_line import in_nested_tensor, in_traceback
+from funcamp._trace.user_line import in_nested_tensor, line_in_traceback
 
 #: torch's error for an operation whose result has a shape that follows from values, if there must be none.
 _SHAPE_FROM_VALUES = tuple(
@@ -52,7 +52,7 @@ def explain(error: Exception, *, fixed_shapes: bool) -> HostError | None:
         error: what the trace raised.
         fixed_shapes: whether no tensor may have a shape that follows from values.
     """
-    line = in_traceback(error)
+    line = line_in_traceback(error)
     if isinstance(error, _SHAPE_FROM_VALUES):
         where = "in a CUDA graph" if fixed_shapes else f"by {error.func}"
         instead = _FIXED_SHAPE_INSTEAD

@@ -31,7 +31,7 @@ _NOT_USERS = (
 )
 
 
-def in_traceback(error: BaseException) -> str:
+def line_in_traceback(error: BaseException) -> str:
     """Return the innermost line of user code in an error's traceback."""
     return _first_user_line(_innermost_first(error))
 
@@ -53,7 +53,7 @@ def in_nested_tensor(error: BaseException) -> bool:
     return any(frame.f_code.co_filename.startswith(folder) for frame, _ in _innermost_first(error))
 
 
-def in_stack(beside: tuple[str, ...] = ()) -> str:
+def line_in_stack(beside: tuple[str, ...] = ()) -> str:
     """Return the innermost line of user code in the current call stack, outside of files that start with `beside`."""
     return _first_user_line(traceback.walk_stack(sys._getframe(1)), beside)
 

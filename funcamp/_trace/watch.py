@@ -30,7 +30,7 @@ from funcamp._trace.kept_tensors import KeptTensor, give_values
 from funcamp._trace.random_numbers import TraceDraws
 from funcamp._trace.trace_errors import nested_tensor_error, read_error
 from funcamp._trace.tracing import HostError, LetsDynamoIn, RequestedViews, current
-from funcamp._trace.user_line import in_stack
+from funcamp._trace.user_line import line_in_stack
 from funcamp._upstream.bugs.ctc_lengths import of_known_shape
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         if any(kind.__module__.startswith("torch.nested.") for kind in types):
-            raise nested_tensor_error(in_stack())
+            raise nested_tensor_error(line_in_stack())
         _refuse_python_branches(func, args)
         if func in _OFFSET_POSITION:
             self._refuse_offset(func, args, kwargs)
@@ -140,7 +140,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             return False
         tags = getattr(func, "tags", ())
         if torch.Tag.data_dependent_output in tags and not _is_known_constant(args[0]):
-            raise read_error(in_stack())
+            raise read_error(line_in_stack())
         if torch.Tag.nondeterministic_seeded in tags:
             result = self._draws.draw(func, args, kwargs)
         else:
@@ -157,7 +157,8 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         offset = args[position] if position < len(args) else kwargs.get("storage_offset")
         if offset is not None and args[0].untyped_storage()._cdata in self._slice_storages:
             raise HostError(
-                f"not pass the offset of a parameter in memory, which differs between trace and state; {in_stack()} "
+                f"not pass the offset of a parameter in memory, which differs between trace and state; "
+                f"{line_in_stack()} "
                 "does: call as_strided without storage_offset, or with a clone of the parameter"
             )
 
@@ -189,7 +190,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             hint = ""
             if device.type == "meta":
                 hint = ", as torch does for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
-            raise HostError(f"stay on one type of device; {in_stack()} moves a tensor to {device.type}{hint}")
+            raise HostError(f"stay on one type of device; {line_in_stack()} moves a tensor to {device.type}{hint}")
 
     # Tensors that the step reads besides its arguments
 
@@ -232,14 +233,14 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         """
         if tensor.layout != torch.strided:
             raise HostError(
-                f"read strided tensors only, besides its arguments; {in_stack()} reads {_tree.describe(tensor)}: "
+                f"read strided tensors only, besides its arguments; {line_in_stack()} reads {_tree.describe(tensor)}: "
                 "make it dense, or pass its indices and values as a leaf of the batch each"
             )
         if tensor.is_meta and self._needs_values(func, leaves):
             raise HostError(
-                f"read tensors with values only, besides its arguments; {in_stack()} reads {_tree.describe(tensor)}: "
-                "give it values (to_empty, load_state_dict) before the first call. torch itself makes such a "
-                "tensor for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
+                f"read tensors with values only, besides its arguments; {line_in_stack()} reads "
+                f"{_tree.describe(tensor)}: give it values (to_empty, load_state_dict) before the first call. "
+                "torch itself makes such a tensor for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
             )
 
     def _needs_values(self, func: Any, leaves: list[Any]) -> bool:
@@ -314,7 +315,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         is_argument = node is not None and node.op == "placeholder"
         if is_argument or not isinstance(tensor, FakeTensor):
             raise HostError(
-                f"not assign to .data of a tensor that it did not make; {in_stack()} does, for "
+                f"not assign to .data of a tensor that it did not make; {line_in_stack()} does, for "
                 f"{_tree.describe(tensor)}: write into it with copy_, or assign a new tensor to the name or attribute"
             )
         with torch.no_grad():
@@ -428,7 +429,7 @@ def _refuse_python_branches(func: Any, args: tuple[Any, ...]) -> None:
     """
     for arg in args:
         if isinstance(arg, _PYTHON_FUNCTIONS) and not isinstance(arg, fx.GraphModule):
-            raise HostError(_BRANCHES.format(name=getattr(func, "__name__", func), line=in_stack()))
+            raise HostError(_BRANCHES.format(name=getattr(func, "__name__", func), line=line_in_stack()))
 
 
 def _is_known_constant(value: Any) -> bool:

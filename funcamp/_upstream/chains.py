@@ -26,7 +26,7 @@ def is_view(node: torch.fx.Node) -> bool:
     return schema is None or any(result.alias_info for result in schema.returns)
 
 
-def behind(
+def nodes_behind(
     values: Any, before: Callable[[torch.fx.Node], list[torch.fx.Node]] = lambda node: node.all_input_nodes
 ) -> set[torch.fx.Node]:
     """Return the nodes among values, and those from which they are computed; `before` returns one step of these."""

@@ -13,8 +13,8 @@ from funcamp.numerics.taps import tap
 from funcamp.numerics.track import TrackedLoss, TrackedModule, track_scales
 
 if TYPE_CHECKING:
+    from funcamp.numerics.report.backward_passes import Operation
     from funcamp.numerics.report.float8_fit import Float8Layer
-    from funcamp.numerics.report.passes import Operation
     from funcamp.numerics.report.plot import plot_flushed
     from funcamp.numerics.report.render import annotate
     from funcamp.numerics.report.report import NumericsReport, Origin, Recommendation, numerics_report

@@ -17,7 +17,7 @@ import funcamp
 from funcamp import ScalerConfig, init, jit, make_train_step, module_loss, stateless
 from funcamp.__main__ import main
 from funcamp.numerics import NumericsReport, numerics_report, stats
-from funcamp.numerics.report.passes import Operation, Trial, largest
+from funcamp.numerics.report.backward_passes import Operation, Trial, find_largest_scale
 
 SGD = stateless(torch.optim.SGD, lr=0.0)
 
@@ -451,6 +451,6 @@ def test_search_finds_the_largest_scale_with_few_trials(limit: int | None, seen:
         one = Operation(*about, stats(torch.tensor([amax])), torch.zeros(2, dtype=torch.bool), 1.0)
         return Trial([one], limit is not None and place <= limit, {})
 
-    found, _ = largest(again, -120, 100)
+    found, _ = find_largest_scale(again, -120, 100)
     assert found == limit
     assert len(tried) == len(set(tried)) <= (6 if seen else 12)

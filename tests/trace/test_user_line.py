@@ -30,8 +30,8 @@ def test_code_beside_torch_is_a_users_and_code_inside_is_not(file: str, is_users
     names = {"found": found}
     exec(compile(code, file, "exec"), names)
     with pytest.raises(ZeroDivisionError) as caught:
-        names["fn"](user_line.in_stack)  # type: ignore[operator]
-    line = user_line.in_traceback(caught.value)
+        names["fn"](user_line.line_in_stack)  # type: ignore[operator]
+    line = user_line.line_in_traceback(caught.value)
     assert found[0].startswith(f"{file}:3 ") == is_users
     assert line.startswith(f"{file}:4 ") == is_users
     assert is_users or line.startswith(f"{__file__}:")

@@ -23,7 +23,7 @@ from torch import Tensor
 from funcamp import _upstream
 from funcamp._jit.passes.graph_pass import GraphPass
 from funcamp._jit.passes.program import Pass, Program
-from funcamp._upstream.chains import behind, chain_start, is_view
+from funcamp._upstream.chains import chain_start, is_view, nodes_behind
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -132,7 +132,7 @@ def _change_copies(graph: torch.fx.Graph, written_inputs: set[torch.fx.Node]) ->
         if _may_work_in_place(node):
             base: Any = node.args[0]
             start = chain_start(base)
-            is_read_besides = start in behind(node.args[1:])
+            is_read_besides = start in nodes_behind(node.args[1:])
             if is_read_besides or (start in written_inputs and not _is_new_value(node, start)):
                 node.args = (copy_for(node, base), *node.args[1:])
         elif node.target in _FUNCTIONALIZED:
@@ -153,7 +153,7 @@ def _is_new_value(node: torch.fx.Node, target: torch.fx.Node) -> bool:
         (user,) = node.users
         if user.target is _COPY:
             return user.args[:2] == (target, node)
-        if not _may_work_in_place(user) or user.args[0] is not node or target in behind(user.args[1:]):
+        if not _may_work_in_place(user) or user.args[0] is not node or target in nodes_behind(user.args[1:]):
             return False
         node = user
     return False

@@ -15,7 +15,7 @@ from funcamp._types import name_of
 from funcamp.numerics.counting import LOWEST
 from funcamp.numerics.formats import format_of
 from funcamp.numerics.record import Record
-from funcamp.numerics.report.passes import Operation
+from funcamp.numerics.report.backward_passes import Operation
 from funcamp.numerics.statistics import Stats
 
 #: The exponents that a picture shows at least: from the first up to the second.

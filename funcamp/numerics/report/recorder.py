@@ -30,9 +30,9 @@ from funcamp.float8.linears import layer_of
 from funcamp.numerics import taps
 from funcamp.numerics.counting import count, has_values
 from funcamp.numerics.record import Record, probe
+from funcamp.numerics.report.backward_passes import BackwardPass, Operation, Trial, combined, find_largest_scale, narrow
 from funcamp.numerics.report.float8_fit import Multiplied
 from funcamp.numerics.report.module_paths import ModulePaths
-from funcamp.numerics.report.passes import Operation, Pass, Trial, combined, largest, narrow
 from funcamp.numerics.statistics import Stats
 
 #: Operations that create tensors, possibly with another's shape, or return their input's values: not results of the
@@ -109,7 +109,7 @@ class Recorder(_Mode):
         """What each linear layer multiplies."""
         self.gradients: dict[str, Stats] = {}
         """The gradients of modules' outputs, by path, without loss scaling."""
-        self.passes: list[Pass] = []
+        self.passes: list[BackwardPass] = []
         self.loss_scale = 1.0 if loss_scale is None else loss_scale
         self.modules = ModulePaths(module)
         self.seen_backward = False
@@ -338,7 +338,7 @@ class Recorder(_Mode):
         initial_dtypes: list[torch.dtype],
         obstacle: str,
         gradients_before: dict[str, Stats],
-    ) -> Pass:
+    ) -> BackwardPass:
         """Return the findings about the last pass, repeated if it overflowed or may at a larger scale.
 
         initial_dtypes: those of the initial gradients.
@@ -348,7 +348,7 @@ class Recorder(_Mode):
         operations = [operation for operation in self.operations[self.end :] if operation.backward]
         is_finite = not any(operation.stats.nonfinite > 0 for operation in operations)
         if obstacle or not loss_is_finite or (is_finite and not narrow(operations)):
-            return Pass(scale, loss_is_finite, is_finite, None, operations, obstacle)
+            return BackwardPass(scale, loss_is_finite, is_finite, None, operations, obstacle)
 
         def try_exponent(exponent: int) -> Trial:
             if is_finite and exponent == 0:  # the run itself
@@ -357,19 +357,19 @@ class Recorder(_Mode):
 
         lowest, highest = _exponents_to_try(initial_dtypes, scale)
         try:
-            exponent, best = largest(try_exponent, lowest, highest)
+            exponent, best = find_largest_scale(try_exponent, lowest, highest)
         except Exception as error:  # of a user's hook, or of a function that allows only one backward pass
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            return Pass(scale, True, is_finite, None, operations, lines[0])
+            return BackwardPass(scale, True, is_finite, None, operations, lines[0])
         if exponent is None:
-            return Pass(scale, True, False, None, best.operations)
+            return BackwardPass(scale, True, False, None, best.operations)
         evidence = best.operations
         if exponent < 0:  # the run overflowed: the gradients of modules are those of the trial
             evidence = combined(operations, best.operations)
             self.gradients = gradients_before
             for path, gradient in best.gradients.items():
                 _add(self.gradients, path, gradient)
-        return Pass(scale, True, exponent >= 0, scale * 2.0**exponent, evidence)
+        return BackwardPass(scale, True, exponent >= 0, scale * 2.0**exponent, evidence)
 
     def _try_factor(self, repeat: _Repeat, factor: float) -> Trial:
         """Repeat the last pass at the loss scale times a factor, and record it apart from the run."""

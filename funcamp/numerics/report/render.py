@@ -14,7 +14,7 @@ from torch import nn
 
 from funcamp._types import name_of
 from funcamp.numerics.record import Record
-from funcamp.numerics.report.passes import Operation, Pass, narrow
+from funcamp.numerics.report.backward_passes import BackwardPass, Operation, narrow
 
 _T = TypeVar("_T")
 
@@ -107,7 +107,7 @@ def no_scale_helps(operation: Operation, cause: str) -> str:
     return f"No loss scale helps: the {what}: {cause}. Change that operation: {change}."
 
 
-def at_scales(passes: list[Pass]) -> list[str]:
+def at_scales(passes: list[BackwardPass]) -> list[str]:
     """Return sentences on the scales at which the backward passes were finite."""
     sentences = []
     for number, backward_pass in enumerate(passes, 1):

@@ -18,8 +18,8 @@ from funcamp.numerics.counting import WIDTH
 from funcamp.numerics.formats import format_of
 from funcamp.numerics.record import Record, text
 from funcamp.numerics.report import plot, render
+from funcamp.numerics.report.backward_passes import BackwardPass, Operation
 from funcamp.numerics.report.float8_fit import Float8Layer, fit
-from funcamp.numerics.report.passes import Operation, Pass
 from funcamp.numerics.report.recorder import Recorder, leaves_behind
 from funcamp.numerics.report.render import power
 from funcamp.numerics.statistics import Stats
@@ -86,7 +86,7 @@ class NumericsReport:
     """The outputs of every module, and their gradients, by path."""
     loss_scale: float
     """The factor of the loss in the run's last backward pass."""
-    passes: list[Pass]
+    passes: list[BackwardPass]
     """The backward passes, and the scales at which each is finite."""
 
     def __init__(self, recorder: Recorder) -> None:

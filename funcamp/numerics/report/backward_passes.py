@@ -52,7 +52,7 @@ class Trial(NamedTuple):
     """The gradients of modules' outputs, by path, without loss scaling."""
 
 
-class Pass(NamedTuple):
+class BackwardPass(NamedTuple):
     """The findings about one backward pass of the run."""
 
     loss_scale: float
@@ -70,7 +70,7 @@ class Pass(NamedTuple):
     """Why it could not be repeated, or empty."""
 
 
-def largest(again: Callable[[int], Trial], lowest: int, highest: int) -> tuple[int | None, Trial]:
+def find_largest_scale(again: Callable[[int], Trial], lowest: int, highest: int) -> tuple[int | None, Trial]:
     """Find the largest k for which `again(k)`, the pass at 2^k times its scale, is finite.
 
     Args:

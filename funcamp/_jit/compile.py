@@ -21,7 +21,7 @@ from funcamp._jit.passes.graph_pass import Unchanged
 from funcamp._jit.passes.program import Flat, NotInCppError, Program, Steps, Target
 from funcamp._jit.session import deep_recursion
 from funcamp._jit.sources import sources_changed
-from funcamp._jit.unroll import unrolled
+from funcamp._jit.unroll import unrolled, with_results_checked
 from funcamp._memory import overlaps
 from funcamp._trace.autocast_regions import without_autocast
 from funcamp._trace.tensor_subclass import unwrap_all, wrap
@@ -80,7 +80,7 @@ def compile_graph(
         headers: if given, requests the headers of a program ahead of time.
     """
     # The passes change the graph, which another program may still be made of: without a pass, or without a compiler.
-    module = fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
+    module = _copied(graph.module)
     # The parts of a distributed tensor are views along its first dimension only as a whole.
     steps_for_passes = None if graph.has_subclasses else steps
     program = Program(
@@ -96,7 +96,8 @@ def compile_graph(
         explain(target, without)
     with without_autocast(), torch.no_grad():
         program = changed(program, without)
-        program.module.recompile()
+        for changed_module in program.graph_modules():
+            changed_module.recompile()
         try:
             compiled = _compiled(program, without, headers)
         except NotInCppError as error:
@@ -107,9 +108,26 @@ def compile_graph(
     for around in program.around:
         compiled = around(compiled)
     run = _with_captured(graph, compiled, as_eager=not target.by_inductor)
-    if steps is None or program.only_in_cpp:
+    if steps is None:
         return run
+    if program.only_in_cpp:
+        return with_results_checked(run, steps, _result_shapes(graph))
     return unrolled(run, steps, graph.outputs)
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a module whose graph, and those inside it, such as the body of a scan, are copies."""
+    copied = fx.GraphModule(module, copy.deepcopy(module.graph))
+    for name, child in list(copied.named_children()):
+        if isinstance(child, fx.GraphModule):
+            setattr(copied, name, _copied(child))
+    return copied
+
+
+def _result_shapes(graph: Graph) -> list[tuple[int, ...]]:
+    """Return the shapes of the results of a graph."""
+    result_nodes: Any = graph.module.graph.output_node().args[0]
+    return [tuple(node.meta["val"].shape) for node in result_nodes]
 
 
 def _with_captured(graph: Graph, compiled: Flat, *, as_eager: bool) -> Flat:
@@ -199,7 +217,7 @@ def _by_inductor(program: Program, without: frozenset[str], headers: Callable[[]
 
     options = options_for(program, without) | program.options
     # Inductor sees no changes of the C++, and not what corrects itself.
-    options["joint_custom_post_pass"] = Unchanged(program.cache_name)
+    options["joint_custom_post_pass"] = Unchanged(program.cache_name + b"-only-in-cpp" * program.only_in_cpp)
 
     def compile_program() -> Any:
         return compile_fx(program.module, program.examples, decompositions=program.table)

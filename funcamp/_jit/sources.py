@@ -21,6 +21,11 @@ def _writer() -> tuple[Any, Callable[..., None]] | None:
     return sys.modules[generate_end.__module__].CppWrapperCpu, generate_end
 
 
+def can_change_sources() -> bool:
+    """Return whether this torch writes its C++ where it can be changed."""
+    return _writer() is not None
+
+
 @contextlib.contextmanager
 def sources_changed(changes: tuple[Callable[[str], str], ...]) -> Iterator[None]:
     """Context manager: the C++ that calls the kernels of a program is the result of these functions, one by one."""

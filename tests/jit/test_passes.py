@@ -14,7 +14,7 @@ from funcamp import jit
 from funcamp._jit import explain, passes
 from funcamp._jit.options import OPTIONS
 from funcamp._jit.passes import part_inputs, pipeline
-from funcamp._jit.passes.program import Target
+from funcamp._jit.passes.program import Program, Target
 from funcamp._trace.trace import trace
 from funcamp._upstream.bugs import BUGS
 from tests.support.helpers import assert_close, clone
@@ -156,3 +156,27 @@ def test_the_traced_graph_stays_as_it_was() -> None:
     before = str(graph.module.graph)
     compile_graph(graph, CPU._replace(backend="eager"))
     assert str(graph.module.graph) == before
+
+
+def test_graphs_inside_the_traced_graph_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    from funcamp._jit.compile import compile_graph
+
+    def tanh_to_sin(program: Program) -> Program:
+        for graph in program.graphs():
+            for node in graph.nodes:
+                if node.target is torch.ops.aten.tanh.default:
+                    node.target = torch.ops.aten.sin.default
+        return program
+
+    def flat(values: list[Tensor]) -> tuple[list[Tensor], Any]:
+        (x,) = values
+        return [], torch.cond(x.sum() > 0, lambda x: x.tanh(), lambda x: x.cos(), (x,))
+
+    monkeypatch.setattr(passes, "PIPELINE", (part_inputs.PASS._replace(run=tanh_to_sin, where=lambda _: True),))
+    x = torch.ones(2)
+    graph = trace(flat, [x], {"cpu"})
+    (result,) = compile_graph(graph, CPU._replace(backend="eager"))([x])
+    assert_close(result, x.sin(), 1e-6)
+    inside = [str(module.graph) for module in graph.module.modules() if isinstance(module, torch.fx.GraphModule)]
+    assert sum("tanh" in text for text in inside) == 1
+    assert not any("sin" in text for text in inside)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree
 
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
+from funcamp._jit import sources
 from funcamp._jit.cache_name import cache_name
 from funcamp._jit.passes import part_inputs, steps_in_cpp
 from funcamp._jit.passes.program import NotInCppError, Steps
@@ -148,10 +151,11 @@ def test_what_is_captured_is_read_and_written_by_each_step() -> None:
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("batch", [None, 2, ()])
-def test_no_tensor_in_the_batch_and_none_in_the_metrics(batch: Any) -> None:
-    run = jit(lambda state, batch: (state * 2, None), unroll=STEPS)
+@pytest.mark.parametrize("has_metrics", [False, True])
+def test_no_tensor_in_the_batch_or_none_in_the_metrics(batch: Any, has_metrics: bool) -> None:
+    run = jit(lambda state, batch: (state * 2, state.sum() if has_metrics else None), unroll=STEPS)
     state, metrics = run(torch.ones(3), batch)
-    assert metrics is None
+    assert_same(metrics, torch.tensor([3.0, 6.0, 12.0, 24.0]) if has_metrics else None)
     assert_same(state, torch.full((3,), 16.0))
 
 
@@ -211,6 +215,54 @@ def test_a_program_that_cpp_cannot_call_is_compiled_again(
     assert metrics.shape == (STEPS,)
 
 
+@pytest.mark.inductor
+def test_numbers_of_python_are_constants_of_every_step() -> None:
+    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Any]:
+        changed = batch.clone()
+        changed[0] = 7
+        return state + changed, {"sum": state.sum(), "constant": torch.tensor(3.0)}
+
+    batch = torch.randn(CALLS, STEPS, 5)
+    after, metrics = assert_in_cpp_as_in_python(step, torch.zeros(5), batch)
+    assert after[0] == 7 * CALLS * STEPS
+    assert_same(metrics["constant"], torch.full((CALLS, STEPS), 3.0))
+
+
+@pytest.mark.inductor
+def test_a_torch_whose_source_cannot_be_changed_has_the_loop_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_writer", lambda: None)
+    state, metrics = jit(lambda state, batch: (state * 2, state.sum()), unroll=STEPS)(torch.ones(3), None)
+    assert_same(state, torch.full((3,), 16.0))
+    assert_same(metrics, torch.tensor([3.0, 6.0, 12.0, 24.0]))
+
+
+@pytest.mark.inductor
+def test_a_program_without_its_loop_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_writer", lambda: None)
+    monkeypatch.setattr(steps_in_cpp, "can_change_sources", lambda: True)
+    with pytest.raises(RuntimeError, match=r"no loop over the steps of a call .* pass without=\['steps_in_cpp'\]"):
+        jit(lambda state, batch: (state * 3, state.sum()), unroll=STEPS)(torch.ones(3), None)
+
+
+@pytest.mark.inductor
+def test_a_signal_is_handled_between_two_steps() -> None:
+    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        product = batch
+        for _ in range(8):
+            product = product @ batch
+        return state + 1, product.sum()
+
+    many = 2000
+    batch = torch.randn(1, 200, 200).expand(many, 200, 200) / 20
+    run = jit(step, unroll=many)
+    state, _ = run(torch.zeros(()), batch)
+    main = threading.get_ident()
+    threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(state, batch)
+    assert many < state < 2 * many
+
+
 SOURCE = """// before
 void inductor_entry_impl(
     AtenTensorHandle* input_handles, AtenTensorHandle* output_handles) {
@@ -223,8 +275,8 @@ void inductor_entry_impl(
 """
 
 
-def with_loop(source: str, inputs: int, results: int) -> str:
-    return steps_in_cpp._with_loop(Steps(4, 1, 1, donated=True), inputs, results, source)
+def with_loop(source: str, inputs: int, results: int, constants: int = 0) -> str:
+    return steps_in_cpp._with_loop(Steps(4, 1, 1, donated=True), constants, inputs, results, source)
 
 
 def test_inductors_constants_are_the_same_in_every_step() -> None:
@@ -233,6 +285,10 @@ def test_inductors_constants_are_the_same_in_every_step() -> None:
     assert "input_count = 3, result_count = 1" in source
     assert source.startswith("// before\n")
     assert source.endswith("static void entry_of_one_step(" + SOURCE.partition("inductor_entry_impl(")[2])
+
+
+def test_constants_of_the_graph_come_before_the_state() -> None:
+    assert "first_of_batch = 2, end_of_batch = 3" in with_loop(SOURCE, 1, 1, constants=1)
 
 
 @pytest.mark.parametrize(("inputs", "results"), [(1, 1), (3, 1), (2, 0), (2, 2)])

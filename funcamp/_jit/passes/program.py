@@ -54,7 +54,11 @@ class Program(NamedTuple):
     """A traced graph on its way to the compiler. A pass may change the graph in place; all else is immutable."""
 
     module: fx.GraphModule
-    """From the tensors of the state, of the batch, and those captured, to the results; not recompiled."""
+    """From the tensors of the state, of the batch, and those captured, to the results; not recompiled.
+
+    Its graph has operations that write in place. With donation it ends with a `copy_` into each leaf of the state that
+    is new. Every result is a clone (`_jit/executable.py` makes both).
+    """
     examples: list[Tensor]
     """Tensors without values like its inputs."""
     mode: AbstractContextManager[Any]
@@ -86,9 +90,14 @@ class Program(NamedTuple):
 
     def graphs(self) -> Iterator[fx.Graph]:
         """Yield the graph, and those inside it, such as the body of a scan."""
+        for module in self.graph_modules():
+            yield module.graph
+
+    def graph_modules(self) -> Iterator[fx.GraphModule]:
+        """Yield the modules of these graphs."""
         for module in self.module.modules():
             if isinstance(module, fx.GraphModule):
-                yield module.graph
+                yield module
 
 
 class NotInCppError(RuntimeError):
@@ -104,7 +113,7 @@ class Pass(NamedTuple):
     evidence: str
     """The test or the issue of torch that shows the need, or the result file that shows the gain of this pass alone."""
     where: Callable[[Target], bool]
-    """Whether a program for this target needs it."""
+    """Whether a program for this target needs it. Also asked if there is no compiler: see `Target.by_inductor`."""
     run: Callable[[Program], Program]
     defect: bool = False
     """Whether its reason is a defect of torch, so that numbers may be wrong without it."""

@@ -8,7 +8,7 @@ _registered: list[Pass] = []
 
 
 def register(program_pass: Pass) -> None:
-    """Let all programs that are compiled from now on have a further pass, before Inductor's own."""
+    """Let all programs that are compiled from now on have a further pass, after those of `PIPELINE`."""
     if program_pass.name not in [other.name for other in _registered]:
         _registered.append(program_pass)
 

@@ -15,6 +15,7 @@ import re
 from typing import Any
 
 from funcamp._jit.passes.program import NotInCppError, Pass, Program, Steps
+from funcamp._jit.sources import can_change_sources
 
 #: The function of a program that Python calls.
 _ENTRY = "void inductor_entry_impl("
@@ -99,7 +100,7 @@ void put_step(AtenTensorHandle stack, int64_t step, AtenTensorHandle value) {
 }  // namespace
 
 void inductor_entry_impl(AtenTensorHandle* input_handles, AtenTensorHandle* output_handles) {
-    // The inputs are the state's leaves, the stacked batch's tensors, and what the step reads besides them.
+    // The inputs: the graph's constants, the state's leaves, the stacked batch's tensors, what the step reads besides.
     constexpr int64_t steps = %(steps)d;
     constexpr int64_t first_of_batch = %(first_of_batch)d, end_of_batch = %(end_of_batch)d;
     constexpr int64_t input_count = %(inputs)d, result_count = %(results)d;
@@ -115,7 +116,8 @@ void inductor_entry_impl(AtenTensorHandle* input_handles, AtenTensorHandle* outp
                 (is_of_batch ? step_of(inputs[input], step) : same_tensor(inputs[input])).release();
         }
         entry_of_one_step(step_inputs.data(), step_results.data());
-        if (PyErr_Occurred()) {  // of an operation that C++ calls in Python
+        // An error of an operation that C++ calls in Python; or of the handler of a signal, such as Ctrl-C.
+        if (PyErr_Occurred() || PyErr_CheckSignals()) {
             return;
         }
         // Results that are the same tensor have the same handle, which is deleted once.
@@ -138,12 +140,14 @@ void inductor_entry_impl(AtenTensorHandle* input_handles, AtenTensorHandle* outp
 static void entry_of_one_step("""
 
 
-def _with_loop(steps: Steps, input_count: int, result_count: int, source: str) -> str:
+def _with_loop(steps: Steps, constant_count: int, input_count: int, result_count: int, source: str) -> str:
     """Return the C++ of all steps, given that of one.
 
     Args:
         steps: the steps.
-        input_count: the number of inputs of a step.
+        constant_count: the number of constants of the graph, such as that of `x[0] = 7`: AOTAutograd makes them the
+            first inputs.
+        input_count: the number of inputs of a step, without these.
         result_count: the number of its results.
         source: the C++ of a step.
 
@@ -154,16 +158,17 @@ def _with_loop(steps: Steps, input_count: int, result_count: int, source: str) -
     take_over = _TAKE_OVER.search(after_entry)
     # Inductor's own constants follow the inputs, and have other names.
     named_inputs = [int(number) for name, number in _INPUT.findall(after_entry) if name.startswith("arg")]
-    if take_over is None or named_inputs != list(range(input_count)):
+    if take_over is None or named_inputs != list(range(constant_count + input_count)):
         raise NotInCppError("the inputs in C++ are not the program's")
     written_results = {int(number) for number in _RESULT.findall(after_entry)}
     # There are more where torch itself would write an input after the program, from Python.
     if written_results != {*range(result_count)}:
         raise NotInCppError("the results in C++ are not the program's")
+    first_of_batch = constant_count + steps.state_leaves
     loop = _LOOP % {
         "steps": steps.number,
-        "first_of_batch": steps.state_leaves,
-        "end_of_batch": steps.state_leaves + steps.batch_leaves,
+        "first_of_batch": first_of_batch,
+        "end_of_batch": first_of_batch + steps.batch_leaves,
         "inputs": int(take_over[1]),
         "results": result_count,
     }
@@ -176,10 +181,14 @@ def _run(program: Program) -> Program:
     if steps is None or not steps.donated:
         return program
     # What other passes put around a program belongs around each of its steps.
-    if program.around:
+    if program.around or not can_change_sources():
         return program
     results: Any = program.module.graph.output_node().args[0]
-    add_loop = functools.partial(_with_loop, steps, len(program.examples), len(results))
+    # Without results, nothing would show that a program has no loop although it should (`_jit/compile.py`).
+    if not results:
+        return program
+    constants = [*program.module.parameters(), *program.module.buffers()]
+    add_loop = functools.partial(_with_loop, steps, len(constants), len(program.examples), len(results))
     return program._replace(steps=None, source_changes=(*program.source_changes, add_loop), only_in_cpp=True)
 
 

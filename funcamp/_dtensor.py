@@ -83,7 +83,7 @@ def total(value: Tensor, across: Across | None) -> Tensor:
     return summed
 
 
-def any_rank(flags: Tensor, leaves: Sequence[Any]) -> Tensor:
+def any_in_meshes(flags: Tensor, leaves: Sequence[Any]) -> Tensor:
     """Return bool flags that are true if they are true on any rank of these tensors' meshes.
 
     Replicas are included: if they have diverged, the ranks must still skip together.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
-from funcamp._dtensor import any_rank, is_distributed, local, settled_sum
+from funcamp._dtensor import any_in_meshes, is_distributed, local, settled_sum
 
 
 def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.device, list[Tensor]]:
@@ -87,7 +87,7 @@ def _on_all_ranks(found_inf: Tensor, grads: list[Tensor]) -> Tensor:
         # A sum of partial sums that are finite may be infinite.
         if total is not dtensor:
             flags.append(~torch.isfinite(local(total)).all())
-    return any_rank(torch.stack(flags).any(), summed).float()
+    return any_in_meshes(torch.stack(flags).any(), summed).float()
 
 
 def _by_dtype(grads: list[Tensor]) -> list[list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Differentiate a scaled loss: scale, gradient, unscale and check, all with the same scale."""
+"""Differentiate a scaled loss; `scaled_grad_and_value` also unscales and checks, all with the same scale."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._dtensor import any_rank, local, settled_sum
+from funcamp._dtensor import any_in_meshes, local, settled_sum
 from funcamp._scaler.precision import reciprocal
 from funcamp._scaler.state import ScalerState, check_state, replace
 from funcamp._storage.params import Params, check_not_sharded, expand
@@ -142,7 +142,7 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
     finite_flags = [_is_finite(grad).to(is_found.device) for grad in unscaled_grads if grad is not None]
     if finite_flags:
         is_found = is_found | ~torch.stack(finite_flags).all()
-    found_inf = any_rank(is_found, unscaled_grads).float()
+    found_inf = any_in_meshes(is_found, unscaled_grads).float()
     if reduce is not None:
         found_inf = reduce_flag("unscale_and_check", "reduce", reduce, found_inf)
     return _tree.unflatten(unscaled_grads, spec), replace(state, found_inf=found_inf)
@@ -173,7 +173,7 @@ def all_finite(tree: Tree) -> Tensor:
     if not leaves:
         return torch.ones((), dtype=torch.bool)
     finite_flags = [_is_finite(leaf) for leaf in leaves]
-    return ~any_rank(~torch.stack(finite_flags).all(), leaves)
+    return ~any_in_meshes(~torch.stack(finite_flags).all(), leaves)
 
 
 def found_inf_by_leaf(grads: Tree) -> Tensor:
@@ -200,7 +200,7 @@ def found_inf_by_leaf(grads: Tree) -> Tensor:
     leaves = [settled_sum(leaf) for leaf in flat if leaf is not None]
     if not leaves:
         return torch.zeros(0, dtype=torch.bool)
-    return any_rank(torch.stack([~_is_finite(leaf) for leaf in leaves]), leaves)
+    return any_in_meshes(torch.stack([~_is_finite(leaf) for leaf in leaves]), leaves)
 
 
 def leaf_names(tree: Tree) -> tuple[str, ...]:

@@ -141,7 +141,8 @@ def merge(*states: ScalerState) -> ScalerState:
 def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
     """Select, leaf by leaf, the old value if a non-finite gradient was found and the new one otherwise.
 
-    leaf = old if found_inf != 0 else new. Both trees are computed; there is no branch. A leaf requires a gradient only
+    leaf = old if found_inf != 0 else new; a leaf that is the same object in both is returned as it is. Both trees are
+    computed; there is no branch. A leaf requires a gradient only
     if its new value does: not after an optimizer's update, also if the old value is a module's parameter. Pure; safe
     under torch.compile and vmap; no sync.
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._dtensor import any_rank, group_by_mesh_dims, local, total
+from funcamp._dtensor import any_in_meshes, group_by_mesh_dims, local, total
 from funcamp._scaler.precision import reciprocal, widen
 from funcamp._scaler.scale import reduce_flag, unscaled
 from funcamp._scaler.state import ScalerState, replace
@@ -73,7 +73,7 @@ def squares_and_finite(state: ScalerState, grads: Tree) -> tuple[Tensor, Tensor]
             without_overflow = torch.where(torch.isfinite(squares), squares, checks * constants.undo)
             total_squares = total_squares + total(without_overflow.sum(), across)
             finite = finite & torch.isfinite(checks).all()
-    return total_squares, ~any_rank(~finite, leaves)
+    return total_squares, ~any_in_meshes(~finite, leaves)
 
 
 def _unscaled_parts(grads: Sequence[Tensor], inv_scale: Tensor) -> list[Tensor]:

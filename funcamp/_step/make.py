@@ -46,7 +46,8 @@ def make_train_step(
 
     One call scales the loss, differentiates it, finds non-finite gradients and their norm in one reading, unscales and
     clips inside the optimizer's arithmetic, and updates the scale. A step with a non-finite gradient changes only the
-    scale and the count of calls: parameters, moments, schedule, average, copies and buffers keep their bits. No sync.
+    scaler's state and the counts: parameters, moments, schedule, average and buffers keep their bits (buffers not with
+    `module_loss(keep_buffers=True)`). The loss is not looked at, only its gradients. No sync.
     Compile the full step: `jit(step)`, or `torch.compile(step, fullgraph=True)`.
 
     Args:

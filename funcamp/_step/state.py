@@ -64,12 +64,12 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Per-step metrics: scalar float32 tensors, except int64 counts and aux."""
+    """Per-step metrics: scalar float32 tensors, except int64 counts, the loss in its dtype, and what users return."""
 
     loss: Tensor
     """The unscaled loss in the loss's dtype; the mean over micro-batches, by their weight."""
     grad_norm: Tensor
-    """The 2-norm of the unscaled gradients before clipping; infinite or NaN if the step was skipped."""
+    """The 2-norm of the unscaled gradients before clipping; infinite or NaN if one of them is not finite."""
     scale: Tensor
     """The scale that multiplied this step's loss."""
     lr: Any

@@ -48,18 +48,20 @@ def take_step(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainStat
     engine = choose(loss_fn.engine, state)
     shared = SharedByMicroBatches(loss_fn, options.policy, state.scaler, inputs, cast, product_context, tapes, engine)
 
-    def differentiate(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
+    def differentiate_piece(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
         return differentiate_loss(shared, buffers, piece, lambda loss: shares.weigh(loss, share))
 
     if options.accumulate == 1:
-        result = differentiate(state.buffers, batch, None)
+        result = differentiate_piece(state.buffers, batch, None)
     else:
         gradients_like = state.params.outline()
         result = accumulate(
-            differentiate, gradients_like, state.buffers, tapes, batch, pieces, shares, scan=options.scan
+            differentiate_piece, gradients_like, state.buffers, tapes, batch, pieces, shares, scan=options.scan
         )
 
-    # The sum over ranks; the flag and the norm by one reading of the gradients.
+    # The sum over ranks; the flag and the norm by one reading of the gradients. An overflow of one rank reaches the
+    # others in the sum of the gradients; with slices in `joined`; with a user's own reduction in `flag_and_norm`.
+    # Nothing looks at the loss: an infinite loss whose gradients are finite is applied.
     result = parallel.summed(result, shares.own, state.buffers)
     squares, finite = squares_and_finite(state.scaler, result.gradients)
     squares, finite, records = parallel.joined(squares, finite, tapes, result.records, shares.own)
@@ -81,7 +83,8 @@ def take_step(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainStat
         old=(state.params, state.opt_state, variables_if_skipped),
     )
     if loss_fn.keep_buffers:
-        variables = variables._replace(buffers=clone(variables.buffers))  # a buffer may be a tensor of the batch
+        # `skip_step` has returned these as they are, being old and new at once; one may be a tensor of the batch.
+        variables = variables._replace(buffers=clone(variables.buffers))
 
     # Counts and the scale, which move also when the step is skipped.
     is_skipped = scaler.found_inf.long()

@@ -42,7 +42,8 @@ class DataParallel(Parallel):
     Gradients are summed over ranks after the last micro-batch, in their own dtype. There is one all-reduce per group of
     flat storage above 1 MiB, and one per dtype for the smaller groups and the means of loss and buffers. The sum comes
     before the check, so all ranks find an overflow of one rank without another collective. The state stays bit for bit
-    equal on all ranks, except buffers that are not averaged; `init` starts from rank 0's values. Auxiliary outputs of
+    equal on all ranks, except buffers that are not averaged; `init` starts from rank 0's values. A flag that is set in
+    a state before a step must be set on all ranks. Auxiliary outputs of
     the loss and counts of taps are per rank. Pure; torch.compile puts the collectives into the step's graph; no host
     sync except in `init`.
 
@@ -105,6 +106,7 @@ class DataParallel(Parallel):
         checked_shard = boolean(call, "shard", shard)
         checked_mean_buffers = boolean(call, "mean_buffers", mean_buffers)
         checked_buckets = integer(call, "buckets", buckets, 1)
+        # No reduction of the flag: the sum of the gradients carries an overflow to all ranks.
         super().__init__(reduce=None, size=ranks.size, shard=checked_shard, buckets=checked_buckets)
         # The class is frozen, and its arguments are not its fields: a group is stored as its constants.
         vars(self).update(ranks=ranks, dtype=dtype, mean_buffers=checked_mean_buffers)

@@ -20,11 +20,11 @@ _INT32_MAX = torch.iinfo(torch.int32).max
 _CALL = "ScalerConfig"
 
 
-def _between(name: str, value: object, least: float, most: float, rule: str) -> float:
+def _between(name: str, value: object, least: float, most: float, requirement: str) -> float:
     """Return a number from least to most."""
     number = real(_CALL, name, value)
     if not least <= number <= most:
-        raise ValueError(f"ScalerConfig: {name} must be {rule}; got {value}")
+        raise ValueError(f"ScalerConfig: {name} must be {requirement}; got {value}")
     return number
 
 

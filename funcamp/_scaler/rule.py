@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
     growth_tracker: Tensor
     """int32: the next growth tracker."""
     backs_off: Tensor
-    """bool: whether the rule lowers the scale at this step, if it can."""
+    """bool: whether the rule answers an overflow at this step: it lowers the scale, if it and the bounds can."""
     grows: Tensor
     """bool: whether the rule raises the scale at this step, if it can."""
     counters: Mapping[str, Tensor] = {}

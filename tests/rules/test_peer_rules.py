@@ -381,3 +381,9 @@ def test_a_whole_step_runs_with_another_rule() -> None:
     assert metrics.skipped == 3
     assert metrics.consecutive_skips == 3
     assert after.scaler.scale.item() == 2.0**19
+
+
+def test_every_librarys_rule_is_compared_with_it() -> None:
+    compared = {type(preset(**arguments).rule) for _, preset, arguments, _ in CASES.values()}
+    torch_and_our_own = {type(RULES[name]) for name in ("dynamic", "static", "warm_start")}
+    assert compared | torch_and_our_own == {*map(type, RULES.values())}

@@ -64,7 +64,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Per-step metrics: scalar float32 tensors, except int64 counts, the loss in its dtype, and what users return."""
+    """Per-step metrics: scalar float32 tensors, except int64 counts, the loss in its dtype, and aux."""
 
     loss: Tensor
     """The unscaled loss in the loss's dtype; the mean over micro-batches, by their weight."""

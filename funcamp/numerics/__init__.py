@@ -44,7 +44,7 @@ __all__ = [
 _OF_THE_REPORT = {
     "Float8Layer": "float8_fit",
     "NumericsReport": "report",
-    "Operation": "passes",
+    "Operation": "backward_passes",
     "Origin": "report",
     "Recommendation": "report",
     "annotate": "render",

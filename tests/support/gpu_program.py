@@ -159,7 +159,7 @@ def program_of(step: Callable[[Any, Any], Any], state: Any, batch: Any, **option
             graph.module(*graph.examples)
         try:
             target = target_of(graph, "inductor", frozenset({"cuda"}), exact=False)
-            executable.compile_traced(graph, target, run._options, _NO_SESSION)
+            executable.compile_traced(graph, target, run._options, _NO_SESSION, None)
         except _Written as written:
             return Program(str(written), counter.get_total_flops())
     raise AssertionError("nothing was compiled")

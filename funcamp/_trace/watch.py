@@ -325,16 +325,21 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         if tracer is not None:
             value_slot: Any = get_proxy_slot(value, tracer)
             set_proxy_slot(tensor, tracer, value_slot)
-            if id(tensor) in self._recorded:  # not in the body of a scan
+            if self._is_recorded(tensor):  # not in the body of a scan
                 self._record(tensor, value_slot.proxy.node)
 
     def _record(self, tensor: Tensor, node: fx.Node) -> None:
         self._recorded[id(tensor)] = _RecordedTensor(weakref.ref(tensor), node)
 
+    def _is_recorded(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's node is noted; an entry may be that of a former tensor with the same id."""
+        recorded = self._recorded.get(id(tensor))
+        return recorded is not None and recorded.reference() is tensor
+
     def _note(self, result: FakeTensor, args: tuple[Any, ...]) -> None:
         """Note the node of a result, to know after the trace what Python has kept, and what computes it."""
         is_argument = any(result is arg for arg in args)
-        if is_argument and id(result) not in self._recorded:
+        if is_argument and not self._is_recorded(result):
             return
         node = self.node_of(result)
         if node is not None:

@@ -29,7 +29,7 @@ from funcamp import jit
 from funcamp._jit import executable as _executable
 from funcamp._jit import jit_step as _jit_step
 from funcamp._jit.compile import target_of
-from funcamp._jit.passes.program import Flat, Target
+from funcamp._jit.passes.program import Flat, Steps, Target
 from tests.support import triton_cpu
 from tests.support.fake_cuda import pretended
 
@@ -196,10 +196,10 @@ def on_gpu(written: Callable[[str], None] = lambda code: None) -> Iterator[None]
         with pretended(), _chosen_attention():
             return trace(fn, _like(args), {"cuda"}, **options)
 
-    def compiled(graph: Any, target: Target, *args: Any, **_: Any) -> Any:
+    def compiled(graph: Any, target: Target, *args: Any, steps: Steps | None = None, **_: Any) -> Any:
         on_cuda = target._replace(devices=frozenset({"cuda"}))
         with pretended(), triton_cpu.loaded(), mock.patch.object(GraphLowering, "save_output_code", written):
-            run = compile_graph(graph, on_cuda, *args)
+            run = compile_graph(graph, on_cuda, *args, steps=steps)
 
         def call(values: list[Tensor]) -> Any:
             with triton_cpu.executed():

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from funcamp import _upstream
 from funcamp._upstream.replaced import replaced
+
+#: The function of a program that Python calls.
+ENTRY = "void inductor_entry_impl("
+#: Where it takes over its inputs; their number includes Inductor's own constants.
+TAKE_OVER = re.compile(r"auto inputs = steal_from_raw_handles_to_raii_handles\(input_handles, (\d+)\);")
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.sources import ENTRY, TAKE_OVER
 
 #: The largest buffer, in bytes, that gets a place: a kernel that writes more takes much longer than the allocation.
 SMALL = 2**16
@@ -53,8 +54,6 @@ _RESET = re.compile(r"\b\w+\.reset\(\);")
 _ADDRESS = re.compile(r"\((?:const )?[\w:]+\s?\*\)\(\w+\.data_ptr\(\)\)")
 _ARRAY = re.compile(r"static constexpr int64_t (\w+)\[\] = \{([\d, L]*)\};")
 
-_ENTRY = "void inductor_entry_impl("
-_FIRST_STATEMENT = re.compile(r"auto inputs = steal_from_raw_handles_to_raii_handles\(input_handles, \d+\);")
 
 _OVERLOADS = """
 namespace {
@@ -91,8 +90,8 @@ class _Place(NamedTuple):
 
 def in_one_block(source: str) -> str:
     """Return the C++ of a program whose small buffers are parts of one block; the same if there are none."""
-    before_entry, entry, body = source.partition(_ENTRY)
-    first_statement = _FIRST_STATEMENT.search(body)
+    before_entry, entry, body = source.partition(ENTRY)
+    first_statement = TAKE_OVER.search(body)
     if first_statement is None:
         return source
     places, block_size = _places(body)

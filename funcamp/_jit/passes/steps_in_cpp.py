@@ -15,13 +15,9 @@ import re
 from typing import Any
 
 from funcamp._jit.passes.program import NotInCppError, Pass, Program, Steps
-from funcamp._jit.sources import can_change_sources
+from funcamp._jit.sources import ENTRY, TAKE_OVER, can_change_sources
 
-#: The function of a program that Python calls.
-_ENTRY = "void inductor_entry_impl("
-#: Where it takes over its inputs; their number includes Inductor's own constants.
-_TAKE_OVER = re.compile(r"steal_from_raw_handles_to_raii_handles\(input_handles, (\d+)\);")
-#: Where it gives an input a name.
+#: Where the entry of a program gives an input a name.
 _INPUT = re.compile(r"auto (\w+) = std::move\(inputs\[(\d+)\]\);")
 _RESULT = re.compile(r"output_handles\[(\d+)\]")
 
@@ -154,8 +150,8 @@ def _with_loop(steps: Steps, constant_count: int, input_count: int, result_count
     Raises:
         NotInCppError: it has other inputs or results.
     """
-    before_entry, _, after_entry = source.partition(_ENTRY)
-    take_over = _TAKE_OVER.search(after_entry)
+    before_entry, _, after_entry = source.partition(ENTRY)
+    take_over = TAKE_OVER.search(after_entry)
     # Inductor's own constants follow the inputs, and have other names.
     named_inputs = [int(number) for name, number in _INPUT.findall(after_entry) if name.startswith("arg")]
     if take_over is None or named_inputs != list(range(constant_count + input_count)):

@@ -78,6 +78,7 @@ PARTS: dict[str, list[Line]] = {
 }
 HALF_AN_HOUR = ("tests", "step", "phase", "price", "rest")
 TESTS = 400  # seconds
+GRACE = 10
 SANITIZE = 400
 SHOWN = 50  # lines of what failed; tests.log has all
 WORKERS = 12  # test processes at most: each has a context on the GPU
@@ -92,7 +93,12 @@ def run(command: list[str], seconds: float, log: Path | None = None, **variables
         try:
             status = process.wait(seconds)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            # At an interrupt pytest still prints what failed.
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 return f"stopped after {seconds:.0f} s"
@@ -120,6 +126,7 @@ def tests(device: str, out: Path | None) -> list[str]:
         if wrong := run([*pytest, "-q", "--collect-only", "tests/cuda"], 120, folder / "collected.log", **plain):
             return [f"collecting the tests: {wrong}\n{(folder / 'collected.log').read_text()[-4000:]}"]
         found = [line for line in (folder / "collected.log").read_text().splitlines() if "::" in line]
+        found.sort(key=lambda one: "recipes" in one)  # what takes longest comes last
         workers = min(WORKERS, os.cpu_count() or 1, len(found))
         # Warnings of this machine's packages are shown, and fail no test; each process compiles for itself.
         options = ["-v", "-rfE", "--tb=short", "-o", "faulthandler_timeout=150"]

@@ -6,7 +6,8 @@ for the check (2), then it, the parameter and two moments for the step (14), whi
 low-precision copy (14). torch's loop holds float32 gradients and moves more. Bandwidth is 30 bytes a parameter over the
 time, whatever a variant really moved, beside what `copy_` reaches for as many bytes in the same run.
 
-    python benchmarks/phase.py [--device cuda] [--rounds 9] [--sizes "10 M in 100;..."] [--out DIR]
+    python benchmarks/phase.py [--device cuda] [--rounds 9] [--sizes "10 M in 100;..."]
+        [--variants "funcamp.jit, flat;..."] [--out DIR]
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ def launches(variant: Variant) -> Row:
 def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
+    parser.add_argument("--variants", help="names of variants beside the copy, separated by semicolons")
     args = parser.parse_args()
     dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
     columns = {
@@ -163,6 +165,8 @@ def main() -> None:
     inspect: dict[str, Any] = {"inspect": launches} if args.device == "cuda" else {}
     for name, size in chosen(parser, args, GPU_SIZES if args.device == "cuda" else CPU_SIZES).items():
         made = makers(size, args.device, dtype)
+        if args.variants:
+            made = {label: make for label, make in made.items() if label in ("copy", *args.variants.split(";"))}
         for row in measured(name, made, size.repeats, args.rounds, args.device, **inspect):
             if "median_ms" in row:
                 row["GB_per_s"] = round(size.elements * BYTES / row["median_ms"] / 1e6, 1)

@@ -6,7 +6,7 @@ median over the rounds, the quartiles, the ratio to torch's eager loop within ea
 call, with its compilation, apart. JAX (jitted with donation, optax, jmp's rule) has a failed row where it is absent.
 
     python benchmarks/step.py [--device cuda] [--rounds 9] [--sizes "MLP 3.2 M;..."] [--forms] [--alone]
-        [--variants "funcamp.jit;..."] [--public] [--out DIR]
+        [--variants "funcamp.jit;..."] [--public] [--warm] [--out DIR]
 
 --public takes models of transformers and timm instead, on a CPU, with torch's two loops and `funcamp.jit`; first calls
 are those of further processes, one with an empty compile cache and one with what it left, and so is the peak of memory.
@@ -153,6 +153,7 @@ def parser_of_step() -> argparse.ArgumentParser:
     parser.add_argument("--child", help="one variant, for --alone")
     parser.add_argument("--public", action="store_true", help="models of transformers and timm")
     parser.add_argument("--start", help="one variant's first steps, for --public")
+    parser.add_argument("--warm", action="store_true", help="keep the compile cache of the environment")
     parser.add_argument("--forms", action="store_true", help="funcamp's own options too")
     parser.add_argument("--keep-memory", action="store_true", help="let malloc keep freed blocks of any size")
     return parser
@@ -211,7 +212,7 @@ def report_of_steps(args: argparse.Namespace) -> Report:
         "fastest to slowest process" if args.alone else "quartiles ms": "quartiles_ms",
         "time over eager": "ratio",
         "host ms": "host_ms",
-        "first call s": "first_call_s",
+        "first call s, compiled artifacts kept" if args.warm else "first call s": "first_call_s",
     }
     jax = importlib.util.find_spec("jax") and importlib.metadata.version("jax")
     malloc = KEEP if args.keep_memory else "as the system has it"
@@ -227,7 +228,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.keep_memory and os.environ.get("GLIBC_TUNABLES") != KEEP:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "GLIBC_TUNABLES": KEEP})
-    if not args.child and not args.start:
+    if not args.child and not args.start and not args.warm:
         cold = tempfile.TemporaryDirectory()  # so that the first call shows the whole compilation
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
     sizes = chosen_sizes(parser, args)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
+from funcamp._jit.donation import copy_in_layout
 from funcamp._jit.passes.program import Flat
 from funcamp._jit.written_inputs import WrittenInputs
 from funcamp._upstream.failed_capture import clear
@@ -119,19 +120,21 @@ class Captured:
     ) -> None:
         """Warm up on clones, and capture."""
         self._run = run  # a graph keeps no memory that it reads, such as a program's constants
-        self._batch = [leaf.clone() for leaf in batch]
+        # Not clone(), which makes a column of a matrix dense: the program reads these strides.
+        self._batch = [copy_in_layout(leaf, leaf.stride()) for leaf in batch]
         state = [leaf.detach() for leaf in state]  # separate references to the static storage
         self._state = state
-        clones = [leaf.clone() for leaf in state]
-        graphs.warm_up(functools.partial(run, [*clones, *self._batch]), _WARM_UPS)
-        del clones
         self._packed: list[list[int]] = []
         """The numbers of the results that are in one stack, for each stack."""
 
-        def run_and_pack() -> list[Tensor]:
+        def run_on(state_values: list[Tensor]) -> list[Tensor]:
             """Return the results, and the stacks of scalars after them."""
-            results = run([*state, *self._batch])
-            scalars = [number for number in range(state_results, len(results)) if not results[number].dim()]
+            results = run([*state_values, *self._batch])
+            scalars = []
+            for number in range(state_results, len(results)):
+                # A scalar on the host is a constant: what could change there, the trace refuses.
+                if not results[number].dim() and results[number].device == state_values[0].device:
+                    scalars.append(number)
             self._packed = []
             for dtype in _PACKED_DTYPES:
                 numbers = [number for number in scalars if results[number].dtype == dtype]
@@ -140,8 +143,15 @@ class Captured:
             stacks = [torch.stack([results[number] for number in numbers]) for numbers in self._packed]
             return [*results, *stacks]
 
+        def run_on_state() -> list[Tensor]:
+            """Return the same of the state."""
+            return run_on(state)
+
+        clones = [copy_in_layout(leaf, leaf.stride()) for leaf in state]
+        graphs.warm_up(functools.partial(run_on, clones), _WARM_UPS)
+        del clones
         try:
-            self._replay, self._results = graphs.capture(run_and_pack)
+            self._replay, self._results = graphs.capture(run_on_state)
         except Exception as error:
             raise RuntimeError(f"jit: the step could not be captured into one CUDA graph: {error}") from error
 

@@ -162,7 +162,7 @@ def take_over(
         if not must_copy and is_written:
             must_copy = not is_private(leaf) or memory_so_far.meets(leaf) or avoid.meets(leaf)
         if must_copy:
-            leaf = _copy_in_layout(leaf.detach(), stride)
+            leaf = copy_in_layout(leaf.detach(), stride)
         memory_so_far.add(leaf)
         own_leaves.append(leaf)
     # A donated state is returned as the same object.
@@ -187,7 +187,7 @@ def arranged(batch: list[Tensor], layouts: Layouts, memory: Memory) -> list[Tens
     return [
         leaf
         if leaf.stride() == stride and memory.is_free(leaf.data_ptr(), extent) and not _is_more_than_memory(leaf)
-        else _copy_in_layout(leaf.detach(), stride)
+        else copy_in_layout(leaf.detach(), stride)
         for leaf, stride, extent in zip(batch, *layouts)
     ]
 
@@ -212,7 +212,7 @@ def _is_more_than_memory(leaf: Tensor) -> bool:
     return leaf.requires_grad or leaf.is_neg() or leaf.is_conj()
 
 
-def _copy_in_layout(leaf: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+def copy_in_layout(leaf: Tensor, stride: tuple[int, ...] | None) -> Tensor:
     """Return a copy with these strides; a contiguous one without them, or of a DTensor."""
     if stride is None or is_distributed(leaf):
         return leaf.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()

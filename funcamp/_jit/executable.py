@@ -144,7 +144,7 @@ def make_executable(
         arguments.batch,
         inputs_of_one_step,
         carried,
-        fixed_shapes=graphs is not None,
+        in_cuda_graph=graphs is not None,
     )
     written = written_inputs(graph)
     if written is not None:
@@ -173,7 +173,7 @@ def trace_step(
     tensors: list[Tensor],
     carried: CarriedState,
     *,
-    fixed_shapes: bool = False,
+    in_cuda_graph: bool = False,
 ) -> Graph:
     """Run a step once without values, and return its operations.
 
@@ -185,7 +185,7 @@ def trace_step(
         batch: the batch.
         tensors: its tensors, of one step.
         carried: the state that the step's Python keeps from call to call.
-        fixed_shapes: whether it must have no tensor whose shape follows from values.
+        in_cuda_graph: whether it becomes a CUDA graph.
 
     Raises:
         TypeError: the step returns no pair.
@@ -217,7 +217,7 @@ def trace_step(
             on_tensors,
             [*owned.leaves, *tensors],
             {leaf.device.type for leaf in owned.leaves},
-            fixed_shapes=fixed_shapes,
+            in_cuda_graph=in_cuda_graph,
             carried=carried,
             state_count=state_count,
         )

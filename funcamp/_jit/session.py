@@ -12,6 +12,7 @@ import torch
 
 from funcamp._jit.ahead import Request, ahead
 from funcamp._jit.progress import Progress
+from funcamp._upstream.noise import without_noise
 
 #: make_fx and Inductor's options are of the process, so one thread at a time compiles.
 _lock = threading.Lock()
@@ -46,6 +47,7 @@ class CompileSession(contextlib.ExitStack):
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(_lock)
             stack.enter_context(_few_collections())
+            stack.enter_context(without_noise())
             stack.enter_context(self.progress)
             if self._headers_ahead:
                 self.headers = stack.enter_context(ahead())

@@ -258,6 +258,8 @@ class TrainStep(Fixed):
         """Return what the loss gets of these parameters."""
         group_dtypes = tuple([None if group is None else group.dtype for group in params.groups])
         layout_and_dtypes = (params.layout, group_dtypes)
+        if torch.compiler.is_dynamo_compiling():  # torch.compile would guard what is known, and compile anew for it
+            return inputs_of(call, params, self._options.policy, self.loss_fn)
         known = self._known_inputs
         if known is not None and known.layout_and_dtypes == layout_and_dtypes:
             return known.inputs

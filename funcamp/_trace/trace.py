@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from funcamp import _tree, _upstream
 from funcamp._trace.as_compiled import as_compiled
 from funcamp._trace.carried_state import CarriedState
+from funcamp._trace.host_constants import move_constants
 from funcamp._trace.host_draws import HostDraws
 from funcamp._trace.inner_casts import InnerCasts, watch_autocast
 from funcamp._trace.interface import Input, Outputs
@@ -85,7 +86,7 @@ def trace(
     args: list[Tensor],
     home: Set[str],
     *,
-    fixed_shapes: bool = False,
+    in_cuda_graph: bool = False,
     carried: CarriedState | None = None,
     state_count: int = 0,
 ) -> Graph:
@@ -96,7 +97,7 @@ def trace(
             metrics; may write to its arguments.
         args: distinct tensors without aliases.
         home: the types of device that it must not leave.
-        fixed_shapes: whether it must have no tensor whose shape follows from values, such as `x[x > 0]`.
+        in_cuda_graph: whether it becomes a CUDA graph, which keeps shapes, and what the host has, as it was captured.
         carried: the state that its Python keeps from call to call.
         state_count: the number of args, the first ones, that are the state.
 
@@ -106,7 +107,7 @@ def trace(
         Exception: any error of fn.
     """
     carried = CarriedState({}) if carried is None else carried
-    trace_once = functools.partial(_trace_once, fn, args, home, fixed_shapes, carried.record, state_count)
+    trace_once = functools.partial(_trace_once, fn, args, home, in_cuda_graph, carried.record, state_count)
     host_draws = HostDraws()
     with host_draws.watched():
         graph = carried.trace(lambda: _trace_as_compiled_or_eager(trace_once))
@@ -141,7 +142,7 @@ def _trace_once(
     fn: Traceable,
     args: list[Tensor],
     home: Set[str],
-    fixed_shapes: bool,
+    in_cuda_graph: bool,
     record_state: Callable[[NodeOf], None],
     state_count: int,
     is_compiling: bool = True,
@@ -156,10 +157,10 @@ def _trace_once(
     if _upstream.ENDED_THREAD.present:
         stay()
     # Inductor turns scan into a loop whose index depends on no shape; the watch refuses the function's own reads.
-    shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=not fixed_shapes)
+    shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=not in_cuda_graph)
     # torch.tensor passes its constant as it is.
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
-    watch = TraceWatch(home, fake_mode)
+    watch = TraceWatch(home, fake_mode, in_cuda_graph=in_cuda_graph)
     arguments, inputs = _unwrap_arguments(args, state_count)
     with fake_mode:  # new tensors, because it is unknown what later arguments share with each other
         examples = [_new_like(argument) for argument in arguments]
@@ -175,7 +176,7 @@ def _trace_once(
             module = _record_operations(plain_function, examples)
     except Exception as error:
         watch.give_values_to_kept(arguments, inputs, failed=True)
-        explanation = explain(error, fixed_shapes=fixed_shapes)
+        explanation = explain(error, in_cuda_graph=in_cuda_graph)
         if explanation is None:
             raise
         raise explanation from None
@@ -190,6 +191,7 @@ def _trace_once(
             "jit: step must not read a tensor that Python kept of an earlier trace, and that has no values"
         )
     _delete_fake_constants(module)
+    move_constants(module, home, fake_mode)
     with fake_mode:  # with a ShapeEnv, torch makes symbols of sizes if they are not said to be static
         examples += [fake_mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in captured]
     captured_inputs = [Input("captured", number) for number in range(len(captured))]

@@ -45,18 +45,18 @@ def read_error(line: str) -> HostError:
     return HostError(f"{_READS}; {line} does: {_METRICS_INSTEAD}")
 
 
-def explain(error: Exception, *, fixed_shapes: bool) -> HostError | None:
+def explain(error: Exception, *, in_cuda_graph: bool) -> HostError | None:
     """Return an error that explains what a trace raised; None if its own text says what is wrong.
 
     Args:
         error: what the trace raised.
-        fixed_shapes: whether no tensor may have a shape that follows from values.
+        in_cuda_graph: whether the trace becomes a CUDA graph.
     """
     line = line_in_traceback(error)
     if isinstance(error, _SHAPE_FROM_VALUES):
-        where = "in a CUDA graph" if fixed_shapes else f"by {error.func}"
+        where = "in a CUDA graph" if in_cuda_graph else f"by {error.func}"
         instead = _FIXED_SHAPE_INSTEAD
-        if fixed_shapes:
+        if in_cuda_graph:
             instead += ", or pass capture=False"
         return HostError(f"not take a shape from values {where}; {line} does: {instead}")
     if isinstance(error, RuntimeError) and in_nested_tensor(error):

@@ -89,13 +89,15 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
     Args:
         home: the types of device that the step must not leave.
         fake_mode: the mode of the trace's tensors without values.
+        in_cuda_graph: whether the trace becomes a CUDA graph, which keeps what the host had when it was captured.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, home: Set[str], fake_mode: FakeTensorMode) -> None:
+    def __init__(self, home: Set[str], fake_mode: FakeTensorMode, *, in_cuda_graph: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._home = home
+        self._in_cuda_graph = in_cuda_graph
         self._fake_mode = fake_mode
         self._tracer: Any = None
         self._recorded: dict[int, _RecordedTensor] = {}
@@ -143,6 +145,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             raise read_error(line_in_stack())
         if torch.Tag.nondeterministic_seeded in tags:
             result = self._draws.draw(func, args, kwargs)
+            self._refuse_draw(result)
         else:
             result = func(*args, **kwargs)
         for tensor in _fake_tensors_of(result):
@@ -161,6 +164,18 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
                 f"{line_in_stack()} "
                 "does: call as_strided without storage_offset, or with a clone of the parameter"
             )
+
+    def _refuse_draw(self, result: Any) -> None:
+        """Raise HostError if random numbers of the host would be those of the capture at every replay."""
+        if not self._in_cuda_graph:
+            return
+        for tensor in _fake_tensors_of(result):
+            device = tensor.fake_device
+            if device.type not in self._home:
+                raise HostError(
+                    f"draw random numbers on {_any_of(self._home)}, as a CUDA graph would repeat those of the host at "
+                    f"every step; {line_in_stack()} draws on {device.type}: pass device=, or the numbers in the batch"
+                )
 
     def _is_anomaly_check(self, value: Tensor) -> bool:
         """Return whether anomaly mode asks if a gradient is NaN; a program cannot raise, and goes on without this."""
@@ -235,6 +250,12 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             raise HostError(
                 f"read strided tensors only, besides its arguments; {line_in_stack()} reads {_tree.describe(tensor)}: "
                 "make it dense, or pass its indices and values as a leaf of the batch each"
+            )
+        if self._in_cuda_graph and not tensor.is_meta and tensor.device.type not in self._home:
+            raise HostError(
+                f"read tensors on {_any_of(self._home)} only, besides its arguments, as a CUDA graph keeps the values "
+                f"that the host had when it was captured; {line_in_stack()} reads {_tree.describe(tensor)}: "
+                f"move it before the first call, pass it in the batch, or jit with capture=False"
             )
         if tensor.is_meta and self._needs_values(func, leaves):
             raise HostError(
@@ -435,6 +456,11 @@ def _refuse_python_branches(func: Any, args: tuple[Any, ...]) -> None:
     for arg in args:
         if isinstance(arg, _PYTHON_FUNCTIONS) and not isinstance(arg, fx.GraphModule):
             raise HostError(_BRANCHES.format(name=getattr(func, "__name__", func), line=line_in_stack()))
+
+
+def _any_of(devices: Set[str]) -> str:
+    """Return types of device in a text."""
+    return " or ".join(sorted(devices))
 
 
 def _is_known_constant(value: Any) -> bool:

@@ -28,15 +28,20 @@ def build(task: Task) -> Any:
 
 
 def kinds_of(graph: Any) -> Counter[str]:
-    """How many nodes of each type a graph has that was kept."""
+    """How many nodes of each type a graph has that was kept; of a copy also from where and to where."""
     from cuda.bindings import runtime  # torch's CUDA builds depend on it
 
     raw = runtime.cudaGraph_t(graph.raw_cuda_graph())
     _, _, count = runtime.cudaGraphGetNodes(raw)
     error, nodes, found = runtime.cudaGraphGetNodes(raw, count)
     assert (error, found) == (runtime.cudaError_t.cudaSuccess, count)
-    types = [runtime.cudaGraphNodeGetType(node)[1].name for node in nodes]
-    return Counter(name.removeprefix("cudaGraphNodeType") for name in types)
+    kinds = []
+    for node in nodes:
+        kind = runtime.cudaGraphNodeGetType(node)[1].name.removeprefix("cudaGraphNodeType")
+        if kind == "Memcpy":
+            kind = runtime.cudaMemcpyKind(int(runtime.cudaGraphMemcpyNodeGetParams(node)[1].kind)).name
+        kinds.append(kind)
+    return Counter(kinds)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -57,8 +62,9 @@ def test_a_step_is_one_graph_of_kernels_alone(name: str, monkeypatch: pytest.Mon
     assert len(graphs) == 1
     kinds = kinds_of(graphs[0])
     assert kinds["Kernel"] >= 10, kinds
-    # A library may clear its workspace.
-    assert {*kinds} <= {"Kernel", "Memset"}, kinds
+    # A library may clear its workspace, and the attention of cuDNN copies within the device.
+    allowed = {"Kernel", "Memset"} | ({"cudaMemcpyDeviceToDevice"} if name == "gpt" else set())
+    assert {*kinds} <= allowed, kinds
     assert metrics.found_inf.item() == 1.0
 
 

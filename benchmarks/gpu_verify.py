@@ -1,0 +1,95 @@
+"""What does `funcamp.verify` say of captured steps on a GPU?
+
+An MLP, a GPT of 124 M parameters and torchvision's ResNet-50, in float16 with AdamW and clipping, by `funcamp.jit` as
+users call it. Three steps, of which float16 skips one.
+
+    python benchmarks/gpu_verify.py [--device cuda] [--sizes "ResNet-50;..."] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _models import GPU_SIZES, build, cross_entropy
+from _timing import Report, Row, about, arguments, chosen
+from torch import Tensor, nn
+
+import funcamp
+from funcamp._verify.report import Comparison
+
+STEPS = 3
+Task = tuple[nn.Module, list[tuple[Tensor, Tensor]]]
+
+
+def of_these_benchmarks(name: str, device: str) -> Task:
+    """A model of step.py, with batches of which one overflows in no dtype: the scale does that."""
+    model, x, y = build(GPU_SIZES[name], device)
+    return model, [(x, y.roll(shift, 0)) for shift in range(STEPS)]
+
+
+def resnet(device: str) -> Task:
+    """ResNet-50 on 16 images of 224 x 224."""
+    import torchvision
+
+    torch.manual_seed(0)
+    model = torchvision.models.resnet50(weights=None).to(device)
+    batches = [
+        (torch.randn(16, 3, 224, 224, device=device), torch.randint(1000, (16,), device=device)) for _ in range(STEPS)
+    ]
+    return model, batches
+
+
+MODELS: dict[str, Callable[[str], Task]] = {
+    "MLP 0.14 M": lambda device: of_these_benchmarks("MLP 0.14 M", device),
+    "ResNet-50": resnet,
+    "GPT 124 M, 1,024 tokens": lambda device: of_these_benchmarks("GPT 124 M, 1,024 tokens", device),
+}
+
+
+def shown(comparison: Comparison) -> str:
+    """A comparison in a cell."""
+    detail = comparison.detail().replace("|", "/")
+    return f"{comparison.outcome.value}: {detail}" if detail else comparison.outcome.value
+
+
+def verified(name: str, make: Callable[[str], Task], device: str) -> Row:
+    """The row of a model."""
+    row: Row = {"size": name, "variant": "float16"}
+    start = time.perf_counter()
+    try:
+        model, batches = make(device)
+        loss_fn = funcamp.module_loss(model, cross_entropy)
+        adamw = funcamp.stateless(torch.optim.AdamW, lr=1e-3)
+        step = funcamp.make_train_step(loss_fn, adamw, policy="float16", max_norm=1.0)
+        found: Any = funcamp.verify(funcamp.jit(step), batches, steps=STEPS)
+    except Exception as error:
+        return row | {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+    for column, comparison in zip(("eager", "compiled", "saved"), found.comparisons):
+        row[column] = shown(comparison)
+    return row | {"ok": "yes" if found.ok else "no", "seconds": round(time.perf_counter() - start, 1)}
+
+
+def main() -> None:
+    """Run all, and write what is known after each."""
+    parser = arguments(__doc__)
+    args = parser.parse_args()
+    columns = {
+        "model": "size",
+        "dtype": "variant",
+        "agrees": "ok",
+        "eager step to torch's loop": "eager",
+        "captured to eager": "compiled",
+        "captured, saved and loaded, to eager": "saved",
+        "seconds": "seconds",
+    }
+    facts = about(args.device, steps=STEPS)
+    report = Report(args.out, f"verify-{args.device}", "What verify says of captured steps", facts, columns)
+    for name, make in chosen(parser, args, MODELS).items():
+        report.add([verified(name, make, args.device)])
+
+
+if __name__ == "__main__":
+    main()

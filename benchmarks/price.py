@@ -10,8 +10,6 @@ step, as a GradScaler's `step` does. Reported as in step.py, over the step witho
 from __future__ import annotations
 
 import functools
-import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -70,8 +68,6 @@ def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__, rounds=15)
     args = parser.parse_args()
-    cold = tempfile.TemporaryDirectory()
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
     dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
     columns = {
         "model": "size",

@@ -65,6 +65,8 @@ class Rounding:
     def __init__(self, reference: list[Row], disturbed: list[Row], start: Row) -> None:
         self._reference = reference
         self._start = start
+        self._movements: dict[tuple[int, str], float] = {}
+        """By step and name; each takes a pass over the values."""
         self._allowed: list[dict[str, float]] = []
         """By step and name, what rounding may do."""
         self.first_other_skip = len(reference)
@@ -102,6 +104,7 @@ class Rounding:
         """Return the same yardstick for differences from another run."""
         other = copy.copy(self)
         other._reference = reference
+        other._movements = {}
         return other
 
     def difference(self, number: int, row: Row) -> Difference | None:
@@ -132,10 +135,12 @@ class Rounding:
 
     def _movement(self, number: int, name: str) -> float:
         """Return how far a value is from where it started; its size, if it did not start or did not move."""
-        value = self._reference[number][name]
-        start = self._start.get(name)
-        movement = 0.0 if start is None else _distance(value, start)
-        return movement or _norm(value) or 1.0
+        if (number, name) not in self._movements:
+            value = self._reference[number][name]
+            start = self._start.get(name)
+            movement = 0.0 if start is None else _distance(value, start)
+            self._movements[number, name] = movement or _norm(value) or 1.0
+        return self._movements[number, name]
 
     def _size(self, number: int, name: str, value: Tensor) -> float:
         """Return the distance of a value from the reference's, as a part of what that has moved."""

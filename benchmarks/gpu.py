@@ -1,11 +1,11 @@
-"""Tests and benchmarks on a GPU that is lent for half an hour: parts of at most eight minutes, in order of value.
+"""Tests and benchmarks on a GPU that is lent for minutes: parts of at most eight minutes, in order of value.
 
     python benchmarks/gpu.py [PART ...] [--out DIR] [--device cpu] [--sizes "..."] [--rounds 9]
 
 Parts: tests, step, phase, price and rest, half an hour together and what runs if no part is named; parity, roofline,
-sanitize and float8. It needs torch, numpy, pytest and what torch.compile needs, installs nothing, and takes JAX, optax
-and matplotlib if they are there; sanitize needs CUDA's compute-sanitizer. A part goes on past a line that fails or
-takes too long, says at the end which did, and fails then. What was measured is in the result files with every row.
+sanitize, float8 and verify. It needs torch, numpy, pytest and what torch.compile needs, installs nothing, and takes
+JAX, optax and matplotlib if they are there; sanitize needs CUDA's compute-sanitizer. A part goes on past a line that
+fails or takes too long, says at the end which did, and fails then. What was measured is in the result files.
 --device, --sizes and --rounds replace those of every line of a part: with `--device cpu` and a small size they
 rehearse it, in four times the time.
 """
@@ -68,6 +68,7 @@ PARTS: dict[str, list[Line]] = {
     "parity": [Line("parity", 300, ())],
     "roofline": [Line("roofline", 300, ("GPT 124 M, 16,384 tokens", "MLP 0.14 M", "MLP 134 M"))],
     "sanitize": [],
+    "verify": [Line("gpu_verify", 300, ())],
     "float8": [
         Line(
             "float8_speed",

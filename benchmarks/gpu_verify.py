@@ -1,7 +1,7 @@
 """What does `funcamp.verify` say of captured steps on a GPU?
 
 An MLP, a GPT of 124 M parameters and torchvision's ResNet-50, in float16 with AdamW and clipping, by `funcamp.jit` as
-users call it. Two steps, from the highest scale at which the first is not skipped.
+users call it. Three steps, from the highest scale at which the first is not skipped.
 
     python benchmarks/gpu_verify.py [--device cuda] [--sizes "ResNet-50;..."] [--out DIR]
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import funcamp
 from funcamp._verify.report import Comparison
 
-STEPS = 2
+STEPS = 3
 Task = tuple[nn.Module, list[tuple[Tensor, Tensor]]]
 
 

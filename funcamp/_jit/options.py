@@ -31,6 +31,10 @@ def _is_long(program: Program) -> bool:
     return len(operations) > LONG
 
 
+def _has_attention(program: Program) -> bool:
+    return any("attention" in str(node.target) for node in program.module.graph.nodes if node.op == "call_function")
+
+
 # Not aot_inductor.allow_stack_allocation, which does what the pass small_buffers does: with torch 2.13 some programs
 # end the process and others return wrong numbers (a frozen teacher's).
 # Not memory_planning, one block of memory for a step: the C library returns a large block to the system after each
@@ -42,6 +46,16 @@ OPTIONS: tuple[Option, ...] = (
         values=(False,),
         why="jit captures the whole step itself",
         where=lambda _: True,
+    ),
+    Option(
+        names=("allow_buffer_reuse",),
+        values=(False,),
+        # On an H100 with torch 2.11: "Pointer argument (at 20) cannot be accessed from Triton (cpu tensor?)". In a
+        # captured step this costs nothing: the allocator of the graph's pool gives the memory to another buffer too.
+        why="attention's seeds, which torch takes to be on the GPU, are on the host outside of a capture: their memory "
+        "must not become a counter's",
+        where=lambda target: "cuda" in target.devices,
+        of_program=_has_attention,
     ),
     Option(
         names=("reorder_for_compute_comm_overlap", "reorder_for_compute_comm_overlap_passes"),

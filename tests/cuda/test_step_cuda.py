@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.utils import _pytree
 
 from funcamp import ScalerConfig, TrainState, jit, make_train_step, module_loss, schedule, stateless
@@ -18,6 +19,7 @@ from tests.support.models import Task, cnn, mlp, tied
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("deterministic")]
 
 STEPS = 30
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 # 2**24 overflows float16 at the first steps; the interval lets the scale climb into overflow again and again.
 CONFIG = ScalerConfig(init_scale=2.0**24, growth_interval=5)
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -171,3 +173,52 @@ def test_launches_do_not_grow_with_the_number_of_tensors() -> None:
         counts.append(launches(code))
     # A layer has its products (not launches here), a copy of its weight's gradient, and a sum for its bias's: 28.
     assert counts[1] - counts[0] <= 3 * 12, counts
+
+
+class Masked(torch.nn.Module):
+    """Attention with a mask, which flash attention does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+def masked() -> Task:
+    torch.manual_seed(0)
+
+    def batch(index: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(index))
+        return x, x.roll(1, 1)
+
+    return Task(Masked(), lambda output, target: torch.nn.functional.mse_loss(output.float(), target), batch)
+
+
+def wide() -> Task:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
+    return Task(model, masked().criterion, lambda index: (masked().batch(index)[0].reshape(-1, 64),) * 2)
+
+
+# Attention's own kernels, so not under `deterministic`, which takes plain products.
+@pytest.mark.parametrize("policy", [None, "bfloat16", "float16", "float8"])
+@pytest.mark.parametrize("make", [tied, masked, wide])
+def test_captured_step_follows_the_eager_one_in_every_precision(make: Callable[[], Task], policy: str | None) -> None:
+    task, tolerance = make(), 0.1 if policy == "float8" else 2e-2
+    loss_fn = module_loss(task.model.cuda(), task.criterion)
+    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.05), ScalerConfig(1024.0), policy=policy)
+    captured, state = jit(step), step.init()
+    called = step.init()
+    with torch.nn.attention.sdpa_kernel(list(BACKENDS)):
+        for index in range(5):
+            batch = batch_of(task, index)
+            state, found = captured(state, batch)
+            called, expected = step(called, batch)
+            assert_close(found.loss, expected.loss, tolerance)
+    assert_close(tree_of(state), tree_of(called), tolerance)

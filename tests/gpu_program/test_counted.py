@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -77,6 +78,20 @@ def bytes_an_element(program: Program) -> tuple[set[float], set[float]]:
 @pytest.mark.parametrize("blocks", [2, 3])
 def test_nothing_is_read_or_allocated_on_the_host(blocks: int) -> None:
     assert gpt(blocks).on_host == []
+
+
+@pytest.mark.parametrize("policy", [None, "float16"])
+def test_memory_of_attentions_seeds_is_no_other_buffers(policy: str | None) -> None:
+    """torch describes them as on the GPU; outside of a capture they are on the host."""
+    step = step_of(Gpt(2), cross_entropy, adamw, policy)
+    tokens = torch.zeros(4, CONTEXT, dtype=torch.int64)
+    body = program_of(step, step.init(), (tokens, tokens)).body
+    attentions = re.findall(r"(buf\d+) = torch.ops.aten._scaled_dot_product\w*attention.default", body)
+    assert len(attentions) == 2
+    for attention in attentions:
+        parts = re.findall(rf"(buf\d+) = {attention}\[[2-9]\]", body)
+        for part in parts:
+            assert not re.search(rf"{part}\b.*# reuse", body), part
 
 
 @pytest.mark.thorough

@@ -52,8 +52,7 @@ OPTIONS: tuple[Option, ...] = (
         values=(False,),
         # On an H100 with torch 2.11: "Pointer argument (at 20) cannot be accessed from Triton (cpu tensor?)". In a
         # captured step this costs nothing: the allocator of the graph's pool gives the memory to another buffer too.
-        why="attention's seeds, which torch takes to be on the GPU, are on the host outside of a capture: their memory "
-        "must not become a counter's",
+        why="the seeds of attention may be on the host, so their memory must not become that of a tensor on the GPU",
         where=lambda target: "cuda" in target.devices,
         of_program=_has_attention,
     ),

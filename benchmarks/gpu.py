@@ -40,6 +40,7 @@ OTHERS = (
     "funcamp.jit",
     "funcamp.jit, a tensor a parameter",
     "funcamp.jit, exact=True",
+    "funcamp.jit, kernels combined",
 )
 
 

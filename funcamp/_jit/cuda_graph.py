@@ -153,7 +153,10 @@ class Captured:
         try:
             self._replay, self._results = graphs.capture(run_on_state)
         except Exception as error:
-            raise RuntimeError(f"jit: the step could not be captured into one CUDA graph: {error}") from error
+            raise RuntimeError(
+                f"jit: the step could not be captured into one CUDA graph: {error}. capture=False calls the program "
+                "without a graph"
+            ) from error
 
     def __call__(self, values: list[Tensor]) -> list[Tensor]:
         """Copy the batch in, replay, and return results that later calls do not change. No sync.

@@ -292,6 +292,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step assigned": (lambda: setattr(STEP, "max_norm", 1.0), AttributeError, "max_norm cannot be assigned.*; got 1.0. Call make_train_step with another max_norm"),
     "step config assigned": (lambda: setattr(STEP, "config", ScalerConfig()), AttributeError, "config cannot be assigned"),
     "jit assigned": (lambda: setattr(jit(STEP), "donate", False), AttributeError, "donate cannot be assigned.* Call jit with donate=False"),
+    "jit generator": (lambda: jit(STEP)(START, torch.Generator()), TypeError, "got a torch.Generator, whose state cannot be part of a program: draw from torch's default generator"),
     "jit array": (lambda: jit(STEP)(START, W.repeat(99).numpy()), TypeError, "batch must be a tensor, or .*; got a ndarray: torch.as_tensor makes"),
     "flat iterated": (lambda: list(ravel({"w": W})), TypeError, r"\.tree\(\) is the pytree of its tensors, and step.loss_fn.state_dict"),
     "save swapped": (lambda: save(W, {"w": W}), TypeError, "path must be a str or an os.PathLike; got a dict with 'w'"),  # type: ignore[arg-type]

@@ -263,10 +263,9 @@ class GradScaler(torch.amp.GradScaler):
     def _apply_rule(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
         """Write the next scale, growth tracker and counters in place."""
         config = self._config
-        has_bounds = config.min_scale is not None or config.max_scale is not None
-        is_torchs_rule = config.rule == TORCH_RULE and not has_bounds
+        fits_torchs_kernel = config.rule == TORCH_RULE and not config.has_bounds
         with torch.no_grad():
-            if is_torchs_rule and not torch.compiler.is_dynamo_compiling() and _upstream.update_scale:
+            if fits_torchs_kernel and not torch.compiler.is_dynamo_compiling() and _upstream.update_scale:
                 # The same rule in one kernel.
                 _upstream.update_scale(
                     scale, tracker, found_inf, config.growth_factor, config.backoff_factor, config.growth_interval
@@ -291,7 +290,7 @@ class GradScaler(torch.amp.GradScaler):
             if not is_scalar or value.device.type != self._device:
                 raise AssertionError(reason)
             scale.copy_(value.reshape(()))
-        if self._config.min_scale is not None or self._config.max_scale is not None:
+        if self._config.has_bounds:
             scale.clamp_(self._config.min_scale, self._config.max_scale)
 
     def metrics(self) -> ScalerState:

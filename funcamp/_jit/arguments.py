@@ -71,6 +71,11 @@ def _check_tensor(where: str, leaf: Tensor) -> None:
 def _check_constant(where: str, leaf: object) -> None:
     """Raise TypeError for a leaf that cannot be a constant; `where` begins the text of the error."""
     fix = "pass a dict of its tensors, or register its class with torch.utils._pytree.register_pytree_node"
+    if isinstance(leaf, torch.Generator):
+        raise TypeError(
+            f"{where} a tensor or a constant; got a torch.Generator, whose state cannot be part of a program: draw "
+            "from torch's default generator, or pass the numbers, as tensors"
+        )
     if _holds_tensors(leaf):
         raise TypeError(f"{where} a tensor or a pytree of tensors; got a {type(leaf).__name__} with some in it: {fix}")
     try:

@@ -126,7 +126,7 @@ class RecordingState(UserDict[str, Any]):
         super().__setitem__(key, value)
 
 
-def counter_as_tensor(value: Any, like: Tensor) -> Any:
+def number_as_tensor(value: Any, like: Tensor) -> Any:
     """Return a counter as a tensor of shape () on its parameter's device, not a constant of the graph.
 
     Other entries of a state are returned as they are.
@@ -153,7 +153,7 @@ def _widened_counter(name: str, value: Tensor) -> Tensor:
     return value
 
 
-def narrow_counters(before: LeafState, after: Mapping[str, Any], like: Tensor) -> LeafState:
+def with_former_entries(before: LeafState, after: Mapping[str, Any], like: Tensor) -> LeafState:
     """Return the state after a step, in the dtypes before it.
 
     Raises:
@@ -165,7 +165,7 @@ def narrow_counters(before: LeafState, after: Mapping[str, Any], like: Tensor) -
         )
     narrowed = {}
     for name, value in before.items():
-        new_value = counter_as_tensor(after[name], like)
+        new_value = number_as_tensor(after[name], like)
         narrowed[name] = new_value.to(value.dtype) if name == "step" else new_value
     return narrowed
 
@@ -192,7 +192,7 @@ def state_before_first_step(recorded: Mapping[str, Any], like: Tensor, starts_at
         like: the parameter.
         starts_at_zero: whether these are only examples of the tensors: the state starts at zero (`Traits`).
     """
-    tensors = {name: counter_as_tensor(value, like) for name, value in recorded.items()}
+    tensors = {name: number_as_tensor(value, like) for name, value in recorded.items()}
     if starts_at_zero:
         return {name: torch.zeros_like(value) for name, value in tensors.items()}
     return tensors
@@ -330,7 +330,9 @@ def _set_states(
     for param, state in zip(params, states):
         if not state:
             continue
-        clones = {name: _batched_like(batched, value.clone()) for name, value in state.items()}
+        clones: dict[str, Any] = {}
+        for name, value in state.items():
+            clones[name] = _batched_like(batched, value.clone()) if isinstance(value, Tensor) else value
         if wide:
             clones = {name: _widened_counter(name, value) for name, value in clones.items()}
         optimizer.state[param] = clones

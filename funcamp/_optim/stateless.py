@@ -20,10 +20,10 @@ from funcamp._optim.number import Comparisons
 from funcamp._optim.run import (
     LeafState,
     StepRun,
-    narrow_counters,
     refuse_differentiation,
     run_step,
     state_before_first_step,
+    with_former_entries,
 )
 from funcamp._optim.traits import Traits, probe
 from funcamp._optim.wrong_arguments import check_class, missing, refuse_positional
@@ -92,7 +92,7 @@ class StatelessOptimizer(Fixed):
             >>> stateless(torch.optim.AdamW).init({"w": torch.ones(2)}).state["exp_avg"]
             {'w': tensor([0., 0.])}
         """
-        flat, spec = _tree.parameters("init", "params", self._updated_tree(params))
+        flat, spec = _tree.parameters("init", "params", self._tree_for_class(params))
         present = [leaf for leaf in flat if leaf is not None]
         present_states = iter(self._first_states(self._key, present, self._hyper(None, present)))
         leaf_states: list[LeafState] = [{} if leaf is None else next(present_states) for leaf in flat]
@@ -131,8 +131,8 @@ class StatelessOptimizer(Fixed):
             {'w': tensor([0.5000, 0.5000])}
         """
         stored_params = params
-        params = self._updated_tree(params)
-        grads = self._updated_tree(grads)
+        params = self._tree_for_class(params)
+        grads = self._tree_for_class(grads)
         flat, spec = _tree.parameters("update", "params", params)
         flat_grads = self._flat_grads(params, flat, grads)
         entries = self._flat_entries(params, opt_state)
@@ -188,7 +188,7 @@ class StatelessOptimizer(Fixed):
             return rate.detach().to(torch.float32, copy=True)
         return torch.full((), rate, dtype=torch.float32, device=opt_state.applied.device)
 
-    def _updated_tree(self, tree: Tree) -> Tree:
+    def _tree_for_class(self, tree: Tree) -> Tree:
         """Return what the class updates: stored groups as they are if it is elementwise, else the views in them."""
         return tree if self._traits.elementwise else expand(tree)
 
@@ -236,7 +236,7 @@ class StatelessOptimizer(Fixed):
     def _check_entries(self, opt_state: OptState) -> None:
         """Raise ValueError if a state has the entries of another optimizer."""
         expected_names = self._traits.entries
-        names = opt_state.state.keys() - {APPLIED}
+        names = opt_state.state.keys() - {APPLIED_ENTRY}
         # Entries may depend on a parameter's shape in Adafactor, and in classes of other libraries. The expected ones
         # are those of a matrix; a subset or a superset is taken.
         is_torchs_elementwise = self._traits.elementwise and self._cls.__module__.startswith("torch.optim.")
@@ -268,9 +268,10 @@ def stateless(
 
     The result has `init(params) -> opt_state` and `update(params, grads, opt_state) -> (params, opt_state)`. The
     class's own `step` runs on clones, with its state set from opt_state, in eager mode and under torch.compile. It does
-    not change the caller's tensors. Counters are tensors on the parameters' device, whatever `capturable` is, so no
-    step reads a tensor on the host. No global state of torch is set, so other threads may run optimizers. Creating it
-    runs the class on a few numbers to find out how it stores its state.
+    not change the caller's tensors. A Python number in its state is a tensor of shape () on the parameters' device from
+    the second step on, whatever `capturable` is: a step may compute with it, and must not read it. No global state of
+    torch is set, so other threads may run optimizers. Creating it runs the class on a few numbers to find out how it
+    stores its state.
 
     Args:
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, Adafactor, RMSprop, ASGD, Rprop or
@@ -308,10 +309,10 @@ def stateless(
 
 
 #: Steps applied to one parameter: a state entry of funcamp, used if the first step has another formula.
-APPLIED = "applied"
-#: The first state of a large parameter is found slice by slice, of this many elements. With AdamW `init` then needs 18
+APPLIED_ENTRY = "applied"
+#: The first state of a large parameter is found in chunks of this many elements. With AdamW `init` then needs 18
 #: bytes a parameter instead of 40.
-_SLICE_SIZE = 1 << 20
+_CHUNK_SIZE = 1 << 20
 _serial = itertools.count()
 _registry: weakref.WeakValueDictionary[str, StatelessOptimizer] = weakref.WeakValueDictionary()
 
@@ -345,29 +346,29 @@ def _first_states(key: str, params: list[Tensor], hyper: dict[str, Any]) -> list
     optimizer = _registry[key]
     states = []
     for param in params:
-        # A step's temporaries are several times its input, so run it slice by slice if possible.
-        is_large = param.numel() > _SLICE_SIZE
+        # A step's temporaries are several times its input, so run it chunk by chunk if possible.
+        is_large = param.numel() > _CHUNK_SIZE
         if is_large and optimizer._traits.elementwise and param.is_contiguous() and not is_distributed(param):
-            state = _first_state_by_slices(optimizer, param, hyper)
+            state = _first_state_by_chunks(optimizer, param, hyper)
         else:
             state = first_state(optimizer, param, hyper)
         if optimizer._traits.first_step_differs:
-            state[APPLIED] = torch.zeros((), dtype=torch.int64, device=param.device)
+            state[APPLIED_ENTRY] = torch.zeros((), dtype=torch.int64, device=param.device)
         states.append(state)
     return states
 
 
-def _first_state_by_slices(optimizer: StatelessOptimizer, param: Tensor, hyper: dict[str, Any]) -> LeafState:
-    """Return `first_state` of a contiguous parameter, from steps on its slices."""
+def _first_state_by_chunks(optimizer: StatelessOptimizer, param: Tensor, hyper: dict[str, Any]) -> LeafState:
+    """Return `first_state` of a contiguous parameter, from steps on its chunks."""
     state: LeafState = {}
-    for index, param_slice in enumerate(torch.split(param.view(-1), _SLICE_SIZE)):
-        for name, value in first_state(optimizer, param_slice, hyper).items():
+    for index, chunk in enumerate(torch.split(param.view(-1), _CHUNK_SIZE)):
+        for name, value in first_state(optimizer, chunk, hyper).items():
             if value.dim() == 0:  # a counter
                 state.setdefault(name, value)
                 continue
             if name not in state:
                 state[name] = torch.empty_like(param, dtype=value.dtype)
-            torch.split(state[name].view(-1), _SLICE_SIZE)[index].copy_(value)
+            torch.split(state[name].view(-1), _CHUNK_SIZE)[index].copy_(value)
     return state
 
 
@@ -383,9 +384,9 @@ def _step(
     first_step_differs = optimizer._traits.first_step_differs
     refuse_differentiation((*params, *grads))
 
-    applied_counts = [state[APPLIED] for state in states] if first_step_differs else []
+    applied_counts = [state[APPLIED_ENTRY] for state in states] if first_step_differs else []
     # The class's own entries.
-    states = [{name: value for name, value in state.items() if name != APPLIED} for state in states]
+    states = [{name: value for name, value in state.items() if name != APPLIED_ENTRY} for state in states]
 
     def step(zero_labels: frozenset[str]) -> _ParamsAndStates:
         later_params, later_states = run_class_step(optimizer, params, grads, states, states, hyper, zero_labels)
@@ -395,7 +396,7 @@ def _step(
             # With momentum 0 torch's SGD neither reads nor writes its buffer, so the first step with the other formula
             # is still to come.
             for state, applied in zip(later_states, applied_counts):
-                state[APPLIED] = applied
+                state[APPLIED_ENTRY] = applied
             return later_params, later_states
         first_params, first_states = run_class_step(optimizer, params, grads, None, states, hyper)
         for index, applied in enumerate(applied_counts):
@@ -404,7 +405,7 @@ def _step(
             later_state = later_states[index]
             for name, first_value in first_states[index].items():
                 later_state[name] = torch.where(is_first, first_value, later_state[name])
-            later_state[APPLIED] = applied + 1
+            later_state[APPLIED_ENTRY] = applied + 1
         return later_params, later_states
 
     return by_branch(optimizer, hyper, step)
@@ -477,7 +478,7 @@ def run_class_step(
     step_run = _run(optimizer, params, grads, start, hyper, zero_labels)
     new_states = []
     for old_state, new_state, param in zip(like, step_run.states, step_run.params):
-        new_states.append(narrow_counters(old_state, new_state, param))
+        new_states.append(with_former_entries(old_state, new_state, param))
     return step_run.params, new_states
 
 

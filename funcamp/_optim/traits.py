@@ -14,7 +14,7 @@ from funcamp import _tree
 from funcamp._optim.hyperparameters import example_of, is_dynamic, map_items, stand_in
 from funcamp._optim.modes import without_modes
 from funcamp._optim.number import Comparisons
-from funcamp._optim.run import StepRun, counter_as_tensor, run_step, state_before_first_step
+from funcamp._optim.run import StepRun, number_as_tensor, run_step, state_before_first_step
 from funcamp._optim.wrong_arguments import check_class, refuse_parameters, refuse_schedulers
 
 
@@ -29,7 +29,8 @@ class Traits:
     writes_grads: bool
     """Whether it writes into gradients (Muon does)."""
     starts_at_zero: bool
-    """Whether its first step equals a later one from zero state, although it has no state before it (SGD momentum)."""
+    """Whether its first step equals a later one from zero state, although it has no state before it (SGD momentum).
+    At most one of this and `first_step_differs`; neither where a first step records its state, as Adam's does."""
     elementwise: bool
     """Whether a step on several tensors joined into one equals a step on each (not so for Muon)."""
     first_step_differs: bool
@@ -58,7 +59,7 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
     arguments = _constructor_arguments(hyperparameters, accepted)
     trial = _Trial(cls, hyperparameters, arguments, dynamic)
     with without_modes():  # this must run on real numbers
-        untouched_group = _untouched_group(trial)
+        untouched_param_group = _untouched_param_group(trial)
         for name in dynamic:
             _refuse_reads_of(trial, name)
         _refuse_host_reads(trial)
@@ -66,7 +67,7 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
         for name in dynamic:
             _refuse_other_results(trial, name, precise_inputs)
         branches = _branches(trial, precise_inputs)
-        traits = _observe(trial, branches, untouched_group)
+        traits = _observe(trial, branches, untouched_param_group)
         _refuse_other_state(trial, precise_inputs)
         return traits
 
@@ -131,7 +132,7 @@ def _constructor_arguments(
     return arguments
 
 
-def _untouched_group(trial: _Trial) -> dict[str, Any]:
+def _untouched_param_group(trial: _Trial) -> dict[str, Any]:
     """Return the parameter group of an instance that has taken no step.
 
     Raises:
@@ -264,7 +265,7 @@ def _states_of(step_run: StepRun) -> list[dict[str, Any]]:
     """Return the states after a step, with tensors for counters."""
     states = []
     for state, param in zip(step_run.states, step_run.params):
-        states.append({name: counter_as_tensor(value, param) for name, value in state.items()})
+        states.append({name: number_as_tensor(value, param) for name, value in state.items()})
     return states
 
 
@@ -394,14 +395,21 @@ def _first_line(error: Exception) -> str:
 
 
 def _refuse_host_reads(trial: _Trial) -> None:
-    """Take two steps on tensors without values, on which reading a value raises."""
+    """Take two steps on tensors without values, on which reading a value raises.
+
+    What is a Python number in the state after the first step is a tensor in the second.
+    """
     cls = trial.cls
     try:
-        states = _states_of(trial.run(_inputs("meta")))
+        first_run = trial.run(_inputs("meta"))
+        states = _states_of(first_run)
         for state in states:
             for name, value in state.items():
                 if not isinstance(value, Tensor):
-                    raise _impure(cls, f"its state entry {name!r} must be a tensor or a number; got {value!r}")
+                    raise _impure(
+                        cls, f"its state entry {name!r} must be a tensor or a number, and no bool; got {value!r}"
+                    )
+        _refuse_reads_of_counters(trial, first_run)
         second_run = trial.run(_inputs("meta"), states)
         for before, after in zip(states, second_run.states):
             if before.keys() != after.keys():
@@ -421,13 +429,47 @@ def _refuse_host_reads(trial: _Trial) -> None:
         ) from error
 
 
-def _observe(trial: _Trial, branches: tuple[str, ...], untouched_group: dict[str, Any]) -> Traits:
+def _refuse_reads_of_counters(trial: _Trial, first_run: StepRun) -> None:
+    """Refuse Python numbers in a state by name if a step fails when one is a tensor, and not when all are numbers.
+
+    `first_run` is the first step, on tensors without values.
+    """
+    number_names = {name: None for state in first_run.states for name in state if not isinstance(state[name], Tensor)}
+
+    def error_with(tensor_names: frozenset[str]) -> Exception | None:
+        """Return the error of a second step in which these numbers are tensors."""
+        states = []
+        for numbers, tensors in zip(first_run.states, _states_of(first_run)):
+            states.append({name: tensors[name] if name in tensor_names else numbers[name] for name in numbers})
+        try:
+            trial.run(_Inputs(first_run.params, _inputs("meta").grads), states, wide=False)
+        except _STEP_ERRORS as error:
+            return error
+        return None
+
+    errors = {name: error_with(frozenset([name])) for name in number_names}
+    read_names = [name for name, error in errors.items() if error is not None]
+    if not read_names or error_with(frozenset()) is not None:
+        return
+    name = read_names[0]
+    error = errors[name]
+    assert error is not None
+    raise _impure(
+        trial.cls,
+        f"its step reads state[{name!r}] in Python, a number that is a tensor between steps "
+        f"({type(error).__name__}: {_first_line(error)}); begin it as torch.zeros((), device=param.device) and compute "
+        "with it as a tensor (x ** 0.5 for math.sqrt(x), torch.where for if), or use the optimizer in an ordinary loop "
+        "with funcamp.GradScaler",
+    ) from error
+
+
+def _observe(trial: _Trial, branches: tuple[str, ...], untouched_param_group: dict[str, Any]) -> Traits:
     """Return the traits of a class that can be made pure.
 
     Args:
         trial: the class.
         branches: what `_branches` returns.
-        untouched_group: the parameter group of an instance that has taken no step.
+        untouched_param_group: the parameter group of an instance that has taken no step.
 
     Raises:
         TypeError: the step changes its parameter group.
@@ -436,7 +478,7 @@ def _observe(trial: _Trial, branches: tuple[str, ...], untouched_group: dict[str
     versions = [grad._version for grad in inputs.grads]
     without_state = trial.run(inputs, writes_grads=False, wide=False)
     writes_grads = versions != [grad._version for grad in inputs.grads]
-    _refuse_changed_group(trial, untouched_group, without_state.instance.param_groups[0])
+    _refuse_changed_param_group(trial, untouched_param_group, without_state.instance.param_groups[0])
 
     # For most classes the first values in a step with a zero gradient are the state before the first step.
     zero_grads = [torch.zeros_like(grad) for grad in inputs.grads]
@@ -463,7 +505,7 @@ def _observe(trial: _Trial, branches: tuple[str, ...], untouched_group: dict[str
     )
 
 
-def _refuse_changed_group(trial: _Trial, before: dict[str, Any], after: dict[str, Any]) -> None:
+def _refuse_changed_param_group(trial: _Trial, before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raise TypeError if a step changed its parameter group."""
     for name, value in after.items():
         if name == "params" or name in trial.dynamic:
@@ -480,7 +522,7 @@ def _have_equal_results(step_run: StepRun, expected_run: StepRun) -> bool:
         return False
     for state, expected_state in zip(step_run.states, expected_run.states):
         for name, value in state.items():
-            expected = counter_as_tensor(expected_state[name], value).to(value.dtype)
+            expected = number_as_tensor(expected_state[name], value).to(value.dtype)
             if not torch.equal(expected, value):
                 return False
     return True
@@ -502,8 +544,8 @@ def _is_elementwise(trial: _Trial) -> bool:
     if any(state.keys() != joined_state.keys() for state in separate_run.states):
         return False
     for name, entry in joined_state.items():
-        joined_entry = counter_as_tensor(entry, joined_param)
-        separate_entries = [counter_as_tensor(state[name], joined_param) for state in separate_run.states]
+        joined_entry = number_as_tensor(entry, joined_param)
+        separate_entries = [number_as_tensor(state[name], joined_param) for state in separate_run.states]
         expected = separate_entries[0] if joined_entry.dim() == 0 else _joined(separate_entries)
         if joined_entry.shape not in ((), joined_param.shape) or not torch.equal(joined_entry, expected):
             return False

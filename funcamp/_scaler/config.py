@@ -38,8 +38,9 @@ class ScalerConfig:
         backoff_factor: multiplies the scale after a step with a non-finite gradient; in (0, 1]. The rules of apex,
             DeepSpeed, jmp, TensorFlow and fairseq divide by growth_factor: with them it must be 1 / growth_factor.
         growth_interval: clean steps in a row after which the scale grows; an integer from 1 to 2**31 - 1.
-        min_scale: lower bound of the scale; None for no bound, in which case repeated backoff reaches 0, as in torch.
-        max_scale: upper bound of the scale; None for no bound but float32's.
+        min_scale: lower bound of the scale, applied at every update (a loaded scale below it is used for one step);
+            None for no bound, in which case repeated backoff reaches 0, as in torch.
+        max_scale: upper bound of the scale, applied likewise; None for no bound but float32's.
         rule: how the scale changes, a `funcamp.rules.Rule` with its own parameters; by default the rule that `update`
             describes. The presets have the rules of other libraries.
 
@@ -89,6 +90,11 @@ class ScalerConfig:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         self.rule.check(self)
+
+    @property
+    def has_bounds(self) -> bool:
+        """Return whether the scale is clamped after the rule."""
+        return self.min_scale is not None or self.max_scale is not None
 
 
 def _check_rule(rule: object) -> None:

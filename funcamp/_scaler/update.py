@@ -270,9 +270,7 @@ def _outcome(call: str, state: ScalerState, config: ScalerConfig) -> Outcome:
 
 def _bounded(scale: Tensor, config: ScalerConfig) -> Tensor:
     """Return the scale clamped to [min_scale, max_scale]."""
-    if config.min_scale is None and config.max_scale is None:
-        return scale
-    return scale.clamp(config.min_scale, config.max_scale)
+    return scale.clamp(config.min_scale, config.max_scale) if config.has_bounds else scale
 
 
 def _select(tree: Tree, index: int, skips: Tensor, new: object, old: object) -> object:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._optim.chain import only_optimizer_of
-from funcamp._optim.stateless import APPLIED, StatelessOptimizer
+from funcamp._optim.stateless import APPLIED_ENTRY, StatelessOptimizer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.state_dict import from_state_dict
 from funcamp._step.state import TrainState, check_train_state
@@ -150,9 +150,9 @@ def _read_parameter(
     """
     # A class may save None for an entry that it does not use.
     values = {entry: value for entry, value in entries.items() if value is not None}
-    if APPLIED in known:
+    if APPLIED_ENTRY in known:
         # torch has no entries of a parameter that no step has changed.
-        values[APPLIED] = 1 if values else 0
+        values[APPLIED_ENTRY] = 1 if values else 0
     tensors: dict[str, Tensor] = {}
     for entry, value in values.items():
         key = group.key(entry, name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,8 @@ _FROM_TORCH = (
     "a torch loop goes on by model.load_state_dict(...) before init, then "
     "step.from_torch(step.init(), optimizer=..., scaler=...) with the state_dicts of its optimizer and scaler"
 )
+#: The names of `saved_names` for an average: of the only one, of one of several, and of one that `every` delays.
+_AVERAGE_NAME = re.compile(r"(ema|opt_state\.\d+(\.state)?\.average)(\.|$)")
 
 
 # Saving.
@@ -142,7 +146,31 @@ def _filled(call: str, saved: Mapping[str, Tensor], like: TrainState) -> dict[st
     saved_parameters = {name for name in saved if str(name).startswith("params.")}
     if not own_tensors.keys() & saved_parameters:
         raise ValueError(f"{call}: saved must hold at least one parameter of like; it holds none: {_FROM_TORCH}")
-    return {name: saved.get(name, value) for name, value in own_tensors.items()}
+    lost_average = _lost_average(saved, own_tensors)
+    if lost_average:
+        warnings.warn(
+            f"{call}: saved has an average of the parameters and like has none: {len(lost_average)} tensors, from "
+            f"{lost_average[0]!r} to {lost_average[-1]!r}, are left out: load it with a step that has ema_decay to "
+            "keep it, or take these names out of saved",
+            stacklevel=5,  # the caller of `TrainStep.load_state_dict`
+        )
+    return {name: saved.get(name, _beginning(name, value, saved)) for name, value in own_tensors.items()}
+
+
+def _beginning(name: str, value: Tensor, saved: Mapping[str, Tensor]) -> Tensor:
+    """Return what a tensor is that was not saved: like's value; of an average, the parameter that was saved."""
+    found = _AVERAGE_NAME.match(name)
+    if found is None:
+        return value
+    parameter = saved.get("params." + name[found.end() :], value)
+    return parameter if parameter.shape == value.shape and parameter.dtype == value.dtype else value
+
+
+def _lost_average(saved: Iterable[str], expected: Iterable[str]) -> list[str]:
+    """Return the saved names of averages, if none is expected; a parameter that was removed takes its part along."""
+    if any(_AVERAGE_NAME.match(name) for name in expected):
+        return []
+    return [name for name in saved if _AVERAGE_NAME.match(str(name))]
 
 
 def _check_names(call: str, saved: Mapping[str, Tensor], names: Sequence[str | None]) -> None:
@@ -153,8 +181,14 @@ def _check_names(call: str, saved: Mapping[str, Tensor], names: Sequence[str | N
         return
     first = min(odd, key=str)
     kind = "has unknown" if first in saved else "lacks"
-    # Nothing in common: another kind of state_dict, such as a module's.
-    fix = "" if set(saved) - odd else f": {_FROM_TORCH}"
+    fix = ""
+    if not set(saved) - odd:  # nothing in common: another kind of state_dict, such as a module's
+        fix = f": {_FROM_TORCH}"
+    elif first in _lost_average(saved, expected):
+        fix = (
+            ", of an average of the parameters, and like has none: make the step with ema_decay to keep it, or take "
+            "the names of the average out of saved"
+        )
     raise ValueError(f"{call}: saved must hold the names that state_dict gives; it {kind} {first!r}{fix}")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.chain import only_optimizer_of
-from funcamp._optim.stateless import APPLIED
+from funcamp._optim.stateless import APPLIED_ENTRY
 from funcamp._scaler.state_dict import to_state_dict
 from funcamp._step.state import TrainState
 from funcamp._step.state_dict import export, gather
@@ -73,7 +73,7 @@ def _parameter_state(
         if key in saved:
             parameter_state[entry] = saved[key]
     # The count of steps that changed the parameter, for classes whose first step differs; torch has no such entry.
-    if APPLIED in parameter_state and parameter_state.pop(APPLIED) == 0:
+    if APPLIED_ENTRY in parameter_state and parameter_state.pop(APPLIED_ENTRY) == 0:
         return {}
     if "step" in parameter_state:
         parameter_state["step"] = parameter_state["step"].cpu()  # torch stores the step counter on the host

@@ -7,11 +7,13 @@ CUDA graph cannot do from the host. So the constant itself is moved, once.
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 _aten: Any = torch.ops.aten
 

@@ -48,13 +48,18 @@ class HostDraws:
                 noting = {name: self._noting(fn) for name, fn in vars(module).items() if _draws(name, fn)}
                 stack.enter_context(replaced(module, **noting))
             self._states_before = self._states()
-            yield
+            try:
+                yield
+            except BaseException:
+                if not self._other_threads_line:
+                    self._set_back()
+                raise
 
     def find_draws(self) -> tuple[str, str] | None:
         """Return the names of the generators that the watched code drew from, and its line; None if there are none.
 
-        The generators are then set back. If another thread drew and this one did not, such as one that loads data, that
-        is a warning: the watched code may have waited for it.
+        The generators are then set back, as where the watched code fails. If another thread drew and this one did not,
+        such as one that loads data, that is a warning: the watched code may have waited for it.
         """
         changed_modules: list[ModuleType] = []
         for module, before, now in zip(self._modules, self._states_before, self._states(), strict=True):
@@ -66,7 +71,7 @@ class HostDraws:
         if self._other_threads_line and not self._line:
             _log.warning(
                 "jit: another thread drew from %s while the step was traced, %s: if the step waits for its numbers, "
-                "the program repeats them; draw from torch's generator, or pass the numbers in the batch",
+                "the program repeats them; draw from torch's generator, or pass the numbers in the batch, as tensors",
                 names,
                 self._other_threads_line,
             )

@@ -116,7 +116,7 @@ def trace(
         generators, line = drawn
         raise HostError(
             f"not draw from {generators}, as the program would repeat the numbers at every step; {line} does: draw "
-            "from torch's generator, or pass the numbers in the batch"
+            "from torch's generator, or pass the numbers in the batch, as tensors"
         )
     return graph
 

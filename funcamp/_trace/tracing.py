@@ -18,7 +18,10 @@ RequestedViews: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
 
 class HostError(Exception):
-    """The function leaves the arguments' type of device, reads a value on the host, or keeps state in Python."""
+    """The function does on the host what a program cannot: it reads a value, draws, seeds, or keeps state in Python.
+
+    The text goes on from "jit: step must ", which `trace_step` puts before it.
+    """
 
 
 #: Whether torch.cond or a relative of it calls Dynamo in this thread.

@@ -27,7 +27,7 @@ from funcamp import _tree, _upstream
 from funcamp._trace.aliases import Aliases
 from funcamp._trace.interface import Input
 from funcamp._trace.kept_tensors import KeptTensor, give_values
-from funcamp._trace.random_numbers import TraceDraws
+from funcamp._trace.torch_draws import TraceDraws
 from funcamp._trace.trace_errors import nested_tensor_error, read_error
 from funcamp._trace.tracing import HostError, LetsDynamoIn, RequestedViews, current
 from funcamp._trace.user_line import line_in_stack
@@ -145,7 +145,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             raise read_error(line_in_stack())
         if torch.Tag.nondeterministic_seeded in tags:
             result = self._draws.draw(func, args, kwargs)
-            self._refuse_draw(result)
+            self._refuse_draw_on_host(result)
         else:
             result = func(*args, **kwargs)
         for tensor in _fake_tensors_of(result):
@@ -165,8 +165,8 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
                 "does: call as_strided without storage_offset, or with a clone of the parameter"
             )
 
-    def _refuse_draw(self, result: Any) -> None:
-        """Raise HostError if random numbers of the host would be those of the capture at every replay."""
+    def _refuse_draw_on_host(self, result: Any) -> None:
+        """Raise HostError if torch drew on the CPU what a CUDA graph would repeat at every replay."""
         if not self._in_cuda_graph:
             return
         for tensor in _fake_tensors_of(result):
@@ -174,7 +174,8 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             if device.type not in self._home:
                 raise HostError(
                     f"draw random numbers on {_any_of(self._home)}, as a CUDA graph would repeat those of the host at "
-                    f"every step; {line_in_stack()} draws on {device.type}: pass device=, or the numbers in the batch"
+                    f"every step; {line_in_stack()} draws on {device.type}: pass device=, or the numbers "
+                    "in the batch, as tensors"
                 )
 
     def _is_anomaly_check(self, value: Tensor) -> bool:

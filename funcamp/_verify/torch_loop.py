@@ -78,7 +78,7 @@ class TorchLoop:
 
         self._groups = groups_of("verify", step, state, None)
         self._optimizers = self._make_optimizers(parameters, saved["optimizer"], is_new=self._applied == 0)
-        self.follows_rule = is_torchs_rule(step.config)
+        self.follows_rule = torch_has_this_rule(step.config)
         """Whether torch's scaler moves the scale by the step's rule. If not, the loop is given every scale."""
         self._scaler = self._make_scaler(step.config if self.follows_rule else ScalerConfig(), state)
         self._average: dict[str, Tensor] = {}
@@ -296,8 +296,7 @@ class TorchLoop:
                             yield group.key(entry, name), value
 
 
-def is_torchs_rule(config: ScalerConfig) -> bool:
-    """Return whether torch's scaler moves the scale by the same rule."""
-    has_bounds = config.min_scale is not None or config.max_scale is not None
+def torch_has_this_rule(config: ScalerConfig) -> bool:
+    """Return whether torch's scaler moves the scale by the same rule, within the same bounds: none."""
     has_torchs_factors = config.growth_factor > 1 and config.backoff_factor < 1
-    return config.rule == TORCH_RULE and not has_bounds and has_torchs_factors
+    return config.rule == TORCH_RULE and not config.has_bounds and has_torchs_factors

@@ -26,12 +26,13 @@ from torch import Tensor
 from torch.distributed import checkpoint as checkpoint_module
 
 import funcamp
-from funcamp import ScalerConfig, distributed, load, make_train_step, save, stateless
+from funcamp import ScalerConfig, average, chain, distributed, every, load, make_train_step, save, stateless
 from tests.support.helpers import assert_same, clone, together
 from tests.support.models import Task, cnn, mlp, tied
 from tests.support.rules import RULES
 
 dcp: Any = checkpoint_module  # its functions are untyped re-exports
+ADAMW = stateless(torch.optim.AdamW, lr=1e-2)
 FORMATS = ["checkpoint.pt", "checkpoint.safetensors"]
 ROOT = Path(__file__).parent.parent.parent
 
@@ -462,6 +463,62 @@ def test_tensors_that_no_state_can_hold_are_refused(strict: bool) -> None:
         problem = rf"load_state_dict: saved\['{name}'\] must be like .*, dense, with values; got .*{got}"
         with pytest.raises(ValueError, match=problem):
             step.load_state_dict({**saved, name: value}, like=like, strict=strict)
+
+
+@pytest.mark.parametrize("kept", [ADAMW, chain(average(0.5), ADAMW), chain(ADAMW, every(2, average(0.5)))], ids=repr)
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_average_that_is_dropped_is_named(kept: Any, name: str, tmp_path: Path) -> None:
+    """It is an error, or with strict=False a warning at the caller's line; without its names there is neither."""
+    loss_fn = funcamp.module_loss(mlp().model, torch.nn.functional.mse_loss)
+    averaging = make_train_step(loss_fn, kept, ema_decay=0.99 if kept is ADAMW else None)
+    without = make_train_step(loss_fn, ADAMW)
+    save(averaging.state_dict(averaging.init()), tmp_path / name)
+    saved = load(tmp_path / name)
+    like = without.init()
+    own_names = without.state_dict(like).keys()
+    average_names = [entry for entry in saved if entry not in own_names and not entry.endswith(".updates")]
+    assert len(average_names) == len(like.params.tree())
+
+    with pytest.raises(ValueError, match=rf"unknown '{min(average_names)}', of an average of .*ema_decay"):
+        without.load_state_dict(saved, like=like)
+    left_out = f"{len(average_names)} tensors, from '{average_names[0]}' to '{average_names[-1]}', are left out"
+    with pytest.warns(UserWarning, match=left_out) as caught:
+        state = without.load_state_dict(saved, like=like, strict=False)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert state.ema == ()
+    rest = {entry: value for entry, value in saved.items() if entry in own_names}
+    assert_same(without.load_state_dict(rest, like=like), state)
+
+
+def test_a_parameter_that_is_frozen_takes_its_average_along() -> None:
+    """No average is dropped: that of the other parameters stays."""
+    task = mlp()
+    step = make(task)
+    saved = step.state_dict(step.init())
+    task.model[0].requires_grad_(False)  # type: ignore[index]
+    step = make(task)
+    with pytest.raises(ValueError, match=r"it has unknown 'ema\.0\.bias'$"):
+        step.load_state_dict(saved, like=step.init())
+    state = step.load_state_dict(saved, like=step.init(), strict=False)
+    assert state.ema.tree().keys() == state.params.tree().keys()
+
+
+@pytest.mark.parametrize("kept", [ADAMW, chain(average(0.5), ADAMW), chain(ADAMW, every(2, average(0.5)))], ids=repr)
+def test_an_average_that_begins_at_a_checkpoint_begins_as_its_parameters(kept: Any) -> None:
+    loss_fn = funcamp.module_loss(mlp().model, torch.nn.functional.mse_loss)
+    without = make_train_step(loss_fn, ADAMW)
+    averaging = make_train_step(loss_fn, kept, ema_decay=0.99 if kept is ADAMW else None)
+    saved = without.state_dict(without.init())
+    for name in saved:
+        if name.startswith("params."):
+            saved[name] = saved[name] + 1
+    loaded = averaging.load_state_dict(saved, like=averaging.init(), strict=False)
+    trained = averaging.state_dict(loaded)
+    for name, value in loaded.params.tree().items():
+        of_it = [entry for entry in trained if entry.endswith(f".{name}") and ("average" in entry or "ema" in entry)]
+        assert len(of_it) == 1
+        assert_same(trained[of_it[0]], value)
+        assert_same(value, saved[f"params.{name}"])
 
 
 def test_sharded_tensors_that_no_state_can_hold_are_refused() -> None:

@@ -89,6 +89,49 @@ class ReadsItem(Refused):
             p.sub_(p.grad * self.param_groups[0]["lr"] / math.sqrt(state["step"].item()))
 
 
+class ReadsCounter(torch.optim.Optimizer):
+    """Has two counters in Python ints: computes with one, and reads the other."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def weight(self, seen: Any, count: Any) -> Any:
+        return 1 / (seen * math.sqrt(count))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["seen"], state["count"] = 0, 0
+            state["seen"] += 1
+            state["count"] += 1
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"] * self.weight(state["seen"], state["count"]))
+
+
+class BranchesOnCounter(ReadsCounter):
+    """Reads the counter in an if."""
+
+    def weight(self, seen: Any, count: Any) -> Any:
+        return 1 / seen if count > 3 else 0.0
+
+
+class ComputesWithCounter(ReadsCounter):
+    """Reads none of them: what the error recommends."""
+
+    def weight(self, seen: Any, count: Any) -> Any:
+        return 1 / (seen * count**0.5)
+
+
+class ReadsGradBesideCounter(ReadsCounter):
+    """Reads a gradient after the first step, not the counters: no counter is to blame."""
+
+    def weight(self, seen: Any, count: Any) -> Any:
+        if not isinstance(seen, int) or seen > 1:
+            return self.param_groups[0]["params"][0].grad.norm().tolist()
+        return 1 / seen
+
+
 class Branches(Refused):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -141,6 +184,11 @@ def test_third_party_optimizer_follows_itself(compiled: bool) -> None:
     assert opt_state.state["step"]["b"] == 6
 
 
+def test_optimizer_that_computes_with_its_counters_is_taken() -> None:
+    entries = stateless(ComputesWithCounter, lr=torch.tensor(0.1)).init({"w": torch.zeros(2)}).state
+    assert_same(entries, {"seen": {"w": torch.tensor(0)}, "count": {"w": torch.tensor(0)}})
+
+
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_optimizer_with_a_state_of_the_default_dtype_follows_itself(scheduled: bool) -> None:
     params, rates = {"w": torch.randn(3, 2)}, (0.1, 0.05, 0.02)
@@ -169,10 +217,13 @@ def test_optimizer_that_writes_into_gradients_leaves_the_callers_alone() -> None
     ("cls", "reason"),
     [
         (ReadsItem, "ReadsItem cannot be made pure.*reads one on the host"),
+        (ReadsCounter, "ReadsCounter cannot be made pure: its step reads state\\['count'] in Python.*GradScaler"),
+        (BranchesOnCounter, "BranchesOnCounter cannot be made pure: its step reads state\\['count'] in Python"),
+        (ReadsGradBesideCounter, "ReadsGradBesideCounter cannot be made pure: its step fails .*reads one on the host"),
         (Branches, "Branches cannot be made pure.*reads one on the host"),
         (CountsInGroup, "CountsInGroup cannot be made pure.*'k' in its parameter group"),
         (GrowsState, "GrowsState cannot be made pure.*same entries after every step"),
-        (KeepsText, "KeepsText cannot be made pure.*'mode' must be a tensor or a number; got 'warm'"),
+        (KeepsText, "KeepsText cannot be made pure.*'mode' must be a tensor or a number, and no bool; got 'warm'"),
         (torch.optim.LBFGS, "LBFGS cannot be made pure: its step needs closure, .*use it in an ordinary float32 loop"),
         (torch.optim.SparseAdam, ".*does not support dense gradients.*; use it in an ordinary loop with"),
         (torch.nn.Linear, "optimizer must be a subclass of torch.optim.Optimizer; got .*Linear"),

@@ -28,6 +28,7 @@ from funcamp import (
 )
 from tests.support.helpers import assert_close, assert_same, clone, to
 from tests.support.models import cnn, mlp
+from tests.support.oracle import TorchRule, state_of
 from tests.support.steps import SGD, build
 
 ADAMW = stateless(torch.optim.AdamW, lr=1e-2)
@@ -440,6 +441,22 @@ def test_metrics_count_skips_and_tell_the_limits() -> None:
         (2, 5, 3, 1, 0),
     ]
     assert [int(count) for count in (state.step, state.skipped, state.consecutive_skips)] == [7, 5, 3]
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("wrapped", [False, True], ids=["eager", "jit"])
+def test_scale_backs_off_to_min_scale_and_follows_torch_above_it(wrapped: bool) -> None:
+    step = make_train_step(linear, SGD, ScalerConfig(16.0, min_scale=3.0, growth_interval=2))
+    run: Any = jit(step, backend="eager") if wrapped else step
+    state, kernel = step.init({"a": torch.zeros(2)}), TorchRule(state_of(16.0), interval=2)
+    scales = []
+    for overflows in (True, True, True, True, False, False, True, True):
+        state, _ = run(state, torch.tensor([[3.0, torch.inf if overflows else 4.0]]))
+        kernel.update(float(overflows))
+        kernel.state.scale.clamp_(min=3.0)
+        assert_same(state.scaler, kernel.state)
+        scales.append(state.scaler.scale.item())
+    assert scales == [8, 4, 3, 3, 3, 6, 3, 3]
 
 
 @pytest.mark.thorough(keep=2)

@@ -300,6 +300,12 @@ def test_a_trace_that_fails_leaves_no_tensor_without_values() -> None:
     assert_same(model(x), torch.tensor(6.0))
 
 
+def seeds_last(state: Any, batch: Tensor) -> Any:
+    drawn = torch.rand(2)
+    torch.manual_seed(0)
+    return {"x": state["x"] + drawn.sum()}, None
+
+
 def seeds(state: Any, batch: Tensor) -> Any:
     torch.manual_seed(0)
     return {"x": state["x"] + torch.rand(2).sum()}, None
@@ -325,8 +331,9 @@ def accumulates(state: Any, batch: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        (seeds, r"default generator and not seed it.*test_front_end.py:\d+ \(.*torch.rand\(2\).*\) does"),
-        (draws, r"default generator.*test_front_end.py:\d+ \(.*generator=GENERATOR.*\) does"),
+        (seeds, r"must not seed torch's generator.*test_front_end.py:\d+ \(.*torch.rand\(2\).*\) draws"),
+        (seeds_last, r"must not seed torch's generator \(torch.manual_seed\).*seed before the call"),
+        (draws, r"default generator.*test_front_end.py:\d+ \(.*generator=GENERATOR.*\) draws from its own"),
         (reads_its_own, r"must not read.*test_front_end.py:\d+ \(.*COUNTER.item\(\).*\) does"),
         (accumulates, r"must not call backward\(\) on tensors other than its arguments"),
     ],

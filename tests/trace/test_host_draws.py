@@ -120,3 +120,13 @@ def test_draws_of_two_threads_are_refused() -> None:
 
     with pytest.raises(RuntimeError, match=r"draw from Python's random, .*test_host_draws.py:\d+"):
         jit(step, backend="eager")(torch.zeros(()), torch.ones(2))
+
+
+def test_a_step_that_draws_and_then_fails_leaves_the_generator_as_it_was() -> None:
+    def step(state: Any, x: Tensor) -> Any:
+        return state + x * random.random() * x.sum().item(), None
+
+    before = generators()
+    with pytest.raises(RuntimeError, match="must not read"):
+        jit(step, backend="eager")(torch.zeros(()), torch.ones(()))
+    assert generators() == before

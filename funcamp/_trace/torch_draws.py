@@ -1,7 +1,8 @@
-"""Random numbers in a trace: none is drawn, and a generator that is set back repeats its numbers.
+"""What torch draws in a trace: no number is drawn, and a generator that is set back repeats its numbers.
 
-During a trace, the seed of torch's default generator is used as the position in its sequence. `torch.utils.checkpoint`
-sets the generator back to the position of the forward pass and draws again: it gets the same numbers.
+What Python and numpy draw is in `host_draws.py`. During a trace, the seed of torch's default generator is used as the
+position in its sequence. `torch.utils.checkpoint` sets the generator back to the position of the forward pass and draws
+again: it gets the same numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._trace.schema import aliased
-from funcamp._trace.tracing import NodeOf
+from funcamp._trace.tracing import HostError, NodeOf
 from funcamp._trace.user_line import line_in_stack
 from funcamp._upstream.chains import chain_start
 
@@ -84,27 +85,42 @@ class TraceDraws:
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        """Context manager: a trace with draws; restores the generator afterwards."""
+        """Context manager: a trace with draws; restores the generator afterwards.
+
+        Raises:
+            HostError: the generator was seeded and nothing was drawn after that.
+        """
         with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(_FIRST_POSITION)
             try:
                 yield
             finally:
                 self._drawn.clear()
+            if torch.default_generator.initial_seed() < _FIRST_POSITION:
+                raise HostError(
+                    "not seed torch's generator (torch.manual_seed), which a program cannot do: seed before the call"
+                )
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operation that draws random numbers.
 
         Raises:
-            RuntimeError: it uses another generator, a seeded one, or one that was set back and now draws other numbers.
+            HostError: it uses another generator, a seeded one, or one that was set back and now draws other numbers.
         """
         position = torch.default_generator.initial_seed()
+        # The default generator by its name is the one that draws if none is named.
+        kwargs = {name: None if _is_default_generator(value) else value for name, value in kwargs.items()}
         call = _Call(func, args, kwargs)
-        if position < _FIRST_POSITION or any(isinstance(leaf, torch.Generator) for leaf in call.leaves):
-            raise RuntimeError(
-                "jit: step must draw from torch's default generator and not seed it, as the state of a generator "
-                f"cannot be part of a program; {line_in_stack()} does: seed before the call, or pass a seed's numbers "
-                "in the batch"
+        if any(isinstance(leaf, torch.Generator) for leaf in call.leaves):
+            raise HostError(
+                "draw from torch's default generator, as the state of another one cannot be part of a program; "
+                f"{line_in_stack()} draws from its own: leave out generator=, or pass the numbers in the batch, as "
+                "tensors"
+            )
+        if position < _FIRST_POSITION:
+            raise HostError(
+                f"not seed torch's generator, which a program cannot do; {line_in_stack()} draws after it was seeded: "
+                "seed before the call, or pass the numbers of that seed in the batch, as tensors"
             )
         torch.default_generator.manual_seed(position + 1)
         sources = [self._node_of(tensor) or tensor for tensor in call.tensors_read()]
@@ -112,8 +128,8 @@ class TraceDraws:
         if position < self._next_position:
             drawn = self._drawn.get(key)
             if drawn is None or not all(map(_computes_the_same, drawn.sources, sources)):
-                raise RuntimeError(
-                    "jit: step must not set the generator back and then draw other numbers than before, as a program "
+                raise HostError(
+                    "not set the generator back and then draw other numbers than before, as a program "
                     f"cannot draw at a place in the sequence; {line_in_stack()} does: draw once and compute both from "
                     "it"
                 )
@@ -125,6 +141,14 @@ class TraceDraws:
         result = func(*args, **kwargs)
         self._drawn[key] = _Drawn(sources, _copy_tensors(result), _copy_tensors(call.written))
         return result
+
+
+def _is_default_generator(value: Any) -> bool:
+    """Return whether a value is the generator that torch draws from if none is named, of any device."""
+    generators: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
+    # A dispatch mode gets another Python object for the same generator.
+    is_generator = isinstance(value, torch.Generator)
+    return is_generator and any(getattr(value, "_cdata", None) == generator._cdata for generator in generators)
 
 
 def _fill(call: _Call, filled: Tensor) -> Tensor:

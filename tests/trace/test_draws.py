@@ -148,7 +148,8 @@ def test_a_generator_set_back_in_the_body_of_a_scan() -> None:
     def jitted(step: Any) -> Any:
         return jit(step, backend="eager")
 
-    assert_same(redrawn_loss(torch.sigmoid, jitted), redrawn_loss(torch.sigmoid, lambda step: step))
+    eager, found = redrawn_loss(torch.sigmoid, lambda step: step), redrawn_loss(torch.sigmoid, jitted)
+    assert torch.equal(found, eager) != defects.EXTRA_DRAWS.present
     with pytest.raises(RuntimeError, match=r"step must not set the generator back .*test_draws.py:\d+ \(.*draw once"):
         redrawn_loss(lambda x: (x - 5).sigmoid(), jitted)
 

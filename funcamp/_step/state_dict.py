@@ -55,7 +55,9 @@ def tensors_by_name(state: TrainState) -> dict[str, Tensor]:
 def saved_names(state: TrainState) -> list[str]:
     """Return the name under which each leaf of a state is saved.
 
-    These are the names of the first format, in which buffers, average and float8 state were fields of the state.
+    These are the names of the first format, in which buffers, average and float8 state were fields of the state. The
+    only average is `ema.*`; one of several is `opt_state.NUMBER.average.*`, and one that `every` delays is
+    `opt_state.NUMBER.state.average.*`, with its number in the chain (`_AVERAGE_NAME`).
     """
     averages: list[int] = []
     others: list[int] = []

@@ -122,8 +122,14 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
     """
     call = "load_sharded_state_dict"
     expected = _tensors_of(call, "like", like)
-    if not isinstance(saved, dict) or list(saved) != list(expected):
-        raise ValueError(f"{call}: saved must be what sharded_state_dict(like) gave; got other names")
+    rule = f"{call}: saved must be what sharded_state_dict(like) gave"
+    if not isinstance(saved, dict):
+        raise ValueError(f"{rule}; got {_tree.brief_kind(saved)}")
+    if list(saved) != list(expected):
+        lacking = [name for name in expected if name not in saved]
+        unknown = [name for name in saved if name not in expected]
+        difference = f"it lacks {lacking}" if lacking else f"it has unknown {unknown}"
+        raise ValueError(f"{rule}; {difference if lacking or unknown else 'its names are in another order'}")
     for name, value in saved.items():
         check_like(call, name, value, expected[name])
     if saved[_LAYOUT] != expected[_LAYOUT]:

@@ -439,6 +439,21 @@ def test_numbers_that_no_run_has_are_refused(entry: str, value: float, message: 
             distributed.load_sharded_state_dict(slices, like)
 
 
+def test_names_of_slices_that_differ_are_told() -> None:
+    like = make(mlp()).init()
+    slices = distributed.sharded_state_dict(like)
+    without = {name: value for name, value in slices.items() if name != "step"}
+    cases = {
+        r"it lacks \['step'\]": without,
+        r"it has unknown \['more'\]": {**slices, "more": torch.zeros(())},
+        "its names are in another order": {**without, "step": slices["step"]},
+        "got a list": list(slices),
+    }
+    for message, saved in cases.items():
+        with pytest.raises(ValueError, match=rf"load_sharded_state_dict: saved must be what .* gave; {message}"):
+            distributed.load_sharded_state_dict(saved, like)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_states_of_every_rule_are_taken_back(rule: str) -> None:
     """After overflows and growth: some counters of other libraries are negative then."""

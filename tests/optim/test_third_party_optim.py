@@ -189,6 +189,27 @@ def test_optimizer_that_computes_with_its_counters_is_taken() -> None:
     assert_same(entries, {"seen": {"w": torch.tensor(0)}, "count": {"w": torch.tensor(0)}})
 
 
+def test_optimizer_that_makes_a_tensor_of_its_tensor_is_taken() -> None:
+    """In a region of torch.device("cpu") `torch.as_tensor` would copy the trial's tensors, which have no values."""
+
+    class Wraps(Refused):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p, state in self.each():
+                if "count" not in state:
+                    state["count"] = torch.zeros((), device=p.device)
+                state["count"] += 1
+                assert p.grad is not None
+                p.sub_(p.grad / torch.as_tensor(state["count"]))
+
+    params, grads = torch.zeros(2), torch.ones(2)
+    optimizer = stateless(Wraps)
+    opt_state = optimizer.init(params)
+    for expected in (-1.0, -1.5):
+        params, opt_state = optimizer.update(params, grads, opt_state)
+        assert params.tolist() == [expected, expected]
+
+
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_optimizer_with_a_state_of_the_default_dtype_follows_itself(scheduled: bool) -> None:
     params, rates = {"w": torch.randn(3, 2)}, (0.1, 0.05, 0.02)

@@ -139,40 +139,54 @@ def restore(
 
 
 def _filled(call: str, saved: Mapping[str, Tensor], like: TrainState) -> dict[str, Tensor]:
-    """Return the saved tensors that like has, and like's for names that are not saved.
+    """Return the saved tensors that like has, and like's for names that are not saved; averages begin as parameters.
 
     Raises:
         ValueError: no parameter of like is saved.
     """
-    own_tensors = export(call, like)
+    full_like = expand(gather(call, like))
+    own_tensors = tensors_by_name(full_like)
     saved_parameters = {name for name in saved if str(name).startswith("params.")}
     if not own_tensors.keys() & saved_parameters:
         raise ValueError(f"{call}: saved must hold at least one parameter of like; it holds none: {_FROM_TORCH}")
-    lost_average = _lost_average(saved, own_tensors)
-    if lost_average:
+    lost_averages = _lost_averages(saved, own_tensors)
+    if lost_averages:
         warnings.warn(
-            f"{call}: saved has an average of the parameters and like has none: {len(lost_average)} tensors, from "
-            f"{lost_average[0]!r} to {lost_average[-1]!r}, are left out: load it with a step that has ema_decay to "
-            "keep it, or take these names out of saved",
+            f"{call}: saved has an average of the parameters that like has not: {len(lost_averages)} tensors, from "
+            f"{lost_averages[0]!r} to {lost_averages[-1]!r}, are left out: load it with a step that has the same "
+            "average (ema_decay) to keep it, or take these names out of saved",
             stacklevel=5,  # the caller of `TrainStep.load_state_dict`
         )
-    return {name: saved.get(name, _beginning(name, value, saved)) for name, value in own_tensors.items()}
+    averaged = _averaged_parameters(full_like)
+    filled: dict[str, Tensor] = {}
+    for name, own in own_tensors.items():
+        beginning = saved.get(f"params.{averaged.get(id(own))}", own)
+        is_like_own = isinstance(beginning, Tensor) and beginning.shape == own.shape and beginning.dtype == own.dtype
+        filled[name] = saved.get(name, beginning if is_like_own else own)
+    return filled
 
 
-def _beginning(name: str, value: Tensor, saved: Mapping[str, Tensor]) -> Tensor:
-    """Return what a tensor is that was not saved: like's value; of an average, the parameter that was saved."""
-    found = _AVERAGE_NAME.match(name)
-    if found is None:
-        return value
-    parameter = saved.get("params." + name[found.end() :], value)
-    return parameter if parameter.shape == value.shape and parameter.dtype == value.dtype else value
+def _averaged_parameters(state: TrainState) -> dict[int, str]:
+    """Return of which parameter each tensor of an average is, by its identity."""
+    names: dict[int, str] = {}
+
+    def note(average: Average) -> Average:
+        names.update(zip(map(id, _tree.leaves(average.average)), _tree.names(average.average)))
+        return average
+
+    _tree.map_nodes(Average, note, state)
+    return names
 
 
-def _lost_average(saved: Iterable[str], expected: Iterable[str]) -> list[str]:
-    """Return the saved names of averages, if none is expected; a parameter that was removed takes its part along."""
-    if any(_AVERAGE_NAME.match(name) for name in expected):
-        return []
-    return [name for name in saved if _AVERAGE_NAME.match(str(name))]
+def _lost_averages(saved: Iterable[str], expected: Iterable[str]) -> list[str]:
+    """Return the saved names of averages that are not expected, of parameters that are."""
+    names = set(expected)
+    lost: list[str] = []
+    for name in saved:
+        found = _AVERAGE_NAME.match(str(name))
+        if found is not None and name not in names and f"params.{name[found.end() :]}" in names:
+            lost.append(name)
+    return lost
 
 
 def _check_names(call: str, saved: Mapping[str, Tensor], names: Sequence[str | None]) -> None:
@@ -186,10 +200,10 @@ def _check_names(call: str, saved: Mapping[str, Tensor], names: Sequence[str | N
     fix = ""
     if not set(saved) - odd:  # nothing in common: another kind of state_dict, such as a module's
         fix = f": {_FROM_TORCH}"
-    elif first in _lost_average(saved, expected):
+    elif first in _lost_averages(saved, expected):
         fix = (
-            ", of an average of the parameters, and like has none: make the step with ema_decay to keep it, or take "
-            "the names of the average out of saved"
+            ", of an average of the parameters that like has not: make the step with the same average (ema_decay) to "
+            "keep it, or take its names out of saved"
         )
     raise ValueError(f"{call}: saved must hold the names that state_dict gives; it {kind} {first!r}{fix}")
 

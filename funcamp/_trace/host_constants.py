@@ -1,16 +1,20 @@
-"""Constants that a step makes on the host and copies to the state's device, such as `torch.tensor([1, 2]).to(device)`.
+"""What a step for a CUDA graph computes on the host: a graph cannot, so it is computed once, when the step is traced.
 
-`torch.tensor` makes a constant on the host even if it is given a device. A program would copy it at every call, which a
-CUDA graph cannot do from the host. So the constant itself is moved, once.
+Nothing that changes is there: the trace refuses to read a tensor of the host besides the arguments, to move one there
+and to draw there. So all of it follows from constants, such as `torch.tensor([1.0, 2.0])`, also if it was made with a
+device: torch makes it on the host and copies it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+
+from funcamp import _tree
+from funcamp._trace.tracing import HostError
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,65 +22,108 @@ if TYPE_CHECKING:
 _aten: Any = torch.ops.aten
 
 
-#: What eager code lets read an index on the host, beside tensors of another device.
-_INDEXING = (
-    _aten.index.Tensor,
-    _aten._unsafe_index.Tensor,
-    _aten.index_put.default,
-    _aten.index_put_.default,
-    _aten._unsafe_index_put.default,
-)
-
-
-def move_constants(module: fx.GraphModule, home: Set[str], fake_mode: FakeTensorMode) -> None:
-    """Move the constants of a graph that it reads on another device; the module is not recompiled.
+def compute_host(
+    module: fx.GraphModule, home: Set[str], fake_mode: FakeTensorMode, captured: Mapping[fx.Node, Tensor]
+) -> None:
+    """Replace what a graph computes on the host by constants; the module is not recompiled.
 
     Args:
         module: the graph.
-        home: the types of device to move them to.
+        home: the types of device that are not the host.
+        fake_mode: the mode of the values in the graph.
+        captured: tensors by their placeholders; of those on the host only shapes are read.
+
+    Raises:
+        HostError: it reads memory that is not torch's, such as that of an array of numpy.
+    """
+    host = _Host(module, home, fake_mode)
+    for node in list(module.graph.nodes):
+        if node.op == "placeholder":
+            if node in captured and captured[node].device.type not in home:
+                host.values[node] = captured[node]
+        elif node.op == "get_attr":
+            host.read(node)
+        elif node.op == "call_function" and not host.compute(node):
+            host.replace_inputs(node)
+    host.replace_inputs(module.graph.output_node(), keep_device=True)
+    host.erase()
+
+
+class _Host:
+    """The values of nodes on the host, computed in the order of the graph, writes included.
+
+    Args:
+        module: the graph.
+        home: the types of device that are not the host.
         fake_mode: the mode of the values in the graph.
     """
-    lifts: Any = module.graph.find_nodes(op="call_function", target=_aten.lift_fresh_copy.default)
-    for lift in lifts:
-        source = lift.args[0]
-        constant = getattr(module, str(source.target), None) if source.op == "get_attr" else None
-        if not isinstance(constant, Tensor) or constant.device.type in home:
-            continue
-        moved: dict[torch.device, fx.Node] = {}
-        for user in [*lift.users]:
-            device = _device_of_copy(user)
-            if device is None or device.type not in home:
-                continue
-            if device not in moved:
-                moved[device] = _lifted_on(device, module, lift, constant, fake_mode)
-            user.replace_input_with(lift, moved[device])
-        for node in (lift, source):
-            if not node.users:
-                module.graph.erase_node(node)
 
+    def __init__(self, module: fx.GraphModule, home: Set[str], fake_mode: FakeTensorMode) -> None:
+        self.values: dict[fx.Node, Any] = {}
+        self._module = module
+        self._home = home
+        self._fake_mode = fake_mode
+        self._lifted: dict[tuple[fx.Node, int, str], fx.Node] = {}
+        """Constants in the graph, by what they are copies of: a node, how often it was written, the device."""
 
-def _device_of_copy(user: Any) -> torch.device | None:
-    """Return the device that a node copies a tensor to that it reads; None for another node."""
-    if user.target is _aten._to_copy.default:
-        device: torch.device | None = user.kwargs.get("device")
-        return device
-    if user.target in _INDEXING:
-        indexed: Tensor = user.args[0].meta["val"]
-        return indexed.device
-    return None
+    def read(self, node: fx.Node) -> None:
+        """Note the value of a constant, if it is on the host."""
+        value = getattr(self._module, str(node.target), None)
+        if isinstance(value, Tensor) and value.device.type not in self._home and not value.is_meta:
+            if not value.untyped_storage().resizable():
+                raise HostError(
+                    "read no array of numpy, nor other memory that is not torch's, as a CUDA graph keeps the values of "
+                    "its capture: make a tensor of it on the device before the first call, or pass it in the batch"
+                )
+            self.values[node] = value
 
+    def compute(self, node: fx.Node) -> bool:
+        """Compute a node whose results are on the host; return whether it is one."""
+        results = _tree.tensors_in(node.meta.get("val"))
+        if not results or any(result.device.type in self._home for result in results):
+            return False
+        if any(source not in self.values for source in node.all_input_nodes):
+            return False
+        target: Any = node.target
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        with torch.no_grad():
+            self.values[node] = target(*args, **kwargs)
+        return True
 
-def _lifted_on(
-    device: torch.device, module: fx.GraphModule, lift: Any, constant: Tensor, fake_mode: FakeTensorMode
-) -> fx.Node:
-    """Return a node like `lift`, a fresh copy of a constant, on a device."""
-    name = f"{lift.args[0].target}_on_{device.type}"
-    value = constant.to(device)
-    module.register_buffer(name, value, persistent=False)
-    with module.graph.inserting_before(lift):
-        read = module.graph.get_attr(name)
-        lifted = module.graph.call_function(_aten.lift_fresh_copy.default, (read,))
-    with fake_mode:
-        read.meta["val"] = fake_mode.from_tensor(value, static_shapes=True)
-        lifted.meta["val"] = fake_mode.from_tensor(value, static_shapes=True)
-    return lifted
+    def replace_inputs(self, node: fx.Node, *, keep_device: bool = False) -> None:
+        """Let a node read constants in place of values of the host."""
+        device = None if keep_device else self._device_of(node)
+        for source in node.all_input_nodes:
+            value = self.values.get(source)
+            if isinstance(value, Tensor) and source.op != "placeholder":
+                node.replace_input_with(source, self._constant(source, value, device or value.device))
+
+    def _device_of(self, node: fx.Node) -> torch.device | None:
+        """Return the device of a node's results that is not the host."""
+        for tensor in _tree.tensors_in((node.meta.get("val"), [one.meta.get("val") for one in node.all_input_nodes])):
+            if tensor.device.type in self._home:
+                return tensor.device
+        return None
+
+    def _constant(self, source: fx.Node, value: Tensor, device: torch.device) -> fx.Node:
+        """Return a node like a value as it is now, on a device."""
+        key = source, value._version, str(device)
+        if key not in self._lifted:
+            constant = value.detach().clone().to(device)
+            name = f"host_constant_{len(self._lifted)}"
+            self._module.register_buffer(name, constant, persistent=False)
+            first_node = next(node for node in self._module.graph.nodes if node.op != "placeholder")
+            with self._module.graph.inserting_before(first_node):
+                read = self._module.graph.get_attr(name)
+                lifted = self._module.graph.call_function(_aten.lift_fresh_copy.default, (read,))
+            with self._fake_mode:
+                read.meta["val"] = self._fake_mode.from_tensor(constant, static_shapes=True)
+                lifted.meta["val"] = self._fake_mode.from_tensor(constant, static_shapes=True)
+            self._lifted[key] = lifted
+        return self._lifted[key]
+
+    def erase(self) -> None:
+        """Erase what was computed."""
+        for node in reversed(list(self._module.graph.nodes)):
+            if node in self.values and node.op != "placeholder" and not node.users:
+                self._module.graph.erase_node(node)

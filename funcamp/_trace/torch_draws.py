@@ -20,8 +20,10 @@ from funcamp._trace.tracing import HostError, NodeOf
 from funcamp._trace.user_line import line_in_stack
 from funcamp._upstream.chains import chain_start
 
-#: The seed at which a trace starts: larger than any user's seed.
+#: The seed at which a trace starts: larger than any user's seed that is not negative.
 _FIRST_POSITION = 1 << 63
+#: torch adds 2**64 to a negative seed, so those are above the positions.
+_END_OF_POSITIONS = _FIRST_POSITION + (1 << 40)
 _aten = torch.ops.aten
 #: `tensor.random_(from, to)`: `from` is a keyword of Python.
 _RANDOM_FROM = getattr(_aten.random_, "from")
@@ -61,7 +63,7 @@ class _Call:
 
     def tensors_read(self) -> list[Tensor]:
         """Return the arguments whose values it reads."""
-        if self.func._schema.name.endswith("_like"):
+        if reads_shape_only(self.func):
             return []
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor) and leaf is not self.filled]
 
@@ -96,7 +98,7 @@ class TraceDraws:
                 yield
             finally:
                 self._drawn.clear()
-            if torch.default_generator.initial_seed() < _FIRST_POSITION:
+            if not _is_position(torch.default_generator.initial_seed()):
                 raise HostError(
                     "not seed torch's generator (torch.manual_seed), which a program cannot do: seed before the call"
                 )
@@ -109,6 +111,7 @@ class TraceDraws:
         """
         position = torch.default_generator.initial_seed()
         # The default generator by its name is the one that draws if none is named.
+        args = tuple([None if _is_default_generator(value) else value for value in args])
         kwargs = {name: None if _is_default_generator(value) else value for name, value in kwargs.items()}
         call = _Call(func, args, kwargs)
         if any(isinstance(leaf, torch.Generator) for leaf in call.leaves):
@@ -117,7 +120,7 @@ class TraceDraws:
                 f"{line_in_stack()} draws from its own: leave out generator=, or pass the numbers in the batch, as "
                 "tensors"
             )
-        if position < _FIRST_POSITION:
+        if not _is_position(position):
             raise HostError(
                 f"not seed torch's generator, which a program cannot do; {line_in_stack()} draws after it was seeded: "
                 "seed before the call, or pass the numbers of that seed in the batch, as tensors"
@@ -141,6 +144,18 @@ class TraceDraws:
         result = func(*args, **kwargs)
         self._drawn[key] = _Drawn(sources, _copy_tensors(result), _copy_tensors(call.written))
         return result
+
+
+def _is_position(seed: int) -> bool:
+    """Return whether the generator's seed is a position of the trace, and no seed of the step's."""
+    return _FIRST_POSITION <= seed < _END_OF_POSITIONS
+
+
+def reads_shape_only(func: Any) -> bool:
+    """Return whether an operation takes no values of its tensor, as `zeros_like` and `x.new_zeros` do."""
+    schema = getattr(func, "_schema", None)
+    name = "" if schema is None else schema.name.split("::")[-1]
+    return name.endswith("_like") or name.startswith("new_")
 
 
 def _is_default_generator(value: Any) -> bool:

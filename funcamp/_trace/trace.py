@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from funcamp import _tree, _upstream
 from funcamp._trace.as_compiled import as_compiled
 from funcamp._trace.carried_state import CarriedState
-from funcamp._trace.host_constants import move_constants
+from funcamp._trace.host_constants import compute_host
 from funcamp._trace.host_draws import HostDraws
 from funcamp._trace.inner_casts import InnerCasts, watch_autocast
 from funcamp._trace.interface import Input, Outputs
@@ -191,7 +191,9 @@ def _trace_once(
             "jit: step must not read a tensor that Python kept of an earlier trace, and that has no values"
         )
     _delete_fake_constants(module)
-    move_constants(module, home, fake_mode)
+    if in_cuda_graph:
+        placeholders = module.graph.find_nodes(op="placeholder")
+        compute_host(module, home, fake_mode, dict(zip(placeholders[len(placeholders) - len(captured) :], captured)))
     with fake_mode:  # with a ShapeEnv, torch makes symbols of sizes if they are not said to be static
         examples += [fake_mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in captured]
     captured_inputs = [Input("captured", number) for number in range(len(captured))]

@@ -27,7 +27,7 @@ from funcamp import _tree, _upstream
 from funcamp._trace.aliases import Aliases
 from funcamp._trace.interface import Input
 from funcamp._trace.kept_tensors import KeptTensor, give_values
-from funcamp._trace.torch_draws import TraceDraws
+from funcamp._trace.torch_draws import TraceDraws, reads_shape_only
 from funcamp._trace.trace_errors import nested_tensor_error, read_error
 from funcamp._trace.tracing import HostError, LetsDynamoIn, RequestedViews, current
 from funcamp._trace.user_line import line_in_stack
@@ -252,7 +252,8 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
                 f"read strided tensors only, besides its arguments; {line_in_stack()} reads {_tree.describe(tensor)}: "
                 "make it dense, or pass its indices and values as a leaf of the batch each"
             )
-        if self._in_cuda_graph and not tensor.is_meta and tensor.device.type not in self._home:
+        is_on_host = not tensor.is_meta and tensor.device.type not in self._home
+        if self._in_cuda_graph and is_on_host and not reads_shape_only(func):
             raise HostError(
                 f"read tensors on {_any_of(self._home)} only, besides its arguments, as a CUDA graph keeps the values "
                 f"that the host had when it was captured; {line_in_stack()} reads {_tree.describe(tensor)}: "

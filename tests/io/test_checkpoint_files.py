@@ -505,6 +505,35 @@ def test_an_average_that_is_dropped_is_named(kept: Any, name: str, tmp_path: Pat
     assert_same(without.load_state_dict(rest, like=like), state)
 
 
+def test_an_average_of_another_form_is_named_too() -> None:
+    """Neither is an average that the new chain has under another name, nor one of another thing that is named so."""
+    loss_fn = funcamp.module_loss(mlp().model, torch.nn.functional.mse_loss)
+    one = make_train_step(loss_fn, ADAMW, ema_decay=0.9)
+    two = make_train_step(loss_fn, chain(ADAMW, average(0.5), average(0.9)))
+    saved = one.state_dict(one.init())
+    with pytest.warns(UserWarning, match=r"from 'ema\.0\.weight' to 'ema\.\S+', are left out"):
+        two.load_state_dict(saved, like=two.init(), strict=False)
+
+
+class AveragesGradients:
+    """A part of a chain whose state has a field of the same name as `average`'s."""
+
+    def init(self, params: Any) -> Any:
+        return {"average": {name: torch.zeros_like(value) for name, value in params.tree().items()}}
+
+    def transform(self, update: Any, state: Any) -> Any:
+        return update, state
+
+
+def test_what_is_named_average_and_is_none_keeps_the_values_of_like() -> None:
+    loss_fn = funcamp.module_loss(mlp().model, torch.nn.functional.mse_loss)
+    plain, own = make_train_step(loss_fn, ADAMW), make_train_step(loss_fn, chain(AveragesGradients(), ADAMW))
+    state = own.load_state_dict(plain.state_dict(plain.init()), like=own.init(), strict=False)
+    kept = [value for name, value in own.state_dict(state).items() if ".average." in name]
+    assert kept
+    assert all(value.count_nonzero() == 0 for value in kept)
+
+
 def test_a_parameter_that_is_frozen_takes_its_average_along() -> None:
     """No average is dropped: that of the other parameters stays."""
     task = mlp()
@@ -518,7 +547,9 @@ def test_a_parameter_that_is_frozen_takes_its_average_along() -> None:
     assert state.ema.tree().keys() == state.params.tree().keys()
 
 
-@pytest.mark.parametrize("kept", [ADAMW, chain(average(0.5), ADAMW), chain(ADAMW, every(2, average(0.5)))], ids=repr)
+@pytest.mark.parametrize(
+    "kept", [ADAMW, chain(average(0.5), ADAMW), chain(ADAMW, every(2, every(2, average(0.5))))], ids=repr
+)
 def test_an_average_that_begins_at_a_checkpoint_begins_as_its_parameters(kept: Any) -> None:
     loss_fn = funcamp.module_loss(mlp().model, torch.nn.functional.mse_loss)
     without = make_train_step(loss_fn, ADAMW)

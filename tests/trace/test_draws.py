@@ -43,6 +43,7 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
     "rrelu in place": lambda x: F.rrelu(x.clone(), training=True, inplace=True),
     "rand": lambda x: torch.rand(3),
     "rand of the default generator by its name": lambda x: torch.rand(3, generator=torch.default_generator),
+    "poisson of the default generator by its name": lambda x: torch.poisson(x.abs(), generator=torch.default_generator),
     "rand out": written,
     "randint": lambda x: torch.randint(0, 9, (3,)),
     "randperm": lambda x: torch.randperm(5),

@@ -300,6 +300,11 @@ def test_a_trace_that_fails_leaves_no_tensor_without_values() -> None:
     assert_same(model(x), torch.tensor(6.0))
 
 
+def seeds_negative(state: Any, batch: Tensor) -> Any:
+    torch.manual_seed(-1)
+    return {"x": state["x"] + torch.rand(2).sum()}, None
+
+
 def seeds_last(state: Any, batch: Tensor) -> Any:
     drawn = torch.rand(2)
     torch.manual_seed(0)
@@ -332,6 +337,7 @@ def accumulates(state: Any, batch: Tensor) -> Any:
     ("step", "text"),
     [
         (seeds, r"must not seed torch's generator.*test_front_end.py:\d+ \(.*torch.rand\(2\).*\) draws"),
+        (seeds_negative, r"must not seed torch's generator.*draws after it was seeded"),
         (seeds_last, r"must not seed torch's generator \(torch.manual_seed\).*seed before the call"),
         (draws, r"default generator.*test_front_end.py:\d+ \(.*generator=GENERATOR.*\) draws from its own"),
         (reads_its_own, r"must not read.*test_front_end.py:\d+ \(.*COUNTER.item\(\).*\) does"),

@@ -127,7 +127,7 @@ class RecordingState(UserDict[str, Any]):
 
 
 def number_as_tensor(value: Any, like: Tensor) -> Any:
-    """Return a counter as a tensor of shape () on its parameter's device, not a constant of the graph.
+    """Return a number, in Python or in a tensor, as a tensor of shape () on its parameter's device.
 
     Other entries of a state are returned as they are.
     """

@@ -435,6 +435,8 @@ def _refuse_reads_of_counters(trial: _Trial, first_run: StepRun) -> None:
     `first_run` is the first step, on tensors without values.
     """
     number_names = {name: None for state in first_run.states for name in state if not isinstance(state[name], Tensor)}
+    if not number_names:
+        return
 
     def error_with(tensor_names: frozenset[str]) -> Exception | None:
         """Return the error of a second step in which these numbers are tensors."""

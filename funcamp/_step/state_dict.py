@@ -160,9 +160,13 @@ def _filled(call: str, saved: Mapping[str, Tensor], like: TrainState) -> dict[st
     averaged = _averaged_parameters(full_like)
     filled: dict[str, Tensor] = {}
     for name, own in own_tensors.items():
-        beginning = saved.get(f"params.{averaged.get(id(own))}", own)
-        is_like_own = isinstance(beginning, Tensor) and beginning.shape == own.shape and beginning.dtype == own.dtype
-        filled[name] = saved.get(name, beginning if is_like_own else own)
+        filled[name] = own
+        if name in saved:
+            filled[name] = saved[name]
+        elif id(own) in averaged:
+            parameter = saved.get(f"params.{averaged[id(own)]}")
+            if isinstance(parameter, Tensor) and parameter.shape == own.shape and parameter.dtype == own.dtype:
+                filled[name] = parameter
     return filled
 
 

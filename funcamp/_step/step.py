@@ -362,7 +362,7 @@ class TrainStep(Fixed):
             like: a state of this step; not changed.
             strict: False to continue with other parameters. Names that saved lacks keep like's values (a parameter that
                 was added or unfrozen; its optimizer state is as before a first step). Names that like lacks are dropped
-                (a parameter that was removed or frozen), with a warning if they are an average and like has none. An
+                (a parameter that was removed or frozen), with a warning if they are an average that like has not. An
                 average that saved lacks begins as the loaded parameters.
             consume: let the module share the memory of the returned state, as in `init`. A module that shared like's
                 memory (`init(consume=True)`) would otherwise keep like's values.

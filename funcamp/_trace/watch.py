@@ -257,7 +257,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             raise HostError(
                 f"read tensors on {_any_of(self._home)} only, besides its arguments, as a CUDA graph keeps the values "
                 f"that the host had when it was captured; {line_in_stack()} reads {_tree.describe(tensor)}: "
-                f"move it before the first call, pass it in the batch, or jit with capture=False"
+                "move it before the first call, pass it in the batch, or jit with capture=False"
             )
         if tensor.is_meta and self._needs_values(func, leaves):
             raise HostError(

@@ -128,8 +128,13 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
     if list(saved) != list(expected):
         lacking = [name for name in expected if name not in saved]
         unknown = [name for name in saved if name not in expected]
-        difference = f"it lacks {lacking}" if lacking else f"it has unknown {unknown}"
-        raise ValueError(f"{rule}; {difference if lacking or unknown else 'its names are in another order'}")
+        if lacking:
+            difference = f"it lacks {lacking}"
+        elif unknown:
+            difference = f"it has unknown {unknown}"
+        else:
+            difference = "its names are in another order"
+        raise ValueError(f"{rule}; {difference}")
     for name, value in saved.items():
         check_like(call, name, value, expected[name])
     if saved[_LAYOUT] != expected[_LAYOUT]:

@@ -221,12 +221,18 @@ def _rounds(given: str) -> int:
     return int(given)
 
 
+def named(parser: argparse.ArgumentParser, option: str, given: str | None, known: Iterable[str]) -> list[str]:
+    """The names that an option gives, separated by semicolons; all that are known without it."""
+    known = list(known)
+    names = given.split(";") if given else known
+    if strangers := [name for name in names if name not in known]:
+        parser.error(f"{option} must name {'; '.join(known)}; got {'; '.join(strangers)}")
+    return names
+
+
 def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace, known: dict[str, Size]) -> dict[str, Size]:
     """The sizes that --sizes names, in its order; all that are known without it."""
-    names = args.sizes.split(";") if args.sizes else list(known)
-    if strangers := [name for name in names if name not in known]:
-        parser.error(f"--sizes must name {'; '.join(known)}; got {'; '.join(strangers)}")
-    return {name: known[name] for name in names}
+    return {name: known[name] for name in named(parser, "--sizes", args.sizes, known)}
 
 
 def about(device: str, **more: Any) -> dict[str, str]:

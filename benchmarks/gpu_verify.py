@@ -8,26 +8,24 @@ users call it. Three steps, from the highest scale at which the first is not ski
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from _models import GPU_SIZES, build, cross_entropy
 from _timing import Report, Row, about, arguments, chosen
+from _verified import verified
 from torch import Tensor, nn
 
-import funcamp
-from funcamp._verify.report import Comparison
-
 STEPS = 3
-Task = tuple[nn.Module, list[tuple[Tensor, Tensor]]]
+Task = tuple[nn.Module, Callable[..., Tensor], list[Any]]
 
 
 def of_these_benchmarks(name: str, device: str) -> Task:
     """A model of step.py, with its batch in another order every time."""
     model, x, y = build(GPU_SIZES[name], device)
-    return model, [(x, y.roll(shift, 0)) for shift in range(STEPS)]
+    return model, cross_entropy, [(x, y.roll(shift, 0)) for shift in range(STEPS)]
 
 
 def resnet(device: str) -> Task:
@@ -39,7 +37,7 @@ def resnet(device: str) -> Task:
     batches = [
         (torch.randn(16, 3, 224, 224, device=device), torch.randint(1000, (16,), device=device)) for _ in range(STEPS)
     ]
-    return model, batches
+    return model, cross_entropy, batches
 
 
 MODELS: dict[str, Callable[[str], Task]] = {
@@ -49,27 +47,9 @@ MODELS: dict[str, Callable[[str], Task]] = {
 }
 
 
-def shown(comparison: Comparison) -> str:
-    """A comparison in a cell."""
-    detail = comparison.detail().replace("|", "/")
-    return f"{comparison.outcome.value}: {detail}" if detail else comparison.outcome.value
-
-
-def verified(name: str, make: Callable[[str], Task], device: str) -> Row:
-    """The row of a model."""
-    row: Row = {"size": name, "variant": "float16"}
-    start = time.perf_counter()
-    try:
-        model, batches = make(device)
-        loss_fn = funcamp.module_loss(model, cross_entropy)
-        adamw = funcamp.stateless(torch.optim.AdamW, lr=1e-3)
-        step = funcamp.make_train_step(loss_fn, adamw, policy="float16", max_norm=1.0)
-        found: Any = funcamp.verify(funcamp.jit(step), batches, steps=STEPS)
-    except Exception as error:
-        return row | {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
-    for column, comparison in zip(("eager", "compiled", "saved"), found.comparisons):
-        row[column] = shown(comparison)
-    return row | {"ok": "yes" if found.ok else "no", "seconds": round(time.perf_counter() - start, 1)}
+def failure(error: Exception) -> str:
+    """An error in a cell."""
+    return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def main() -> None:
@@ -88,7 +68,8 @@ def main() -> None:
     facts = about(args.device, steps=STEPS)
     report = Report(args.out, f"verify-{args.device}", "What verify says of captured steps", facts, columns)
     for name, make in chosen(parser, args, MODELS).items():
-        report.add([verified(name, make, args.device)])
+        row: Row = {"size": name, "variant": "float16"}
+        report.add([verified(row, partial(make, args.device), STEPS, ("eager", "compiled", "saved"), failure)])
 
 
 if __name__ == "__main__":

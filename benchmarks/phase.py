@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from _plots import dots
-from _timing import Report, Row, Variant, about, arguments, chosen, measured, torch_variant
+from _timing import Report, Row, Variant, about, arguments, chosen, measured, named, torch_variant
 from torch import Tensor
 
 import funcamp
@@ -163,10 +163,12 @@ def main() -> None:
     title = "Scaler, clip and optimizer"
     report = Report(args.out, f"phase-{args.device}", title, facts, columns | {"launches": "launches"})
     inspect: dict[str, Any] = {"inspect": launches} if args.device == "cuda" else {}
-    for name, size in chosen(parser, args, GPU_SIZES if args.device == "cuda" else CPU_SIZES).items():
+    sizes = chosen(parser, args, GPU_SIZES if args.device == "cuda" else CPU_SIZES)
+    known = {label for size in sizes.values() for label in makers(size, args.device, dtype)}
+    wanted = named(parser, "--variants", args.variants, sorted(known))
+    for name, size in sizes.items():
         made = makers(size, args.device, dtype)
-        if args.variants:
-            made = {label: make for label, make in made.items() if label in ("copy", *args.variants.split(";"))}
+        made = {label: make for label, make in made.items() if label in ("copy", *wanted)}
         for row in measured(name, made, size.repeats, args.rounds, args.device, **inspect):
             if "median_ms" in row:
                 row["GB_per_s"] = round(size.elements * BYTES / row["median_ms"] / 1e6, 1)

@@ -30,7 +30,7 @@ import torch
 from _plots import dots
 from _rl_learners import SIZES, UPDATES, Size, minibatches, stacked
 from _rl_updates import Learner, funcamp_learner, torch_learner
-from _timing import Report, Row, Variant, about, arguments, chosen, measured, nothing, table
+from _timing import Report, Row, Variant, about, arguments, chosen, measured, named, nothing, table
 from torch import Tensor
 
 
@@ -163,9 +163,7 @@ def main() -> None:
     cold = tempfile.TemporaryDirectory()  # so that the first sweep shows the whole compilation
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
     sizes = chosen(parser, args, SIZES)
-    names = args.variants.split(";") if args.variants else list(WAYS)
-    if strangers := [name for name in names if name not in WAYS]:
-        parser.error(f"--variants must name {'; '.join(WAYS)}; got {'; '.join(strangers)}")
+    names = named(parser, "--variants", args.variants, WAYS)
     columns = {
         "learner": "size",
         "variant": "variant",

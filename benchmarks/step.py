@@ -46,6 +46,7 @@ from _timing import (
     in_fresh_processes,
     kilobytes,
     measured,
+    named,
     seconds,
     torch_variant,
 )
@@ -177,10 +178,7 @@ def chosen_variants(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         makers = {name: makers[name] for name in (*PEERS, "funcamp.jit")}
     if not args.variants:
         return makers
-    wanted = args.variants.split(";")
-    every = variants("cpu", forms=True) | variants("cuda", forms=True)
-    if strangers := [name for name in wanted if name not in every]:
-        parser.error(f"--variants must name {'; '.join(every)}; got {'; '.join(strangers)}")
+    wanted = named(parser, "--variants", args.variants, variants("cpu", forms=True) | variants("cuda", forms=True))
     eager = next(iter(makers))
     return {name: make for name, make in makers.items() if name in (eager, *wanted)}
 

@@ -80,6 +80,9 @@ class Slot(NamedTuple):
             return functools.partial(dict.__getitem__, self.owner, self.key)
         if isinstance(self.owner, (list, collections.deque)):
             return functools.partial(operator.getitem, self.owner, self.key)
+        if isinstance(self.owner, type):
+            # As it was found: `getattr` makes a new bound method of a class method each time.
+            return functools.partial(operator.getitem, vars(self.owner), self.key)
         return functools.partial(getattr, self.owner, self.key)
 
 
@@ -204,7 +207,8 @@ def _is_users(module: str | None) -> bool:
     """Return whether a module is no installed package: only there classes and globals are looked at."""
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     is_installed = "site-packages" in file or "dist-packages" in file
-    return not is_installed and _package(module) not in _LIBRARIES
+    is_pythons_own = _package(module) in sys.stdlib_module_names  # `collections` too, which is not in _LIBRARIES
+    return not (is_installed or is_pythons_own or _package(module) in _LIBRARIES)
 
 
 def _package(module: str | None) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import enum
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -273,6 +275,40 @@ def test_containers_of_other_classes_are_left_alone() -> None:
 
     check(make(FromRegistry()))
     assert list(_REGISTRY.items()) == [("tanh", nn.Tanh)]
+
+
+class Activation(enum.Enum):
+    TANH = "tanh"
+    NONE = "none"
+
+
+class Outputs(collections.OrderedDict[str, Any]):
+    """A class of its own for what a model returns, as transformers' `ModelOutput`."""
+
+
+class WithClasses(nn.Module):
+    """Reaches classes whose variables cannot be set (an enum's, Python's own), or are made anew when they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def apply_activation(self, x: Tensor, activation: Activation) -> Tensor:
+        return x.tanh() if activation is Activation.TANH else x
+
+    squash = functools.partialmethod(apply_activation, activation=Activation.TANH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = Outputs(hidden=self.squash(self.layer(x)))
+        hidden: Tensor = outputs["hidden"]
+        return hidden
+
+
+def test_variables_of_classes_are_left_as_they_are() -> None:
+    before = dict(vars(WithClasses)), dict(vars(Outputs)), dict(vars(Activation))
+    found = check(make(WithClasses()))
+    assert outcomes(found) == ["EQUAL"] * 3, str(found)
+    assert (dict(vars(WithClasses)), dict(vars(Outputs)), dict(vars(Activation))) == before
 
 
 def test_batches_whose_numbers_have_a_meaning() -> None:

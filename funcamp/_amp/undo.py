@@ -7,6 +7,7 @@ only for torch.optim's unmodified classes.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
-from funcamp._optim.branchless import init_group
 
 #: found_inf for every device with gradients: float32, shape (), 1.0 or 0.0.
 Flags = dict[torch.device, Tensor]
@@ -213,11 +213,18 @@ def make_state(optimizer: torch.optim.Optimizer) -> str | None:
     return reason
 
 
+def _init_group(optimizer: Any, group: dict[str, Any]) -> None:
+    """Create the state of a group that is missing."""
+    # `_init_group` appends to lists that it gets after the group; a class has as many as it needs.
+    _, *list_names = inspect.signature(optimizer._init_group).parameters
+    optimizer._init_group(group, *[[] for _ in list_names])
+
+
 def _init_groups(optimizer: torch.optim.Optimizer) -> None:
     """Create the missing state of all parameters with a gradient."""
     with torch.no_grad():
         for group in optimizer.param_groups:
-            init_group(optimizer, group)
+            _init_group(optimizer, group)
             if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
                 _init_momentum(optimizer, group)
 

@@ -7,6 +7,7 @@ as `stateless` runs it. tests/upstream/test_upstream.py fails when this is no lo
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
-from funcamp._optim.run import LeafState
-from funcamp._optim.stateless import by_branch, eager_only, first_state, run_class_step, stateless
+from funcamp._optim.class_state import ClassState, Entries
+from funcamp._optim.first_state import first_state
+from funcamp._optim.stateless import eager_only, stateless
 
 #: A stand-in for None among the arguments of a traced function, which accepts no None as a leaf.
 _NONE = "<None>"
@@ -70,26 +72,31 @@ def prepare_for_compile() -> None:
 
 
 def _step(
-    class_name: str, arguments: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[LeafState]
-) -> tuple[list[Tensor], list[LeafState], list[LeafState]]:
+    class_name: str, arguments: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[Entries]
+) -> tuple[list[Tensor], list[Entries], list[Entries]]:
     """Return new parameters, the states before the step (created if missing), and the states after it."""
     cls = getattr(torch.optim, class_name)  # by name, because a traced function takes no class
     accepted = inspect.signature(cls.__init__).parameters
     decoded = {name: _decoded(value) for name, value in arguments.items()}
     optimizer = stateless(cls, **{name: value for name, value in decoded.items() if name in accepted})
-    hyper = {name: decoded[name] for name in optimizer._traits.dynamic}
-    if optimizer._traits.first_step_differs and not all(states):
+    traits = optimizer._traits
+    hyper = {name: decoded[name] for name in traits.step.dynamic}
+    if traits.step.first_step_differs and not all(states):
         raise ValueError(
             f"GradScaler.step: optimizer must have taken a step before it is compiled, as the first step of "
             f"{cls.__name__} with these hyperparameters is another formula; got one without state"
         )
-    old_states = [state or first_state(optimizer, param, hyper) for param, state in zip(params, states)]
-
-    def step(zero_labels: frozenset[str]) -> tuple[list[Tensor], list[LeafState]]:
-        return run_class_step(optimizer, params, grads, old_states, old_states, hyper, zero_labels)
-
-    new_params, new_states = by_branch(optimizer, hyper, step)
-    return new_params, old_states, new_states
+    old_states: list[Entries] = []
+    for param, state in zip(params, states):
+        if not state:
+            first = first_state(
+                traits.step, [param], hyper, starts_at_zero=traits.starts_at_zero, elementwise=traits.elementwise
+            )
+            state = first.leaves[0]  # noqa: PLW2901
+        old_states.append(state)
+    later_step = dataclasses.replace(traits.step, first_step_differs=False)
+    stepped = later_step(params, grads, ClassState(old_states, {}), hyper)
+    return stepped.params, old_states, stepped.state.leaves
 
 
 def _encoded(value: Any) -> Any:

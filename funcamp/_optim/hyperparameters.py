@@ -43,6 +43,18 @@ def is_dynamic(value: object) -> bool:
     return isinstance(value, Tensor) or (callable(value) and not isinstance(value, type))
 
 
+def without_values(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters with one tensor for every tensor and schedule, which is dynamic, too."""
+
+    def stripped(_: str, item: object) -> object:
+        return _ANY_TENSOR if is_dynamic(item) else item
+
+    return {name: map_items(stripped, name, value) for name, value in hyperparameters.items()}
+
+
+_ANY_TENSOR = torch.empty((), device="meta")
+
+
 def example_of(name: str, value: Any, accepted: Mapping[str, inspect.Parameter]) -> Any:
     """Return a number for a tensor or schedule, for code that looks at the value.
 
@@ -54,7 +66,7 @@ def example_of(name: str, value: Any, accepted: Mapping[str, inspect.Parameter])
         if not is_dynamic(item):
             return item
         if isinstance(item_default, (int, float)) and not isinstance(item_default, bool):
-            return float(item_default) or 0.1
+            return item_default or 0.1
         return 1e-3
 
     return map_items(number, name, value, default)

@@ -1,99 +1,142 @@
 """A tensor that an optimizer's class takes for a Python number.
 
-torch.optim's classes check their hyperparameters (`0.0 <= lr`), branch on them (`if weight_decay != 0`) and
-pass them where torch takes numbers only (`alpha=-lr`). A `Number` is a float for all of that code, and its
-arithmetic is that of a tensor, so that the class needs no branch of its own for tensors, and takes none.
+A class checks its hyperparameters (`0.0 <= lr`), branches on them (`if weight_decay != 0`), counts its steps
+(`group["step"] += 1`), and passes numbers where torch takes no tensors (`alpha=-lr`). A `Number` is a float for all of
+that code, and its arithmetic is that of a tensor, so that the class needs no branch of its own for tensors, and takes
+none.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
+from funcamp._optim.decisions import Decisions
 from funcamp._scaler.precision import widen
 
-
-class Comparisons:
-    """The comparisons of numbers in one run of a class: what they answer, and which were with 0."""
-
-    def __init__(self, class_name: str, zero_labels: frozenset[str] = frozenset()) -> None:
-        self.class_name = class_name
-        self.zero_labels = zero_labels
-        """Labels of the numbers that are 0 in this run, such as "momentum" or "betas[0]"."""
-        self.labels_compared_with_zero: set[str] = set()
-        """Labels of the numbers that the step compared with 0."""
-        self.is_constructing = True
-        """Whether the constructor runs, which checks the ranges of its arguments; later the step."""
+#: How the label of a computed number begins.
+_FROM = "what it computes from "
 
 
 def _refusal(number: Number, reason: str) -> TypeError:
+    if number.is_hyperparameter:
+        return TypeError(
+            f"stateless: {number.label} must be a number, because {number.decisions.class_name} {reason} in "
+            "Python; got a tensor or a schedule: make another optimizer for another value"
+        )
     return TypeError(
-        f"stateless: {number.label} must be a number, because {number.comparisons.class_name} {reason} in "
-        "Python; got a tensor or a schedule: make another optimizer for another value"
+        f"stateless: {number.decisions.class_name} cannot be made pure: its step {reason} in Python: {number.label}, a "
+        "number that changes in training and so is a tensor; compute with it (x ** 0.5, min, max, math.sqrt, `if`), or "
+        "use the optimizer in an ordinary loop with funcamp.GradScaler"
     )
 
 
-def _comparison(compare: Callable[[float, float], bool]) -> Any:
+def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
     """Return the method of `Number` for one comparison operator."""
     return lambda self, other: self._compare(compare, other)
 
 
 def _arithmetic(compute: Callable[[Any, Any], Any]) -> Any:
     """Return the method of `Number` for one operator, such as __add__."""
-    return lambda self, other: compute(self.tensor, numbers_to_tensors(other))
+    return lambda self, other: _computed(compute, self, other)
 
 
 def _reflected(compute: Callable[[Any, Any], Any]) -> Any:
     """Return the method of `Number` for one operator whose left operand is another value, such as __radd__."""
-    return lambda self, other: compute(numbers_to_tensors(other), self.tensor)
+    return lambda self, other: _computed(compute, other, self)
 
 
 def _unary(compute: Callable[[Any], Any]) -> Any:
     """Return the method of `Number` for one operator without another operand."""
-    return lambda self: compute(self.tensor)
+    return lambda self: _computed(compute, self)
 
 
 class Number(float):
-    """A hyperparameter that is a tensor of shape (): its arithmetic gives tensors.
+    """A number that changes in training: a hyperparameter, a count, or what is computed from them. Its value is a tensor.
 
-    The float is an example of its value. The constructor compares the example. The step may compare only
-    with 0, and the answer is that of the example: a hyperparameter that is a tensor is in use. Any other
-    question about the value raises TypeError. The tensor is float64, as Python's numbers are.
+    The float is an example of its value; NaN where none is known. The constructor compares the example. A comparison in
+    the step is a question (`Decisions`), and so is the truth of the number. Reading the value raises TypeError. The
+    tensor is float64, as Python's numbers are.
+
+    Args:
+        label: how errors call it.
+        example: an example of its value.
+        tensor: its value, shape ().
+        decisions: those of the run.
+        key: its number there; None for a new one.
+        is_hyperparameter: whether a user gave it.
     """
 
     label: str
     tensor: Tensor
-    comparisons: Comparisons
+    decisions: Decisions
+    key: int
+    is_hyperparameter: bool
 
-    def __new__(cls, label: str, example: float, tensor: Tensor, comparisons: Comparisons) -> Number:
+    def __new__(
+        cls,
+        label: str,
+        example: float,
+        tensor: Tensor,
+        decisions: Decisions,
+        key: int | None = None,
+        *,
+        is_hyperparameter: bool = False,
+    ) -> Number:
         """Make a number from an example of its value and the tensor that holds it."""
         number = super().__new__(cls, example)
         number.label = label
-        number.tensor = widen(tensor.detach())
-        number.comparisons = comparisons
+        number.tensor = widen(tensor.detach()).reshape(())
+        number.decisions = decisions
+        number.key = decisions.new_key() if key is None else key
+        number.is_hyperparameter = is_hyperparameter
         return number
 
     __hash__ = float.__hash__
 
+    def __repr__(self) -> str:
+        return f"<{self.label}>"
+
+    __str__ = __repr__
+
+    def __deepcopy__(self, memo: object) -> Number:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise _refusal(self, "copies or saves it")
+
+    @property
+    def example(self) -> float:
+        """An example of the value."""
+        return float.__float__(self)  # not float(self), because `__float__` of this class raises
+
     def __bool__(self) -> bool:
         return bool(self._compare(operator.ne, 0.0))
 
-    def _compare(self, compare: Callable[[float, float], bool], other: object) -> Any:
+    def _compare(self, compare: Callable[[Any, Any], Any], other: object) -> Any:
+        if isinstance(other, Tensor):
+            return compare(self.tensor, other)
         if not isinstance(other, (int, float)):
             return NotImplemented
-        # `float.__float__`, because `__float__` of this class raises.
-        example = float.__float__(self)
-        if self.comparisons.is_constructing:
-            other_example = float.__float__(other) if isinstance(other, Number) else other
-            return compare(example, other_example)
-        if isinstance(other, Number) or other != 0:
-            raise _refusal(self, f"compares it with {'another' if isinstance(other, Number) else other}")
-        self.comparisons.labels_compared_with_zero.add(self.label)
-        is_zero = self.label in self.comparisons.zero_labels
-        return compare(0.0 if is_zero else example, 0.0)
+        other_example = other.example if isinstance(other, Number) else other
+        proposal = bool(compare(self.example, other_example))
+        decisions = self.decisions
+        if decisions.is_constructing:
+            return proposal
+        if self.is_hyperparameter and not isinstance(other, Number) and other == 0:
+            decisions.compared_with_zero.add(self.label)
+            if self.label in decisions.zeros:
+                return compare(0.0, 0.0)
+            if self.label in decisions.in_use:
+                return proposal
+        # Two numbers that are computed alike may be compared the other way round.
+        key = decisions.key((compare.__name__, self.key, _key_of(other, decisions)))
+        return decisions.ask(key, lambda: compare(self.tensor, numbers_to_tensors(other)).reshape(()), proposal)
 
     __eq__ = _comparison(operator.eq)
     __ne__ = _comparison(operator.ne)
@@ -120,20 +163,76 @@ class Number(float):
     __neg__ = _unary(operator.neg)
     __pos__ = _unary(operator.pos)
     __abs__ = _unary(operator.abs)
+    __floor__ = _unary(torch.floor)
+    __ceil__ = _unary(torch.ceil)
+    __trunc__ = _unary(torch.trunc)
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        return other // self, other % self
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return computed(torch.round, self) if digits is None else computed(torch.round, self, decimals=digits)
 
     def _refuse_reading(self, *_: object) -> NoReturn:
-        raise _refusal(self, "reads its value")
+        raise _refusal(self, "reads its value" if self.is_hyperparameter else "reads a value")
 
     # Each of these would read the tensor on the host.
     __float__ = _refuse_reading
     __int__ = _refuse_reading
     __index__ = _refuse_reading
-    __trunc__ = _refuse_reading
-    __floor__ = _refuse_reading
-    __ceil__ = _refuse_reading
-    __round__ = _refuse_reading
-    __divmod__ = _refuse_reading
-    __rdivmod__ = _refuse_reading
+    is_integer = _refuse_reading
+    as_integer_ratio = _refuse_reading
+    hex = _refuse_reading
+
+
+def _key_of(value: object, decisions: Decisions) -> Hashable:
+    """Return what stands for an operand in the key of an expression."""
+    return value.key if isinstance(value, Number) else decisions.key(("constant", value))
+
+
+def _computed(compute: Callable[..., Any], *operands: Any) -> Any:
+    """Return the result of an operator: a number if the operands are numbers, else a tensor."""
+    if any(isinstance(operand, Tensor) for operand in operands):
+        return compute(*map(numbers_to_tensors, operands))
+    if not all(isinstance(operand, (int, float)) for operand in operands):
+        return NotImplemented
+    if compute in _DIVISIONS:
+        _ask_divisor(operands[1])
+    return computed(compute, *operands)
+
+
+_DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
+
+
+def _ask_divisor(divisor: float) -> None:
+    """Raise ZeroDivisionError if a number is 0, where the class catches that; a tensor's quotient is infinite or NaN."""
+    if isinstance(divisor, Number) and divisor.decisions.asks_divisors and divisor == 0:
+        raise ZeroDivisionError
+
+
+def computed(compute: Callable[..., Any], *operands: float, **options: Any) -> Number:
+    """Return what a function of torch, or an operator, makes of numbers: another number."""
+    number = next(operand for operand in operands if isinstance(operand, Number))
+    decisions = number.decisions
+    tensor = compute(*map(numbers_to_tensors, operands), **options)
+    key = (compute.__name__, *[_key_of(operand, decisions) for operand in operands], *options.items())
+    label = number.label if number.label.startswith(_FROM) else f"{_FROM}{number.label}"
+    example = _example(compute, [operand.example if isinstance(operand, Number) else operand for operand in operands])
+    return Number(label, example, tensor, decisions, decisions.key(key))
+
+
+def _example(compute: Callable[..., Any], operands: list[float]) -> float:
+    """Return the result of an operator for examples; NaN for a function of torch, and where Python has no result."""
+    if compute.__module__ != "_operator":
+        return math.nan
+    try:
+        result = compute(*operands)
+    except (ArithmeticError, ValueError):
+        return math.nan
+    return math.nan if isinstance(result, complex) else float(result)
 
 
 def numbers_to_tensors(value: Any) -> Any:

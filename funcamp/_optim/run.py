@@ -1,31 +1,35 @@
 """Run one step of a torch.optim class as a pure function, without reading a tensor on the host.
 
-The class's own constructor and `step` run on clones, in an instance created for the call. Its hyperparameters are
-numbers, or tensors that it takes for numbers (`Number`). The step reads tensors (`step.item()`) and passes tensors as
-numbers (`alpha=-lr`); `_Pure` rewrites both, for the current thread only. No flag of torch is set.
+The class's own constructor and `step` run on clones, in an instance created for the call, with the state put into it.
+Numbers that change in training are tensors that the class takes for numbers (`Number`). Where it reads a tensor
+(`step.item()`) it gets such a number, and where it branches on one the run is told which way to go (`Decisions`).
+`_Pure` does this, for the current thread only.
 """
 
 from __future__ import annotations
 
+import math
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from funcamp import _upstream
-from funcamp._optim.branchless import BRANCHLESS
+from funcamp._optim.class_state import ATTRIBUTE, STATE, ClassState, Form, Held, cloned, filled, held_by
+from funcamp._optim.decisions import Decisions
 from funcamp._optim.hyperparameters import map_items
-from funcamp._optim.number import Comparisons, Number, has_number, numbers_to_tensors
+from funcamp._optim.number import Number, has_number, numbers_to_tensors
+from funcamp._optim.python_names import names_for_numbers
 from funcamp._optim.scalar_arguments import call_on_tensors, tensor_of
 from funcamp._scaler.precision import widen
 from funcamp._trace.as_compiled import as_eager
 from funcamp._tree import settled
 
 #: In-place calls of torch.optim without a batching rule; tests/upstream/test_upstream.py fails when one gets a rule.
-_UNBATCHED = ("addcdiv_", "addcmul_", "clamp_", "lerp_")
+_UNBATCHED = ("addcdiv_", "addcmul_", "clamp_", "lerp_", "square_")
 
 #: With more tensors than _FEW_TENSORS, scalars are left to the compiler, because one buffer for each would be too many.
 #: Except on a CPU with at least _MANY_ELEMENTS on average, where a power would be recomputed for every 16 of them.
@@ -43,24 +47,24 @@ _ARITHMETIC = {
 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"} | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
 
-#: The state of one parameter, with torch.optim's names.
-LeafState = dict[str, Tensor]
+#: Methods by which Python reads a tensor's value as its own.
+_READS = {"__float__", "__int__", "__index__", "__complex__", "tolist"}
 
 
 class _Pure(TorchFunctionMode):
     """Replaces torch.optim calls that are not pure or not traceable by equal ones.
 
-    `item` returns a float64 tensor instead of a Python float: the same arithmetic, without a read. Numbers among a
-    call's arguments may be tensors, which torch's kernels would read (`scalar_arguments`). An in-place call or one with
-    out= that has no batching rule becomes its functional twin; otherwise vmap would loop or fail. With `settle`,
-    scalars (bias corrections) are computed once instead of once per element of a parameter.
+    `item` returns a number whose value is a float64 tensor: the same arithmetic, without a read. Numbers among a call's
+    arguments may be tensors, which torch's kernels would read (`scalar_arguments`). An in-place call or one with out=
+    that has no batching rule becomes its functional twin; otherwise vmap would loop or fail. With `settle`, scalars
+    (bias corrections) are computed once instead of once per element of a parameter.
     """
 
-    def __init__(self, settle: bool, has_numbers: bool, batched: list[Tensor]) -> None:
+    def __init__(self, settle: bool, batched: list[Tensor], decisions: Decisions) -> None:
         super().__init__()
         self._settle = settle
-        self._has_numbers = has_numbers
         self._batched = batched
+        self._decisions = decisions
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -77,21 +81,41 @@ class _Pure(TorchFunctionMode):
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a call of torch, from an equal call that reads nothing on the host."""
         name = getattr(func, "__name__", "")
-        if name == "item":
-            return widen(args[0]).clone()
-        if self._has_numbers:
-            if name in ("tensor", "as_tensor") and has_number(args[0]):
-                return tensor_of(numbers_to_tensors(args[0]), **kwargs)
-            if name in _COMPARISONS and args[0].is_floating_point() and isinstance(args[1], Number):
-                # As torch rounds a Python number. Under vmap, and for two tensors of shape (), it would compare in
-                # float64: Rprop finds no element that it has set to etaminus.
-                args = (args[0], args[1].tensor.to(args[0].dtype))
-            args = numbers_to_tensors(args)
-            kwargs = numbers_to_tensors(kwargs)
+        if name == "item" or (name == "tolist" and args[0].dim() == 0):
+            return Number("a tensor's item()", math.nan, widen(args[0]).clone(), self._decisions)
+        if name == "__bool__" and args[0].numel() == 1:
+            return self._decisions.ask(self._decisions.new_key(), lambda: (args[0] != 0).reshape(()), True)
+        if name in _READS:
+            self._refuse_read(name)
+        if name in ("tensor", "as_tensor") and has_number(args[0]):
+            return tensor_of(numbers_to_tensors(args[0]), **kwargs)
+        if name in _COMPARISONS and args[0].is_floating_point() and isinstance(args[1], Number):
+            # As torch rounds a Python number. Under vmap, and for two tensors of shape (), it would compare in
+            # float64: Rprop finds no element that it has set to etaminus.
+            args = (args[0], args[1].tensor.to(args[0].dtype))
+        if has_number(args) or any(has_number(value) for value in kwargs.values()):
+            args, kwargs = _with_tensors(args, kwargs)
         call = call_on_tensors(name, args, kwargs)
         if call is not None:
             return call()
         return _with_batching_rule(func, name, args, kwargs)
+
+    def _refuse_read(self, name: str) -> NoReturn:
+        raise TypeError(
+            f"stateless: {self._decisions.class_name} cannot be made pure: its step reads a tensor in Python "
+            f"({name.strip('_')}); use it in an ordinary loop with funcamp.GradScaler"
+        )
+
+
+def _with_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with tensors for numbers, which do not widen the result, as Python's numbers do not."""
+    dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()}
+    are_scalars = all(arg.dim() == 0 for arg in args if isinstance(arg, Tensor))
+    args = numbers_to_tensors(args)
+    if len(dtypes) == 1 and are_scalars:  # a float64 tensor of shape () would widen others of that shape
+        dtype = dtypes.pop()
+        args = tuple([arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args])
+    return args, numbers_to_tensors(kwargs)
 
 
 def _with_batching_rule(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,7 +133,7 @@ def _with_batching_rule(func: Callable[..., Any], name: str, args: tuple[Any, ..
     return func(*args, **kwargs)
 
 
-class RecordingState(UserDict[str, Any]):
+class _RecordingState(UserDict[str, Any]):
     """A parameter's state that remembers the first value of each key: the state before the first step.
 
     A `UserDict`, because a dict's own `setdefault` and `update` pass `__setitem__` by.
@@ -122,24 +146,30 @@ class RecordingState(UserDict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self.first_values:
             # A clone, because the step goes on to write into the tensor.
-            self.first_values[key] = value.clone() if isinstance(value, Tensor) else value
+            self.first_values[key] = cloned(value)
         super().__setitem__(key, value)
 
 
-def number_as_tensor(value: Any, like: Tensor) -> Any:
-    """Return a number, in Python or in a tensor, as a tensor of shape () on its parameter's device.
+class _RecordingGroup(dict[str, Any]):
+    """A parameter group that remembers the value before a first step: of a new key the first one."""
 
-    Other entries of a state are returned as they are.
-    """
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return torch.full((), value, dtype=torch.int64, device=like.device)
-    if isinstance(value, float):
-        return torch.full((), value, dtype=torch.float32, device=like.device)
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return value.to(like.device)
-    return value
+    def __init__(self, group: dict[str, Any]) -> None:
+        super().__init__(group)
+        self.first_values = {name: cloned(value) for name, value in group.items() if name != "params"}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self.first_values:
+            self.first_values[key] = cloned(value)
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
 
 
 def _widened_counter(name: str, value: Tensor) -> Tensor:
@@ -151,23 +181,6 @@ def _widened_counter(name: str, value: Tensor) -> Tensor:
     if name == "step" and value.device.type == "cpu" and value.is_floating_point():
         return value.double()
     return value
-
-
-def with_former_entries(before: LeafState, after: Mapping[str, Any], like: Tensor) -> LeafState:
-    """Return the state after a step, in the dtypes before it.
-
-    Raises:
-        ValueError: the step made entries that the given state lacks: it is another optimizer's.
-    """
-    if before.keys() != after.keys():
-        raise ValueError(
-            f"update: opt_state must hold the entries that this optimizer keeps, {sorted(after)}; got {sorted(before)}"
-        )
-    narrowed = {}
-    for name, value in before.items():
-        new_value = number_as_tensor(after[name], like)
-        narrowed[name] = new_value.to(value.dtype) if name == "step" else new_value
-    return narrowed
 
 
 def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
@@ -184,20 +197,6 @@ def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
             inner = _upstream.unwrapped(inner)
 
 
-def state_before_first_step(recorded: Mapping[str, Any], like: Tensor, starts_at_zero: bool) -> LeafState:
-    """Return the state before the first step.
-
-    Args:
-        recorded: the first values of a step with a zero gradient.
-        like: the parameter.
-        starts_at_zero: whether these are only examples of the tensors: the state starts at zero (`Traits`).
-    """
-    tensors = {name: number_as_tensor(value, like) for name, value in recorded.items()}
-    if starts_at_zero:
-        return {name: torch.zeros_like(value) for name, value in tensors.items()}
-    return tensors
-
-
 def _settles_scalars(params: list[Tensor]) -> bool:
     """Return whether scalars are computed once, each in a buffer, instead of where they are used."""
     if len(params) <= _FEW_TENSORS:
@@ -207,7 +206,7 @@ def _settles_scalars(params: list[Tensor]) -> bool:
 
 
 def _numbers(
-    arguments: dict[str, Any], hyper: dict[str, Any], comparisons: Comparisons
+    arguments: dict[str, Any], hyper: dict[str, Any], decisions: Decisions
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """Return the hyperparameters as the class gets them, and those of their tensors that vmap batches."""
     batched: list[Tensor] = []
@@ -217,7 +216,7 @@ def _numbers(
             return value
         if _upstream.is_batched(value):
             batched.append(value)
-        return Number(label, example, value, comparisons)
+        return Number(label, example, value, decisions, decisions.key(("hyperparameter", label)), is_hyperparameter=True)
 
     numbers = {name: map_items(number, name, value, arguments[name]) for name, value in hyper.items()}
     return numbers, batched
@@ -235,12 +234,10 @@ class StepRun(NamedTuple):
 
     params: list[Tensor]
     """The new parameters."""
-    states: list[Mapping[str, Any]]
-    """For each parameter its state after the step: tensors, or Python numbers for counters."""
-    first_values: list[dict[str, Any]]
-    """For each parameter the first value of each entry of its state; none for a state that was given."""
-    instance: torch.optim.Optimizer
-    """The instance that took the step."""
+    held: Held
+    """What the instance holds after the step."""
+    first: Held
+    """The first value of each part of that; empty for a state that was given."""
 
 
 def run_step(
@@ -249,13 +246,14 @@ def run_step(
     hyper: dict[str, Any],
     params: list[Tensor],
     grads: list[Tensor],
-    states: list[LeafState] | None,
+    state: ClassState | None,
+    form: Form | None,
+    decisions: Decisions,
     *,
     writes_grads: bool = True,
     wide: bool = True,
-    comparisons: Comparisons | None = None,
 ) -> StepRun:
-    """Take one step of `cls(params, **arguments | hyper)` from the given states.
+    """Take one step of `cls(params, **arguments | hyper)` from a given state.
 
     Args:
         cls: the optimizer's class.
@@ -263,39 +261,62 @@ def run_step(
         hyper: the hyperparameters that are tensors of shape (), or tuples with such tensors.
         params: parameters, at least one.
         grads: their gradients, of the same shapes; cast to the parameter's dtype.
-        states: their states; None to start without a state and record the first value of each entry.
+        state: the state; None to start without one and record the first values.
+        form: how the class stores it.
+        decisions: what the step is told where it asks.
         writes_grads: whether the class writes into gradients, which are then cloned.
         wide: whether to use float64 step counters inside, on a CPU.
-        comparisons: what comparisons of its hyperparameters answer, and a record of those with 0.
     """
-    comparisons = comparisons or Comparisons(cls.__name__)
-    numbers, batched = _numbers(arguments, hyper, comparisons)
+    numbers, batched = _numbers(arguments, hyper, decisions)
     with torch.no_grad():
         new_params = _clones_with_grads(params, grads, batched, clone_grads=writes_grads)
         if "capturable" in arguments:
             arguments = arguments | {"capturable": new_params[0].device.type in _CAPTURABLE}
-        if not arguments.get("capturable"):
-            cls = BRANCHLESS.get(cls, cls)
-        pure = _Pure(settle=_settles_scalars(new_params), has_numbers=bool(numbers), batched=batched)
-        with pure, as_eager():
-            optimizer = cls(new_params, **arguments | numbers)
-        comparisons.is_constructing = False
-        if states is None:
-            _record_states(optimizer, new_params)
-        else:
-            _set_states(optimizer, new_params, states, batched, wide=wide)
-        # Its errors and warnings are for a user's own instance on a GPU; this instance lives for one step.
-        optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
-        step = cls.step
-        if getattr(step, "hooked", False):  # skip torch's wrapper for hooks and the profiler
-            step = step.__wrapped__  # type: ignore[attr-defined]
-        with pure, as_eager():
-            step(optimizer)
+        pure = _Pure(_settles_scalars(new_params), batched, decisions)
+        with names_for_numbers(cls), pure, as_eager():
+            optimizer = instance_of(cls, new_params, arguments | numbers)
+            decisions.is_constructing = False
+            if state is None:
+                _record(optimizer, new_params)
+            else:
+                assert form is not None
+                _put_state(optimizer, new_params, state, form, batched, decisions, wide=wide)
+            step_of(optimizer)()
     for param in new_params:
         param.grad = None
-    new_states = [optimizer.state[param] for param in new_params]
-    first_values = [state.first_values if isinstance(state, RecordingState) else {} for state in new_states]
-    return StepRun(new_params, new_states, first_values, optimizer)
+    first = _first_values(optimizer, new_params) if state is None else Held([], {})
+    return StepRun(new_params, held_by(optimizer, new_params), first)
+
+
+def instance_of(
+    cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """Return an instance, in training mode if the class has one (schedule-free classes do).
+
+    Raises:
+        TypeError: it has not one parameter group.
+        Exception: any error of the constructor.
+    """
+    optimizer = cls(params, **arguments)
+    if len(optimizer.param_groups) != 1:
+        raise TypeError(
+            f"stateless: {cls.__name__} cannot be made pure: it sorts its parameters into {len(optimizer.param_groups)} "
+            "groups; make one for each group, by_group({...}, group=...)"
+        )
+    # Its errors and warnings are for a user's own instance on a GPU; this instance lives for one step.
+    optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()
+    return optimizer
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """Return the step of an instance, without torch's wrapper for hooks and the profiler."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return lambda: step(optimizer)
 
 
 def _clones_with_grads(
@@ -309,30 +330,53 @@ def _clones_with_grads(
     return clones
 
 
-def _record_states(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
-    """Make an instance record the first value of each entry of its states."""
+def _record(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
+    """Make an instance record the first value of everything that it holds."""
     constructed_states = optimizer.state  # torch 2.11's Adagrad fills it in its constructor
-    optimizer.state = defaultdict(RecordingState)
+    optimizer.state = defaultdict(_RecordingState)
     for param in params:
         optimizer.state[param].update(constructed_states.get(param, {}))
+    for key, value in constructed_states.items():
+        if not isinstance(key, Tensor):
+            optimizer.state[key] = value
+    optimizer.param_groups[0] = _RecordingGroup(optimizer.param_groups[0])
+    attributes = held_by(optimizer, []).shared
+    optimizer.param_groups[0].first_values |= {  # type: ignore[attr-defined]
+        name: cloned(value) for name, value in attributes.items() if name.startswith(ATTRIBUTE)
+    }
 
 
-def _set_states(
+def _first_values(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Held:
+    """Return the first value of everything that an instance holds, which `_record` made it record."""
+    group: Any = optimizer.param_groups[0]
+    states: list[Any] = [optimizer.state[param] for param in params]
+    return Held([state.first_values for state in states], group.first_values)
+
+
+def _put_state(
     optimizer: torch.optim.Optimizer,
     params: list[Tensor],
-    states: list[LeafState],
+    state: ClassState,
+    form: Form,
     batched: list[Tensor],
+    decisions: Decisions,
     *,
     wide: bool,
 ) -> None:
-    """Give an instance clones of the states; one without entries is as before the first step."""
-    optimizer.state = defaultdict(RecordingState)
-    for param, state in zip(params, states):
-        if not state:
-            continue
-        clones: dict[str, Any] = {}
-        for name, value in state.items():
-            clones[name] = _batched_like(batched, value.clone()) if isinstance(value, Tensor) else value
-        if wide:
-            clones = {name: _widened_counter(name, value) for name, value in clones.items()}
-        optimizer.state[param] = clones
+    """Give an instance clones of a state."""
+
+    def clones(entries: dict[str, Tensor]) -> dict[str, Tensor]:
+        copies = {name: _batched_like(batched, value.clone()) for name, value in entries.items()}
+        return {name: _widened_counter(name, value) for name, value in copies.items()} if wide else copies
+
+    optimizer.state = defaultdict(dict)
+    for param, leaf_form, entries in zip(params, form.leaves, state.leaves):
+        if leaf_form:
+            optimizer.state[param] = filled(leaf_form, clones(entries), decisions, "state")
+    for name, value in filled(form.shared, clones(state.shared), decisions, "its group's").items():
+        if name.startswith(STATE):
+            optimizer.state[name.removeprefix(STATE)] = value  # type: ignore[index]  # a key that is no parameter
+        elif name.startswith(ATTRIBUTE):
+            setattr(optimizer, name.removeprefix(ATTRIBUTE), value)
+        else:
+            optimizer.param_groups[0][name] = value

@@ -14,17 +14,11 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._check import Fixed
-from funcamp._dtensor import is_distributed
-from funcamp._optim.hyperparameters import ANOTHER, by_label, evaluate
-from funcamp._optim.number import Comparisons
-from funcamp._optim.run import (
-    LeafState,
-    StepRun,
-    refuse_differentiation,
-    run_step,
-    state_before_first_step,
-    with_former_entries,
-)
+from funcamp._optim.class_state import ClassState, Entries
+from funcamp._optim.class_step import APPLIED_ENTRY
+from funcamp._optim.first_state import first_state
+from funcamp._optim.hyperparameters import ANOTHER, evaluate
+from funcamp._optim.run import refuse_differentiation
 from funcamp._optim.traits import Traits, probe
 from funcamp._optim.wrong_arguments import check_class, missing, refuse_positional
 from funcamp._storage.params import collapse, expand
@@ -38,6 +32,8 @@ class OptState(NamedTuple):
     """int64, shape (): steps applied so far, the argument of schedules; a skipped step does not advance it."""
     state: dict[str, Tree]
     """torch.optim's entries by its names (exp_avg, step, ...), each a tree like the parameters."""
+    shared: dict[str, Tensor] = {}  # noqa: RUF012  a tuple's default, which nothing writes into
+    """What a class keeps for all parameters: entries of its group by their names, and of attributes as "self.name"."""
 
 
 class StatelessOptimizer(Fixed):
@@ -57,7 +53,7 @@ class StatelessOptimizer(Fixed):
         # Dynamo reuses a graph across closures that differ only in a traced function that they capture (similar to
         # https://github.com/pytorch/pytorch/issues/197811) but guards on strings: hence a name instead of the object.
         self._key = f"{cls.__qualname__}-{next(_serial)}"
-        self._first_states, self._step = _nonstrict_functions()
+        self._first_state, self._step = _nonstrict_functions()
         _registry[self._key] = self
 
     def __repr__(self) -> str:
@@ -94,14 +90,16 @@ class StatelessOptimizer(Fixed):
         """
         flat, spec = _tree.parameters("init", "params", self._tree_for_class(params))
         present = [leaf for leaf in flat if leaf is not None]
-        present_states = iter(self._first_states(self._key, present, self._hyper(None, present)))
-        leaf_states: list[LeafState] = [{} if leaf is None else next(present_states) for leaf in flat]
-        entry_names = list(dict.fromkeys(name for state in leaf_states for name in state))
-        entries = {}
-        for name in entry_names:
-            entries[name] = _tree.unflatten([state.get(name) for state in leaf_states], spec)
+        leaf_entries: list[Entries] = [{} for _ in flat]
+        shared: Entries = {}
+        if present:
+            leaves, shared = self._first_state(self._key, present, self._hyper(None, present))
+            present_leaves = iter(leaves)
+            leaf_entries = [{} if leaf is None else next(present_leaves) for leaf in flat]
+        names = list(dict.fromkeys(name for entries in leaf_entries for name in entries))
+        state = {name: _tree.unflatten([entries.get(name) for entries in leaf_entries], spec) for name in names}
         device = present[0].device if present else None
-        return OptState(applied=torch.zeros((), dtype=torch.int64, device=device), state=entries)
+        return OptState(torch.zeros((), dtype=torch.int64, device=device), state, shared)
 
     def update(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
         """Apply torch.optim's update rule as a pure function.
@@ -139,16 +137,18 @@ class StatelessOptimizer(Fixed):
         # The positions of the leaves that take a step: those with a gradient.
         active = [index for index, grad in enumerate(flat_grads) if grad is not None and flat[index] is not None]
         if not active:
-            return stored_params, OptState(opt_state.applied + 1, opt_state.state)
+            return stored_params, opt_state._replace(applied=opt_state.applied + 1)
         active_params: list[Any] = [flat[index] for index in active]
         active_grads = [flat_grads[index] for index in active]
-        active_states: list[LeafState] = [{} for _ in active]
+        active_states: list[Entries] = [{} for _ in active]
         for name, values in entries.items():
             for state, index in zip(active_states, active):
                 if values[index] is not None:
                     state[name] = values[index]
         hyper = self._hyper(opt_state.applied, active_params)
-        new_params, new_states = self._step(self._key, active_params, active_grads, active_states, hyper)
+        new_params, new_states, shared = self._step(
+            self._key, active_params, active_grads, active_states, opt_state.shared, hyper
+        )
         for index, new_param, new_state in zip(active, new_params, new_states):
             flat[index] = new_param
             for name, value in new_state.items():
@@ -157,7 +157,7 @@ class StatelessOptimizer(Fixed):
         new_tree = _tree.unflatten(flat, spec)
         if not self._traits.elementwise:
             new_tree = collapse(stored_params, new_tree)
-        return new_tree, OptState(opt_state.applied + 1, new_entries)
+        return new_tree, OptState(opt_state.applied + 1, new_entries, shared)
 
     def learning_rate(self, opt_state: OptState) -> Any:
         """Return the learning rate of the next step, a float32 tensor of shape (); `()` if there is none.
@@ -253,12 +253,12 @@ class StatelessOptimizer(Fixed):
 
     def _hyper(self, applied: Tensor | None, params: list[Tensor]) -> dict[str, Any]:
         """Return the dynamic hyperparameters after some applied steps (None: 0), on the parameters' device."""
-        if not self._traits.dynamic or not params:
+        if not self._traits.step.dynamic or not params:
             return {}
         device = params[0].device
         if applied is None:
             applied = torch.zeros((), dtype=torch.int64, device=device)
-        return {name: evaluate(name, self._hyperparameters[name], applied, device) for name in self._traits.dynamic}
+        return {name: evaluate(name, self._hyperparameters[name], applied, device) for name in self._traits.step.dynamic}
 
 
 def stateless(
@@ -308,11 +308,6 @@ def stateless(
     return StatelessOptimizer(optimizer, hyperparameters)
 
 
-#: Steps applied to one parameter: a state entry of funcamp, used if the first step has another formula.
-APPLIED_ENTRY = "applied"
-#: The first state of a large parameter is found in chunks of this many elements. With AdamW `init` then needs 18
-#: bytes a parameter instead of 40.
-_CHUNK_SIZE = 1 << 20
 _serial = itertools.count()
 _registry: weakref.WeakValueDictionary[str, StatelessOptimizer] = weakref.WeakValueDictionary()
 
@@ -335,170 +330,30 @@ def eager_only(fn: Callable[..., Any], lost: str = "torch._dynamo.nonstrict_trac
 
 @functools.cache
 def _nonstrict_functions() -> tuple[Any, Any]:
-    """Return `_first_states` and `_step`, which Dynamo puts into a graph without tracing their Python."""
+    """Return `_first_state` and `_step`, which Dynamo puts into a graph without tracing their Python."""
     # Only when an optimizer is used, because importing torch._dynamo takes a second.
     nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace", eager_only)
-    return nonstrict_trace(_first_states), nonstrict_trace(_step)
+    return nonstrict_trace(_first_state), nonstrict_trace(_step)
 
 
-def _first_states(key: str, params: list[Tensor], hyper: dict[str, Any]) -> list[LeafState]:
-    """Return the state of each parameter before the first step."""
-    optimizer = _registry[key]
-    states = []
-    for param in params:
-        # A step's temporaries are several times its input, so run it chunk by chunk if possible.
-        is_large = param.numel() > _CHUNK_SIZE
-        if is_large and optimizer._traits.elementwise and param.is_contiguous() and not is_distributed(param):
-            state = _first_state_by_chunks(optimizer, param, hyper)
-        else:
-            state = first_state(optimizer, param, hyper)
-        if optimizer._traits.first_step_differs:
-            state[APPLIED_ENTRY] = torch.zeros((), dtype=torch.int64, device=param.device)
-        states.append(state)
-    return states
-
-
-def _first_state_by_chunks(optimizer: StatelessOptimizer, param: Tensor, hyper: dict[str, Any]) -> LeafState:
-    """Return `first_state` of a contiguous parameter, from steps on its chunks."""
-    state: LeafState = {}
-    for index, chunk in enumerate(torch.split(param.view(-1), _CHUNK_SIZE)):
-        for name, value in first_state(optimizer, chunk, hyper).items():
-            if value.dim() == 0:  # a counter
-                state.setdefault(name, value)
-                continue
-            if name not in state:
-                state[name] = torch.empty_like(param, dtype=value.dtype)
-            torch.split(state[name].view(-1), _CHUNK_SIZE)[index].copy_(value)
-    return state
+def _first_state(key: str, params: list[Tensor], hyper: dict[str, Any]) -> tuple[list[Entries], Entries]:
+    """Return the entries of each parameter before the first step, and those that all share."""
+    traits = _registry[key]._traits
+    state = first_state(
+        traits.step, params, hyper, starts_at_zero=traits.starts_at_zero, elementwise=traits.elementwise
+    )
+    return state.leaves, state.shared
 
 
 def _step(
     key: str,
     params: list[Tensor],
     grads: list[Tensor],
-    states: list[LeafState],
+    states: list[Entries],
+    shared: Entries,
     hyper: dict[str, Any],
-) -> _ParamsAndStates:
-    """Return the parameters and states after a step."""
-    optimizer = _registry[key]
-    first_step_differs = optimizer._traits.first_step_differs
+) -> tuple[list[Tensor], list[Entries], Entries]:
+    """Return the parameters, their entries and the shared ones after a step."""
     refuse_differentiation((*params, *grads))
-
-    applied_counts = [state[APPLIED_ENTRY] for state in states] if first_step_differs else []
-    # The class's own entries.
-    states = [{name: value for name, value in state.items() if name != APPLIED_ENTRY} for state in states]
-
-    def step(zero_labels: frozenset[str]) -> _ParamsAndStates:
-        later_params, later_states = run_class_step(optimizer, params, grads, states, states, hyper, zero_labels)
-        if not first_step_differs:
-            return later_params, later_states
-        if zero_labels:
-            # With momentum 0 torch's SGD neither reads nor writes its buffer, so the first step with the other formula
-            # is still to come.
-            for state, applied in zip(later_states, applied_counts):
-                state[APPLIED_ENTRY] = applied
-            return later_params, later_states
-        first_params, first_states = run_class_step(optimizer, params, grads, None, states, hyper)
-        for index, applied in enumerate(applied_counts):
-            is_first = applied == 0
-            later_params[index] = torch.where(is_first, first_params[index], later_params[index])
-            later_state = later_states[index]
-            for name, first_value in first_states[index].items():
-                later_state[name] = torch.where(is_first, first_value, later_state[name])
-            later_state[APPLIED_ENTRY] = applied + 1
-        return later_params, later_states
-
-    return by_branch(optimizer, hyper, step)
-
-
-#: New parameters and states.
-_ParamsAndStates: TypeAlias = tuple[list[Tensor], list[LeafState]]
-
-
-def by_branch(
-    optimizer: StatelessOptimizer, hyper: dict[str, Any], step: Callable[[frozenset[str]], _ParamsAndStates]
-) -> _ParamsAndStates:
-    """Take a step with the formula that the values of the hyperparameters choose, without reading them.
-
-    Both formulas run for each hyperparameter whose value 0 is another one, and the value selects.
-
-    Args:
-        optimizer: the optimizer.
-        hyper: its hyperparameters that are tensors.
-        step: takes the step with the formula in which some hyperparameters, given by their labels, are 0.
-    """
-    values: dict[str, Any] = {}
-    for name, value in hyper.items():
-        values |= by_label(name, value)
-
-    def select(labels: tuple[str, ...], zero_labels: frozenset[str]) -> _ParamsAndStates:
-        """Take the step, with a selection for each of the labels; those in zero_labels are 0."""
-        if not labels:
-            return step(zero_labels)
-        label = labels[0]
-        other_labels = labels[1:]
-        params, states = select(other_labels, zero_labels)
-        zero_params, zero_states = select(other_labels, zero_labels | {label})
-        is_zero = values[label] == 0
-        selected_params = [torch.where(is_zero, zero, other) for zero, other in zip(zero_params, params)]
-        for state, zero_state in zip(states, zero_states):
-            for name, zero_value in zero_state.items():
-                state[name] = torch.where(is_zero, zero_value, state[name])
-        return selected_params, states
-
-    return select(optimizer._traits.branches, frozenset())
-
-
-def first_state(optimizer: StatelessOptimizer, param: Tensor, hyper: dict[str, Any]) -> LeafState:
-    """Return a parameter's state before the first step."""
-    step_run = _run(optimizer, [param], [torch.zeros_like(param)], None, hyper)
-    return state_before_first_step(step_run.first_values[0], param, optimizer._traits.starts_at_zero)
-
-
-def run_class_step(
-    optimizer: StatelessOptimizer,
-    params: list[Tensor],
-    grads: list[Tensor],
-    start: list[LeafState] | None,
-    like: list[LeafState],
-    hyper: dict[str, Any],
-    zero_labels: frozenset[str] = frozenset(),
-) -> _ParamsAndStates:
-    """Return the parameters and states after one run of the class's step.
-
-    Args:
-        optimizer: the optimizer.
-        params: the parameters.
-        grads: their gradients.
-        start: the states from which the step is taken; None for a first step, from no state.
-        like: states with the dtypes of the new ones.
-        hyper: the hyperparameters that are tensors.
-        zero_labels: labels of those that are 0 in this step.
-    """
-    step_run = _run(optimizer, params, grads, start, hyper, zero_labels)
-    new_states = []
-    for old_state, new_state, param in zip(like, step_run.states, step_run.params):
-        new_states.append(with_former_entries(old_state, new_state, param))
-    return step_run.params, new_states
-
-
-def _run(
-    optimizer: StatelessOptimizer,
-    params: list[Tensor],
-    grads: list[Tensor],
-    start: list[LeafState] | None,
-    hyper: dict[str, Any],
-    zero_labels: frozenset[str] = frozenset(),
-) -> StepRun:
-    """Call `run_step` with what is known of the class."""
-    traits = optimizer._traits
-    return run_step(
-        optimizer._cls,
-        traits.arguments,
-        hyper,
-        params,
-        grads,
-        start,
-        writes_grads=traits.writes_grads,
-        comparisons=Comparisons(optimizer._cls.__name__, zero_labels),
-    )
+    stepped = _registry[key]._traits.step(params, grads, ClassState(states, shared), hyper)
+    return stepped.params, stepped.state.leaves, stepped.state.shared

@@ -1,9 +1,9 @@
-"""How an optimizer class stores its state, found by running it on a few numbers."""
+"""What an optimizer class keeps and how it steps, found by running it on a few numbers."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,34 +11,41 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._optim.hyperparameters import example_of, is_dynamic, map_items, stand_in
+from funcamp._optim.class_state import (
+    ChangedConstantError,
+    Changing,
+    ClassState,
+    Entries,
+    Held,
+    Kind,
+    held_by,
+    kind_of,
+    leaves_of,
+    same,
+    snapshot,
+    wider,
+)
+from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep
+from funcamp._optim.first_state import first_state
+from funcamp._optim.hyperparameters import example_of, is_dynamic, map_items, without_values
 from funcamp._optim.modes import without_modes
-from funcamp._optim.number import Comparisons
-from funcamp._optim.run import StepRun, number_as_tensor, run_step, state_before_first_step
+from funcamp._optim.run import instance_of, step_of
 from funcamp._optim.wrong_arguments import check_class, refuse_parameters, refuse_schedulers
 
 
 @dataclass(frozen=True)
 class Traits:
-    """How a class stores its state and runs."""
+    """What is known of a class with its hyperparameters."""
 
-    arguments: dict[str, Any]
-    """Python values for its constructor; an example if the hyperparameter is a tensor or a schedule."""
-    dynamic: tuple[str, ...]
-    """Names of the hyperparameters that are tensors or schedules."""
-    writes_grads: bool
-    """Whether it writes into gradients (Muon does)."""
+    step: ClassStep
+    """Its step as a function."""
     starts_at_zero: bool
     """Whether its first step equals a later one from zero state, although it has no state before it (SGD momentum).
-    At most one of this and `first_step_differs`; neither where a first step records its state, as Adam's does."""
+    At most one of this and `step.first_step_differs`; neither where a first step records its state, as Adam's does."""
     elementwise: bool
     """Whether a step on several tensors joined into one equals a step on each (not so for Muon)."""
-    first_step_differs: bool
-    """Whether its first step uses another formula than later ones (SGD with momentum and dampening)."""
     entries: frozenset[str]
     """The names of its state entries for a matrix."""
-    branches: tuple[str, ...]
-    """Labels of the dynamic hyperparameters whose value 0 is another formula (SGD's momentum)."""
 
 
 def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> Traits:
@@ -49,6 +56,39 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
         ValueError: as in `stateless`.
     """
     check_class(cls)
+    key = _key_of(cls, hyperparameters)
+    if key is None or key not in _known_traits:
+        traits = _probe(cls, hyperparameters)
+        if key is None:
+            return traits
+        if len(_known_traits) >= _LARGEST_COUNT_OF_TRAITS:
+            _known_traits.clear()
+        _known_traits[key] = traits
+    return _known_traits[key]
+
+
+#: The traits of classes with hyperparameters: a trial takes as long as some hundred steps.
+_known_traits: dict[Any, Traits] = {}
+_LARGEST_COUNT_OF_TRAITS = 256
+
+
+def _key_of(cls: type, hyperparameters: Mapping[str, Any]) -> Any:
+    """Return what decides the traits; None if it cannot be hashed."""
+
+    def typed(_: str, item: object) -> object:
+        return type(item), None if is_dynamic(item) else item
+
+    items = {name: map_items(typed, name, value) for name, value in without_values(hyperparameters).items()}
+    key = (cls, torch.get_default_dtype(), *[(name, type(value), value) for name, value in items.items()])
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> Traits:
+    """Find a class's traits by running it."""
     accepted = inspect.signature(cls.__init__).parameters
     _check_names(cls, hyperparameters, accepted)
     _check_implementation(hyperparameters)
@@ -57,19 +97,27 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
     for name in dynamic:
         _check_is_no_choice(name, hyperparameters[name], accepted)
     arguments = _constructor_arguments(hyperparameters, accepted)
-    trial = _Trial(cls, hyperparameters, arguments, dynamic)
-    with without_modes():  # this must run on real numbers
-        untouched_param_group = _untouched_param_group(trial)
+    with without_modes(), torch.random.fork_rng(devices=[]):  # this must run on real numbers
+        _check_constructor(cls, hyperparameters, arguments, dynamic)
+        record = _recorded(cls, arguments)
+        step = ClassStep(
+            cls, without_values(hyperparameters), arguments, dynamic, _changing(record), asks_divisors=_catches_zero_divisions(cls)
+        )
         for name in dynamic:
-            _refuse_reads_of(trial, name)
-        _refuse_host_reads(trial)
-        precise_inputs = _inputs("cpu", _widest_dtype(trial))
+            _refuse_reads_of(step, name)
+        step = _taken_on_every_path(step, record)
         for name in dynamic:
-            _refuse_other_results(trial, name, precise_inputs)
-        branches = _branches(trial, precise_inputs)
-        traits = _observe(trial, branches, untouched_param_group)
-        _refuse_other_state(trial, precise_inputs)
-        return traits
+            _refuse_other_results(step, name)
+        step = _with_known_comparisons(step)
+        step = replace(step, writes_grads=_writes_grads(step))
+        starts_as_recorded = _reproduces_first_step(step, starts_at_zero=False)
+        starts_at_zero = not starts_as_recorded and _reproduces_first_step(step, starts_at_zero=True)
+        if not (starts_as_recorded or starts_at_zero):
+            step = replace(step, first_step_differs=True)
+        elementwise = _is_elementwise(step, record)
+        traits = Traits(step, starts_at_zero, elementwise, _entries(step))
+        _refuse_other_numbers(traits, record)
+    return traits
 
 
 def _check_names(
@@ -132,23 +180,31 @@ def _constructor_arguments(
     return arguments
 
 
-def _untouched_param_group(trial: _Trial) -> dict[str, Any]:
-    """Return the parameter group of an instance that has taken no step.
+def _check_constructor(
+    cls: type[torch.optim.Optimizer],
+    hyperparameters: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    dynamic: Iterable[str],
+) -> None:
+    """Raise if the class refuses its hyperparameters.
 
     Raises:
-        TypeError, ValueError: the class refuses its hyperparameters.
+        TypeError, ValueError: it does.
     """
     try:
-        return trial.cls([torch.zeros(2, 2)], **trial.arguments).param_groups[0]
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        instance_of(cls, [torch.zeros(2, 2)], dict(arguments))
+    except Exception as error:
+        if str(error).startswith("stateless:"):
+            raise
         error_class = TypeError if isinstance(error, TypeError) else ValueError
-        examples = ", ".join([f"{name}={trial.arguments[name]!r}" for name in trial.dynamic])
+        examples = ", ".join([f"{name}={arguments[name]!r}" for name in dynamic])
         examples = f" (with {examples} for tensors and schedules)" if examples else ""
-        got = ", ".join([f"{name}={_tree.brief(value)}" for name, value in trial.hyperparameters.items()])
+        got = ", ".join([f"{name}={_tree.brief(value)}" for name, value in hyperparameters.items()])
         got = f"; got {got}" if got else ""
-        raise error_class(
-            f"stateless: {trial.cls.__name__} refuses its hyperparameters: {error}{examples}{got}"
-        ) from error
+        raise error_class(f"stateless: {cls.__name__} refuses its hyperparameters: {error}{examples}{got}") from error
+
+
+# The class itself, on a few numbers.
 
 
 class _Inputs(NamedTuple):
@@ -158,61 +214,129 @@ class _Inputs(NamedTuple):
     grads: list[Tensor]
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """A class with its hyperparameters, to run on a few numbers."""
+class _Record(NamedTuple):
+    """What an instance of the class does in a few steps."""
 
-    cls: type[torch.optim.Optimizer]
-    hyperparameters: dict[str, Any]
-    arguments: dict[str, Any]
-    """As in `Traits`."""
-    dynamic: tuple[str, ...]
-    """As in `Traits`."""
-
-    def run(
-        self,
-        inputs: _Inputs,
-        states: list[dict[str, Any]] | None = None,
-        *,
-        values: Mapping[str, Any] | None = None,
-        writes_grads: bool = True,
-        wide: bool = True,
-        comparisons: Comparisons | None = None,
-    ) -> StepRun:
-        """Take one step.
-
-        Args:
-            inputs: the parameters and their gradients.
-            states: their states; None for a first step.
-            values: for the names of hyperparameters that are tensors, their values; the others are Python numbers. By
-                default all dynamic ones are tensors, with their examples as values.
-            writes_grads: as in `run_step`.
-            wide: as in `run_step`.
-            comparisons: as in `run_step`.
-        """
-        if values is None:
-            values = {name: self.arguments[name] for name in self.dynamic}
-        device = inputs.params[0].device.type
-        hyper = {name: stand_in(self.hyperparameters[name], value, device) for name, value in values.items()}
-        return run_step(
-            self.cls,
-            self.arguments,
-            hyper,
-            inputs.params,
-            inputs.grads,
-            states,
-            writes_grads=writes_grads,
-            wide=wide,
-            comparisons=comparisons,
-        )
+    params: list[Tensor]
+    """Those before the first step."""
+    grads: list[list[Tensor]]
+    """Those of each step."""
+    results: list[list[Tensor]]
+    """The parameters after each step."""
+    constructed: Held
+    """What the instance holds before the first step."""
+    held: list[Held]
+    """What it holds after each step."""
 
 
-#: What a step raises for tensors that it cannot take: without values, of another dtype, or beside a Python number.
-_STEP_ERRORS = (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError)
+#: Steps of a trial. A class that rectifies, as RAdam does, takes another formula from the sixth on.
+_STEPS = 12
+_SEED = 0
+#: A class may take matrices only.
+_MATRICES = ((2, 3), (3, 2))
+_SHAPES = (*_MATRICES, (4,), (2, 2, 2, 1))
+
+
+
+def _recorded(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> _Record:
+    """Take a few steps with an instance of the class.
+
+    Raises:
+        TypeError: it raises.
+    """
+    # float64, or float32 for a class that mixes parameters with tensors of torch's default dtype.
+    for shapes in (_SHAPES, _MATRICES):
+        for dtype in (torch.float64, torch.float32):
+            try:
+                return _record_of(cls, arguments, shapes, dtype)
+            except Exception as error:  # noqa: PERF203  any error of the class
+                last_error = error
+    raise _impure(
+        cls,
+        f"its step fails on a few numbers ({type(last_error).__name__}: {_first_line(last_error)}); "
+        "use it in an ordinary loop with funcamp.GradScaler",
+    ) from last_error
+
+
+def _record_of(
+    cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], shapes: Iterable[tuple[int, ...]], dtype: torch.dtype
+) -> _Record:
+    params = [_numbers(shape, dtype, offset) for offset, shape in enumerate(shapes)]
+    own_params = [torch.nn.Parameter(param.clone()) for param in params]
+    torch.manual_seed(_SEED)
+    optimizer = instance_of(cls, own_params, dict(arguments))
+    record = _Record(params, [], [], snapshot(held_by(optimizer, own_params)), [])
+    step = step_of(optimizer)
+    for number in range(_STEPS):
+        grads = [_numbers(tuple(param.shape), dtype, 10 * number + offset + 3) for offset, param in enumerate(params)]
+        for param, grad in zip(own_params, grads):
+            param.grad = grad.clone()
+        with torch.no_grad():
+            step()
+        record.grads.append(grads)
+        record.results.append([param.detach().clone() for param in own_params])
+        record.held.append(snapshot(held_by(optimizer, own_params)))
+    return record
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+    """Return a tensor with numbers between -1 and 1, others for each offset."""
+    count = torch.Size(shape).numel()
+    return torch.arange(count, dtype=torch.float64).add(0.7 * offset + 0.1).mul(2.3).sin().reshape(shape).to(dtype)
+
+
+def _changing(record: _Record) -> Changing:
+    """Return what changes from step to step."""
+    leaves: dict[str, Kind] = {}
+    shared: dict[str, Kind] = {}
+    names = {_key(name) for held in record.held for name in held.shared.keys() - record.constructed.shared.keys()}
+    for before, after in zip(record.held, record.held[1:]):
+        for former, held in zip(before.leaves, after.leaves):
+            _note_changes(leaves, leaves_of(former), leaves_of(held))
+    for before, after in zip([record.constructed, *record.held], record.held):
+        names |= {_key(name) for name in _note_changes(shared, leaves_of(before.shared), leaves_of(after.shared))}
+    names = {name for name in names if all(_is_plain(held.shared.get(name)) for held in record.held)}
+    return Changing(leaves, shared, frozenset(names))
+
+
+def _catches_zero_divisions(cls: type) -> bool:
+    """Return whether the code of a class names `ZeroDivisionError`."""
+    functions = [value for base in cls.__mro__ for value in vars(base).values()]
+    codes = [getattr(inspect.unwrap(function), "__code__", None) for function in functions if callable(function)]
+    return any(code is not None and "ZeroDivisionError" in code.co_names for code in codes)
+
+
+def _note_changes(kinds: dict[str, Kind], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Note the kinds of the numbers that differ; return the names of everything that differs."""
+    changed = [name for name, value in after.items() if name not in before or not same(before[name], value)]
+    for name in changed:
+        for value in (before.get(name), after[name]):
+            kind = kind_of(value)
+            if kind is not None and kind != "tensor":
+                kinds[name] = wider(kinds.get(name), kind)
+    return changed
+
+
+def _key(name: str) -> str:
+    """Return the key of the container in which an entry is."""
+    return name.partition("[")[0]
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value consists of numbers, tensors and text."""
+    leaves = leaves_of({"": value}).values()
+    return all(leaf is None or isinstance(leaf, str) or kind_of(leaf) is not None for leaf in leaves)
+
+
+# The step as a function.
 
 
 def _impure(cls: type, why: str) -> TypeError:
     return TypeError(f"stateless: {cls.__name__} cannot be made pure: {why}")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else ""
 
 
 def _inputs(device: str, dtype: torch.dtype = torch.float32) -> _Inputs:
@@ -223,333 +347,281 @@ def _inputs(device: str, dtype: torch.dtype = torch.float32) -> _Inputs:
     return _Inputs(params=[wide, tall.cos()], grads=[wide.sin(), tall.exp()])
 
 
-def _widest_dtype(trial: _Trial) -> torch.dtype:
-    """Return float64, or float32 for a class that mixes parameters with tensors of torch's default dtype."""
-    try:
-        _two_steps(trial, _inputs("cpu", torch.float64))
-    except RuntimeError:
-        return torch.float32
-    return torch.float64
+def _two_steps(
+    step: ClassStep, inputs: _Inputs, values: Mapping[str, Any] | None = None, zeros: frozenset[str] = frozenset()
+) -> list[Tensor]:
+    """Return the parameters and the state after two steps along the path that the numbers of the trial propose.
+
+    Args:
+        step: the class.
+        inputs: those of the first step; the second has other gradients, so that it changes all of the state.
+        values: of the hyperparameters that are tensors; the others are Python numbers. By default all dynamic ones are
+            tensors, with their examples as values.
+        zeros: as in `Decisions`.
+    """
+    hyper = step.examples(inputs.params[0].device.type, values)
+    first = step._along_paths(inputs.params, inputs.grads, None, _nothing(inputs.params), hyper)
+    other_grads = [grad.cos() for grad in inputs.grads]
+    second_run = step.run(first.params, other_grads, first.state, hyper, step.decisions(zeros=zeros))
+    second = step._stepped(second_run, step.form(first.params), first.params, first.state, first.state)
+    return _tensors(second.params, second.state)
 
 
-def _refuse_reads_of(trial: _Trial, name: str) -> None:
+def _nothing(params: list[Tensor]) -> ClassState:
+    """Return the state of a class before its first step."""
+    return ClassState([{} for _ in params], {})
+
+
+def _tensors(params: list[Tensor], state: ClassState) -> list[Tensor]:
+    """Return parameters and a state in one list."""
+    tensors = list(params)
+    for entries in (*state.leaves, state.shared):
+        tensors += [entries[name] for name in sorted(entries)]
+    return tensors
+
+
+def _refuse_reads_of(step: ClassStep, name: str) -> None:
     """Refuse one hyperparameter by name if steps fail when it is a tensor and do not fail when it is a number."""
 
     def error_with(values: dict[str, Any]) -> Exception | None:
+        # Forms are of hyperparameters that are all tensors, or none.
+        trial = replace(step, dynamic=tuple(values), _forms={})
         try:
             _two_steps(trial, _inputs("meta"), values=values)
-        except _STEP_ERRORS as error:
+        except Exception as error:
             return error
         return None
 
-    error = error_with({name: trial.arguments[name]})
+    error = error_with({name: step.arguments[name]})
     if error is None or error_with({}) is not None:
         return
     if str(error).startswith("stateless:"):
         raise error
     raise TypeError(
-        f"stateless: {name} must be a number, because {trial.cls.__name__} uses its value in Python "
+        f"stateless: {name} must be a number, because {step.cls.__name__} uses its value in Python "
         f"({type(error).__name__}: {_first_line(error)}); got a tensor or a schedule: make another optimizer "
         "for another value"
     ) from error
 
 
-def _two_steps(trial: _Trial, inputs: _Inputs, *, values: Mapping[str, Any] | None = None) -> list[Tensor]:
-    """Return the parameters and states after two steps; `values` as in `_Trial.run`."""
-    first_run = trial.run(inputs, values=values)
-    second_inputs = _Inputs(first_run.params, inputs.grads)
-    return _tensors_of(trial.run(second_inputs, _states_of(first_run), values=values))
+def _taken_on_every_path(step: ClassStep, record: _Record) -> ClassStep:
+    """Return the class with all its numbers that change, from two steps on tensors without values, on every path.
+
+    Raises:
+        TypeError: a step reads a value, or its state has no one form.
+    """
+    for _ in range(_LARGEST_COUNT_OF_CHANGES):
+        try:
+            return _on_every_path(step)
+        except Exception as error:
+            changed = error.__cause__
+            if isinstance(changed, ChangedConstantError) and _may_change(changed):
+                step = _with_change(step, changed, record)
+                continue
+            if str(error).startswith("stateless:"):
+                raise
+            raise _impure(
+                step.cls,
+                "its step fails on tensors without values, as it does if it reads one on the host "
+                f"({type(error).__name__}: {_first_line(error)}); "
+                "use it in an ordinary loop with funcamp.GradScaler",
+            ) from error
+    raise _impure(step.cls, "it changes more numbers than can be followed; use it in an ordinary loop")
 
 
-def _states_of(step_run: StepRun) -> list[dict[str, Any]]:
-    """Return the states after a step, with tensors for counters."""
-    states = []
-    for state, param in zip(step_run.states, step_run.params):
-        states.append({name: number_as_tensor(value, param) for name, value in state.items()})
-    return states
+#: The largest number of entries that are found one by one.
+_LARGEST_COUNT_OF_CHANGES = 32
 
 
-def _tensors_of(step_run: StepRun) -> list[Tensor]:
-    """Return the parameters after a step, and the tensors of its states, each state's by name."""
-    tensors = list(step_run.params)
-    for state in _states_of(step_run):
-        tensors += [state[name] for name in sorted(state) if isinstance(state[name], Tensor)]
-    return tensors
+def _on_every_path(step: ClassStep) -> ClassStep:
+    """Take two steps on tensors without values; return the class, with whether its parameters step separately."""
+    inputs = _inputs("meta")
+    hyper = step.examples("meta")
+    first = step._along_paths(inputs.params, inputs.grads, None, _nothing(inputs.params), hyper)
+    question_counts = []
+    for count in (1, len(inputs.params)):
+        params, grads = first.params[:count], inputs.grads[:count]
+        state = ClassState(first.state.leaves[:count], first.state.shared)
+        decisions = step.decisions()
+        step.run(params, grads, state, hyper, decisions)
+        question_counts.append(len(decisions.questions))
+    asks_for_each = question_counts[1] > question_counts[0]
+    step = replace(step, separate=asks_for_each)
+    step(first.params, inputs.grads, first.state, hyper)
+    return step
 
 
-def _refuse_other_results(trial: _Trial, name: str, inputs: _Inputs) -> None:
+def _may_change(changed: ChangedConstantError) -> bool:
+    """Return whether what has changed is a number, before and after; a tensor of shape () is one."""
+    values = (changed.before, changed.after)
+    return all(kind_of(value) is not None and (not isinstance(value, Tensor) or value.dim() == 0) for value in values)
+
+
+def _with_change(step: ClassStep, changed: ChangedConstantError, record: _Record) -> ClassStep:
+    """Return the class with one number more that changes."""
+    kind: Kind = "bool"
+    for value in (changed.before, changed.after):
+        value_kind = kind_of(value)
+        assert value_kind is not None
+        kind = wider(kind, "float" if value_kind == "tensor" else value_kind)
+    changing = step.changing
+    leaves = changing.leaves | {changed.name: wider(changing.leaves.get(changed.name), kind)}
+    shared = changing.shared | {changed.name: wider(changing.shared.get(changed.name), kind)}
+    if leaves == changing.leaves and shared == changing.shared:
+        raise _impure(step.cls, f"its state entry {changed.name!r} is no number after every step; got {changed.after!r}")
+    return replace(step, changing=changing._replace(leaves=leaves, shared=shared), _forms={})
+
+
+def _refuse_other_results(step: ClassStep, name: str) -> None:
     """Refuse a hyperparameter if a tensor with a value does not do what the number does.
 
-    The value is not the example, which a class uses where it takes the float out of a `Number`, as `math.sqrt` does.
-    The inputs are float64 if they can be, so that a rounding is small beside the effect of the value.
+    The value is not the example, which a class uses where it takes the float out of a `Number` in C. The inputs are
+    float64 if they can be, so that a rounding is small beside the effect of the value.
     """
+    inputs = _precise_inputs(step)
+    with_numbers = replace(step, dynamic=(), _forms={})
     for factor in (0.9, 1.1):
-        other_value = _multiplied(trial, name, factor)
-        with_other_number = replace(trial, arguments=trial.arguments | {name: other_value})
+        other_value = _multiplied(step, name, factor)
+        with_other_number = replace(with_numbers, arguments=step.arguments | {name: other_value}, _forms={})
         try:
             expected = _two_steps(with_other_number, inputs, values={})
         except (ValueError, TypeError, AssertionError):
             continue  # the class does not allow this value
-        with_example = _two_steps(trial, inputs, values={})
-        with_tensor = _two_steps(trial, inputs, values={name: other_value})
+        with_example = _two_steps(with_numbers, inputs, values={})
+        with_tensor = _two_steps(replace(step, dynamic=(name,), _forms={}), inputs, values={name: other_value})
         # If the step used the example in place of the tensor, it would miss the whole effect of the value. The limit
         # 1e-6 is for a value without effect.
         effect_of_value = _distance(with_example, expected)
         if _distance(with_tensor, expected) <= max(1e-6, 0.1 * effect_of_value):
             return
         raise TypeError(
-            f"stateless: {name} must be a number, because {trial.cls.__name__} reads its value in Python, so "
+            f"stateless: {name} must be a number, because {step.cls.__name__} reads its value in Python, so "
             "that a tensor has another effect; got a tensor or a schedule: make another optimizer for "
             "another value"
         )
 
 
-def _multiplied(trial: _Trial, name: str, factor: float) -> Any:
+def _precise_inputs(step: ClassStep) -> _Inputs:
+    """Return inputs in float64, or in float32 for a class that mixes them with tensors of torch's default dtype."""
+    inputs = _inputs("cpu", torch.float64)
+    try:
+        _two_steps(step, inputs)
+    except RuntimeError:
+        return _inputs("cpu")
+    return inputs
+
+
+def _multiplied(step: ClassStep, name: str, factor: float) -> Any:
     """Return the example of a hyperparameter times a factor; of a tuple only the items that are dynamic."""
 
     def multiply(_: str, item: object, number: float) -> float:
         return number * factor if is_dynamic(item) else number
 
-    return map_items(multiply, name, trial.hyperparameters[name], trial.arguments[name])
+    return map_items(multiply, name, step.hyperparameters[name], step.arguments[name])
 
 
 def _distance(tensors: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest difference of two lists of tensors, relative to the tensor's largest element."""
+    if len(tensors) != len(expected):
+        return float("inf")
     distances = [0.0]
-    for tensor, reference in zip(tensors, expected, strict=True):
+    for tensor, reference in zip(tensors, expected):
+        if reference.numel() == 0:
+            continue
+        reference = reference.double()
+        tensor = tensor.double()
         largest = reference.abs().max().clamp(min=1e-30)
-        distances.append(float((tensor - reference).abs().max() / largest))
+        distance = float((tensor - reference).abs().max() / largest)
+        distances.append(float("inf") if distance != distance else distance)
     return max(distances)
 
 
-def _branches(trial: _Trial, inputs: _Inputs) -> tuple[str, ...]:
-    """Return which hyperparameters the step compares with 0 and whose value 0 is another formula.
+def _with_known_comparisons(step: ClassStep) -> ClassStep:
+    """Return the class with the hyperparameters whose value 0 is no other formula, though it compares them with 0.
 
-    For such a hyperparameter a step with the tensor 0 in the formula for other values differs from a step in which the
+    For such a hyperparameter a step with the tensor 0 in the formula for other values equals a step in which the
     comparison with 0 is true.
     """
-    class_name = trial.cls.__name__
-    comparisons = Comparisons(class_name)
-    first_run = trial.run(inputs, comparisons=comparisons)
-    labels = comparisons.labels_compared_with_zero
-    states = _states_of(first_run)
-    # Other gradients, so that each step changes all of the state.
-    second_inputs = _Inputs(first_run.params, [grad.cos() for grad in inputs.grads])
-    branches = []
-    for label in sorted(labels):
-        values = _with_zero(trial, label)
-        results = []
-        for zero_labels in (frozenset[str](), frozenset([label])):
-            comparisons = Comparisons(class_name, zero_labels)
-            results.append(_tensors_of(trial.run(second_inputs, states, values=values, comparisons=comparisons)))
-        if not _are_equal(*results):
-            branches.append(label)
-    return tuple(branches)
+    inputs = _precise_inputs(step)
+    hyper = step.examples("cpu")
+    decisions = step.decisions()
+    step.run(inputs.params, inputs.grads, None, hyper, decisions)
+    in_use: set[str] = set()
+    for label in sorted(decisions.compared_with_zero):
+        values = _with_zero(step, label)
+        for_others = replace(step, in_use=frozenset([label]))
+        try:
+            with_zero = _two_steps(step, inputs, values, frozenset([label]))
+            is_same = _are_equal(_two_steps(for_others, inputs, values), with_zero)
+        except TypeError:  # with 0 the class keeps other entries
+            continue
+        if is_same:
+            in_use.add(label)
+    return replace(step, in_use=frozenset(in_use))
 
 
-def _with_zero(trial: _Trial, zero_label: str) -> dict[str, Any]:
+def _with_zero(step: ClassStep, zero_label: str) -> dict[str, Any]:
     """Return the examples of the dynamic hyperparameters, with 0 for the one with this label."""
 
     def value_of(label: str, number: float) -> float:
         return 0.0 if label == zero_label else number
 
-    return {name: map_items(value_of, name, trial.arguments[name]) for name in trial.dynamic}
+    return {name: map_items(value_of, name, step.arguments[name]) for name in step.dynamic}
 
 
 def _are_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
     return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
 
 
-def _refuse_other_state(trial: _Trial, inputs: _Inputs) -> None:
-    """Refuse a class that keeps state elsewhere than in `self.state`: in an attribute, or in another optimizer.
-
-    One instance takes a few steps, and so do new ones that get only the state: they must come to the same numbers.
-    """
-    instance_params = [param.clone() for param in inputs.params]
-    instance = trial.cls(instance_params, **trial.arguments)
-    params = inputs.params
-    states = None
-    for number in range(_STEPS):
-        grads = [(grad + number).cos() for grad in inputs.grads]
-        for param, grad in zip(instance_params, grads):
-            param.grad = grad.clone()
-        with torch.no_grad():
-            instance.step()
-        step_run = trial.run(_Inputs(params, grads), states, values={})
-        params = step_run.params
-        states = _states_of(step_run)
-    if _distance(params, instance_params) > 1e-3:
-        raise _impure(
-            trial.cls,
-            "it keeps state besides self.state, in an attribute or in another optimizer, which a new instance lacks; "
-            "keep it in self.state[param]",
-        )
-
-
-#: Steps that find state besides `self.state`; a counter often acts at every fifth.
-_STEPS = 6
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else ""
-
-
-def _refuse_host_reads(trial: _Trial) -> None:
-    """Take two steps on tensors without values, on which reading a value raises.
-
-    What is a Python number in the state after the first step is a tensor in the second.
-    """
-    cls = trial.cls
-    try:
-        first_run = trial.run(_inputs("meta"))
-        states = _states_of(first_run)
-        for state in states:
-            for name, value in state.items():
-                if not isinstance(value, Tensor):
-                    raise _impure(
-                        cls, f"its state entry {name!r} must be a tensor or a number, and no bool; got {value!r}"
-                    )
-        _refuse_reads_of_counters(trial, first_run)
-        second_run = trial.run(_inputs("meta"), states)
-        for before, after in zip(states, second_run.states):
-            if before.keys() != after.keys():
-                raise _impure(
-                    cls,
-                    "its state must have the same entries after every step; got "
-                    f"{sorted(before)} after the first and {sorted(after)} after the second",
-                )
-    except _STEP_ERRORS as error:
-        if str(error).startswith("stateless:"):
-            raise
-        raise _impure(
-            cls,
-            "its step fails on tensors without values, as it does if it reads one on the host "
-            f"({type(error).__name__}: {_first_line(error)}); "
-            "use it in an ordinary loop with funcamp.GradScaler",
-        ) from error
-
-
-def _refuse_reads_of_counters(trial: _Trial, first_run: StepRun) -> None:
-    """Refuse Python numbers in a state by name if a step fails when one is a tensor, and not when all are numbers.
-
-    `first_run` is the first step, on tensors without values.
-    """
-    number_names = {name: None for state in first_run.states for name in state if not isinstance(state[name], Tensor)}
-    if not number_names:
-        return
-
-    def error_with(tensor_names: frozenset[str]) -> Exception | None:
-        """Return the error of a second step in which these numbers are tensors."""
-        states = []
-        for numbers, tensors in zip(first_run.states, _states_of(first_run)):
-            states.append({name: tensors[name] if name in tensor_names else numbers[name] for name in numbers})
-        try:
-            trial.run(_Inputs(first_run.params, _inputs("meta").grads), states, wide=False)
-        except _STEP_ERRORS as error:
-            return error
-        return None
-
-    if error_with(frozenset(number_names)) is None:  # that is what happens; a mixture may fail where this does not
-        return
-    errors = {name: error_with(frozenset([name])) for name in number_names}
-    read_names = [name for name, error in errors.items() if error is not None]
-    if not read_names or error_with(frozenset()) is not None:
-        return
-    name = read_names[0]
-    error = errors[name]
-    assert error is not None
-    raise _impure(
-        trial.cls,
-        f"its step reads state[{name!r}] in Python, a number that is a tensor between steps "
-        f"({type(error).__name__}: {_first_line(error)}); begin it as torch.zeros((), device=param.device) and compute "
-        "with it as a tensor (x ** 0.5 for math.sqrt(x), torch.where for if), or use the optimizer in an ordinary loop "
-        "with funcamp.GradScaler",
-    ) from error
-
-
-def _observe(trial: _Trial, branches: tuple[str, ...], untouched_param_group: dict[str, Any]) -> Traits:
-    """Return the traits of a class that can be made pure.
-
-    Args:
-        trial: the class.
-        branches: what `_branches` returns.
-        untouched_param_group: the parameter group of an instance that has taken no step.
-
-    Raises:
-        TypeError: the step changes its parameter group.
-    """
+def _writes_grads(step: ClassStep) -> bool:
+    """Return whether the class writes into gradients."""
     inputs = _inputs("cpu")
     versions = [grad._version for grad in inputs.grads]
-    without_state = trial.run(inputs, writes_grads=False, wide=False)
-    writes_grads = versions != [grad._version for grad in inputs.grads]
-    _refuse_changed_param_group(trial, untouched_param_group, without_state.instance.param_groups[0])
-
-    # For most classes the first values in a step with a zero gradient are the state before the first step.
-    zero_grads = [torch.zeros_like(grad) for grad in inputs.grads]
-    recorded = trial.run(_Inputs(inputs.params, zero_grads), wide=False).first_values
-
-    def reproduces_first_step(starts_at_zero: bool) -> bool:
-        """Return whether a step from the state that `init` would give equals the first step without state."""
-        states = []
-        for first_values, param in zip(recorded, inputs.params):
-            states.append(state_before_first_step(first_values, param, starts_at_zero))
-        return _have_equal_results(trial.run(_inputs("cpu"), states, wide=False), without_state)
-
-    starts_as_recorded = reproduces_first_step(starts_at_zero=False)
-    starts_at_zero = not starts_as_recorded and reproduces_first_step(starts_at_zero=True)
-    return Traits(
-        arguments=trial.arguments,
-        dynamic=trial.dynamic,
-        writes_grads=writes_grads,
-        starts_at_zero=starts_at_zero,
-        elementwise=_is_elementwise(trial),
-        first_step_differs=not (starts_as_recorded or starts_at_zero),
-        entries=frozenset(name for first_values in recorded for name in first_values),
-        branches=branches,
-    )
+    trial = replace(step, writes_grads=False)
+    trial.run(inputs.params, inputs.grads, None, step.examples("cpu"), step.decisions())
+    return versions != [grad._version for grad in inputs.grads]
 
 
-def _refuse_changed_param_group(trial: _Trial, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Raise TypeError if a step changed its parameter group."""
-    for name, value in after.items():
-        if name == "params" or name in trial.dynamic:
-            continue
-        if name not in before or before[name] != value:
-            raise _impure(
-                trial.cls, f"its step changes {name!r} in its parameter group, which is not state; got {value!r}"
-            )
-
-
-def _have_equal_results(step_run: StepRun, expected_run: StepRun) -> bool:
-    """Return whether a step from a state has the parameters and entries of another one."""
-    if not _are_equal(expected_run.params, step_run.params):
-        return False
-    for state, expected_state in zip(step_run.states, expected_run.states):
-        for name, value in state.items():
-            expected = number_as_tensor(expected_state[name], value).to(value.dtype)
-            if not torch.equal(expected, value):
-                return False
-    return True
-
-
-def _is_elementwise(trial: _Trial) -> bool:
-    """Return whether a step on tensors joined into one equals a step on each; see `Traits`."""
+def _reproduces_first_step(step: ClassStep, *, starts_at_zero: bool) -> bool:
+    """Return whether a step from the state that `init` would give equals the first step without state."""
+    step = replace(step, wide=False)
     inputs = _inputs("cpu")
+    hyper = step.examples("cpu")
+    state = _first_state(step, inputs.params, hyper, starts_at_zero=starts_at_zero)
+    torch.manual_seed(_SEED)
+    expected = step._along_paths(inputs.params, inputs.grads, None, state, hyper)
+    torch.manual_seed(_SEED)
+    stepped = step._along_paths(inputs.params, inputs.grads, state, state, hyper)
+    return _are_equal(_tensors(*stepped), _tensors(*expected))
+
+
+def _first_state(step: ClassStep, params: list[Tensor], hyper: dict[str, Any], *, starts_at_zero: bool) -> ClassState:
+    return first_state(step, params, hyper, starts_at_zero=starts_at_zero, elementwise=False)
+
+
+def _is_elementwise(step: ClassStep, record: _Record) -> bool:
+    """Return whether a step on tensors joined into one equals a step on each; see `Traits`."""
+    inputs = _Inputs(record.params, record.grads[0])
+    hyper = step.examples("cpu")
     joined_inputs = _Inputs([_joined(inputs.params)], [_joined(inputs.grads)])
-    try:
-        joined_run = trial.run(joined_inputs)
-    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
-        return False  # the class takes matrices only
-    separate_run = trial.run(inputs)
-    joined_param = joined_run.params[0]
-    joined_state = joined_run.states[0]
-    if not torch.equal(joined_param, _joined(separate_run.params)):
+    results = []
+    for params, grads in (joined_inputs, inputs):
+        try:
+            state = _first_state(step, params, hyper, starts_at_zero=False)
+            results.append(step(params, grads, state, hyper))
+        except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
+            return False  # the class takes matrices only
+    joined, separate = results
+    joined_param = joined.params[0]
+    joined_entries = joined.state.leaves[0]
+    if not torch.equal(joined_param, _joined(separate.params)):
         return False
-    if any(state.keys() != joined_state.keys() for state in separate_run.states):
+    if any(entries.keys() != joined_entries.keys() for entries in separate.state.leaves):
         return False
-    for name, entry in joined_state.items():
-        joined_entry = number_as_tensor(entry, joined_param)
-        separate_entries = [number_as_tensor(state[name], joined_param) for state in separate_run.states]
+    if not _are_equal(_tensors([], ClassState([], joined.state.shared)), _tensors([], ClassState([], separate.state.shared))):
+        return False
+    for name, joined_entry in joined_entries.items():
+        separate_entries = [entries[name] for entries in separate.state.leaves]
         expected = separate_entries[0] if joined_entry.dim() == 0 else _joined(separate_entries)
         if joined_entry.shape not in ((), joined_param.shape) or not torch.equal(joined_entry, expected):
             return False
@@ -559,3 +631,44 @@ def _is_elementwise(trial: _Trial) -> bool:
 def _joined(tensors: list[Tensor]) -> Tensor:
     """Return tensors of any shapes as one vector."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _entries(step: ClassStep) -> frozenset[str]:
+    """Return the names of the entries of a matrix's state."""
+    params = _inputs("cpu").params
+    leaves = _first_state(step, params, step.examples("cpu"), starts_at_zero=False).leaves
+    return frozenset(name for entries in leaves for name in entries if name != APPLIED_ENTRY)
+
+
+def _refuse_other_numbers(traits: Traits, record: _Record) -> None:
+    """Refuse a class whose steps as a function come to other numbers than its own: it keeps state that was not found."""
+    step = traits.step
+    hyper = step.examples("cpu")
+    torch.manual_seed(_SEED)
+    params = record.params
+    state = first_state(
+        step, params, hyper, starts_at_zero=traits.starts_at_zero, elementwise=False
+    )
+    torch.manual_seed(_SEED)
+    for grads, expected in zip(record.grads, record.results):
+        if step.separate:
+            _refuse_mixtures(step, [one.state.shared for one in step.one_by_one(params, grads, state, hyper)])
+        params, state = step(params, grads, state, hyper)
+        if _distance(params, expected) > 1e-3:
+            raise _impure(
+                step.cls,
+                "its steps from a state that is put into a new instance come to other numbers than its own: it keeps "
+                "state elsewhere than in self.state, its group and numbers of its own, or draws random numbers; keep "
+                "it in self.state[param]",
+            )
+
+
+def _refuse_mixtures(step: ClassStep, shared: list[Entries]) -> None:
+    """Refuse a class that branches on values of each parameter, and mixes these values in what all share."""
+    for entries in shared[1:]:
+        if not _are_equal([*shared[0].values()], [*entries.values()]):
+            raise _impure(
+                step.cls,
+                "its step branches on values of each parameter, and keeps something that is of all of them; use it in an "
+                "ordinary loop with funcamp.GradScaler",
+            )

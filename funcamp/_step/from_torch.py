@@ -270,8 +270,8 @@ def _read_scaler(
 def _check_hyperparameters(call: str, optimizer: StatelessOptimizer, torch_group: Mapping[str, Any], name: str) -> None:
     """Raise ValueError if torch's group has another number than the step would continue with."""
     # Dynamic ones are tensors and schedules: the step goes on with its own.
-    ignored = (*_WITHOUT_EFFECT, *optimizer._traits.dynamic)
-    for key, own_value in torch_group_of(optimizer, optimizer._traits.arguments).items():
+    ignored = (*_WITHOUT_EFFECT, *optimizer._traits.step.dynamic)
+    for key, own_value in torch_group_of(optimizer, optimizer._traits.step.arguments).items():
         if key not in torch_group or key in ignored:
             continue
         value = as_number(torch_group[key])

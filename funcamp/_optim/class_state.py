@@ -1,0 +1,329 @@
+"""What an optimizer of torch's kind keeps between steps, taken out of an instance as tensors and put into another one.
+
+A class keeps it in `self.state[param]`, in its parameter group, and in attributes of `self`: tensors, numbers, and
+containers of them. An entry is a tensor among them, or a number that changes from step to step. It has a name: its key,
+with the way into a container, such as `step`, `factors[0]` or `self.total`. Everything else is a constant.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcamp._optim.decisions import Decisions
+from funcamp._optim.number import Number
+
+#: The state of one parameter, or what all share, by the names of the entries.
+Entries: TypeAlias = dict[str, Tensor]
+Kind = Literal["tensor", "bool", "int", "float"]
+
+_DTYPES: dict[Kind, torch.dtype] = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
+_KINDS: dict[type, Kind] = {bool: "bool", int: "int", float: "float"}
+#: The kinds from the narrowest: a number that was an int and becomes a float is a float.
+_BY_WIDTH: tuple[Kind, ...] = ("bool", "int", "float", "tensor")
+_OF_EVERY_INSTANCE = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+#: Constants that are compared by value.
+_COMPARED = (str, type(None), torch.Size, torch.dtype, torch.device, frozenset, enum.Enum)
+#: How the names of entries in attributes begin, and of those in `self.state` under a key that is no parameter.
+ATTRIBUTE = "self."
+STATE = "self.state."
+
+
+class ClassState(NamedTuple):
+    """The state of a class between two steps, as tensors."""
+
+    leaves: list[Entries]
+    """For each parameter what the class keeps in `self.state[param]`."""
+    shared: Entries
+    """What it keeps for all of them, in its parameter group and in attributes."""
+
+
+class Held(NamedTuple):
+    """What an instance holds, as it is."""
+
+    leaves: list[dict[str, Any]]
+    """`self.state[param]` of each parameter."""
+    shared: dict[str, Any]
+    """The parameter group; attributes under names that begin with "self."; `self.state["key"]` as "self.state.key"."""
+
+
+class Entry(NamedTuple):
+    """A place in a form, of what becomes a tensor."""
+
+    name: str
+    kind: Kind
+
+
+class Form(NamedTuple):
+    """How a class stores its state after a step: containers and constants, with an `Entry` for each tensor or number."""
+
+    leaves: list[dict[str, Any]]
+    shared: dict[str, Any]
+
+
+class Changing(NamedTuple):
+    """The numbers that change from step to step, by their names, and what is new in the group after a step."""
+
+    leaves: dict[str, Kind]
+    shared: dict[str, Kind]
+    shared_names: frozenset[str]
+    """The keys of the group and the attributes that are state: they change, or a step makes them."""
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_MISSING = _Missing()
+
+
+class ChangedConstantError(Exception):
+    """A state has not the form that it had after the first step."""
+
+    def __init__(self, name: str, before: object, after: object) -> None:
+        if before is _MISSING or after is _MISSING:
+            there = "after a later step" if before is _MISSING else "after the first step only"
+            text = f"its state must have the same entries after every step; got {name!r} {there}"
+        else:
+            text = (
+                f"its state entry {name!r} must be a tensor or a number after every step, or stay what it is; got "
+                f"{after!r} after {before!r}"
+            )
+        super().__init__(text)
+        self.name = name
+        self.before = before
+        self.after = after
+
+
+# Containers.
+
+
+def mapped(fn: Callable[[str, Any], Any], value: Any, name: str) -> Any:
+    """Return a container like value with fn(name, leaf) for each leaf; fn's result for what is no container."""
+    if isinstance(value, (dict, collections.UserDict)):
+        return {key: mapped(fn, item, f"{name}[{key!r}]") for key, item in value.items()}
+    if type(value) in (list, tuple):  # no named tuple: an `Entry` is a leaf
+        return type(value)([mapped(fn, item, f"{name}[{index}]") for index, item in enumerate(value)])
+    if type(value) is collections.deque:
+        items = [mapped(fn, item, f"{name}[{index}]") for index, item in enumerate(value)]
+        return collections.deque(items, maxlen=value.maxlen)
+    if _is_record(value):
+        copied = object.__new__(type(value))
+        vars(copied).update({key: mapped(fn, item, f"{name}[{key}]") for key, item in vars(value).items()})
+        return copied
+    return fn(name, value)
+
+
+def _is_record(value: object) -> bool:
+    """Return whether a value is an object of a package for optimizers, whose attributes are state."""
+    kind = type(value)
+    is_plain = hasattr(value, "__dict__") and kind.__new__ is object.__new__ and not callable(value)
+    if not is_plain or isinstance(value, (Tensor, types.ModuleType)):
+        return False
+    return kind.__module__.partition(".")[0] not in ("torch", "funcamp", "builtins", *sys.stdlib_module_names)
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of containers with their names."""
+    found: list[tuple[str, Any]] = []
+    mapped(lambda leaf_name, leaf: found.append((leaf_name, leaf)), value, name)
+    yield from found
+
+
+def leaves_of(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is in the state of a parameter, or in what all share, by name."""
+    return {name: leaf for key, value in held.items() for name, leaf in _leaves(value, key)}
+
+
+def cloned(value: Any) -> Any:
+    """Return a container with clones of the tensors in it."""
+    return mapped(lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value, "")
+
+
+# What an instance holds.
+
+
+def held_by(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Held:
+    """Return what an instance holds."""
+    group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    attributes: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        if name not in _OF_EVERY_INSTANCE:
+            attributes[f"{ATTRIBUTE}{name}"] = value
+    for key, value in optimizer.state.items():
+        if not isinstance(key, Tensor):
+            attributes[f"{STATE}{key}"] = value
+    return Held([dict(optimizer.state.get(param, {})) for param in params], group | attributes)
+
+
+def snapshot(held: Held) -> Held:
+    """Return a copy that later steps do not change."""
+    leaves = [{name: cloned(value) for name, value in leaf.items()} for leaf in held.leaves]
+    return Held(leaves, {name: cloned(value) for name, value in held.shared.items()})
+
+
+def kind_of(value: object) -> Kind | None:
+    """Return the kind of an entry that a value may be; None for a constant of another kind."""
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, Number):
+        return "float"
+    return _KINDS.get(type(value))
+
+
+def wider(one: Kind | None, other: Kind) -> Kind:
+    """Return the wider of two kinds."""
+    return other if one is None else max(one, other, key=_BY_WIDTH.index)
+
+
+def same(before: object, after: object) -> bool:
+    """Return whether a leaf is as before."""
+    if isinstance(before, Tensor) or isinstance(after, Tensor):
+        if not (isinstance(before, Tensor) and isinstance(after, Tensor)):
+            return False
+        return before.shape == after.shape and torch.equal(before, after)
+    if isinstance(before, Number) or isinstance(after, Number):
+        return before is after
+    if type(before) is type(after) and type(before) in _KINDS:
+        return before == after or (before != before and after != after)
+    if type(before) is type(after) and isinstance(before, _COMPARED):
+        return bool(before == after)
+    if isinstance(before, types.FunctionType) and isinstance(after, types.FunctionType):
+        return before.__code__ is after.__code__
+    return before is after
+
+
+# Forms.
+
+
+def form_of(held: Held, changing: Changing) -> Form:
+    """Return the form of what an instance holds after a step."""
+
+    def marked(kinds: Mapping[str, Kind]) -> Callable[[str, Any], Any]:
+        def mark(name: str, leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return Entry(name, "tensor")
+            if isinstance(leaf, Number):
+                return Entry(name, kinds.get(name, "float"))
+            return Entry(name, kinds[name]) if name in kinds else leaf
+
+        return mark
+
+    leaves = []
+    for leaf in held.leaves:
+        leaves.append({name: mapped(marked(changing.leaves), value, name) for name, value in leaf.items()})
+    shared = {
+        name: mapped(marked(changing.shared), value, name)
+        for name, value in held.shared.items()
+        if name in changing.shared_names
+    }
+    return Form(leaves, shared)
+
+
+def entries_in(form: Mapping[str, Any]) -> dict[str, Entry]:
+    """Return the entries of a form by name."""
+    found: dict[str, Entry] = {}
+
+    def note(_: str, leaf: Any) -> None:
+        if isinstance(leaf, Entry):
+            found[leaf.name] = leaf
+
+    for value in form.values():
+        _each(note, value)
+    return found
+
+
+def _each(fn: Callable[[str, Any], None], value: Any) -> None:
+    """Call fn on each leaf of a form; an `Entry` is a leaf, though it is a tuple."""
+    mapped(fn, value, "")
+
+
+# From an instance to tensors.
+
+
+def entries_of(held: Mapping[str, Any], form: Mapping[str, Any], like: Tensor, before: Entries) -> Entries:
+    """Return the entries of what an instance holds after a step.
+
+    Args:
+        held: what it holds for a parameter, or for all.
+        form: the form that it must have.
+        like: a tensor on the device of the result.
+        before: the entries before the step, whose dtypes numbers keep.
+
+    Raises:
+        ChangedConstantError: something has changed that is no entry of the form.
+    """
+    found: Entries = {}
+    leaves = leaves_of(held)
+    expected = leaves_of(form)
+    for name, leaf in expected.items():
+        after = leaves.get(name, _MISSING)
+        if not isinstance(leaf, Entry):
+            if after is _MISSING or not same(leaf, after):
+                raise ChangedConstantError(name, leaf, after)
+            continue
+        if after is _MISSING:  # the step does not set it, as SGD does not set the buffer of a momentum of 0
+            if name in before:
+                found[name] = before[name]
+            continue
+        former = before.get(name)
+        # Numbers keep their dtype, and so does torch's counter, which is wider inside of a step.
+        dtype = former.dtype if former is not None and (leaf.kind != "tensor" or name == "step") else None
+        tensor = as_tensor(after, leaf.kind, like, dtype)
+        if tensor is None:
+            raise ChangedConstantError(name, leaf, after)
+        found[name] = tensor
+    for name in leaves.keys() - expected.keys():
+        raise ChangedConstantError(name, _MISSING, leaves[name])
+    return found
+
+
+def as_tensor(value: Any, kind: Kind, like: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Return an entry as a tensor: a number of shape () on a device; None for what is no number and no tensor."""
+    if isinstance(value, Tensor):
+        if value.dim() == 0:
+            value = value.to(like.device)
+        return value if dtype is None else value.to(dtype)
+    dtype = dtype or _dtype(kind, like)
+    if isinstance(value, Number):
+        return value.tensor.to(like.device, dtype)
+    if type(value) in _KINDS:
+        return torch.full((), value, dtype=dtype, device=like.device)
+    return None
+
+
+def _dtype(kind: Kind, like: Tensor) -> torch.dtype:
+    dtype = _DTYPES.get(kind, torch.float64)
+    return torch.float32 if dtype == torch.float64 and like.device.type == "mps" else dtype
+
+
+# From tensors to an instance.
+
+
+def filled(form: Mapping[str, Any], entries: Entries, decisions: Decisions, label: str) -> dict[str, Any]:
+    """Return what an instance holds: the form, with tensors and numbers for its entries.
+
+    Args:
+        form: of a parameter, or of what all share.
+        entries: the tensors; the class writes into them.
+        decisions: those of the run.
+        label: how errors call what holds them.
+    """
+
+    def fill(_: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Entry):
+            return leaf
+        value = entries[leaf.name]
+        if leaf.kind == "tensor":
+            return value
+        return Number(f"{label} {leaf.name!r}", float("nan"), value, decisions)
+
+    return {key: mapped(fill, value, key) for key, value in form.items()}

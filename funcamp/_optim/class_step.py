@@ -1,0 +1,240 @@
+"""A step of a class as a function of tensors: along every path of its Python, from the first step on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcamp._optim.class_state import (
+    ChangedConstantError,
+    Changing,
+    ClassState,
+    Entries,
+    Form,
+    entries_in,
+    entries_of,
+    form_of,
+    leaves_of,
+)
+from funcamp._optim.decisions import LARGEST_PATH_COUNT, Decisions, TooManyPathsError, along_paths
+from funcamp._optim.hyperparameters import stand_in
+from funcamp._optim.modes import without_modes
+from funcamp._optim.run import StepRun, run_step
+
+#: Steps applied to one parameter: an entry of funcamp's, used if the first step has another formula.
+APPLIED_ENTRY = "applied"
+
+
+class Stepped(NamedTuple):
+    """The results of a step."""
+
+    params: list[Tensor]
+    state: ClassState
+
+
+@dataclass(frozen=True)
+class ClassStep:
+    """A class with its arguments, as functions of tensors."""
+
+    cls: type[torch.optim.Optimizer]
+    hyperparameters: Mapping[str, Any]
+    """Those that the user gave, without the values of tensors and schedules."""
+    arguments: dict[str, Any]
+    """Python values for its constructor; an example if the hyperparameter is a tensor or a schedule."""
+    dynamic: tuple[str, ...]
+    """Names of the hyperparameters that are tensors or schedules."""
+    changing: Changing
+    """Its numbers that change from step to step."""
+    in_use: frozenset[str] = frozenset()
+    """Labels of hyperparameters whose comparison with 0 is no question (`Decisions`)."""
+    asks_divisors: bool = False
+    """Whether it catches `ZeroDivisionError` (`Decisions`)."""
+    first_step_differs: bool = False
+    """Whether its first step uses another formula than later ones (SGD with momentum and dampening)."""
+    separate: bool = False
+    """Whether each parameter takes its step alone, because each asks questions of its own. The paths of all together
+    would be too many."""
+    writes_grads: bool = True
+    """Whether it writes into gradients (Muon does)."""
+    wide: bool = True
+    """Whether step counters are float64 inside, on a CPU."""
+    _forms: dict[Any, Form] = field(default_factory=dict, compare=False)
+
+    def decisions(self, answers: tuple[bool, ...] = (), zeros: frozenset[str] = frozenset()) -> Decisions:
+        """Return what a run is told."""
+        return Decisions(self.cls.__name__, answers, self.in_use, zeros, asks_divisors=self.asks_divisors)
+
+    def run(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: ClassState | None,
+        hyper: dict[str, Any],
+        decisions: Decisions,
+    ) -> StepRun:
+        """Take one step along one path; from no state if it is None."""
+        return run_step(
+            self.cls,
+            self.arguments,
+            hyper,
+            params,
+            grads,
+            state,
+            None if state is None else self.form(params),
+            decisions,
+            writes_grads=self.writes_grads,
+            wide=self.wide,
+        )
+
+    def examples(self, device: str, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the hyperparameters that are tensors, with values; by default those of the arguments."""
+        values = {name: self.arguments[name] for name in self.dynamic} if values is None else values
+        return {name: stand_in(self.hyperparameters[name], value, device) for name, value in values.items()}
+
+    def form(self, params: list[Tensor]) -> Form:
+        """Return how the class stores the state of these parameters: found by a first step on tensors without values."""
+        key = tuple((param.shape, param.dtype) for param in params)
+        if key not in self._forms:
+            with without_modes():
+                empty = [torch.zeros(param.shape, dtype=param.dtype, device="meta") for param in params]
+                step_run = self.run(empty, empty, None, self.examples("meta"), self.decisions())
+            self._forms[key] = form_of(step_run.held, self.changing)
+        return self._forms[key]
+
+    def __call__(
+        self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]
+    ) -> Stepped:
+        """Take one step of all parameters.
+
+        Args:
+            params: the parameters.
+            grads: their gradients.
+            state: the state, as `first_state` gives it or the last step.
+            hyper: the hyperparameters that are tensors.
+
+        Raises:
+            TypeError: there are too many paths, or what the class keeps changes in another way than in its trial.
+        """
+        if not self.separate:
+            return self._step(params, grads, state, hyper)
+        stepped = self.one_by_one(params, grads, state, hyper)
+        new_leaves = [one.state.leaves[0] for one in stepped]
+        # What all share comes to the same for each: the trial has seen to that.
+        return Stepped([one.params[0] for one in stepped], ClassState(new_leaves, stepped[0].state.shared))
+
+    def one_by_one(
+        self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]
+    ) -> list[Stepped]:
+        """Take the step of each parameter alone."""
+        return [
+            self._step([param], [grad], ClassState([leaf], state.shared), hyper)
+            for param, grad, leaf in zip(params, grads, state.leaves)
+        ]
+
+    def _step(self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]) -> Stepped:
+        """Take one step; the first one and a later one, selected by the count of each parameter, if they differ."""
+        if not self.first_step_differs:
+            return self._along_paths(params, grads, state, state, hyper)
+        counts = [leaf[APPLIED_ENTRY] for leaf in state.leaves]
+        own_leaves = [
+            {name: value for name, value in leaf.items() if name != APPLIED_ENTRY} for leaf in state.leaves
+        ]
+        own_state = ClassState(own_leaves, state.shared)
+        later = self._along_paths(params, grads, own_state, own_state, hyper)
+        first = self._along_paths(params, grads, None, own_state, hyper)
+        new_params: list[Tensor] = []
+        new_leaves: list[Entries] = []
+        for index, count in enumerate(counts):
+            is_first = count == 0
+            new_params.append(_select(is_first, first.params[index], later.params[index]))
+            leaf = _select_entries(is_first, first.state.leaves[index], later.state.leaves[index])
+            # One with momentum 0 leaves the first step of SGD's momentum to come.
+            begun = first.state.leaves[index].get(APPLIED_ENTRY)
+            leaf[APPLIED_ENTRY] = count + 1 if begun is None else torch.where(is_first, begun.to(count.dtype), count + 1)
+            new_leaves.append(leaf)
+        shared = first.state.shared
+        if shared:
+            shared = _select_entries(counts[0] == 0, shared, later.state.shared)
+        return Stepped(new_params, ClassState(new_leaves, shared))
+
+    def _along_paths(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: ClassState | None,
+        like: ClassState,
+        hyper: dict[str, Any],
+    ) -> Stepped:
+        """Take one step along every path, and select.
+
+        Args:
+            params: the parameters.
+            grads: their gradients.
+            state: the state before; None for a first step, from no state.
+            like: the state whose entries a step keeps that does not set them.
+            hyper: the hyperparameters that are tensors.
+        """
+        form = self.form(params)
+        for leaf_form, entries in zip([*form.leaves, form.shared], [*like.leaves, like.shared]):
+            expected = entries_in(leaf_form).keys()
+            if state is not None and expected != entries.keys():
+                raise ValueError(
+                    f"update: opt_state must hold the entries that this optimizer keeps, {sorted(expected)}; got "
+                    f"{sorted(entries)}"
+                )
+        places: dict[str, None] = {}
+
+        def run(decisions: Decisions) -> Stepped:
+            step_run = self.run(params, grads, state, hyper, decisions)
+            places.update((question.place, None) for question in decisions.questions)
+            return self._stepped(step_run, form, params, state, like)
+
+        def select(condition: Tensor, one: Stepped, other: Stepped) -> Stepped:
+            leaves = [
+                _select_entries(condition, *both) for both in zip(one.state.leaves, other.state.leaves)
+            ]
+            new_params = [_select(condition, *both) for both in zip(one.params, other.params)]
+            shared = _select_entries(condition, one.state.shared, other.state.shared)
+            return Stepped(new_params, ClassState(leaves, shared))
+
+        try:
+            return along_paths(run, select, self.decisions)
+        except TooManyPathsError:
+            raise TypeError(
+                f"stateless: {self.cls.__name__} cannot be made pure: its step branches on numbers that change in "
+                f"training in more than {LARGEST_PATH_COUNT} ways ({', '.join(places)}); compute with min, max or "
+                "torch.where instead, or use the optimizer in an ordinary loop with funcamp.GradScaler"
+            ) from None
+
+    def _stepped(
+        self, step_run: StepRun, form: Form, params: list[Tensor], state: ClassState | None, like: ClassState
+    ) -> Stepped:
+        """Return the results of a run as tensors; of a first step also whether it has begun the state of a parameter."""
+        leaves: list[Entries] = []
+        try:
+            for held, leaf_form, param, former in zip(step_run.held.leaves, form.leaves, params, like.leaves):
+                entries = entries_of(held, leaf_form, param, former)
+                if state is None and self.first_step_differs:
+                    has_begun = entries_in(leaf_form).keys() <= leaves_of(held).keys()
+                    entries[APPLIED_ENTRY] = torch.full((), int(has_begun), dtype=torch.int64, device=param.device)
+                leaves.append(entries)
+            shared_held = {name: value for name, value in step_run.held.shared.items() if name in form.shared}
+            shared = entries_of(shared_held, form.shared, params[0], like.shared)
+        except ChangedConstantError as error:
+            raise TypeError(f"stateless: {self.cls.__name__} cannot be made pure: {error}") from error
+        return Stepped(step_run.params, ClassState(leaves, shared))
+
+
+def _select(condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Return one where a condition is true, else the other."""
+    return one if one is other else torch.where(condition, one, other.to(one.dtype))
+
+
+def _select_entries(condition: Tensor, one: Entries, other: Entries) -> Entries:
+    """Return the entries of one where a condition is true, else the other's; an entry that only one has, as it is."""
+    both = {name: _select(condition, value, other[name]) for name, value in one.items() if name in other}
+    return {**other, **one, **both}

@@ -1,0 +1,147 @@
+"""Branches of an optimizer's step on numbers that change in training: each side runs, and the condition selects.
+
+A step may ask in Python whether a number or a tensor is true: `if step > warmup_steps`. No program can ask that without
+reading a tensor on the host. So the step runs once for each way to answer its questions, and `torch.where` takes the
+results of the way that the values go.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+#: How many runs of a step there may be. Each is computed in every step, and two questions make up to four.
+LARGEST_PATH_COUNT = 16
+#: Files whose lines are no class's: torch's own modes and functions, and this package.
+_PACKAGES = tuple(str(Path(sys.modules[name].__file__ or "").parent) for name in ("torch", "funcamp"))
+_OPTIMIZERS = str(Path("torch") / "optim")
+
+_Result = TypeVar("_Result")
+
+
+class Question(NamedTuple):
+    """A number or a tensor that a step asked for its truth."""
+
+    condition: Tensor
+    """bool, shape ()."""
+    answer: bool
+    """What the run was told."""
+    place: str
+    """The file and line where the step asked."""
+
+
+class Decisions:
+    """What one run of a class's step is told where it asks.
+
+    Args:
+        class_name: the name of the optimizer's class, for errors.
+        answers: the answers to the first questions. Later ones are answered with what they propose.
+        in_use: labels of hyperparameters of which it is known that a comparison with 0 needs no question: the formula
+            for other values holds for 0, too.
+        zeros: labels of hyperparameters that are 0 in this run.
+        asks_divisors: whether a division by a number asks if it is 0, because the class catches `ZeroDivisionError`.
+    """
+
+    def __init__(
+        self,
+        class_name: str,
+        answers: tuple[bool, ...] = (),
+        in_use: frozenset[str] = frozenset(),
+        zeros: frozenset[str] = frozenset(),
+        *,
+        asks_divisors: bool = False,
+    ) -> None:
+        self.class_name = class_name
+        self.in_use = in_use
+        self.zeros = zeros
+        self.asks_divisors = asks_divisors
+        self.is_constructing = True
+        """Whether the constructor runs, which checks the ranges of its arguments; later the step."""
+        self.compared_with_zero: set[str] = set()
+        """Labels of the hyperparameters that the step compared with 0."""
+        self.questions: list[Question] = []
+        self._answers = answers
+        self._known: dict[Hashable, bool] = {}
+        self._keys: dict[Hashable, int] = {}
+
+    def key(self, expression: Hashable) -> int:
+        """Return the number of an expression: equal expressions are asked once in a run."""
+        return self._keys.setdefault(expression, len(self._keys))
+
+    def new_key(self) -> int:
+        """Return the number of a value that is known by nothing else."""
+        return self.key(("value", len(self._keys)))
+
+    def ask(self, key: Hashable, condition: Callable[[], Tensor], proposal: bool) -> bool:
+        """Return the answer to a question.
+
+        Args:
+            key: what is asked: the same key gets the same answer.
+            condition: returns a bool tensor of shape ().
+            proposal: the answer, unless this run is to take the other way.
+        """
+        if key in self._known:
+            return self._known[key]
+        number = len(self.questions)
+        answer = self._answers[number] if number < len(self._answers) else proposal
+        self.questions.append(Question(condition(), answer, _place()))
+        self._known[key] = answer
+        return answer
+
+
+def _place() -> str:
+    """Return the file and line of the class's code that asks: the innermost frame that is not torch's or funcamp's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if _OPTIMIZERS in name or not name.startswith(_PACKAGES):
+            break
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+class TooManyPathsError(Exception):
+    """A step asks so much that it would run more than `LARGEST_PATH_COUNT` times."""
+
+
+def along_paths(
+    run: Callable[[Decisions], _Result],
+    select: Callable[[Tensor, _Result, _Result], _Result],
+    decisions: Callable[[tuple[bool, ...]], Decisions],
+) -> _Result:
+    """Run a step along every path through its questions, and select.
+
+    Args:
+        run: one run.
+        select: from a condition, the result if it is true, and the other one.
+        decisions: makes those of a run from the answers to its first questions.
+
+    Raises:
+        TooManyPathsError: there are more than `LARGEST_PATH_COUNT` paths.
+    """
+    run_count = 0
+
+    def result_from(answers: tuple[bool, ...]) -> _Result:
+        """Return what a step gives that begins with these answers."""
+        nonlocal run_count
+        run_count += 1
+        told = decisions(answers)
+        if run_count > LARGEST_PATH_COUNT:
+            raise TooManyPathsError
+        result = run(told)
+        taken = tuple(question.answer for question in told.questions)
+        # From the last question back: where its answer is another one, the other way's result.
+        for number in range(len(taken) - 1, len(answers) - 1, -1):
+            try:
+                other = result_from((*taken[:number], not taken[number]))
+            except ZeroDivisionError:  # the class does not expect this divisor to be 0
+                continue
+            condition = told.questions[number].condition
+            result = select(condition, result, other) if taken[number] else select(condition, other, result)
+        return result
+
+    return result_from(())

@@ -1,0 +1,205 @@
+"""The names of Python by which a class's code computes with numbers, such as `math.sqrt`: made to take a `Number`, too.
+
+`math.sqrt(x)` reads a float in C, where no method of `Number` is asked. So while a step runs, the modules of its class
+find other functions under these names. They do what Python's do for everything else, so other threads may call them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import math
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp._optim.number import Number, computed
+from funcamp._scaler.precision import widen
+
+#: Functions of torch for those of `math` with other names.
+_OTHER_NAMES = {"fabs": torch.abs, "fmod": torch.fmod, "gamma": None, "dist": None, "ldexp": None, "prod": None}
+
+
+def _on_numbers(python: Callable[..., Any], of_torch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of Python that takes numbers whose values are tensors, and gives such a number for them."""
+
+    @functools.wraps(python)
+    def function(*args: Any) -> Any:
+        if any(isinstance(arg, Number) for arg in args):
+            return computed(of_torch, *args)
+        if any(_is_scalar(arg) for arg in args):
+            return of_torch(*[widen(arg).reshape(()) if isinstance(arg, Tensor) else arg for arg in args])
+        return python(*args)
+
+    return function
+
+
+def _is_scalar(value: object) -> bool:
+    """Return whether Python would take a tensor for a number."""
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _log(value: Any, base: Any = None) -> Any:
+    """Return the logarithm to a base, of tensors."""
+    if base is None:
+        return torch.log(value)
+    return torch.log(value) / (torch.log(base) if isinstance(base, Tensor) else math.log(base))
+
+
+def _extreme(python: Callable[..., Any], of_torch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `min` or `max`, without a question where the operands are numbers."""
+
+    def of_two(one: Any, other: Any) -> Any:
+        tensors = [value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64) for value in (one, other)]
+        return of_torch(*[widen(tensor).reshape(()) for tensor in tensors])
+
+    of_two.__name__ = python.__name__
+
+    def of_pair(one: Any, other: Any) -> Any:
+        if isinstance(one, Number) or isinstance(other, Number):
+            if isinstance(one, Tensor) or isinstance(other, Tensor):
+                return of_two(*[value.tensor if isinstance(value, Number) else value for value in (one, other)])
+            return computed(of_two, one, other)
+        if _is_scalar(one) or _is_scalar(other):
+            return of_two(one, other)
+        return python(one, other)
+
+    @functools.wraps(python)
+    def function(*args: Any, **options: Any) -> Any:
+        values = list(args[0]) if len(args) == 1 else list(args)
+        if not options and any(isinstance(value, Number) or _is_scalar(value) for value in values):
+            return functools.reduce(of_pair, values)
+        return python(values, **options) if len(args) == 1 else python(*args, **options)
+
+    return function
+
+
+class _TypeOfNumbers(type):
+    """The class of what stands for `float` or `int`: the same, except that calling it on a `Number` reads nothing."""
+
+    python: type
+    converted: Callable[[Tensor], Tensor]
+
+    def __call__(cls, *args: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], Number):
+            return computed(cls.converted, args[0])
+        if len(args) == 1 and _is_scalar(args[0]):
+            return cls.converted(widen(args[0]).reshape(()))
+        return cls.python(*args)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.python)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.python)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.python, name)
+
+
+def _type_of_numbers(python: type, converted: Callable[[Tensor], Tensor]) -> type:
+    return _TypeOfNumbers(python.__name__, (), {"python": python, "converted": staticmethod(converted)})
+
+
+def _same(value: Tensor) -> Tensor:
+    return value.clone()
+
+
+def _math() -> types.ModuleType:
+    """Return a module like `math`."""
+    module = types.ModuleType("math", math.__doc__)
+    vars(module).update(vars(math))
+    for name, python in vars(math).items():
+        of_torch = _OTHER_NAMES.get(name, getattr(torch, name, None))
+        if callable(python) and of_torch is not None:
+            setattr(module, name, _on_numbers(python, of_torch))
+    module.log = _on_numbers(math.log, _log)  # type: ignore[attr-defined]
+    return module
+
+
+_MATH = _math()
+#: What takes the place of an object of Python, by its id.
+_INSTEAD: dict[int, Any] = {id(math): _MATH}
+_INSTEAD |= {id(function): getattr(_MATH, name) for name, function in vars(math).items() if callable(function)}
+#: Names that are found in Python's own namespace, unless a module has them.
+_BUILTINS = {
+    "min": _extreme(builtins.min, torch.minimum),
+    "max": _extreme(builtins.max, torch.maximum),
+    "float": _type_of_numbers(float, _same),
+    "int": _type_of_numbers(int, torch.trunc),
+}
+
+
+class _Names:
+    """The names of one module that are replaced while steps run."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._namespace = vars(module)
+        self._former = {name: value for name, value in self._namespace.items() if id(value) in _INSTEAD}
+        self._instead = {name: _INSTEAD[id(value)] for name, value in self._former.items()}
+        self._instead |= {name: value for name, value in _BUILTINS.items() if name not in self._namespace}
+
+    def replace(self) -> None:
+        self._namespace.update(self._instead)
+
+    def put_back(self) -> None:
+        for name in self._instead:
+            if name in self._former:
+                self._namespace[name] = self._former[name]
+            else:
+                del self._namespace[name]
+
+
+_lock = threading.Lock()
+_names: dict[str, _Names] = {}
+_use_counts: dict[str, int] = {}
+
+
+@contextlib.contextmanager
+def names_for_numbers(cls: type) -> Iterator[None]:
+    """Context manager: the modules of an optimizer's class find functions that take a `Number`."""
+    modules = _modules_of(cls)
+    with _lock:
+        for name in modules:
+            if not _use_counts.get(name):
+                _names.setdefault(name, _Names(sys.modules[name])).replace()
+            _use_counts[name] = _use_counts.get(name, 0) + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            for name in modules:
+                _use_counts[name] -= 1
+                if not _use_counts[name]:
+                    _names.pop(name).put_back()
+
+
+@functools.cache
+def _modules_of(cls: type) -> tuple[str, ...]:
+    """Return the modules with code of a class: of its base classes, and of their packages what they name, and so on."""
+    found: dict[str, None] = {}
+    waiting = [base.__module__ for base in cls.__mro__ if base.__module__ != "builtins"]
+    while waiting:
+        name = waiting.pop()
+        module = sys.modules.get(name)
+        if module is None or name in found or name in ("abc", "typing"):
+            continue
+        found[name] = None
+        package = _package(name)
+        for value in list(vars(module).values()):
+            inner = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+            if isinstance(inner, str) and _package(inner) == package:
+                waiting.append(inner)
+    return tuple(found)
+
+
+def _package(module: str) -> str:
+    """Return the package whose modules may have the code of a class: of torch only `torch.optim`."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "torch" else parts[0]

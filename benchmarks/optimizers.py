@@ -49,8 +49,8 @@ NEAR = 1e-6
 """Of a tensor's largest element, as the largest difference between two orders of the same arithmetic."""
 NEAR_OF_THE_WAY = 1e-3
 """Of the largest change of any tensor: what a step of this size would hide is no agreement."""
-LEAST_WAY = 1e-5
-"""Of its largest element a tensor must move in a run, or nothing was compared."""
+LEAST_WAY = 1e-3
+"""Of its largest element a tensor must move in a run, one at least, or nothing was compared."""
 SHAPES = {"wide": (8, 12), "like": (8, 12), "tall": (12, 8), "bias": (12,), "filter": (6, 4, 3, 3), "factor": ()}
 """Without the last ones for a class that refuses them. Two are alike, for a class that stacks such."""
 FEWEST = 2
@@ -180,6 +180,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "pytorch_optimizer LoRARite": {"lora_r_dim": 0},
     "pytorch_optimizer SaRA": {"threshold": 0.5, "lr": 1e-3},
     "pytorch_optimizer TRAC": {"s_prev": 1e-2},
+    "pytorch_optimizer DAdaptAdaGrad": {"d0": 1e-2},
+    "pytorch_optimizer DAdaptAdan": {"d0": 1e-3},
+    "pytorch_optimizer DAdaptLion": {"d0": 1e-3},
     "pytorch_optimizer DAdaptSGD": {"d0": 1e-2},
     "pytorch_optimizer PID": {"momentum": 0.9, "derivative": 0.1, "integral": 0.5},
     "pytorch_optimizer SGDW": {"momentum": 0.9, "lr": 1e-2},

@@ -316,3 +316,36 @@ def test_a_command_that_takes_too_long_is_ended_and_a_failure_is_told(tmp_path: 
     assert gpu.run([sys.executable, "-c", "print(3); raise SystemExit(3)"], 60, tmp_path / "log") == "exit status 3"
     assert (tmp_path / "log").read_text() == "3\n"
     assert gpu.run([sys.executable, "-c", "import funcamp"], 60) == ""
+
+
+class _Doubling(torch.optim.Optimizer):
+    """Steps twice as far as it says, where it is told to or where funcamp runs it on tensors of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1, factor: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "factor": factor})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                assert param.grad is not None
+                factor = 1.0 if param.requires_grad else group["factor"]
+                param.sub_(param.grad, alpha=group["lr"] * factor)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("factor", "grade"), [(1.0, "equal to the bit"), (1.0 + 1e-6, "near"), (1.001, "wrong"), (2.0, "wrong")]
+)
+def test_an_optimizer_that_does_not_follow_itself_is_found(factor: float, grade: str) -> None:
+    script = import_module("optimizers")
+    row = script.measure(script.Case("own", _Doubling, {"factor": factor}), "eager")
+    assert [script.grade(row[way]) for way in ("eager", "jit")] == [grade, grade], row
+
+
+def test_an_optimizer_whose_own_loop_shows_nothing_is_no_evidence() -> None:
+    script = import_module("optimizers")
+    for rate, problem in ((3e38, "is not finite"), (0.0, "moves no parameter")):
+        names = ("wide", "bias")
+        run = script.own_loop(script.Case("own", torch.optim.SGD), names, {"lr": rate})
+        assert problem in script._problem(run.trail, script.numbers(names, torch.float32)[0])

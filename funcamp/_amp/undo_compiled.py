@@ -90,7 +90,7 @@ def _step(
     for param, state in zip(params, states):
         if not state:
             first = first_state(
-                traits.step, [param], hyper, starts_at_zero=traits.starts_at_zero, elementwise=traits.elementwise
+                traits.step, [param], hyper, starts_at_zero=traits.starts_at_zero, by_chunks=traits.pointwise
             )
             state = first.leaves[0]  # noqa: PLW2901
         old_states.append(state)

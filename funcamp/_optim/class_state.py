@@ -82,15 +82,15 @@ class _Missing:
         return "nothing"
 
 
-_MISSING = _Missing()
+MISSING = _Missing()
 
 
 class ChangedConstantError(Exception):
     """A state has not the form that it had after the first step."""
 
-    def __init__(self, name: str, before: object, after: object) -> None:
-        if before is _MISSING or after is _MISSING:
-            there = "after a later step" if before is _MISSING else "after the first step only"
+    def __init__(self, name: str, before: object, after: object, *, is_shared: bool = False) -> None:
+        if before is MISSING or after is MISSING:
+            there = "after a later step" if before is MISSING else "after the first step only"
             text = f"its state must have the same entries after every step; got {name!r} {there}"
         else:
             text = (
@@ -99,6 +99,8 @@ class ChangedConstantError(Exception):
             )
         super().__init__(text)
         self.name = name
+        self.is_shared = is_shared
+        """Whether it is no part of the form yet, of what all parameters share."""
         self.before = before
         self.after = after
 
@@ -189,7 +191,9 @@ def same(before: object, after: object) -> bool:
     if isinstance(before, Tensor) or isinstance(after, Tensor):
         if not (isinstance(before, Tensor) and isinstance(after, Tensor)):
             return False
-        return before.shape == after.shape and torch.equal(before, after)
+        if before.shape != after.shape or before.dtype != after.dtype:
+            return False
+        return before.is_meta or after.is_meta or torch.equal(before, after)
     if isinstance(before, Number) or isinstance(after, Number):
         return before is after
     if type(before) is type(after) and type(before) in _KINDS:
@@ -204,8 +208,14 @@ def same(before: object, after: object) -> bool:
 # Forms.
 
 
-def form_of(held: Held, changing: Changing) -> Form:
-    """Return the form of what an instance holds after a step."""
+def form_of(held: Held, first: Held, changing: Changing) -> Form:
+    """Return the form of what an instance holds after a first step.
+
+    Args:
+        held: what it holds.
+        first: what it held before. What the step has changed is part of the form: it may depend on the dtype.
+        changing: the numbers that change.
+    """
 
     def marked(kinds: Mapping[str, Kind]) -> Callable[[str, Any], Any]:
         def mark(name: str, leaf: Any) -> Any:
@@ -220,12 +230,23 @@ def form_of(held: Held, changing: Changing) -> Form:
     leaves = []
     for leaf in held.leaves:
         leaves.append({name: mapped(marked(changing.leaves), value, name) for name, value in leaf.items()})
-    shared = {
-        name: mapped(marked(changing.shared), value, name)
-        for name, value in held.shared.items()
-        if name in changing.shared_names
-    }
+    shared: dict[str, Any] = {}
+    for name, value in held.shared.items():
+        if name in changing.shared_names or (is_plain(value) and not is_unchanged(first.shared.get(name, MISSING), value)):
+            shared[name] = mapped(marked(changing.shared), value, name)
     return Form(leaves, shared)
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a value consists of numbers, tensors and text, which can be compared."""
+    leaves = leaves_of({"": value}).values()
+    return all(leaf is None or isinstance(leaf, _COMPARED) or kind_of(leaf) is not None for leaf in leaves)
+
+
+def is_unchanged(before: object, after: object) -> bool:
+    """Return whether a value consists of the same leaves as before; tensors are compared by shape if they are meta."""
+    leaves, later_leaves = leaves_of({"": before}), leaves_of({"": after})
+    return leaves.keys() == later_leaves.keys() and all(same(leaf, later_leaves[name]) for name, leaf in leaves.items())
 
 
 def entries_in(form: Mapping[str, Any]) -> dict[str, Entry]:
@@ -265,12 +286,12 @@ def entries_of(held: Mapping[str, Any], form: Mapping[str, Any], like: Tensor, b
     leaves = leaves_of(held)
     expected = leaves_of(form)
     for name, leaf in expected.items():
-        after = leaves.get(name, _MISSING)
+        after = leaves.get(name, MISSING)
         if not isinstance(leaf, Entry):
-            if after is _MISSING or not same(leaf, after):
+            if after is MISSING or not same(leaf, after):
                 raise ChangedConstantError(name, leaf, after)
             continue
-        if after is _MISSING:  # the step does not set it, as SGD does not set the buffer of a momentum of 0
+        if after is MISSING:  # the step does not set it, as SGD does not set the buffer of a momentum of 0
             if name in before:
                 found[name] = before[name]
             continue
@@ -282,7 +303,7 @@ def entries_of(held: Mapping[str, Any], form: Mapping[str, Any], like: Tensor, b
             raise ChangedConstantError(name, leaf, after)
         found[name] = tensor
     for name in leaves.keys() - expected.keys():
-        raise ChangedConstantError(name, _MISSING, leaves[name])
+        raise ChangedConstantError(name, MISSING, leaves[name])
     return found
 
 

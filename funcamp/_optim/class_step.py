@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcamp._optim.class_state import (
+    MISSING,
     ChangedConstantError,
     Changing,
     ClassState,
@@ -20,7 +21,7 @@ from funcamp._optim.class_state import (
     form_of,
     leaves_of,
 )
-from funcamp._optim.decisions import LARGEST_PATH_COUNT, Decisions, TooManyPathsError, along_paths
+from funcamp._optim.decisions import LARGEST_PATH_COUNT, Decisions, TooManyPathsError, along_paths, every_path
 from funcamp._optim.hyperparameters import stand_in
 from funcamp._optim.modes import without_modes
 from funcamp._optim.run import StepRun, run_step
@@ -55,8 +56,10 @@ class ClassStep:
     """Whether it catches `ZeroDivisionError` (`Decisions`)."""
     first_step_differs: bool = False
     """Whether its first step uses another formula than later ones (SGD with momentum and dampening)."""
+    separable: bool = False
+    """Whether the step of each parameter depends on no other, besides what all share, which depends on none."""
     separate: bool = False
-    """Whether each parameter takes its step alone, because each asks questions of its own. The paths of all together
+    """Whether each parameter asks questions of its own, so that it should take its step alone. The paths of all together
     would be too many."""
     writes_grads: bool = True
     """Whether it writes into gradients (Muon does)."""
@@ -64,9 +67,13 @@ class ClassStep:
     """Whether step counters are float64 inside, on a CPU."""
     _forms: dict[Any, Form] = field(default_factory=dict, compare=False)
 
-    def decisions(self, answers: tuple[bool, ...] = (), zeros: frozenset[str] = frozenset()) -> Decisions:
+    def decisions(
+        self, answers: tuple[bool, ...] = (), zeros: frozenset[str] = frozenset(), *, truthful: bool = False
+    ) -> Decisions:
         """Return what a run is told."""
-        return Decisions(self.cls.__name__, answers, self.in_use, zeros, asks_divisors=self.asks_divisors)
+        return Decisions(
+            self.cls.__name__, answers, self.in_use, zeros, asks_divisors=self.asks_divisors, truthful=truthful
+        )
 
     def run(
         self,
@@ -102,8 +109,24 @@ class ClassStep:
             with without_modes():
                 empty = [torch.zeros(param.shape, dtype=param.dtype, device="meta") for param in params]
                 step_run = self.run(empty, empty, None, self.examples("meta"), self.decisions())
-            self._forms[key] = form_of(step_run.held, self.changing)
+            form = form_of(step_run.held, step_run.first, self.changing)
+            if self.changing.shared_names - form.shared.keys():
+                form = self._with_entries_of_other_paths(form, empty)
+            self._forms[key] = form
         return self._forms[key]
+
+    def _with_entries_of_other_paths(self, form: Form, empty: list[Tensor]) -> Form:
+        """Return a form with what all parameters share that only other paths of a first step set."""
+
+        def run(decisions: Decisions) -> Form:
+            step_run = self.run(empty, empty, None, self.examples("meta"), decisions)
+            return form_of(step_run.held, step_run.first, self.changing)
+
+        shared = dict(form.shared)
+        with without_modes():
+            for other in every_path(run, self.decisions).values():
+                shared = other.shared | shared
+        return form._replace(shared=shared)
 
     def __call__(
         self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]
@@ -119,21 +142,15 @@ class ClassStep:
         Raises:
             TypeError: there are too many paths, or what the class keeps changes in another way than in its trial.
         """
-        if not self.separate:
+        if not (self.separate and self.separable):
             return self._step(params, grads, state, hyper)
-        stepped = self.one_by_one(params, grads, state, hyper)
-        new_leaves = [one.state.leaves[0] for one in stepped]
-        # What all share comes to the same for each: the trial has seen to that.
-        return Stepped([one.params[0] for one in stepped], ClassState(new_leaves, stepped[0].state.shared))
-
-    def one_by_one(
-        self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]
-    ) -> list[Stepped]:
-        """Take the step of each parameter alone."""
-        return [
+        stepped = [
             self._step([param], [grad], ClassState([leaf], state.shared), hyper)
             for param, grad, leaf in zip(params, grads, state.leaves)
         ]
+        new_leaves = [one.state.leaves[0] for one in stepped]
+        # What all share comes to the same for each.
+        return Stepped([one.params[0] for one in stepped], ClassState(new_leaves, stepped[0].state.shared))
 
     def _step(self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]) -> Stepped:
         """Take one step; the first one and a later one, selected by the count of each parameter, if they differ."""
@@ -161,6 +178,17 @@ class ClassStep:
             shared = _select_entries(counts[0] == 0, shared, later.state.shared)
         return Stepped(new_params, ClassState(new_leaves, shared))
 
+    def by_path(
+        self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]
+    ) -> dict[tuple[bool, ...], Stepped]:
+        """Return the results of a step, not the first one, along each path."""
+        form = self.form(params)
+
+        def run(decisions: Decisions) -> Stepped:
+            return self._stepped(self.run(params, grads, state, hyper, decisions), form, params, state, state)
+
+        return every_path(run, self.decisions)
+
     def _along_paths(
         self,
         params: list[Tensor],
@@ -183,8 +211,9 @@ class ClassStep:
             expected = entries_in(leaf_form).keys()
             if state is not None and expected != entries.keys():
                 raise ValueError(
-                    f"update: opt_state must hold the entries that this optimizer keeps, {sorted(expected)}; got "
-                    f"{sorted(entries)}"
+                    f"update: opt_state must hold the entries that {self.cls.__name__} keeps, {sorted(expected)}; got "
+                    f"{sorted(entries)}, another's: begin anew with "
+                    "state._replace(opt_state=optimizer.init(state.params))"
                 )
         places: dict[str, None] = {}
 
@@ -222,6 +251,9 @@ class ClassStep:
                     has_begun = entries_in(leaf_form).keys() <= leaves_of(held).keys()
                     entries[APPLIED_ENTRY] = torch.full((), int(has_begun), dtype=torch.int64, device=param.device)
                 leaves.append(entries)
+            if state is not None:
+                for name, (before, after) in step_run.changed.items():
+                    raise ChangedConstantError(name, MISSING if before is None else before, after, is_shared=True)
             shared_held = {name: value for name, value in step_run.held.shared.items() if name in form.shared}
             shared = entries_of(shared_held, form.shared, params[0], like.shared)
         except ChangedConstantError as error:

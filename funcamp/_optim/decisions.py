@@ -44,6 +44,7 @@ class Decisions:
             for other values holds for 0, too.
         zeros: labels of hyperparameters that are 0 in this run.
         asks_divisors: whether a division by a number asks if it is 0, because the class catches `ZeroDivisionError`.
+        truthful: whether later questions are answered with what is true, which reads it: in a trial.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class Decisions:
         zeros: frozenset[str] = frozenset(),
         *,
         asks_divisors: bool = False,
+        truthful: bool = False,
     ) -> None:
         self.class_name = class_name
         self.in_use = in_use
         self.zeros = zeros
         self.asks_divisors = asks_divisors
+        self._truthful = truthful
         self.is_constructing = True
         """Whether the constructor runs, which checks the ranges of its arguments; later the step."""
         self.compared_with_zero: set[str] = set()
@@ -87,8 +90,13 @@ class Decisions:
         if key in self._known:
             return self._known[key]
         number = len(self.questions)
-        answer = self._answers[number] if number < len(self._answers) else proposal
-        self.questions.append(Question(condition(), answer, _place()))
+        is_true = condition()
+        if number < len(self._answers):
+            answer = self._answers[number]
+        else:
+            # Not bool(is_true), which would be asked.
+            answer = bool(is_true.numpy()) if self._truthful else proposal
+        self.questions.append(Question(is_true, answer, _place()))
         self._known[key] = answer
         return answer
 
@@ -145,3 +153,32 @@ def along_paths(
         return result
 
     return result_from(())
+
+
+def every_path(
+    run: Callable[[Decisions], _Result], decisions: Callable[[tuple[bool, ...]], Decisions]
+) -> dict[tuple[bool, ...], _Result]:
+    """Return the result of every path by its answers, without a selection.
+
+    Args:
+        run: one run.
+        decisions: makes those of a run from the answers to its first questions.
+
+    Raises:
+        TooManyPathsError: there are more than `LARGEST_PATH_COUNT` paths.
+    """
+    results: dict[tuple[bool, ...], _Result] = {}
+    waiting: list[tuple[bool, ...]] = [()]
+    while waiting:
+        if len(results) + len(waiting) > LARGEST_PATH_COUNT:
+            raise TooManyPathsError
+        answers = waiting.pop()
+        told = decisions(answers)
+        try:
+            result = run(told)
+        except ZeroDivisionError:  # the class does not expect this divisor to be 0
+            continue
+        taken = tuple(question.answer for question in told.questions)
+        results[taken] = result
+        waiting += [(*taken[:number], not taken[number]) for number in range(len(answers), len(taken))]
+    return results

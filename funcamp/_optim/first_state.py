@@ -18,7 +18,7 @@ _CHUNK_SIZE = 1 << 20
 
 
 def first_state(
-    step: ClassStep, params: list[Tensor], hyper: dict[str, Any], *, starts_at_zero: bool, elementwise: bool
+    step: ClassStep, params: list[Tensor], hyper: dict[str, Any], *, starts_at_zero: bool, by_chunks: bool
 ) -> ClassState:
     """Return the state of parameters before the first step.
 
@@ -29,15 +29,15 @@ def first_state(
         params: the parameters.
         hyper: the hyperparameters that are tensors.
         starts_at_zero: whether these are only examples of the tensors, and the state starts at zero.
-        elementwise: whether a step of a part of a parameter is the part of its step.
+        by_chunks: whether a step of a part of a parameter is the part of its step.
     """
-    if step.changing.shared_names or not (elementwise or step.separate):  # a class may make states together
+    if step.changing.shared_names or not step.separable:  # a class may make states together
         return _first_state(step, params, hyper, starts_at_zero=starts_at_zero)
     leaves: list[Entries] = []
     for param in params:
         # A step's temporaries are several times its input, so run it chunk by chunk if possible.
         is_large = param.numel() > _CHUNK_SIZE
-        if is_large and elementwise and param.is_contiguous() and not is_distributed(param):
+        if is_large and by_chunks and param.is_contiguous() and not is_distributed(param):
             leaves.append(_by_chunks(step, param, hyper, starts_at_zero=starts_at_zero))
         else:
             leaves += _first_state(step, [param], hyper, starts_at_zero=starts_at_zero).leaves

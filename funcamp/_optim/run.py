@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from funcamp import _upstream
-from funcamp._optim.class_state import ATTRIBUTE, STATE, ClassState, Form, Held, cloned, filled, held_by
+from funcamp._optim.class_state import ATTRIBUTE, STATE, ClassState, Form, Held, cloned, filled, held_by, kind_of, leaves_of
 from funcamp._optim.decisions import Decisions
 from funcamp._optim.hyperparameters import map_items
 from funcamp._optim.number import Number, has_number, numbers_to_tensors
@@ -46,6 +46,9 @@ _ARITHMETIC = {
 }  # fmt: skip
 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"} | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+
+#: Functions that raise for infinite and NaN arguments, which a step has that is skipped, and a path that is not taken.
+_DECOMPOSITIONS = {"eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pca_lowrank", "svd_lowrank", "lstsq", "pinv"}
 
 #: Methods by which Python reads a tensor's value as its own.
 _READS = {"__float__", "__int__", "__index__", "__complex__", "tolist"}
@@ -93,6 +96,8 @@ class _Pure(TorchFunctionMode):
             # As torch rounds a Python number. Under vmap, and for two tensors of shape (), it would compare in
             # float64: Rprop finds no element that it has set to etaminus.
             args = (args[0], args[1].tensor.to(args[0].dtype))
+        if name.removeprefix("linalg_") in _DECOMPOSITIONS:
+            args = (torch.nan_to_num(args[0], 0.0, 0.0, 0.0), *args[1:])
         if has_number(args) or any(has_number(value) for value in kwargs.values()):
             args, kwargs = _with_tensors(args, kwargs)
         call = call_on_tensors(name, args, kwargs)
@@ -237,7 +242,9 @@ class StepRun(NamedTuple):
     held: Held
     """What the instance holds after the step."""
     first: Held
-    """The first value of each part of that; empty for a state that was given."""
+    """The first value of each part of that; of the parameters nothing if a state was given."""
+    changed: dict[str, tuple[Any, Any]]
+    """What the step has changed of what all share and is not in the form, by name: the value before and after."""
 
 
 def run_step(
@@ -281,11 +288,44 @@ def run_step(
             else:
                 assert form is not None
                 _put_state(optimizer, new_params, state, form, batched, decisions, wide=wide)
+            before = _marks(optimizer)
             step_of(optimizer)()
+            after = _marks(optimizer)
     for param in new_params:
         param.grad = None
     first = _first_values(optimizer, new_params) if state is None else Held([], {})
-    return StepRun(new_params, held_by(optimizer, new_params), first)
+    return StepRun(new_params, held_by(optimizer, new_params), first, _changed(before, after, form))
+
+
+class Mark(NamedTuple):
+    """A number or a tensor, and what differs if it has changed."""
+
+    leaf: Any
+    key: tuple[Any, ...]
+
+
+def _marks(optimizer: torch.optim.Optimizer) -> dict[str, Mark]:
+    """Return each number and tensor that all parameters share, by name."""
+    marks: dict[str, Mark] = {}
+    for name, leaf in leaves_of(held_by(optimizer, []).shared).items():
+        if isinstance(leaf, Tensor):
+            marks[name] = Mark(leaf, (id(leaf), leaf._version))
+        elif isinstance(leaf, Number):
+            marks[name] = Mark(leaf, (Number, leaf.key))
+        elif kind_of(leaf) is not None:
+            marks[name] = Mark(leaf, (type(leaf), repr(leaf)))
+    return marks
+
+
+def _changed(before: dict[str, Mark], after: dict[str, Mark], form: Form | None) -> dict[str, tuple[Any, Any]]:
+    """Return what has changed and is not in a form, by name: the value before, None for none, and after."""
+    changed: dict[str, tuple[Any, Any]] = {}
+    for name, mark in after.items():
+        former = before.get(name)
+        is_in_form = form is not None and name.partition("[")[0] in form.shared
+        if not is_in_form and (former is None or former.key != mark.key):
+            changed[name] = (None if former is None else former.leaf, mark.leaf)
+    return changed
 
 
 def instance_of(

@@ -21,7 +21,7 @@ from funcamp._optim.hyperparameters import ANOTHER, evaluate
 from funcamp._optim.run import refuse_differentiation
 from funcamp._optim.traits import Traits, probe
 from funcamp._optim.wrong_arguments import check_class, missing, refuse_positional
-from funcamp._storage.params import collapse, expand
+from funcamp._storage.params import Params, collapse, expand
 from funcamp._types import Tree
 
 
@@ -88,7 +88,7 @@ class StatelessOptimizer(Fixed):
             >>> stateless(torch.optim.AdamW).init({"w": torch.ones(2)}).state["exp_avg"]
             {'w': tensor([0., 0.])}
         """
-        flat, spec = _tree.parameters("init", "params", self._tree_for_class(params))
+        flat, spec = _tree.parameters("init", "params", params if self._takes_groups(params) else expand(params))
         present = [leaf for leaf in flat if leaf is not None]
         leaf_entries: list[Entries] = [{} for _ in flat]
         shared: Entries = {}
@@ -129,8 +129,10 @@ class StatelessOptimizer(Fixed):
             {'w': tensor([0.5000, 0.5000])}
         """
         stored_params = params
-        params = self._tree_for_class(params)
-        grads = self._tree_for_class(grads)
+        takes_groups = self._takes_groups(params)
+        if not takes_groups:
+            params = expand(params)
+            grads = expand(grads)
         flat, spec = _tree.parameters("update", "params", params)
         flat_grads = self._flat_grads(params, flat, grads)
         entries = self._flat_entries(params, opt_state)
@@ -155,7 +157,7 @@ class StatelessOptimizer(Fixed):
                 entries[name][index] = value
         new_entries = {name: _tree.unflatten(values, spec) for name, values in entries.items()}
         new_tree = _tree.unflatten(flat, spec)
-        if not self._traits.elementwise:
+        if not takes_groups:
             new_tree = collapse(stored_params, new_tree)
         return new_tree, OptState(opt_state.applied + 1, new_entries, shared)
 
@@ -188,9 +190,19 @@ class StatelessOptimizer(Fixed):
             return rate.detach().to(torch.float32, copy=True)
         return torch.full((), rate, dtype=torch.float32, device=opt_state.applied.device)
 
-    def _tree_for_class(self, tree: Tree) -> Tree:
-        """Return what the class updates: stored groups as they are if it is elementwise, else the views in them."""
-        return tree if self._traits.elementwise else expand(tree)
+    def _takes_groups(self, params: Tree) -> bool:
+        """Return whether the class updates stored groups as they are, because it is elementwise, not the views in them.
+
+        Also where nothing is stored in groups.
+        """
+        kinds: dict[Any, None] = {}
+
+        def note(stored: Params) -> Params:
+            kinds.update(dict.fromkeys(stored.kinds()))
+            return stored
+
+        _tree.map_nodes(Params, note, params)
+        return self._traits.elementwise(kinds)
 
     def _flat_grads(self, params: Tree, flat: list[Tensor | None], grads: Tree) -> list[Tensor | None]:
         """Return the gradients of the parameters, which are checked.
@@ -239,8 +251,8 @@ class StatelessOptimizer(Fixed):
         names = opt_state.state.keys() - {APPLIED_ENTRY}
         # Entries may depend on a parameter's shape in Adafactor, and in classes of other libraries. The expected ones
         # are those of a matrix; a subset or a superset is taken.
-        is_torchs_elementwise = self._traits.elementwise and self._cls.__module__.startswith("torch.optim.")
-        if is_torchs_elementwise or not expected_names:
+        is_torchs_elementwise = self._traits.pointwise and self._cls.__module__.startswith("torch.optim.")
+        if is_torchs_elementwise:
             is_own = names == expected_names
         else:
             is_own = names <= expected_names or expected_names <= names
@@ -340,7 +352,7 @@ def _first_state(key: str, params: list[Tensor], hyper: dict[str, Any]) -> tuple
     """Return the entries of each parameter before the first step, and those that all share."""
     traits = _registry[key]._traits
     state = first_state(
-        traits.step, params, hyper, starts_at_zero=traits.starts_at_zero, elementwise=traits.elementwise
+        traits.step, params, hyper, starts_at_zero=traits.starts_at_zero, by_chunks=traits.pointwise
     )
     return state.leaves, state.shared
 

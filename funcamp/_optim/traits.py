@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,17 +15,19 @@ from funcamp._optim.class_state import (
     ChangedConstantError,
     Changing,
     ClassState,
-    Entries,
     Held,
     Kind,
     held_by,
+    is_plain,
     kind_of,
     leaves_of,
     same,
     snapshot,
     wider,
 )
-from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep
+from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, Stepped
+from funcamp._optim.dataflow import Dataflow, followed
+from funcamp._optim.decisions import Decisions, Question
 from funcamp._optim.first_state import first_state
 from funcamp._optim.hyperparameters import example_of, is_dynamic, map_items, without_values
 from funcamp._optim.modes import without_modes
@@ -42,10 +44,57 @@ class Traits:
     starts_at_zero: bool
     """Whether its first step equals a later one from zero state, although it has no state before it (SGD momentum).
     At most one of this and `step.first_step_differs`; neither where a first step records its state, as Adam's does."""
-    elementwise: bool
-    """Whether a step on several tensors joined into one equals a step on each (not so for Muon)."""
+    pointwise: bool
+    """Whether each element of a small parameter steps for itself (not so in Muon). A class may do otherwise with larger
+    ones: see `elementwise`."""
     entries: frozenset[str]
     """The names of its state entries for a matrix."""
+    _elementwise: dict[Any, bool] = field(default_factory=dict, compare=False)
+
+    def elementwise(self, kinds: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> bool:
+        """Return whether a step on parameters joined into one equals a step on each.
+
+        So it is if the step of each calls the same operations as that of a vector, and none mixes elements. A class may
+        treat a tensor by its dimensions or its size, so each shape is tried, on tensors without values.
+
+        Args:
+            kinds: the shapes and dtypes of the parameters.
+        """
+        if not self.pointwise:
+            return False
+        for shape, dtype in dict.fromkeys(kinds):
+            key = (shape, dtype)
+            if key not in self._elementwise:
+                size = torch.Size(shape).numel()
+                flows = [_flows_without_values(self.step, one, dtype) for one in (shape, (max(size, 2),))]
+                self._elementwise[key] = flows[0] is not None and flows[0] == flows[1]
+            if not self._elementwise[key]:
+                return False
+        return True
+
+
+def _flows_without_values(step: ClassStep, shape: tuple[int, ...], dtype: torch.dtype) -> list[Any] | None:
+    """Return the operations of a first step and of a later one on each of its paths; None if one mixes elements."""
+    operations: list[Any] = []
+    hyper = step.examples("meta")
+    with without_modes():
+        params = [torch.zeros(shape, dtype=dtype, device="meta")]
+        try:
+            flow, (first, _) = _followed(step, params, params, None, hyper, step.decisions())
+            flows = [flow]
+            flow, (_, questions) = _followed(step, first.params, params, first.state, hyper, step.decisions())
+            flows.append(flow)
+            answers = tuple(question.answer for question in questions)
+            for number in range(len(answers)):
+                decisions = step.decisions((*answers[:number], not answers[number]))
+                flows.append(_followed(step, first.params, params, first.state, hyper, decisions)[0])
+        except Exception:  # the class takes no such parameter
+            return None
+    for flow in flows:
+        if not flow.is_pointwise:
+            return None
+        operations.append(flow.operations)
+    return operations
 
 
 def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> Traits:
@@ -109,13 +158,13 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
         for name in dynamic:
             _refuse_other_results(step, name)
         step = _with_known_comparisons(step)
-        step = replace(step, writes_grads=_writes_grads(step))
+        is_pointwise, separable, writes_grads = _flow(step, record)
+        step = replace(step, separable=separable, writes_grads=writes_grads)
         starts_as_recorded = _reproduces_first_step(step, starts_at_zero=False)
         starts_at_zero = not starts_as_recorded and _reproduces_first_step(step, starts_at_zero=True)
         if not (starts_as_recorded or starts_at_zero):
             step = replace(step, first_step_differs=True)
-        elementwise = _is_elementwise(step, record)
-        traits = Traits(step, starts_at_zero, elementwise, _entries(step))
+        traits = Traits(step, starts_at_zero, is_pointwise and separable, _entries(step))
         _refuse_other_numbers(traits, record)
     return traits
 
@@ -295,7 +344,7 @@ def _changing(record: _Record) -> Changing:
             _note_changes(leaves, leaves_of(former), leaves_of(held))
     for before, after in zip([record.constructed, *record.held], record.held):
         names |= {_key(name) for name in _note_changes(shared, leaves_of(before.shared), leaves_of(after.shared))}
-    names = {name for name in names if all(_is_plain(held.shared.get(name)) for held in record.held)}
+    names = {name for name in names if all(is_plain(held.shared.get(name)) for held in record.held)}
     return Changing(leaves, shared, frozenset(names))
 
 
@@ -320,12 +369,6 @@ def _note_changes(kinds: dict[str, Kind], before: Mapping[str, Any], after: Mapp
 def _key(name: str) -> str:
     """Return the key of the container in which an entry is."""
     return name.partition("[")[0]
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether a value consists of numbers, tensors and text."""
-    leaves = leaves_of({"": value}).values()
-    return all(leaf is None or isinstance(leaf, str) or kind_of(leaf) is not None for leaf in leaves)
 
 
 # The step as a function.
@@ -415,7 +458,7 @@ def _taken_on_every_path(step: ClassStep, record: _Record) -> ClassStep:
             return _on_every_path(step)
         except Exception as error:
             changed = error.__cause__
-            if isinstance(changed, ChangedConstantError) and _may_change(changed):
+            if isinstance(changed, ChangedConstantError) and (changed.is_shared or _may_change(changed)):
                 step = _with_change(step, changed, record)
                 continue
             if str(error).startswith("stateless:"):
@@ -435,20 +478,26 @@ _LARGEST_COUNT_OF_CHANGES = 32
 
 def _on_every_path(step: ClassStep) -> ClassStep:
     """Take two steps on tensors without values; return the class, with whether its parameters step separately."""
-    inputs = _inputs("meta")
     hyper = step.examples("meta")
-    first = step._along_paths(inputs.params, inputs.grads, None, _nothing(inputs.params), hyper)
     question_counts = []
-    for count in (1, len(inputs.params)):
-        params, grads = first.params[:count], inputs.grads[:count]
-        state = ClassState(first.state.leaves[:count], first.state.shared)
-        decisions = step.decisions()
-        step.run(params, grads, state, hyper, decisions)
-        question_counts.append(len(decisions.questions))
-    asks_for_each = question_counts[1] > question_counts[0]
-    step = replace(step, separate=asks_for_each)
-    step(first.params, inputs.grads, first.state, hyper)
+    for count in (1, 2):
+        params, grads = (tensors[:count] for tensors in _inputs("meta"))
+        asks_for_each = bool(question_counts) and _question_count(step, params, grads, hyper) > question_counts[0]
+        if asks_for_each:  # two may have too many paths together
+            return replace(step, separate=True)
+        first = step._along_paths(params, grads, None, _nothing(params), hyper)
+        step._along_paths(first.params, grads, first.state, first.state, hyper)
+        question_counts.append(_question_count(step, params, grads, hyper))
     return step
+
+
+def _question_count(step: ClassStep, params: list[Tensor], grads: list[Tensor], hyper: dict[str, Any]) -> int:
+    """Return how many questions two steps ask along one path."""
+    nothing = _nothing(params)
+    decisions, later_decisions = step.decisions(), step.decisions()
+    first = step._stepped(step.run(params, grads, None, hyper, decisions), step.form(params), params, None, nothing)
+    step.run(first.params, grads, first.state, hyper, later_decisions)
+    return len(decisions.questions) + len(later_decisions.questions)
 
 
 def _may_change(changed: ChangedConstantError) -> bool:
@@ -459,6 +508,11 @@ def _may_change(changed: ChangedConstantError) -> bool:
 
 def _with_change(step: ClassStep, changed: ChangedConstantError, record: _Record) -> ClassStep:
     """Return the class with one number more that changes."""
+    if changed.is_shared:
+        names = step.changing.shared_names | {_key(changed.name)}
+        step = replace(step, changing=step.changing._replace(shared_names=names), _forms={})
+        if not _may_change(changed):
+            return step
     kind: Kind = "bool"
     for value in (changed.before, changed.after):
         value_kind = kind_of(value)
@@ -467,7 +521,7 @@ def _with_change(step: ClassStep, changed: ChangedConstantError, record: _Record
     changing = step.changing
     leaves = changing.leaves | {changed.name: wider(changing.leaves.get(changed.name), kind)}
     shared = changing.shared | {changed.name: wider(changing.shared.get(changed.name), kind)}
-    if leaves == changing.leaves and shared == changing.shared:
+    if leaves == changing.leaves and shared == changing.shared and not changed.is_shared:
         raise _impure(step.cls, f"its state entry {changed.name!r} is no number after every step; got {changed.after!r}")
     return replace(step, changing=changing._replace(leaves=leaves, shared=shared), _forms={})
 
@@ -570,16 +624,7 @@ def _with_zero(step: ClassStep, zero_label: str) -> dict[str, Any]:
 
 
 def _are_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
-    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
-
-
-def _writes_grads(step: ClassStep) -> bool:
-    """Return whether the class writes into gradients."""
-    inputs = _inputs("cpu")
-    versions = [grad._version for grad in inputs.grads]
-    trial = replace(step, writes_grads=False)
-    trial.run(inputs.params, inputs.grads, None, step.examples("cpu"), step.decisions())
-    return versions != [grad._version for grad in inputs.grads]
+    return len(tensors) == len(others) and all(map(_is_same, tensors, others))
 
 
 def _reproduces_first_step(step: ClassStep, *, starts_at_zero: bool) -> bool:
@@ -587,6 +632,7 @@ def _reproduces_first_step(step: ClassStep, *, starts_at_zero: bool) -> bool:
     step = replace(step, wide=False)
     inputs = _inputs("cpu")
     hyper = step.examples("cpu")
+    torch.manual_seed(_SEED)
     state = _first_state(step, inputs.params, hyper, starts_at_zero=starts_at_zero)
     torch.manual_seed(_SEED)
     expected = step._along_paths(inputs.params, inputs.grads, None, state, hyper)
@@ -596,41 +642,95 @@ def _reproduces_first_step(step: ClassStep, *, starts_at_zero: bool) -> bool:
 
 
 def _first_state(step: ClassStep, params: list[Tensor], hyper: dict[str, Any], *, starts_at_zero: bool) -> ClassState:
-    return first_state(step, params, hyper, starts_at_zero=starts_at_zero, elementwise=False)
+    return first_state(step, params, hyper, starts_at_zero=starts_at_zero, by_chunks=False)
 
 
-def _is_elementwise(step: ClassStep, record: _Record) -> bool:
-    """Return whether a step on tensors joined into one equals a step on each; see `Traits`."""
-    inputs = _Inputs(record.params, record.grads[0])
+def _flow(step: ClassStep, record: _Record) -> tuple[bool, bool, bool]:
+    """Return whether no operation mixes the elements of a tensor, whether the step of each parameter is its own, and
+    whether gradients are written into.
+
+    Two steps are followed, the second also along each other side of its questions.
+    """
+    step = replace(step, writes_grads=False)
     hyper = step.examples("cpu")
-    joined_inputs = _Inputs([_joined(inputs.params)], [_joined(inputs.grads)])
-    results = []
-    for params, grads in (joined_inputs, inputs):
+    params = record.params
+    first_flow, (first, _) = _followed(step, params, record.grads[0], None, hyper, step.decisions(truthful=True))
+    grads, state = record.grads[1], first.state
+    is_pointwise = first_flow.is_pointwise
+    is_separable = _is_separable(first_flow, first)
+    flow, (natural, questions) = _followed(step, first.params, grads, state, hyper, step.decisions(truthful=True))
+    writes_grads = first_flow.wrote_gradients or flow.wrote_gradients
+    is_pointwise &= flow.is_pointwise
+    is_separable &= _is_separable(flow, natural)
+    if len(questions) > _LARGEST_COUNT_OF_QUESTIONS:
+        return False, False, True
+    answers = tuple(question.answer for question in questions)
+    draws = flow.draws
+    for number, question in enumerate(questions):
+        askers = flow.sources(question.condition)
+        decisions = step.decisions((*answers[:number], not answers[number]), truthful=True)
         try:
-            state = _first_state(step, params, hyper, starts_at_zero=False)
-            results.append(step(params, grads, state, hyper))
-        except (RuntimeError, ValueError, TypeError, AssertionError, IndexError):
-            return False  # the class takes matrices only
-    joined, separate = results
-    joined_param = joined.params[0]
-    joined_entries = joined.state.leaves[0]
-    if not torch.equal(joined_param, _joined(separate.params)):
-        return False
-    if any(entries.keys() != joined_entries.keys() for entries in separate.state.leaves):
-        return False
-    if not _are_equal(_tensors([], ClassState([], joined.state.shared)), _tensors([], ClassState([], separate.state.shared))):
-        return False
-    for name, joined_entry in joined_entries.items():
-        separate_entries = [entries[name] for entries in separate.state.leaves]
-        expected = separate_entries[0] if joined_entry.dim() == 0 else _joined(separate_entries)
-        if joined_entry.shape not in ((), joined_param.shape) or not torch.equal(joined_entry, expected):
+            other_flow, (other, _) = _followed(step, first.params, grads, state, hyper, decisions)
+        except Exception:  # that side never happens, or only with other numbers
+            continue
+        draws |= other_flow.draws
+        writes_grads |= other_flow.wrote_gradients
+        is_pointwise &= other_flow.is_pointwise
+        is_separable &= len(askers) <= 1 and _is_separable(other_flow, other)
+        if askers:  # the others do not notice
+            is_separable &= all(_is_same(*both) for both in zip(natural.state.shared.values(), other.state.shared.values()))
+            for index in {*range(len(params))} - askers:
+                is_separable &= _is_same(natural.params[index], other.params[index])
+                both_leaves = natural.state.leaves[index].values(), other.state.leaves[index].values()
+                is_separable &= all(_is_same(*both) for both in zip(*both_leaves))
+    if draws and questions:
+        raise _impure(
+            step.cls,
+            f"its step draws random numbers, and branches ({questions[0].place}): each side would draw; use it in an "
+            "ordinary loop with funcamp.GradScaler",
+        )
+    return is_pointwise, is_separable, writes_grads
+
+
+#: More than these are not followed.
+_LARGEST_COUNT_OF_QUESTIONS = 64
+
+
+def _followed(
+    step: ClassStep,
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: ClassState | None,
+    hyper: dict[str, Any],
+    decisions: Decisions,
+) -> tuple[Dataflow, tuple[Stepped, list[Question]]]:
+    """Return the flow of one run of a step, its results and its questions."""
+    leaves = [{} for _ in params] if state is None else state.leaves
+    grads = [grad.clone() for grad in grads]
+    groups = [[param, grad, *entries.values()] for param, grad, entries in zip(params, grads, leaves)]
+    form = step.form(params)  # it takes a step of its own, which is not followed
+
+    def run() -> tuple[Stepped, list[Question]]:
+        step_run = step.run(params, grads, state, hyper, decisions)
+        stepped = step._stepped(step_run, form, params, state, _nothing(params) if state is None else state)
+        return stepped, decisions.questions
+
+    flow, results = followed(groups, run)
+    flow.wrote_gradients = any(grad._version for grad in grads)
+    return flow, results
+
+
+def _is_separable(flow: Dataflow, stepped: Stepped) -> bool:
+    """Return whether each parameter and its state depend on no other, and what all share on none."""
+    for number, (param, entries) in enumerate(zip(stepped.params, stepped.state.leaves)):
+        if any(flow.sources(tensor) - {number} for tensor in (param, *entries.values())):
             return False
-    return True
+    return not any(flow.sources(tensor) for tensor in stepped.state.shared.values())
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    """Return tensors of any shapes as one vector."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether tensors are equal; NaN equals NaN, of which a path that is not taken may be full."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _entries(step: ClassStep) -> frozenset[str]:
@@ -647,28 +747,19 @@ def _refuse_other_numbers(traits: Traits, record: _Record) -> None:
     torch.manual_seed(_SEED)
     params = record.params
     state = first_state(
-        step, params, hyper, starts_at_zero=traits.starts_at_zero, elementwise=False
+        step, params, hyper, starts_at_zero=traits.starts_at_zero, by_chunks=False
     )
     torch.manual_seed(_SEED)
+    # Of the way that a parameter has gone: of its size, a wrong step would be little.
+    largest_distance = 1e-6 if params[0].dtype == torch.float64 else 1e-3
     for grads, expected in zip(record.grads, record.results):
-        if step.separate:
-            _refuse_mixtures(step, [one.state.shared for one in step.one_by_one(params, grads, state, hyper)])
         params, state = step(params, grads, state, hyper)
-        if _distance(params, expected) > 1e-3:
+        way = [result - start for result, start in zip(params, record.params)]
+        expected_way = [result - start for result, start in zip(expected, record.params)]
+        if _distance(way, expected_way) > largest_distance:
             raise _impure(
                 step.cls,
                 "its steps from a state that is put into a new instance come to other numbers than its own: it keeps "
                 "state elsewhere than in self.state, its group and numbers of its own, or draws random numbers; keep "
                 "it in self.state[param]",
-            )
-
-
-def _refuse_mixtures(step: ClassStep, shared: list[Entries]) -> None:
-    """Refuse a class that branches on values of each parameter, and mixes these values in what all share."""
-    for entries in shared[1:]:
-        if not _are_equal([*shared[0].values()], [*entries.values()]):
-            raise _impure(
-                step.cls,
-                "its step branches on values of each parameter, and keeps something that is of all of them; use it in an "
-                "ordinary loop with funcamp.GradScaler",
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -251,13 +252,29 @@ def test_momentum_that_becomes_zero_leaves_the_buffer_of_rmsprop_alone() -> None
 
 
 def test_only_a_value_whose_zero_is_another_formula_costs_a_second_one() -> None:
-    def branches(cls: type[optim.Optimizer], **hyperparameters: Any) -> tuple[str, ...]:
-        return stateless(cls, **hyperparameters)._traits.branches
+    def run_count(cls: type[optim.Optimizer], **hyperparameters: Any) -> int:
+        """The number of times that one step runs the class's step."""
+        counts = []
+
+        class Counted(cls):  # type: ignore[misc, valid-type]
+            def step(self, closure: Any = None) -> Any:
+                counts.append(1)
+                return super().step(closure)
+
+        optimizer = stateless(Counted, **hyperparameters)
+        params = torch.ones(2, 2)
+        opt_state = optimizer.init(params)
+        counts.clear()
+        optimizer.update(params, params, opt_state)
+        return len(counts)
 
     tensor = torch.tensor(0.1)
-    assert branches(optim.SGD, momentum=tensor, weight_decay=tensor, lr=tensor) == ("momentum",)
-    assert branches(optim.AdamW, weight_decay=tensor, betas=(tensor, tensor)) == ()
-    assert branches(optim.RMSprop, momentum=tensor) == ("momentum",)
+    assert run_count(optim.SGD, weight_decay=tensor, lr=tensor) == 1
+    assert run_count(optim.SGD, momentum=0.9, weight_decay=tensor, lr=tensor) == 1
+    # The first step and a later one, each with momentum and without.
+    assert run_count(optim.SGD, momentum=tensor, weight_decay=tensor, lr=tensor) == 4
+    assert run_count(optim.AdamW, weight_decay=tensor, betas=(tensor, tensor)) == 1
+    assert run_count(optim.RMSprop, momentum=tensor) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64, torch.float64])
@@ -297,22 +314,44 @@ def test_rprop_of_a_scalar_finds_what_it_set_to_a_tensor() -> None:
 
 
 class ReadsRate(optim.SGD):
-    """Takes the float out of its learning rate."""
+    """Takes the float out of its learning rate, in C."""
 
     def step(self, closure: Any = None) -> Any:
         with torch.no_grad():
             for param in self.param_groups[0]["params"]:
-                param.sub_(param.grad, alpha=math.sqrt(self.param_groups[0]["lr"]))
+                param.sub_(param.grad, alpha=float.__float__(self.param_groups[0]["lr"]))
 
 
-class ConvertsRate(optim.SGD):
+class PacksRate(optim.SGD):
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, float(lr))
+        super().__init__(params, struct.unpack("d", struct.pack("d", lr))[0])
 
 
-class BranchesOnRate(ReadsRate):
+class TakesRoot(optim.SGD):
+    """Computes with its learning rate by functions of Python."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                rate = float(self.param_groups[0]["lr"])
+                param.sub_(param.grad, alpha=max(math.sqrt(rate), 0.3))
+
+
+class BranchesOnRate(TakesRoot):
     def step(self, closure: Any = None) -> Any:
         return super().step() if self.param_groups[0]["lr"] > 0.5 else optim.SGD.step(self)
+
+
+@pytest.mark.parametrize("cls", [TakesRoot, BranchesOnRate], ids=lambda cls: cls.__name__)
+def test_a_class_may_branch_on_a_schedule_and_compute_with_it_in_python(cls: Any) -> None:
+    rates = (0.9, 0.04, 0.5, 0.6, 0.16)
+    expected = loop(cls, [{"lr": rate} for rate in rates])
+    optimizer = stateless(cls, lr=piecewise(*rates))
+    params = parameters()
+    opt_state = optimizer.init(params)
+    for step in range(STEPS):
+        params, opt_state = optimizer.update(params, gradients(step), opt_state)
+        assert_close(params, expected[step], 5e-7)
 
 
 @pytest.mark.parametrize("value", [torch.tensor(0.5), lambda applied: 0.5 + 0 * applied], ids=["tensor", "schedule"])
@@ -326,10 +365,9 @@ class BranchesOnRate(ReadsRate):
         (optim.NAdam, "decoupled_weight_decay", "must be a bool, because it chooses the algorithm"),
         (optim.Adam, "capturable", "must be a bool, because it chooses the algorithm"),
         (optim.Adam, "foreach", "must be False or None"),
-        (optim.Muon, "ns_steps", "must be a number, because Muon compares it with 100 in Python"),
+        (optim.Muon, "ns_steps", "must be a number, because Muon reads its value in Python"),
         (ReadsRate, "lr", "must be a number, because ReadsRate reads its value in Python, so that"),
-        (ConvertsRate, "lr", "must be a number, because ConvertsRate reads its value in Python"),
-        (BranchesOnRate, "lr", "must be a number, because BranchesOnRate compares it with 0.5 in Python"),
+        (PacksRate, "lr", "must be a number, because PacksRate reads its value in Python"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )

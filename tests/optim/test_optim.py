@@ -160,8 +160,8 @@ def test_vmap_of_an_ensemble_equals_each_member(name: str) -> None:
         moved, _ = optimizer.update(params[member], grads[member], alone)
         expected = optimizer.update(moved, grads[member], alone)
         row = torch.utils._pytree.tree_map(lambda leaf, member=member: leaf[member], batched)
-        # A batched bfloat16 product may round otherwise than a single one: Muon alone.
-        assert_close(row[0], expected[0], 1e-2 if name == "Muon" else 0.0)
+        # A batched bfloat16 product may round otherwise than a single one: Muon; a sum of products, too: ASGD.
+        assert_close(row[0], expected[0], {"Muon": 1e-2, "ASGD": 1e-7}.get(name, 0.0))
 
 
 def test_none_gradient_leaves_parameter_and_state_alone() -> None:
@@ -271,7 +271,7 @@ def test_a_plain_optimizer_in_another_thread_is_not_touched(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_runs_once_unless_the_first_is_another_formula(name: str) -> None:
     cls, arguments = CASES[name]
-    assert stateless(cls, **arguments)._traits.first_step_differs == (name == "SGD-dampening")
+    assert stateless(cls, **arguments)._traits.step.first_step_differs == (name == "SGD-dampening")
     assert ("applied" in stateless(cls, **arguments).init(torch.ones(2, 2)).state) == (name == "SGD-dampening")
 
 

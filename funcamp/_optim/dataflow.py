@@ -1,0 +1,135 @@
+"""Which elements and which parameters a step brings together, from the operations that it calls.
+
+A trial on a few numbers does not show it: a norm that is clipped at 1 has no effect on small gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: Operations that torch does not call pointwise, though each element of their result is of the same element of theirs.
+_ALSO_POINTWISE = frozenset(
+    (
+        *("clone", "copy_", "copy", "detach", "detach_", "alias", "lift_fresh", "lift_fresh_copy", "_to_copy", "to"),
+        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "zero_", "fill_", "zeros", "ones", "full"),
+        *("empty", "scalar_tensor", "new_zeros", "new_ones", "new_full", "new_empty", "_local_scalar_dense", "nan_to_num"),
+        *("addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_", "where", "masked_fill", "masked_fill_"),
+        *("view_as_real", "view_as_complex", "empty_strided", "resolve_conj", "is_same_size"),
+    )
+)
+#: Functions of lists of tensors that join the elements of each.
+_FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+
+
+class Dataflow(TorchDispatchMode):
+    """Follows which parameters each tensor depends on, and whether an operation mixes the elements of one.
+
+    Args:
+        groups: for each parameter its tensors: itself, its gradient, and its state.
+    """
+
+    def __init__(self, groups: list[list[Tensor]]) -> None:
+        super().__init__()
+        self.is_pointwise = True
+        """Whether each operation computes an element of its result from the same elements of its arguments."""
+        self.draws = False
+        """Whether an operation draws random numbers."""
+        self.operations: list[tuple[Any, ...]] = []
+        """The operations with their arguments that are no tensors and no sizes, in order."""
+        self.wrote_gradients = False
+        """Whether the step wrote into the gradients that it was given."""
+        self._sources: dict[int, frozenset[int]] = {}
+        """The numbers of the parameters on which the memory of a tensor depends."""
+        self._kept: list[Tensor] = []  # so that no other tensor gets the same memory
+        for number, tensors in enumerate(groups):
+            for tensor in tensors:
+                self._add(tensor, frozenset([number]))
+
+    def sources(self, tensor: Tensor) -> frozenset[int]:
+        """Return the numbers of the parameters on which a tensor depends."""
+        return self._sources.get(_memory(tensor), frozenset())
+
+    def _add(self, tensor: Tensor, sources: frozenset[int]) -> None:
+        self._kept.append(tensor)
+        self._sources[_memory(tensor)] = self.sources(tensor) | sources
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        arguments = _tensors((args, kwargs))
+        sources: frozenset[int] = frozenset().union(*map(self.sources, arguments))
+        result = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        has_elements = any(argument.numel() > 1 for argument in arguments)
+        if has_elements and not _is_pointwise(func, name):
+            self.is_pointwise = False
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws = True
+        self.operations.append((func, *_constants((args, kwargs))))
+        is_list = name.startswith("_foreach_")
+        for written in (*_written(func, args), *_tensors(result)):
+            self._add(written, self.sources(written) if is_list else sources)
+        if is_list:
+            self._add_of_lists(args, _tensors(result))
+        return result
+
+    def _add_of_lists(self, args: tuple[Any, ...], results: list[Tensor]) -> None:
+        """Follow a function of lists: the numbers in each list belong together."""
+        lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
+        others = frozenset[int]().union(*[self.sources(arg) for arg in args if isinstance(arg, Tensor)])
+        for index, tensor in enumerate(lists[0]):
+            sources = others.union(*[self.sources(one[index]) for one in lists if index < len(one)])
+            self._add(tensor, sources)
+            if index < len(results):
+                self._add(results[index], sources)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]
+
+
+def _constants(value: Any) -> list[Any]:
+    """Return the arguments that are no tensors and no sizes, dtypes and devices: what distinguishes two equal calls."""
+    if isinstance(value, dict):
+        return [constant for item in value.values() for constant in _constants(item)]
+    if isinstance(value, (list, tuple)):
+        if value and all(isinstance(item, int) for item in value):
+            return []  # a size
+        return [constant for item in value for constant in _constants(item)]
+    return [value] if isinstance(value, (bool, int, float, complex, str, type(None))) else []
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """Return the arguments that an operation writes into."""
+    names = zip(func._schema.arguments, args)
+    return [arg for argument, arg in names if argument.alias_info is not None and argument.alias_info.is_write and isinstance(arg, Tensor)]
+
+
+def _is_pointwise(func: Any, name: str) -> bool:
+    if name.startswith("_foreach_"):
+        return not name.startswith(_FOREACH_REDUCTIONS)
+    return name in _ALSO_POINTWISE or torch.Tag.pointwise in func.tags
+
+
+def followed(groups: list[list[Tensor]], run: Callable[[], Any]) -> tuple[Dataflow, Any]:
+    """Return the flow in a call, and its result."""
+    with Dataflow(groups) as flow:
+        result = run()
+    return flow, result

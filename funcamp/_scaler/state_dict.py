@@ -10,9 +10,9 @@ import torch
 
 from funcamp import _tree
 from funcamp._check import integer, real
-from funcamp._scaler.config import ScalerConfig, check_config
+from funcamp._scaler.config import ScalerConfig, check_config, check_state_and_config
+from funcamp._scaler.first_state import init
 from funcamp._scaler.state import ScalerState, counters_of, tensors_of, with_counters
-from funcamp._scaler.update import check_state_and_config, init
 
 _CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
 

@@ -12,7 +12,7 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._check import boolean
-from funcamp._scaler.update import init
+from funcamp._scaler.first_state import init
 from funcamp._step.options import described
 from funcamp._step.parallel import Parallel
 from funcamp._step.state import TrainState, Variables

@@ -9,7 +9,9 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._autograd.scaled_grad import choose
 from funcamp._optim.chain import Chain, Update
-from funcamp._scaler.update import exhausted, saturated, skip_step, update
+from funcamp._scaler.limits import exhausted, saturated
+from funcamp._scaler.skip_step import skip_step
+from funcamp._scaler.update import update
 from funcamp._step.accumulate import Result, accumulate, micro_batches
 from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
 from funcamp._step.differentiate import SharedByMicroBatches, differentiate_loss

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState as Stage
 
 from funcamp import _tree, _upstream
+from funcamp._amp.arguments import checked_device, checked_numbers, without_scale
 from funcamp._amp.undo import (
     Flags,
     combine_flags,
@@ -27,8 +28,8 @@ from funcamp._amp.undo import (
 )
 from funcamp._amp.undo_compiled import prepare_for_compile, select_compiled
 from funcamp._amp.unscale import by_device, unscale
-from funcamp._check import boolean, real
-from funcamp._scaler.config import ScalerConfig, check_config
+from funcamp._check import boolean
+from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.precision import reciprocal
 from funcamp._scaler.rules import TORCH_RULE
 from funcamp._scaler.state import RuleState, ScalerState, tensors_of, with_counters
@@ -36,8 +37,6 @@ from funcamp._scaler.state_dict import saved_count, saved_counters, saved_scale
 from funcamp._scaler.update import update
 
 _INT32_MAX = torch.iinfo(torch.int32).max
-#: torch's defaults of init_scale, growth_factor, backoff_factor and growth_interval.
-_DEFAULT_NUMBERS = (2.0**16, 2.0, 0.5, 2000)
 _NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 
 
@@ -122,8 +121,8 @@ class GradScaler(torch.amp.GradScaler):
         if skip not in (None, "select", "host"):
             raise ValueError(f'GradScaler: skip must be "select", "host" or None; got {skip!r}')
         boolean("GradScaler", "allow_fp16", allow_fp16)
-        device = _checked_device(device)
-        numbers = _checked_numbers((init_scale, growth_factor, backoff_factor, growth_interval), config)
+        device = checked_device(device)
+        numbers = checked_numbers((init_scale, growth_factor, backoff_factor, growth_interval), config)
         no_cuda = device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available()  # type: ignore[no-untyped-call]
         if enabled and no_cuda:
             warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
@@ -336,7 +335,7 @@ class GradScaler(torch.amp.GradScaler):
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
             )
         if "scale" not in state_dict:  # another object's; if only a part is missing, torch's error names it
-            raise _without_scale(call, state_dict)
+            raise without_scale(call, state_dict)
         # Everything is checked before anything is changed.
         scale = saved_scale(call, state_dict["scale"])
         constants = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
@@ -497,51 +496,6 @@ class GradScaler(torch.amp.GradScaler):
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
         self._counters = tensors_of(self._init_counters, dev)
-
-
-def _checked_device(device: object) -> str:
-    """Return the type of device; raise TypeError if it is neither a string nor a torch.device."""
-    if isinstance(device, torch.device):
-        return device.type
-    if not isinstance(device, str):
-        fix = f': write GradScaler("cuda", init_scale={device})' if isinstance(device, (int, float)) else ""
-        raise TypeError(f"GradScaler: device must be a string, as in torch.amp; got {_tree.brief(device)}{fix}")
-    return device
-
-
-def _checked_numbers(
-    numbers: tuple[float, float, float, int], config: ScalerConfig | None
-) -> tuple[float, float, float, int]:
-    """Return the first scale, growth factor, backoff factor and growth interval: those of the configuration if given.
-
-    Raises:
-        TypeError: one is no number, or config is no `ScalerConfig`.
-        ValueError: both config and another number than the default are given.
-    """
-    for name, number in zip(("init_scale", "growth_factor", "backoff_factor", "growth_interval"), numbers):
-        real("GradScaler", name, number)
-    if config is None:
-        return numbers
-    check_config("GradScaler", config)
-    if numbers != _DEFAULT_NUMBERS:
-        raise ValueError(
-            "GradScaler: init_scale, growth_factor, backoff_factor and growth_interval must be left out if "
-            f"config is given; got {numbers}"
-        )
-    return config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval
-
-
-def _without_scale(call: str, state_dict: abc.Mapping[str, Any]) -> KeyError:
-    """Return the error for another object's state_dict."""
-    names = ", ".join(map(repr, list(state_dict)[:4]))
-    if len(state_dict) > 4:
-        names += ", ..."
-    fix = ""
-    if "scaler.scale" in state_dict:
-        fix = ": step.to_torch(state)['scaler'] is a step's"
-    elif "scaler" in state_dict:
-        fix = ": load its 'scaler'"
-    return KeyError(f"{call}: state_dict must have 'scale', as scaler.state_dict() has; it has {names}{fix}")
 
 
 def _has_argument(args: Any, kwargs: Any) -> bool:

@@ -1,19 +1,29 @@
-"""Type aliases for funcamp's signatures."""
+"""Types for funcamp's signatures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 #: Nested dicts, lists, tuples, NamedTuples and registered dataclasses of tensors; None is an empty leaf.
 Tree: TypeAlias = Any
+#: The arguments of a call that is passed on, by position and by name.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
 #: A pure function of the found_inf flag, float32, shape (): for example a MAX over ranks.
 Reduce: TypeAlias = Callable[[Tensor], Tensor]
 #: A pure function from the count of applied steps, int64, shape (), to a hyperparameter, shape ().
 Schedule: TypeAlias = Callable[[Tensor], "Tensor | float"]
+
+
+class Operation(Protocol):
+    """An operation of torch, as a dispatch mode gets it: an overload such as `aten.add.Tensor`, or torch.cond."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute it."""
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -194,10 +194,10 @@ def brief(value: object) -> str:
     if hasattr(value, "_fields"):  # a NamedTuple, such as a state
         return kind
     if isinstance(value, Mapping) and value:
-        return f"{kind} with {_listed([repr(key) for key in value])}"
+        return f"{kind} with {listed([repr(key) for key in value])}"
     if isinstance(value, (tuple, list, set)) and value:
         items = [describe(item) if isinstance(item, Tensor) else brief_kind(item) for item in value]
-        return f"{kind} of {_listed(items)}"
+        return f"{kind} of {listed(items)}"
     text = repr(value)
     return text if _is_short(text) else kind
 
@@ -225,7 +225,7 @@ def _is_short(text: str) -> bool:
     return len(text) <= _MOST_CHARACTERS and "\n" not in text
 
 
-def _listed(texts: list[str]) -> str:
+def listed(texts: list[str]) -> str:
     """Join texts by commas: the first few, and the number of all if there are more."""
     shown = texts[:_MOST_ITEMS]
     if len(texts) > _MOST_ITEMS:

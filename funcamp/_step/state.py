@@ -63,6 +63,30 @@ class TrainState(NamedTuple):
         return self.variables.products
 
 
+#: How to replace what a state computes from its fields.
+_REPLACE_INSTEAD = {
+    "ema": (
+        "it is a part of opt_state: with opt_state, average = state.opt_state, write "
+        "state._replace(opt_state=(opt_state, average._replace(average=...)))"
+    ),
+    "buffers": "write state._replace(variables=state.variables._replace(buffers=...))",
+    "float8": "write state._replace(variables=state.variables._replace(products=...))",
+}
+_replace_fields = TrainState._replace
+
+
+def _replace(state: TrainState, **changes: Any) -> TrainState:
+    """Return the state with some fields changed: `NamedTuple._replace`, with advice for what is no field."""
+    for name, advice in _REPLACE_INSTEAD.items():
+        if name in changes:
+            raise ValueError(f"TrainState._replace: the changes must be of fields, and {name} is none: {advice}")
+    return _replace_fields(state, **changes)
+
+
+# A class of NamedTuple must not define the method itself.
+TrainState._replace = _replace  # type: ignore[method-assign, assignment]
+
+
 class Metrics(NamedTuple):
     """Per-step metrics: scalar float32 tensors, except int64 counts, the loss in its dtype, and aux."""
 

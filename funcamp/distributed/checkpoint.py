@@ -129,9 +129,9 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
         lacking = [name for name in expected if name not in saved]
         unknown = [name for name in saved if name not in expected]
         if lacking:
-            difference = f"it lacks {lacking}"
+            difference = f"it lacks {_tree.listed([repr(name) for name in lacking])}"
         elif unknown:
-            difference = f"it has unknown {unknown}"
+            difference = f"it has unknown {_tree.listed([repr(name) for name in unknown])}"
         else:
             difference = "its names are in another order"
         raise ValueError(f"{rule}; {difference}")

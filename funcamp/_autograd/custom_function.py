@@ -270,7 +270,7 @@ def _init_subclass(cls: Any, /, **kwargs: Any) -> None:
 def custom_function(cls: F, *, cast_inputs: torch.dtype | None = None) -> F: ...
 @overload
 def custom_function(cls: None = None, *, cast_inputs: torch.dtype | None = None) -> Callable[[F], F]: ...
-def custom_function(cls: Any = None, *, cast_inputs: torch.dtype | None = None) -> Any:
+def custom_function(cls: F | None = None, *, cast_inputs: torch.dtype | None = None) -> F | Callable[[F], F]:
     """Make an autograd.Function work under autocast, torch.func and torch.compile.
 
     Decorates a class with `forward(ctx, ...)`, or with `forward(...)` and `setup_context`. Both get the behavior of

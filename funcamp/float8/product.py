@@ -243,7 +243,7 @@ def scaled_mm(
     *,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Multiply as a linear layer does, in float8: E4M3 forward, E5M2 gradients.
 
     y = x weight^T. The gradients are products of the same kind: grad_x = g weight and grad_weight = g^T x, in the
@@ -306,7 +306,8 @@ def scaled_mm(
         raise ValueError(f"{call}: scale and amax must not be given with current scaling, which has no state")
     delayed = None if scale is None else Scales(scale, reciprocal(scale))
     weight_operands = make_operands(weight.detach(), config, delayed and delayed.at(1))
-    return product(x, weight, weight_operands, config, delayed, amax)
+    y, amax_for_next_use = product(x, weight, weight_operands, config, delayed, amax)
+    return y if amax_for_next_use is None else (y, amax_for_next_use)
 
 
 def product(
@@ -316,8 +317,8 @@ def product(
     config: Float8Config,
     delayed: Scales | None,
     amax: Tensor | None,
-) -> Any:
-    """Return `scaled_mm` of checked arguments.
+) -> tuple[Tensor, Tensor | None]:
+    """Return `scaled_mm` of checked arguments, as a pair also without amax.
 
     delayed: the scales of x, weight and gradient, shape (3,).
     """
@@ -341,9 +342,7 @@ def product(
         matrix, weight, follows_x, grad_scale, grad_inverse, amax, config, *x_operands, *weight_operands
     )
     output_shape = (*x.shape[:-1], weight.shape[0])
-    if amax is None:
-        return result[:rows].reshape(output_shape)
-    y, amax_for_next_use = result
+    y, amax_for_next_use = (result, None) if amax is None else result
     return y[:rows].reshape(output_shape), amax_for_next_use
 
 

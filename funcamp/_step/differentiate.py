@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.scaled_grad import Engine, around_backward, differentiate
+from funcamp._autograd.scaled_grad import Engine, backward_runner, differentiate
 from funcamp._autograd.tape import Tape, zeros_of
 from funcamp._scaler.state import ScalerState
 from funcamp._step.accumulate import Result
@@ -78,7 +78,7 @@ def differentiate_loss(
             loss_fn.has_buffers or loss_fn.has_aux,
             shared.engine,
             weigh=weigh,
-            holding=around_backward(loss_fn, differentiated_tree),
+            run_backward=backward_runner(loss_fn, differentiated_tree),
             low=(shared.policy.compute_dtype,),
         )
     if loss_fn.has_buffers:

@@ -48,18 +48,22 @@ class Shares(NamedTuple):
 
 
 def shares_of(
-    weight: Weight | None, pieces: list[Any], ranks: int, total: Callable[[Tensor], Tensor], device: torch.device
+    weight: Weight | None,
+    pieces: list[Any],
+    ranks: int,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+    device: torch.device,
 ) -> Shares:
     """Return the factors of micro-batches; NaN if a tensor of weight is negative, or if all weights are 0.
 
     ranks: the number of ranks.
-    total: returns the sum of a number over ranks.
+    sum_over_ranks: returns the sum of a number over ranks.
     """
     if weight is None:
         return Shares(1.0 / ranks, len(pieces))
     weights = torch.stack([_as_tensor(weight(piece), device) for piece in pieces])
     own_weight = weights.sum()
-    weight_of_all_ranks = total(own_weight)
+    weight_of_all_ranks = sum_over_ranks(own_weight)
     return Shares(own_weight / weight_of_all_ranks, len(pieces), weights / weight_of_all_ranks)
 
 

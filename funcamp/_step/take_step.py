@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.scaled_grad import choose
+from funcamp._autograd.scaled_grad import choose_engine
 from funcamp._optim.chain import Chain, Update
 from funcamp._scaler.limits import exhausted, saturated
 from funcamp._scaler.skip_step import skip_step
@@ -46,8 +46,8 @@ def take_step(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainStat
 
     # The scaled gradients, the loss, its buffers and the records of the tapes.
     pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
-    shares = shares_of(options.weight, pieces, parallel.size, parallel.total, device)
-    engine = choose(loss_fn.engine, state)
+    shares = shares_of(options.weight, pieces, parallel.size, parallel.sum_of_weights, device)
+    engine = choose_engine(loss_fn.engine, state)
     shared = SharedByMicroBatches(loss_fn, options.policy, state.scaler, inputs, cast, product_context, tapes, engine)
 
     def differentiate_piece(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:

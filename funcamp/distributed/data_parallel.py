@@ -157,7 +157,7 @@ class DataParallel(Parallel):
             if leaf is not None:
                 local(leaf).copy_(broadcast(local(leaf), self.ranks))
 
-    def total(self, weight: Tensor) -> Tensor:
+    def sum_of_weights(self, weight: Tensor) -> Tensor:
         """Return the sum of a number over ranks."""
         return all_reduce(weight, "sum", self.ranks)
 

@@ -488,7 +488,7 @@ def test_a_replaced_property_names_the_field_behind_it() -> None:
     state = step.init({"w": torch.ones(2)})
     for name, advice in (("ema", "average._replace"), ("buffers", "state.variables._replace"), ("float8", "products=")):
         with pytest.raises(ValueError, match=rf"TrainState._replace: .* {name} is none: .*{advice}"):
-            state._replace(**{name: ()})
+            state._replace(**{name: ()})  # type: ignore[arg-type]
     opt_state, average = state.opt_state  # as the advice says
     zeros = state.params.ravel({"w": torch.zeros(2)})
     state = state._replace(opt_state=(opt_state, average._replace(average=zeros)))

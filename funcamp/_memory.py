@@ -12,7 +12,7 @@ from torch import Tensor
 from funcamp import _upstream
 from funcamp._dtensor import local
 
-_swap: Any = _upstream.find("torch._C._swap_tensor_impl")
+_swap = _upstream.find("torch._C._swap_tensor_impl")
 
 
 class Memory:

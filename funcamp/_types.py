@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 #: Nested dicts, lists, tuples, NamedTuples and registered dataclasses of tensors; None is an empty leaf.
+#: A batch may have other leaves too.
 Tree: TypeAlias = Any
 #: The arguments of a call that is passed on, by position and by name.
 Args: TypeAlias = tuple[Any, ...]
@@ -20,7 +21,7 @@ Schedule: TypeAlias = Callable[[Tensor], "Tensor | float"]
 
 
 class Operation(Protocol):
-    """An operation of torch, as a dispatch mode gets it: an overload such as `aten.add.Tensor`, or torch.cond."""
+    """An operation or function of torch, as a mode gets it: `aten.add.Tensor`, torch.cond, `Tensor.add`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute it."""

@@ -35,6 +35,7 @@ from funcamp._scaler.rules import TORCH_RULE
 from funcamp._scaler.state import RuleState, ScalerState, tensors_of, with_counters
 from funcamp._scaler.state_dict import saved_count, saved_counters, saved_scale
 from funcamp._scaler.update import update
+from funcamp._types import Args, Kwargs
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 _NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
@@ -423,7 +424,7 @@ class GradScaler(torch.amp.GradScaler):
         # What would observe a step that is undone. With an obstacle `select` reads the flag too, and warns.
         return obstacle(optimizer) is None and (is_watched(optimizer) or has_closure)
 
-    def _compiles(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
+    def _compiles(self, optimizer: torch.optim.Optimizer, args: Args, kwargs: Kwargs) -> bool:
         """Return whether the optimizer's step can be a part of the graph."""
         if _has_argument(args, kwargs) or self._skip == "host":
             return False
@@ -498,6 +499,6 @@ class GradScaler(torch.amp.GradScaler):
         self._counters = tensors_of(self._init_counters, dev)
 
 
-def _has_argument(args: Any, kwargs: Any) -> bool:
+def _has_argument(args: Args, kwargs: Kwargs) -> bool:
     """Return whether a step gets an argument; None does not count, because Accelerate passes it."""
     return any(value is not None for value in (*args, *kwargs.values()))

@@ -29,8 +29,8 @@ _KNOWN = (
 )  # fmt: skip
 
 # If hooks cannot be looked up, assume that there are some.
-_GLOBAL_PRE_HOOKS: Any = _upstream.find("torch.optim.optimizer._global_optimizer_pre_hooks", True)
-_GLOBAL_POST_HOOKS: Any = _upstream.find("torch.optim.optimizer._global_optimizer_post_hooks", True)
+_GLOBAL_PRE_HOOKS = _upstream.find("torch.optim.optimizer._global_optimizer_pre_hooks", True)
+_GLOBAL_POST_HOOKS = _upstream.find("torch.optim.optimizer._global_optimizer_post_hooks", True)
 
 _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 

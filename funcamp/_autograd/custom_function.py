@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from funcamp import _tree, _upstream
+from funcamp._types import Args
 
 F = TypeVar("F", bound=type[Function])
 
@@ -41,7 +42,7 @@ class _RecordingContext:
     It has the methods of ctx that a forward may call under torch.func.
     """
 
-    def __init__(self, args: tuple[Any, ...]) -> None:
+    def __init__(self, args: Args) -> None:
         # Which inputs are differentiated is unknown here, so this names all that can be.
         self.needs_input_grad = tuple(
             isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex()) for arg in args
@@ -233,14 +234,14 @@ def _region(args: Any) -> _Region | None:
     return _Region(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
 
 
-def _autocast(region: _Region | None) -> contextlib.AbstractContextManager[Any]:
+def _autocast(region: _Region | None) -> contextlib.AbstractContextManager[object]:
     """Return the context manager of an autocast region; None changes nothing."""
     if region is None:
         return contextlib.nullcontext()
     return torch.autocast(region.device_type, region.dtype, enabled=region.enabled)
 
 
-def _cast(args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[tuple[Any, ...], _Region | None]:
+def _cast(args: Args, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], _Region | None]:
     """Return forward's arguments and the autocast region around it; None keeps the caller's."""
     region = None if dtype is None else _region(args)
     if dtype is None or region is None or not region.enabled:

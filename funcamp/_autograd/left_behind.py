@@ -94,7 +94,7 @@ class LeftBehind:
         """Take the hook off the module. That of `load_state_dict` stays: torch may be iterating over its kind."""
         self._handle.remove()
 
-    def loaded(self, *_: Any) -> None:
+    def loaded(self, *_: object) -> None:
         """Follow `load_state_dict`, after which the module has the caller's values."""
         self.remove()
 
@@ -110,11 +110,11 @@ class _OfACopy:
 
     a_step_was_taken = False
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         pass
 
     def remove(self) -> None:
         pass
 
-    def loaded(self, *_: Any) -> None:
+    def loaded(self, *_: object) -> None:
         pass

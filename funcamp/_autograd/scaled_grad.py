@@ -73,18 +73,18 @@ def scaled_grad_and_value(
     check_engine(call, engine)
     put_leaves_in_graphs()
 
-    def grad_and_value(state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def grad_and_value(state: ScalerState, params: Tree, *args: Any, **kwargs: Any) -> Any:
         state = check_state(call, state)
         leaves, spec = _tree.gradients(call, "params", params, state.scale.device)
         tensors = [leaf for leaf in leaves if leaf is not None]
         chosen_engine = choose_engine(engine or getattr(loss_fn, "engine", None), (state, params, args, kwargs))
 
-        def tree_of(values: list[Tensor]) -> Any:
+        def tree_of(values: list[Tensor]) -> Tree:
             """Return the tree of params with these values in place of its tensors."""
             remaining = iter(values)
             return _tree.unflatten([None if leaf is None else next(remaining) for leaf in leaves], spec)
 
-        def loss_of(values: list[Tensor]) -> Any:
+        def loss_of(values: list[Tensor]) -> Tree:
             return loss_fn(tree_of(values), *args, **kwargs)
 
         scaled_grads, loss, aux = differentiate(

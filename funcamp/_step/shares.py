@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._types import Tree
 
 #: The factor of a loss: a number, or a tensor of shape ().
 Share: TypeAlias = "float | Tensor"
@@ -49,7 +50,7 @@ class Shares(NamedTuple):
 
 def shares_of(
     weight: Weight | None,
-    pieces: list[Any],
+    pieces: list[Tree],
     ranks: int,
     sum_over_ranks: Callable[[Tensor], Tensor],
     device: torch.device,

@@ -116,7 +116,7 @@ class Metrics(NamedTuple):
     records: Mapping[str, Any]
     """The counts of taps, as `numerics.Records`: a `numerics.Record` by name, whose backward counts are of scaled
     gradients (`Record.unscale(metrics.scale)`); `{}` without probes."""
-    aux: Any
+    aux: Tree
     """The auxiliary outputs of the loss, stacked over micro-batches; `()` without has_aux."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,10 +159,10 @@ def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _entries(f"{name}/{key}", item)
 
 
-def check_train_state(call: str, name: str, value: object, hint: str = "") -> None:
-    """Raise TypeError if a value is not a state."""
+def check_train_state(call: str, name: str, value: object, hint: str = "") -> TrainState:
+    """Return the value if it is a state; raise TypeError otherwise."""
     if isinstance(value, TrainState):
-        return
+        return value
     if not hint:
         hint = _state_hint(value)
     raise TypeError(f"{call}: {name} must be a TrainState, as init makes it; got {_tree.brief(value)}{hint}")

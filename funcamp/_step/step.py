@@ -94,7 +94,7 @@ class TrainStep(Fixed):
         policy = f"{self._options.policy}{self._products.described()}"
         return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={policy})"
 
-    def __call__(self, state: TrainState, batch: Any, *more: NoReturn) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Tree, *more: NoReturn) -> tuple[TrainState, Metrics]:
         """Take one step. Pure; safe under torch.compile(fullgraph=True); no sync.
 
         Args:
@@ -192,7 +192,7 @@ class TrainStep(Fixed):
         """
         return first_state(self, params, buffers, flat=flat, group=group, consume=consume)
 
-    def loss(self, state: TrainState, batch: Any, *more: NoReturn, training: bool = False) -> Tensor:
+    def loss(self, state: TrainState, batch: Tree, *more: NoReturn, training: bool = False) -> Tensor:
         """Return the loss of a batch without a gradient, without dropout and without writing anything.
 
         For validation. Evaluates one batch without micro-batches, in the precision of the step. A loss of `module_loss`
@@ -238,17 +238,16 @@ class TrainStep(Fixed):
         loss, _ = loss_and_aux("loss", returned, returns_pair)
         return loss
 
-    def check_call(self, call: str, state: Any, batch: Any, *more: Any) -> TrainState:
+    def check_call(self, call: str, state: object, batch: Tree, *more: object) -> TrainState:
         """Return the state; raise if a call did not get a state and one batch."""
         checked = self._checked(call, state, batch)
         one_batch(call, batch, *more)
         return checked
 
-    def _checked(self, call: str, state: Any, batch: Any = None) -> TrainState:
+    def _checked(self, call: str, state: object, batch: Tree = None) -> TrainState:
         """Return a state whose parameters are stored as this step has them; a user may have put a plain tree there."""
         hint = "; the state goes first, then the batch" if isinstance(batch, TrainState) else ""
-        check_train_state(call, "state", state, hint)
-        checked: TrainState = state
+        checked = check_train_state(call, "state", state, hint)
         if not isinstance(checked.params, Params):
             checked = checked._replace(params=stored(call, checked.params, self._group))
         self._options.parallel.check(call, checked.params)
@@ -287,7 +286,7 @@ class TrainStep(Fixed):
             values = [value.clone() for value in values]
         return inputs.tree(values)
 
-    def autocast(self, state: TrainState) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self, state: TrainState) -> contextlib.AbstractContextManager[object]:
         """Return a region with the policy's autocast, for a forward pass outside the loss.
 
         With `compute_params` it computes there as the loss does, without naming the precision again: a target network,

@@ -18,12 +18,13 @@ from funcamp._step.differentiate import SharedByMicroBatches, differentiate_loss
 from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, Variables
 from funcamp._storage.params import Params, clone, expand
+from funcamp._types import Tree
 
 if TYPE_CHECKING:
     from funcamp._step.step import TrainStep
 
 
-def take_step(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
     """Return the state after a step and its metrics, as `TrainStep.__call__` does; read it from top to bottom.
 
     Args:
@@ -50,7 +51,7 @@ def take_step(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainStat
     engine = choose_engine(loss_fn.engine, state)
     shared = SharedByMicroBatches(loss_fn, options.policy, state.scaler, inputs, cast, product_context, tapes, engine)
 
-    def differentiate_piece(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
+    def differentiate_piece(buffers: dict[str, Tensor], piece: Tree, share: Tensor | None) -> Result:
         return differentiate_loss(shared, buffers, piece, lambda loss: shares.weigh(loss, share))
 
     if options.accumulate == 1:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from funcamp import _tree
+from funcamp._types import Args, Kwargs
 
 
-def aliased(func: Any, args: Any, kwargs: Any, *, written: bool = False) -> list[Any]:
+def aliased(func: object, args: Args, kwargs: Kwargs, *, written: bool = False) -> list[Any]:
     """Return the leaves of such arguments; with `written` only of those that it writes.
 
     Args:

@@ -18,6 +18,7 @@ from funcamp import _tree
 from funcamp._trace.schema import aliased
 from funcamp._trace.tracing import HostError, NodeOf
 from funcamp._trace.user_line import line_in_stack
+from funcamp._types import Args, Kwargs, Operation, Tree
 from funcamp._upstream.chains import chain_start
 
 #: The seed at which a trace starts: larger than any user's seed that is not negative.
@@ -50,7 +51,7 @@ class _Call:
         kwargs: its keyword arguments.
     """
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, func: Operation, args: Args, kwargs: Kwargs) -> None:
         self.func = func
         self.args = args
         self.kwargs = kwargs
@@ -103,7 +104,7 @@ class TraceDraws:
                     "not seed torch's generator (torch.manual_seed), which a program cannot do: seed before the call"
                 )
 
-    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw(self, func: Operation, args: Args, kwargs: Kwargs) -> Any:
         """Call an operation that draws random numbers.
 
         Raises:
@@ -151,7 +152,7 @@ def _is_position(seed: int) -> bool:
     return _FIRST_POSITION <= seed < _END_OF_POSITIONS
 
 
-def reads_shape_only(func: Any) -> bool:
+def reads_shape_only(func: Operation) -> bool:
     """Return whether an operation takes no values of its tensor, as `zeros_like` and `x.new_zeros` do."""
     schema = getattr(func, "_schema", None)
     name = "" if schema is None else schema.name.split("::")[-1]
@@ -198,7 +199,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
-def _copy_tensors(tree: Any) -> Any:
+def _copy_tensors(tree: Tree) -> Any:
     leaves, spec = _tree.flatten(tree)
     return _tree.unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 

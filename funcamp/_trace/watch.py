@@ -35,6 +35,7 @@ from funcamp._trace.torch_draws import TraceDraws
 from funcamp._trace.trace_errors import nested_tensor_error, read_error
 from funcamp._trace.tracing import HostError, LetsDynamoIn, RequestedViews, current
 from funcamp._trace.user_line import line_in_stack
+from funcamp._types import Args, Kwargs, Operation
 from funcamp._upstream.bugs.ctc_lengths import of_known_shape
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ else:
     FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
     FakeTensorMode = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
     TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
-_without_modes: Any = _upstream.find("torch.utils._python_dispatch._disable_current_modes")
+_without_modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes")
 
 _log = logging.getLogger("funcamp")
 _aten = torch.ops.aten
@@ -106,7 +107,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             current.recorder = outer_recorder
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Operation, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         # Two of three calls only ask for a device, so nothing comes before this.
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -155,9 +156,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         """Return the captured tensors, by the identity of the fake tensors that replace them."""
         return {id(captured.fake): captured.tensor for captured in self._captured.values()}
 
-    def _with_fakes(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _with_fakes(self, func: Operation, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace captured tensors by fake ones, because torch computes some operations on them at once."""
         if func in _LIFTS:
             return args, kwargs
@@ -252,7 +251,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             if self._recorded.has(tensor):  # not in the body of a scan
                 self._recorded.add(tensor, value_slot.proxy.node)
 
-    def _note(self, result: FakeTensor, args: tuple[Any, ...]) -> None:
+    def _note(self, result: FakeTensor, args: Args) -> None:
         """Note the node of a result, to know after the trace what Python has kept, and what computes it."""
         is_argument = any(result is arg for arg in args)
         if is_argument and not self._recorded.has(result):

@@ -199,7 +199,7 @@ class Missing:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def fail(self, *_: Any, **__: Any) -> NoReturn:
+    def fail(self, *_: object, **__: object) -> NoReturn:
         """Raise the error."""
         raise RuntimeError(message(self.path))
 
@@ -210,7 +210,7 @@ class Missing:
             raise AttributeError(name)
         self.fail()
 
-    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+    def __mro_entries__(self, _: object) -> tuple[type, ...]:
         return (_MissingBase,)
 
 
@@ -306,4 +306,4 @@ multiply_each: Callable[..., None] = find("torch._foreach_mul_")
 norm_of_each: Callable[..., list[Tensor]] = find("torch._foreach_norm")
 unscale_each: Callable[..., None] = find("torch._amp_foreach_non_finite_check_and_unscale_", _unscale_each)
 #: torch's kernel for the scale's rule; False if torch has none.
-update_scale: Any = find("torch._amp_update_scale_", False)
+update_scale = find("torch._amp_update_scale_", False)

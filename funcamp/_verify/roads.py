@@ -16,6 +16,7 @@ from funcamp import _tree
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
 from funcamp._storage.params import clone
+from funcamp._types import Tree
 from funcamp._verify.compare import Row, copied_to_host
 from funcamp._verify.python_state import PythonState
 from funcamp._verify.torch_loop import TorchLoop
@@ -31,9 +32,9 @@ class Task(NamedTuple):
 
     step: _Step
     """The step before it is compiled."""
-    state: Any
+    state: Tree
     """The first state. Roads use clones."""
-    batches: list[Any]
+    batches: list[Tree]
     """A batch for every step. Roads use deep copies."""
     overflow: int | None
     """The number of the step whose scale is too high, on purpose."""
@@ -157,7 +158,7 @@ def step_rows(
             yield row
 
 
-def _one_step(task: Task, run: _Step, state: Any, batch: Any, number: int) -> tuple[Any, Row]:
+def _one_step(task: Task, run: _Step, state: Tree, batch: Tree, number: int) -> tuple[Any, Row]:
     """Return the state after a step and the step's row; the step of the overflow gets a scale that is too high."""
     if number != task.overflow:
         state, metrics = run(state, batch)
@@ -169,7 +170,7 @@ def _one_step(task: Task, run: _Step, state: Any, batch: Any, number: int) -> tu
     return state._replace(scaler=state.scaler._replace(scale=scale)), row
 
 
-def row_of(step: _Step, state: Any, metrics: Any) -> Row:
+def row_of(step: _Step, state: Tree, metrics: Tree) -> Row:
     """Return what there is to compare after a step, on the host."""
     row = _values(step, state)
     if isinstance(step, TrainStep):
@@ -186,7 +187,7 @@ def row_of(step: _Step, state: Any, metrics: Any) -> Row:
     return copied_to_host(row)
 
 
-def _values(step: _Step, state: Any) -> Row:
+def _values(step: _Step, state: Tree) -> Row:
     """Return copies of a state's values by name, on the host."""
     if not isinstance(step, TrainStep):
         return copied_to_host(_by_path("state", state))
@@ -195,7 +196,7 @@ def _values(step: _Step, state: Any) -> Row:
     return copied_to_host(values)
 
 
-def _by_path(prefix: str, tree: Any) -> Row:
+def _by_path(prefix: str, tree: Tree) -> Row:
     """Return the tensors of a tree by the prefix and their paths."""
     tensors: Row = {}
     for index, leaf in enumerate(_tree.leaves(tree)):
@@ -232,7 +233,7 @@ def _disturb(value: Tensor, part: float) -> None:
     value.copy_(value * (1 + part * signs))
 
 
-def _saved(task: Task, state: Any) -> bytes:
+def _saved(task: Task, state: Tree) -> bytes:
     file = io.BytesIO()
     torch.save(task.step.state_dict(state) if isinstance(task.step, TrainStep) else _tree.leaves(state), file)
     return file.getvalue()

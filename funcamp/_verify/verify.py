@@ -16,6 +16,7 @@ from funcamp._check import integer
 from funcamp._step.state import check_train_state
 from funcamp._step.step import TrainStep
 from funcamp._trace.autocast_regions import without_autocast
+from funcamp._types import Tree
 from funcamp._verify.python_state import PythonState
 from funcamp._verify.report import Verification
 from funcamp._verify.roads import Generators, Task
@@ -27,9 +28,9 @@ _LEAST_STEPS = 3
 
 def verify(
     step: Callable[[Any, Any], tuple[Any, Any]],
-    batches: Iterable[Any],
+    batches: Iterable[Tree],
     *,
-    state: Any = None,
+    state: Tree = None,
     steps: int = 4,
 ) -> Verification:
     """Compare a step for your own model with torch's loop, eager, compiled, and from a saved state.
@@ -119,7 +120,7 @@ def verify(
         generators.restore()
 
 
-def _devices_of(tree: Any) -> set[torch.device]:
+def _devices_of(tree: Tree) -> set[torch.device]:
     return {tensor.device for tensor in _tree.tensors_in(tree)}
 
 

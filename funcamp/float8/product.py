@@ -27,7 +27,7 @@ from funcamp.float8.config import BACKWARD, FORWARD, MULTIPLE, Float8Config, che
 from funcamp.float8.quantized import amax_of, check_wide, quantize
 from funcamp.float8.state import check_tensor
 
-_scaled_mm: Any = _upstream.find("torch._scaled_mm")
+_scaled_mm = _upstream.find("torch._scaled_mm")
 
 
 class Scales(NamedTuple):

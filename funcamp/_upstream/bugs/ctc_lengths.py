@@ -32,13 +32,13 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, T
     return loss, torch.nn.functional.pad(alphas, (0, padded_length - alphas.shape[2]))
 
 
-def _new_results(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _new_results(log_probs: Tensor, targets: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     """Return tensors like the results of `_ctc_loss`."""
     batch_size = log_probs.shape[1]
     return log_probs.new_empty(batch_size), log_probs.new_empty(_shape_of_alphas(log_probs, targets))
 
 
-def _new_gradient(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
+def _new_gradient(_: Tensor, log_probs: Tensor, *__: object) -> Tensor:
     """Return a tensor like the gradient with respect to log_probs."""
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 

@@ -124,7 +124,7 @@ def _step(model: nn.Module, optimizer: type[torch.optim.Optimizer], dtype: str =
     return funcamp.make_train_step(loss_fn, funcamp.stateless(optimizer, lr=1e-2), _CONFIG, policy=dtype, **options)
 
 
-def _check_equal(actual: Any, expected: Any, what: str) -> None:
+def _check_equal(actual: object, expected: object, what: str) -> None:
     if actual != expected:
         raise AssertionError(f"{what}: {actual} instead of {expected}")
 

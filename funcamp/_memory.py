@@ -140,7 +140,7 @@ def _has_memory(leaf: Tensor) -> bool:
     return bool(leaf.numel())
 
 
-def _start(leaf: Tensor) -> tuple[Any, int]:
+def _start(leaf: Tensor) -> tuple[object, int]:
     """Return the memory that a tensor is in, and its first byte there."""
     leaf = local(leaf)
     storage = leaf.untyped_storage()

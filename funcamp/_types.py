@@ -14,6 +14,8 @@ Tree: TypeAlias = Any
 #: The arguments of a call that is passed on, by position and by name.
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
+#: What a state_dict() of torch or of this package returns: values by name.
+StateDict: TypeAlias = dict[str, Any]
 #: A pure function of the found_inf flag, float32, shape (): for example a MAX over ranks.
 Reduce: TypeAlias = Callable[[Tensor], Tensor]
 #: A pure function from the count of applied steps, int64, shape (), to a hyperparameter, shape ().

@@ -35,13 +35,13 @@ from funcamp._scaler.rules import TORCH_RULE
 from funcamp._scaler.state import RuleState, ScalerState, tensors_of, with_counters
 from funcamp._scaler.state_dict import saved_count, saved_counters, saved_scale
 from funcamp._scaler.update import update
-from funcamp._types import Args, Kwargs
+from funcamp._types import Args, Kwargs, StateDict
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 _NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 
 
-def _per_optimizer() -> dict[str, Any]:
+def _per_optimizer() -> dict[str, object]:
     """Return what torch's class notes of an optimizer between two updates, by torch's names."""
     return {"stage": Stage.READY, "found_inf_per_device": {}}
 
@@ -140,7 +140,7 @@ class GradScaler(torch.amp.GradScaler):
             self._found_inf: Tensor | None = None
             self._per_optimizer_states = defaultdict(_per_optimizer)
 
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: object) -> Any:
         """Multiply a tensor, or every tensor of nested iterables, by the scale. No sync.
 
         Raises:
@@ -312,12 +312,12 @@ class GradScaler(torch.amp.GradScaler):
         """Set the number of clean steps in a row after which the scale grows."""
         self._configure(growth_interval=new_interval)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return torch's five entries, and the counters of another rule by name. Reads the device."""
         saved = super().state_dict()
         return saved | self._read_counters() if self._enabled else saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load the `state_dict` of this class or torch's. If it raises, nothing has changed.
 
         Raises:
@@ -352,14 +352,14 @@ class GradScaler(torch.amp.GradScaler):
             for name, counter in self._counters.items():
                 counter.fill_(counters[name])
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         state = super().__getstate__()
         if self._enabled:
             # As torch's class saves the scale and the tracker: numbers, and no tensors.
             state |= {"_init_counters": self._read_counters(), "_counters": {}, "_found_inf": None}
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
         prepare_for_compile()  # an unpickled scaler may be the first of its process
 
@@ -430,7 +430,7 @@ class GradScaler(torch.amp.GradScaler):
             return False
         return obstacle(optimizer) is None and not is_watched(optimizer)
 
-    def _fused_step(self, optimizer: Any, noted: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _fused_step(self, optimizer: Any, noted: dict[str, Any], *args: object, **kwargs: object) -> object:
         """Step an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             return super().step(optimizer, *args, **kwargs)

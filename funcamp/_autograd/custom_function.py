@@ -28,7 +28,7 @@ class _SavedTensor:
         self.position = position
 
 
-def _position_of(tensor: Tensor, known_tensors: list[Any]) -> int | None:
+def _position_of(tensor: Tensor, known_tensors: list[object]) -> int | None:
     """Return the position of a tensor among others, by identity; None if it is not there."""
     for position, known_tensor in enumerate(known_tensors):
         if known_tensor is tensor:
@@ -47,18 +47,18 @@ class _RecordingContext:
         self.needs_input_grad = tuple(
             isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex()) for arg in args
         )
-        self._method_calls: dict[str, tuple[Any, ...]] = {}
+        self._method_calls: dict[str, Args] = {}
 
-    def save_for_backward(self, *args: Any) -> None:
+    def save_for_backward(self, *args: object) -> None:
         self._method_calls["save_for_backward"] = args
 
-    def save_for_forward(self, *args: Any) -> None:
+    def save_for_forward(self, *args: object) -> None:
         self._method_calls["save_for_forward"] = args
 
-    def mark_non_differentiable(self, *args: Any) -> None:
+    def mark_non_differentiable(self, *args: object) -> None:
         self._method_calls["mark_non_differentiable"] = args
 
-    def set_materialize_grads(self, *args: Any) -> None:
+    def set_materialize_grads(self, *args: object) -> None:
         self._method_calls["set_materialize_grads"] = args
 
     # Called for what is defined nowhere else.
@@ -67,7 +67,7 @@ class _RecordingContext:
 
 
 # Not a method: a forward may set any attribute of ctx.
-def _attributes_set_on(context: _RecordingContext) -> dict[str, Any]:
+def _attributes_set_on(context: _RecordingContext) -> dict[str, object]:
     """Return the attributes that forward set."""
     own_attributes = ("needs_input_grad", "_method_calls")
     return {name: value for name, value in vars(context).items() if name not in own_attributes}
@@ -76,11 +76,11 @@ def _attributes_set_on(context: _RecordingContext) -> dict[str, Any]:
 class _CallUnderFunc:
     """One call under torch.func of a forward that takes ctx; torch runs it as forward, setup_context and backward."""
 
-    def __init__(self, function: Any, backward: Callable[..., Any]) -> None:
+    def __init__(self, function: Any, backward: Callable[..., object]) -> None:
         self._function = function
         self._backward = backward
 
-    def forward(self, *args: Any) -> tuple[Any, ...]:
+    def forward(self, *args: object) -> Args:
         """Return the outputs of the function's forward, followed by the intermediates that it saved."""
         context = _RecordingContext(args)
         result = self._function.forward(context, *args)
@@ -103,7 +103,7 @@ class _CallUnderFunc:
         self._notes = _tree.unflatten(notes, spec)
         return tuple(outputs)
 
-    def set_up(self, ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+    def set_up(self, ctx: Any, inputs: Args, outputs: Args) -> None:
         """Repeat on ctx what the function's forward did to it."""
         ctx.funcamp_region = _region(inputs)
         known_tensors = [*_tree.leaves(inputs), *outputs]
@@ -122,7 +122,7 @@ class _CallUnderFunc:
         for name, value in attributes.items():
             setattr(ctx, name, value)
 
-    def backward(self, ctx: Any, *grads: Any) -> Any:
+    def backward(self, ctx: object, *grads: object) -> Any:
         """Return the function's backward, with a None for each argument that it leaves out."""
         result = self._backward(ctx, *grads[: self._output_count])
         if not isinstance(result, tuple):
@@ -130,7 +130,7 @@ class _CallUnderFunc:
         missing_count = self._argument_count - len(result)
         return (*result, *[None] * missing_count)
 
-    def run(self, body: dict[str, Any], backward_name: str, args: Any) -> Any:
+    def run(self, body: dict[str, object], backward_name: str, args: Args) -> Any:
         """Apply the function without ctx in its forward."""
         methods = {
             "forward": staticmethod(self.forward),
@@ -148,7 +148,7 @@ class _Implementation(NamedTuple):
 
     plain: Any
     """A subclass that keeps autocast for backward."""
-    under_func: Callable[..., Any]
+    under_func: Callable[..., object]
     """Applies the class under torch.func."""
     signature: inspect.Signature
     """Of the user's forward."""
@@ -166,20 +166,20 @@ def _implementation_of(function: Any) -> _Implementation:
     backward_name = "backward" if function.vjp is Function.vjp else "vjp"
     users_backward = getattr(function, backward_name)
 
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: Any, *args: object) -> Any:
         ctx.funcamp_region = _region(args)
         return function.forward(ctx, *args)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Args, output: object) -> None:
         ctx.funcamp_region = _region(inputs)
         function.setup_context(ctx, inputs, output)
 
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: object) -> Any:
         with _autocast(ctx.funcamp_region):
             return users_backward(ctx, *grads)
 
     # torch.func calls apply again at every nested level: this must be torch's own, on the class that runs.
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         "apply": vars(Function)["apply"],
         "__module__": function.__module__,
         backward_name: staticmethod(backward),
@@ -192,7 +192,7 @@ def _implementation_of(function: Any) -> _Implementation:
         plain_body["generate_vmap_rule"] = function.vmap is Function.vmap
     plain: Any = type(function.__name__, (function,), plain_body)
 
-    def under_func(*args: Any) -> Any:
+    def under_func(*args: object) -> Any:
         if takes_ctx:
             return _CallUnderFunc(function, backward).run(body, backward_name, args)
         return plain.apply(*args)
@@ -202,7 +202,7 @@ def _implementation_of(function: Any) -> _Implementation:
     return implementation
 
 
-def apply(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+def apply(cls: Any, /, *args: object, **kwargs: object) -> Any:
     """Run a decorated class as its `apply` classmethod; Dynamo matches `self.fn = F.apply` by this name."""
     implementation = _implementation_of(cls)
     # A stand-in for ctx, so that the signature binds.
@@ -226,7 +226,7 @@ class _Region(NamedTuple):
     enabled: bool
 
 
-def _region(args: Any) -> _Region | None:
+def _region(args: Args) -> _Region | None:
     """Return the current autocast region of the arguments' type of device; None if autocast does not know it."""
     device_type = next((tensor.device.type for tensor in _tree.tensors_in(args)), "meta")
     if not torch.amp.is_autocast_available(device_type):
@@ -241,7 +241,7 @@ def _autocast(region: _Region | None) -> contextlib.AbstractContextManager[objec
     return torch.autocast(region.device_type, region.dtype, enabled=region.enabled)
 
 
-def _cast(args: Args, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], _Region | None]:
+def _cast(args: Args, dtype: torch.dtype | None) -> tuple[Args, _Region | None]:
     """Return forward's arguments and the autocast region around it; None keeps the caller's."""
     region = None if dtype is None else _region(args)
     if dtype is None or region is None or not region.enabled:
@@ -255,7 +255,7 @@ def _cast(args: Args, dtype: torch.dtype | None) -> tuple[tuple[Any, ...], _Regi
     return _tree.unflatten(leaves, spec), region._replace(enabled=False)
 
 
-def _put_in_graphs(cls: Any) -> None:
+def _put_in_graphs(cls: type[Function]) -> None:
     """Let Dynamo put calls of a class into its graph as one node, so that its backward cannot be dropped."""
     torch.compiler.allow_in_graph(cls)  # type: ignore[no-untyped-call]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -163,7 +163,7 @@ class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Operation, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         if func is _DEVICE:
             return func(*args, **kwargs)
@@ -199,7 +199,7 @@ class _FunctionWatch(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Operation, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)

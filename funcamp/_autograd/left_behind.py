@@ -6,7 +6,6 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +62,7 @@ class LeftBehind:
         self._handle = module.register_forward_pre_hook(self)
         module.register_load_state_dict_post_hook(self.loaded)  # type: ignore[no-untyped-call]
 
-    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002
+    def __call__(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
         """Warn if a step was taken and nothing was written into the module since `init`."""
         if torch.compiler.is_dynamo_compiling() or not self.a_step_was_taken:
             return
@@ -83,7 +82,7 @@ class LeftBehind:
                 stacklevel=2,
             )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _OfACopy, ()
 
     def _has_other_values(self) -> bool:

@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -60,7 +59,7 @@ class LowCopies(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Operation, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> object:
         returned = func(*args, **(kwargs or {}))
         function_name = getattr(func, "__name__", "")
         if function_name in _CASTS:

@@ -46,7 +46,7 @@ class ModuleLoss(Loss):
     def __init__(
         self,
         model: nn.Module,
-        criterion: Callable[[Any, Any], Any] | None = None,
+        criterion: Callable[[Any, Any], object] | None = None,
         *,
         has_aux: bool = False,
         keep_buffers: bool = False,
@@ -416,7 +416,7 @@ class ModuleLoss(Loss):
 
 def module_loss(
     model: nn.Module,
-    criterion: Callable[[Any, Any], Any] | None = None,
+    criterion: Callable[[Any, Any], object] | None = None,
     *,
     has_aux: bool = False,
     keep_buffers: bool = False,

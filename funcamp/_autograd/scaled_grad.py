@@ -31,7 +31,7 @@ Differentiated: TypeAlias = tuple[list[Tensor], Tensor, Tree]
 
 
 def scaled_grad_and_value(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, engine: Engine | None = None
+    loss_fn: Callable[..., object], *, has_aux: bool = False, engine: Engine | None = None
 ) -> Callable[..., Any]:
     """Turn a loss function into one that returns unscaled, checked gradients and the loss.
 
@@ -73,7 +73,7 @@ def scaled_grad_and_value(
     check_engine(call, engine)
     put_leaves_in_graphs()
 
-    def grad_and_value(state: ScalerState, params: Tree, *args: Any, **kwargs: Any) -> Any:
+    def grad_and_value(state: ScalerState, params: Tree, *args: object, **kwargs: object) -> Any:
         state = check_state(call, state)
         leaves, spec = _tree.gradients(call, "params", params, state.scale.device)
         tensors = [leaf for leaf in leaves if leaf is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ def differentiate_loss(
 
 def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Tree:
     """Call a loss under the policy's autocast, with the arguments that it takes."""
-    arguments_of_loss: list[Any] = [arguments.params]
+    arguments_of_loss: list[object] = [arguments.params]
     if loss_fn.probes:
         arguments_of_loss.append(arguments.taps)
     if loss_fn.has_buffers:

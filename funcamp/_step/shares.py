@@ -68,7 +68,7 @@ def shares_of(
     return Shares(own_weight / weight_of_all_ranks, len(pieces), weights / weight_of_all_ranks)
 
 
-def _as_tensor(weight: Any, device: torch.device) -> Tensor:
+def _as_tensor(weight: object, device: torch.device) -> Tensor:
     """Return what a weight function returned as a float64 tensor, NaN for a negative one.
 
     Raises:

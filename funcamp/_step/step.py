@@ -29,7 +29,7 @@ from funcamp._storage.layout import Layout
 from funcamp._storage.params import Params, matrix_or_vector, stored
 from funcamp._storage.policy import autocast_of
 from funcamp._trace.tracing import compiling
-from funcamp._types import Tree
+from funcamp._types import StateDict, Tree
 
 
 class _KnownInputs(NamedTuple):
@@ -70,7 +70,7 @@ class TrainStep(Fixed):
     config: ScalerConfig
     _instead = "Call make_train_step with another {name}: the new step continues from the same state"
 
-    def __init__(self, loss_fn: Loss, optimizer: Any, config: ScalerConfig, options: Options) -> None:
+    def __init__(self, loss_fn: Loss, optimizer: object, config: ScalerConfig, options: Options) -> None:
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.config = config
@@ -82,11 +82,11 @@ class TrainStep(Fixed):
         self._group = next(iter(group_functions_in(optimizer)), matrix_or_vector)
         self._transforms = chain(*_clipping(options), optimizer, *_averaging(options))
 
-    def python_parts(self) -> dict[str, Any]:
+    def python_parts(self) -> dict[str, object]:
         """Return the objects whose Python the step runs, by name: `jit` looks there for state besides its own."""
         return self.loss_fn.python_parts()
 
-    def code_parts(self) -> dict[str, Any]:
+    def code_parts(self) -> dict[str, object]:
         """Return the objects whose Python the step runs, by name: `jit` looks there for modules' training flags."""
         return self.loss_fn.code_parts()
 
@@ -410,7 +410,7 @@ class TrainStep(Fixed):
         )
         return like._replace(params=params, opt_state=self._transforms.init(params))
 
-    def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> dict[str, Any]:
+    def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> StateDict:
         """Return the state_dicts with which a torch loop continues: its module, optimizer and scaler.
 
         torch's optimizer must be created with `model.parameters()`, frozen ones included. For `by_group` it has one
@@ -445,8 +445,8 @@ class TrainStep(Fixed):
         self,
         like: TrainState,
         *,
-        optimizer: Mapping[Any, Any] | None = None,
-        scaler: dict[str, Any] | None = None,
+        optimizer: Mapping[str, StateDict] | StateDict | None = None,
+        scaler: StateDict | None = None,
         names: Iterable[str] | None = None,
         steps: int | None = None,
         consume: bool = False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -140,7 +140,7 @@ def _check_options(step: TrainStep, state: TrainState) -> None:
         step.loss_fn.check_accumulation()
 
 
-def _observed(step: TrainStep, gradients: Params) -> dict[str, Any]:
+def _observed(step: TrainStep, gradients: Params) -> dict[str, Tree]:
     """Return the results of the observe functions on the unscaled gradients, in the parameters' own tree."""
     if not step._options.observe:
         return {}
@@ -151,5 +151,5 @@ def _observed(step: TrainStep, gradients: Params) -> dict[str, Any]:
             raise TypeError(
                 f"step: observe{_tree.path_of(results, index)} must return tensors; got {_tree.describe(leaf)}"
             )
-    copies: dict[str, Any] = clone(results)
+    copies: dict[str, Tree] = clone(results)
     return copies

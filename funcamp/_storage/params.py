@@ -76,7 +76,7 @@ class Params:
         owner = "" if self.ranks is None else f"rank {self.ranks.rank} of {self.ranks.size} of "
         return f"{owner}Params({count} tensors in {{{groups}}})"
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         tree = self.tree()
         try:
             return tree[key]

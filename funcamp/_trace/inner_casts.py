@@ -48,7 +48,7 @@ _OUTER_OPERATIONS = (
 
 
 class _Mark(threading.local):
-    operation: Any = None
+    operation: object = None
     """The operation that this thread calls under autocast, between the dispatcher's autocast key and its modes."""
 
 
@@ -69,7 +69,7 @@ class InnerCasts(LetsDynamoIn, TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         is_marked = _mark.operation is func
         if func in _OUTER_OPERATIONS and not _upstream.usable(*_PRIVATE_NAMES):
@@ -121,11 +121,11 @@ def watch_autocast() -> None:
             _library.impl(operation, kernel, key, with_keyset=True)
 
 
-def _make_marking_kernel(operation: Any, key: Any) -> Any:
+def _make_marking_kernel(operation: Any, key: object) -> object:
     """Return a kernel for an autocast key that marks an operation in a trace, and calls its next kernel."""
     keys_below = _keys_after(key)
 
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: object, *args: object, **kwargs: object) -> object:
         if current.recorder is None:
             return operation.redispatch(keys & keys_below, *args, **kwargs)
         mark_before = _mark.operation

@@ -156,7 +156,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         """Return the captured tensors, by the identity of the fake tensors that replace them."""
         return {id(captured.fake): captured.tensor for captured in self._captured.values()}
 
-    def _with_fakes(self, func: Operation, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _with_fakes(self, func: Operation, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Replace captured tensors by fake ones, because torch computes some operations on them at once."""
         if func in _LIFTS:
             return args, kwargs
@@ -325,7 +325,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         kept_tensor.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
-def _is_known_constant(value: Any) -> bool:
+def _is_known_constant(value: object) -> bool:
     """Return whether a trace knows the value of a tensor, as that of `torch.tensor(2.0)`."""
     return getattr(value, "constant", None) is not None
 
@@ -333,7 +333,7 @@ def _is_known_constant(value: Any) -> bool:
 def _is_same_view(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same elements of one storage."""
 
-    def elements(tensor: Tensor) -> tuple[Any, ...]:
+    def elements(tensor: Tensor) -> tuple[object, ...]:
         storage = tensor.untyped_storage()._cdata
         return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 

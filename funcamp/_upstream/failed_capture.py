@@ -19,7 +19,7 @@ _end_pool = find("torch._C._cuda_endAllocateToPool")
 _release_pool = find("torch._C._cuda_releasePool")
 
 #: The allocators keep a pointer to a graph whose capture failed.
-_failed: list[Any] = []
+_failed: list[object] = []
 
 
 def clear(graph: Any, device: torch.device, pool: Any) -> None:

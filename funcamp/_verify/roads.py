@@ -7,7 +7,7 @@ import io
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from funcamp._verify.torch_loop import TorchLoop
 #: The scale at which float16 gradients overflow. Float32's largest number is 2^128.
 _OVERFLOWS = 2.0**120
 
-_Step = Callable[[Any, Any], tuple[Any, Any]]
+_Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
 class Task(NamedTuple):
@@ -158,7 +158,7 @@ def step_rows(
             yield row
 
 
-def _one_step(task: Task, run: _Step, state: Tree, batch: Tree, number: int) -> tuple[Any, Row]:
+def _one_step(task: Task, run: _Step, state: Tree, batch: Tree, number: int) -> tuple[Tree, Row]:
     """Return the state after a step and the step's row; the step of the overflow gets a scale that is too high."""
     if number != task.overflow:
         state, metrics = run(state, batch)
@@ -205,7 +205,7 @@ def _by_path(prefix: str, tree: Tree) -> Row:
     return tensors
 
 
-def _batches(task: Task, disturbed: Disturbance | None) -> Iterator[Any]:
+def _batches(task: Task, disturbed: Disturbance | None) -> Iterator[Tree]:
     """Yield copies of the batches, because a step may write into them; memory that leaves share stays shared."""
     for original in task.batches:
         batch = copy.deepcopy(original)
@@ -239,7 +239,7 @@ def _saved(task: Task, state: Tree) -> bytes:
     return file.getvalue()
 
 
-def _loaded(task: Task, saved: bytes) -> Any:
+def _loaded(task: Task, saved: bytes) -> Tree:
     loaded = torch.load(io.BytesIO(saved), weights_only=True)
     if isinstance(task.step, TrainStep):
         return task.step.load_state_dict(loaded, like=clone(task.state))

@@ -120,7 +120,7 @@ class TorchLoop:
             groups_by_label.setdefault(label, []).append(group)
         optimizers: list[tuple[torch.optim.Optimizer, list[TorchGroup]]] = []
         for label, groups in groups_by_label.items():
-            param_groups: list[dict[str, Any]] = []
+            param_groups: list[dict[str, object]] = []
             for group in groups:
                 params = [parameters[name] for name in group.names]
                 param_groups.append({**self._hyperparameters(group), "params": params})
@@ -143,7 +143,7 @@ class TorchLoop:
         scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": int(state.scaler.growth_tracker)})
         return scaler
 
-    def _hyperparameters(self, group: TorchGroup) -> dict[str, Any]:
+    def _hyperparameters(self, group: TorchGroup) -> dict[str, object]:
         """Return the hyperparameters of a group at this step: schedules evaluated, tensors as numbers."""
         hyperparameters = hyperparameters_of(group.optimizer, torch.tensor(self._applied, device=self._device))
         if "foreach" in hyperparameters:  # the arithmetic of one tensor at a time, as in the step
@@ -193,7 +193,7 @@ class TorchLoop:
             mean_loss = mean_loss + loss_share.detach()
         return torch.as_tensor(mean_loss).to(loss.dtype)
 
-    def _pieces(self, batch: Tree) -> list[Any]:
+    def _pieces(self, batch: Tree) -> list[Tree]:
         """Return the micro-batches."""
         if self._options.accumulate == 1:
             return [batch]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +89,7 @@ def _fingerprint(params: Params) -> int:
     """
     layout = params.layout
     slot_numbers = range(len(layout.slots))
-    described: list[Any] = [_tree.names(layout.tree(slot_numbers))]
+    described: list[object] = [_tree.names(layout.tree(slot_numbers))]
     if layout.flat:
         described += [layout.leaves, layout.slots, layout.padded_sizes]
     digest = hashlib.sha256(repr(described).encode()).digest()

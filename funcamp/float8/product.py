@@ -104,8 +104,8 @@ class _Product(Function):
         inverse: Tensor | None,  # noqa: ARG004
         amax: Tensor | None,
         config: Float8Config,
-        *operand_fields: Any,
-    ) -> Any:
+        *operand_fields: object,
+    ) -> object:
         x_operands, weight_operands = _split_operands(operand_fields)
         y = _multiply(
             x_operands.plain,
@@ -120,7 +120,7 @@ class _Product(Function):
         return y if amax is None else (y, amax.clone())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+    def setup_context(ctx: Any, inputs: Any, output: object) -> None:  # noqa: ARG004
         x, weight, follows_x, scale, inverse, _, config = inputs[:7]
         ctx.dtype = x.dtype
         ctx.config = config
@@ -208,11 +208,11 @@ class _Kernel(Function):
             return y.to(dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # noqa: ARG004
+    def backward(ctx: object, grad: object) -> object:  # noqa: ARG004
         raise RuntimeError(
             "float8.scaled_mm: a loss must be differentiated once; a second derivative (of a gradient penalty) needs "
             "the layer in bfloat16: name it in the policy's keep"

@@ -242,12 +242,12 @@ def find(path: str, instead: Any = None) -> Any:
     return torch_object
 
 
-def usable(*objects: Any) -> bool:
+def usable(*objects: object) -> bool:
     """Return whether torch has everything that `find` returned here."""
     return not any(isinstance(torch_object, Missing) for torch_object in objects)
 
 
-def check(torch_object: Any) -> None:
+def check(torch_object: object) -> None:
     """Raise RuntimeError if torch lacks what `find` returned here."""
     if isinstance(torch_object, Missing):
         torch_object.fail()

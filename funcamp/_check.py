@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterator
-from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -74,7 +73,7 @@ class Fixed:
     _instead = "make another object"
     """The end of the error's text."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         is_known = name in type(self).__annotations__
         is_set = name in vars(self)
         if not name.startswith("_") and (is_set or not is_known):

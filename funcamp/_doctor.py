@@ -17,7 +17,7 @@ from funcamp import _upstream
 from funcamp._jit import explain
 from funcamp._jit.compile import cpp_compiler
 from funcamp._jit.passes.program import Target
-from funcamp._types import name_of
+from funcamp._types import Tree, name_of
 
 #: The number of steps that are compared with torch's loop.
 _STEPS = 300
@@ -124,7 +124,7 @@ def _step(model: nn.Module, optimizer: type[torch.optim.Optimizer], dtype: str =
     return funcamp.make_train_step(loss_fn, funcamp.stateless(optimizer, lr=1e-2), _CONFIG, policy=dtype, **options)
 
 
-def _check_equal(actual: Any, expected: Any, what: str) -> None:
+def _check_equal(actual: object, expected: object, what: str) -> None:
     if actual != expected:
         raise AssertionError(f"{what}: {actual} instead of {expected}")
 
@@ -142,7 +142,7 @@ def _check_alike(run: Any, other_run: Any, step: Any, batch: Callable[[int], Any
     return skipped
 
 
-def _torch_step(model: nn.Module, optimizer: Any, scaler: Any, dtype: torch.dtype, device: str, batch: Any) -> None:
+def _torch_step(model: nn.Module, optimizer: Any, scaler: Any, dtype: torch.dtype, device: str, batch: Tree) -> None:
     """Take a step of torch's loop."""
     inputs, targets = batch
     optimizer.zero_grad()

@@ -7,15 +7,18 @@ differ (shards and partial sums) and counts replicas once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Across(NamedTuple):
     """The mesh dimensions over which the parts of a tensor differ."""
 
-    mesh: Any
+    mesh: DeviceMesh
     dims: tuple[int, ...]
 
 
@@ -51,9 +54,9 @@ def as_dtensor_like(leaf: Any, part: Tensor) -> Tensor:
     )
 
 
-def group_by_mesh_dims(leaves: Sequence[Any]) -> list[tuple[Across | None, list[Any]]]:
+def group_by_mesh_dims(leaves: Sequence[Tensor]) -> list[tuple[Across | None, list[Tensor]]]:
     """Group tensors by the mesh dimensions over which their parts differ (None for plain tensors and replicas)."""
-    grouped: list[tuple[Across | None, list[Any]]] = []
+    grouped: list[tuple[Across | None, list[Tensor]]] = []
     for leaf in leaves:
         across = _across(leaf)
         members = next((members for known, members in grouped if known == across), None)
@@ -88,7 +91,7 @@ def any_in_meshes(flags: Tensor, leaves: Sequence[Any]) -> Tensor:
 
     Replicas are included: if they have diverged, the ranks must still skip together.
     """
-    meshes: list[Any] = []
+    meshes: list[DeviceMesh] = []
     for leaf in leaves:
         if is_distributed(leaf) and not any(leaf.device_mesh == mesh for mesh in meshes):
             meshes.append(leaf.device_mesh)

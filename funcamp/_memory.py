@@ -12,7 +12,7 @@ from torch import Tensor
 from funcamp import _upstream
 from funcamp._dtensor import local
 
-_swap: Any = _upstream.find("torch._C._swap_tensor_impl")
+_swap = _upstream.find("torch._C._swap_tensor_impl")
 
 
 class Memory:
@@ -140,7 +140,7 @@ def _has_memory(leaf: Tensor) -> bool:
     return bool(leaf.numel())
 
 
-def _start(leaf: Tensor) -> tuple[Any, int]:
+def _start(leaf: Tensor) -> tuple[object, int]:
     """Return the memory that a tensor is in, and its first byte there."""
     leaf = local(leaf)
     storage = leaf.untyped_storage()

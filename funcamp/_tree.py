@@ -36,7 +36,7 @@ else:
         flatten = _register  # without registration Params would be a leaf
 _HAS_PATHS = _upstream.usable(_flatten_with_path, _keystr, _Attribute)
 #: Classes of immutable nodes, and functions that return a node's children first.
-_immutable: dict[type, Callable[[Any], tuple[list[Any], Any]]] = {}
+_immutable: dict[type, Callable[[Any], tuple[list[object], object]]] = {}
 _Node = TypeVar("_Node")
 
 
@@ -75,12 +75,12 @@ def names(tree: Tree) -> list[str]:
     return [_dotted(path) for path, _ in leaves_with_paths]
 
 
-def _dotted(path: tuple[Any, ...]) -> str:
+def _dotted(path: tuple[object, ...]) -> str:
     """Return a path of torch's pytree as a dotted name."""
     return ".".join([str(_name(entry)) for entry in path])
 
 
-def _name(entry: Any) -> Any:
+def _name(entry: object) -> object:
     """Return the name in one entry of a path: a key, an index or an attribute."""
     attribute = next(attribute for attribute in ("key", "idx", "name") if hasattr(entry, attribute))
     return getattr(entry, attribute)
@@ -88,7 +88,7 @@ def _name(entry: Any) -> Any:
 
 def register(
     cls: type[_Node],
-    flatten_node: Callable[[_Node], tuple[list[Any], Any]],
+    flatten_node: Callable[[_Node], tuple[list[object], object]],
     unflatten_node: Callable[[Any, Any], _Node],
     attribute: str,
 ) -> None:
@@ -114,7 +114,7 @@ def register(
     )
 
 
-def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
+def map_nodes(cls: type, fn: Callable[..., object], *trees: Tree) -> Tree:
     """Replace every node of a class in the first tree by fn of it and of the others' parts there.
 
     Every other leaf is that of the second tree, or of the first if there is no second.
@@ -123,7 +123,7 @@ def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
     nodes, spec = flatten(first, is_leaf=lambda node: isinstance(node, cls))
     # The others may have a subtree in place of a node or leaf of the first.
     columns = [spec.flatten_up_to(tree) for tree in others]
-    replaced: list[Any] = []
+    replaced: list[object] = []
     for index, node in enumerate(nodes):
         parts = [column[index] for column in columns]
         if isinstance(node, cls):
@@ -133,15 +133,15 @@ def map_nodes(cls: type, fn: Callable[..., Any], *trees: Tree) -> Tree:
     return unflatten(replaced, spec)
 
 
-def select_nodes(cls: type | tuple[type, ...], fn: Callable[[Any], Any], tree: Tree) -> Tree:
+def select_nodes(cls: type | tuple[type, ...], fn: Callable[[Any], object], tree: Tree) -> Tree:
     """Replace every node of a class, or of one of several, by fn of it, and everything else by None."""
     nodes, spec = flatten(tree, is_leaf=lambda node: isinstance(node, cls))
     return unflatten([fn(node) if isinstance(node, cls) else None for node in nodes], spec)
 
 
-def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[Any, ...]]] | None:
+def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[object, ...]]] | None:
     """Return every dict and list of a tree of tensors with its keys and items; None if another node may be mutable."""
-    containers: list[tuple[Any, list[Any] | None, tuple[Any, ...]]] = []
+    containers: list[tuple[object, list[object] | None, tuple[object, ...]]] = []
     unvisited = [tree]
     while unvisited:
         node = unvisited.pop()
@@ -194,10 +194,10 @@ def brief(value: object) -> str:
     if hasattr(value, "_fields"):  # a NamedTuple, such as a state
         return kind
     if isinstance(value, Mapping) and value:
-        return f"{kind} with {_listed([repr(key) for key in value])}"
+        return f"{kind} with {listed([repr(key) for key in value])}"
     if isinstance(value, (tuple, list, set)) and value:
         items = [describe(item) if isinstance(item, Tensor) else brief_kind(item) for item in value]
-        return f"{kind} of {_listed(items)}"
+        return f"{kind} of {listed(items)}"
     text = repr(value)
     return text if _is_short(text) else kind
 
@@ -225,7 +225,7 @@ def _is_short(text: str) -> bool:
     return len(text) <= _MOST_CHARACTERS and "\n" not in text
 
 
-def _listed(texts: list[str]) -> str:
+def listed(texts: list[str]) -> str:
     """Join texts by commas: the first few, and the number of all if there are more."""
     shown = texts[:_MOST_ITEMS]
     if len(texts) > _MOST_ITEMS:

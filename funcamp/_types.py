@@ -1,19 +1,32 @@
-"""Type aliases for funcamp's signatures."""
+"""Types for funcamp's signatures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 #: Nested dicts, lists, tuples, NamedTuples and registered dataclasses of tensors; None is an empty leaf.
+#: A batch may have other leaves too.
 Tree: TypeAlias = Any
+#: The arguments of a call that is passed on, by position and by name.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+#: What a state_dict() of torch or of this package returns: values by name.
+StateDict: TypeAlias = dict[str, Any]
 #: A pure function of the found_inf flag, float32, shape (): for example a MAX over ranks.
 Reduce: TypeAlias = Callable[[Tensor], Tensor]
 #: A pure function from the count of applied steps, int64, shape (), to a hyperparameter, shape ().
 Schedule: TypeAlias = Callable[[Tensor], "Tensor | float"]
+
+
+class Operation(Protocol):
+    """An operation or function of torch, as a mode gets it: `aten.add.Tensor`, torch.cond, `Tensor.add`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute it."""
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState as Stage
 
 from funcamp import _tree, _upstream
+from funcamp._amp.arguments import checked_device, checked_numbers, without_scale
 from funcamp._amp.undo import (
     Flags,
     combine_flags,
@@ -27,21 +28,20 @@ from funcamp._amp.undo import (
 )
 from funcamp._amp.undo_compiled import prepare_for_compile, select_compiled
 from funcamp._amp.unscale import by_device, unscale
-from funcamp._check import boolean, real
-from funcamp._scaler.config import ScalerConfig, check_config
+from funcamp._check import boolean
+from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.precision import reciprocal
 from funcamp._scaler.rules import TORCH_RULE
 from funcamp._scaler.state import RuleState, ScalerState, tensors_of, with_counters
 from funcamp._scaler.state_dict import saved_count, saved_counters, saved_scale
 from funcamp._scaler.update import update
+from funcamp._types import Args, Kwargs, StateDict
 
 _INT32_MAX = torch.iinfo(torch.int32).max
-#: torch's defaults of init_scale, growth_factor, backoff_factor and growth_interval.
-_DEFAULT_NUMBERS = (2.0**16, 2.0, 0.5, 2000)
 _NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
 
 
-def _per_optimizer() -> dict[str, Any]:
+def _per_optimizer() -> dict[str, object]:
     """Return what torch's class notes of an optimizer between two updates, by torch's names."""
     return {"stage": Stage.READY, "found_inf_per_device": {}}
 
@@ -122,8 +122,8 @@ class GradScaler(torch.amp.GradScaler):
         if skip not in (None, "select", "host"):
             raise ValueError(f'GradScaler: skip must be "select", "host" or None; got {skip!r}')
         boolean("GradScaler", "allow_fp16", allow_fp16)
-        device = _checked_device(device)
-        numbers = _checked_numbers((init_scale, growth_factor, backoff_factor, growth_interval), config)
+        device = checked_device(device)
+        numbers = checked_numbers((init_scale, growth_factor, backoff_factor, growth_interval), config)
         no_cuda = device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available()  # type: ignore[no-untyped-call]
         if enabled and no_cuda:
             warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
@@ -140,7 +140,7 @@ class GradScaler(torch.amp.GradScaler):
             self._found_inf: Tensor | None = None
             self._per_optimizer_states = defaultdict(_per_optimizer)
 
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: object) -> Any:
         """Multiply a tensor, or every tensor of nested iterables, by the scale. No sync.
 
         Raises:
@@ -312,12 +312,12 @@ class GradScaler(torch.amp.GradScaler):
         """Set the number of clean steps in a row after which the scale grows."""
         self._configure(growth_interval=new_interval)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return torch's five entries, and the counters of another rule by name. Reads the device."""
         saved = super().state_dict()
         return saved | self._read_counters() if self._enabled else saved
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load the `state_dict` of this class or torch's. If it raises, nothing has changed.
 
         Raises:
@@ -336,7 +336,7 @@ class GradScaler(torch.amp.GradScaler):
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
             )
         if "scale" not in state_dict:  # another object's; if only a part is missing, torch's error names it
-            raise _without_scale(call, state_dict)
+            raise without_scale(call, state_dict)
         # Everything is checked before anything is changed.
         scale = saved_scale(call, state_dict["scale"])
         constants = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
@@ -352,14 +352,14 @@ class GradScaler(torch.amp.GradScaler):
             for name, counter in self._counters.items():
                 counter.fill_(counters[name])
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         state = super().__getstate__()
         if self._enabled:
             # As torch's class saves the scale and the tracker: numbers, and no tensors.
             state |= {"_init_counters": self._read_counters(), "_counters": {}, "_found_inf": None}
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
         prepare_for_compile()  # an unpickled scaler may be the first of its process
 
@@ -424,13 +424,13 @@ class GradScaler(torch.amp.GradScaler):
         # What would observe a step that is undone. With an obstacle `select` reads the flag too, and warns.
         return obstacle(optimizer) is None and (is_watched(optimizer) or has_closure)
 
-    def _compiles(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> bool:
+    def _compiles(self, optimizer: torch.optim.Optimizer, args: Args, kwargs: Kwargs) -> bool:
         """Return whether the optimizer's step can be a part of the graph."""
         if _has_argument(args, kwargs) or self._skip == "host":
             return False
         return obstacle(optimizer) is None and not is_watched(optimizer)
 
-    def _fused_step(self, optimizer: Any, noted: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _fused_step(self, optimizer: Any, noted: dict[str, Any], *args: object, **kwargs: object) -> object:
         """Step an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             return super().step(optimizer, *args, **kwargs)
@@ -499,51 +499,6 @@ class GradScaler(torch.amp.GradScaler):
         self._counters = tensors_of(self._init_counters, dev)
 
 
-def _checked_device(device: object) -> str:
-    """Return the type of device; raise TypeError if it is neither a string nor a torch.device."""
-    if isinstance(device, torch.device):
-        return device.type
-    if not isinstance(device, str):
-        fix = f': write GradScaler("cuda", init_scale={device})' if isinstance(device, (int, float)) else ""
-        raise TypeError(f"GradScaler: device must be a string, as in torch.amp; got {_tree.brief(device)}{fix}")
-    return device
-
-
-def _checked_numbers(
-    numbers: tuple[float, float, float, int], config: ScalerConfig | None
-) -> tuple[float, float, float, int]:
-    """Return the first scale, growth factor, backoff factor and growth interval: those of the configuration if given.
-
-    Raises:
-        TypeError: one is no number, or config is no `ScalerConfig`.
-        ValueError: both config and another number than the default are given.
-    """
-    for name, number in zip(("init_scale", "growth_factor", "backoff_factor", "growth_interval"), numbers):
-        real("GradScaler", name, number)
-    if config is None:
-        return numbers
-    check_config("GradScaler", config)
-    if numbers != _DEFAULT_NUMBERS:
-        raise ValueError(
-            "GradScaler: init_scale, growth_factor, backoff_factor and growth_interval must be left out if "
-            f"config is given; got {numbers}"
-        )
-    return config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval
-
-
-def _without_scale(call: str, state_dict: abc.Mapping[str, Any]) -> KeyError:
-    """Return the error for another object's state_dict."""
-    names = ", ".join(map(repr, list(state_dict)[:4]))
-    if len(state_dict) > 4:
-        names += ", ..."
-    fix = ""
-    if "scaler.scale" in state_dict:
-        fix = ": step.to_torch(state)['scaler'] is a step's"
-    elif "scaler" in state_dict:
-        fix = ": load its 'scaler'"
-    return KeyError(f"{call}: state_dict must have 'scale', as scaler.state_dict() has; it has {names}{fix}")
-
-
-def _has_argument(args: Any, kwargs: Any) -> bool:
+def _has_argument(args: Args, kwargs: Kwargs) -> bool:
     """Return whether a step gets an argument; None does not count, because Accelerate passes it."""
     return any(value is not None for value in (*args, *kwargs.values()))

@@ -11,7 +11,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ _KNOWN = (
 )  # fmt: skip
 
 # If hooks cannot be looked up, assume that there are some.
-_GLOBAL_PRE_HOOKS: Any = _upstream.find("torch.optim.optimizer._global_optimizer_pre_hooks", True)
-_GLOBAL_POST_HOOKS: Any = _upstream.find("torch.optim.optimizer._global_optimizer_post_hooks", True)
+_GLOBAL_PRE_HOOKS = _upstream.find("torch.optim.optimizer._global_optimizer_pre_hooks", True)
+_GLOBAL_POST_HOOKS = _upstream.find("torch.optim.optimizer._global_optimizer_post_hooks", True)
 
 _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -48,7 +48,7 @@ def read_any(flags: Flags) -> bool:
     return any(bool(flag != 0) for flag in flags.values())
 
 
-def obstacle(optimizer: Any) -> str | None:
+def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why a step cannot be undone when found_inf is set; None if it can."""
     if type(optimizer) in _KNOWN:
         return None
@@ -58,7 +58,7 @@ def obstacle(optimizer: Any) -> str | None:
     return f"{name} is no class of torch.optim's own"
 
 
-def is_watched(optimizer: Any) -> bool:
+def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether something would observe a step that is undone: a hook, or a replaced `step`.
 
     Accelerate replaces `step`, and takes a step as skipped if it was not called.
@@ -72,7 +72,9 @@ def is_watched(optimizer: Any) -> bool:
     return replaced_step is not None and not hasattr(replaced_step, "_wrapped_by_lr_sched")
 
 
-def select(optimizer: Any, flags: Flags, step: Callable[[], Any], reason: str | None = None) -> Any:
+def select(
+    optimizer: torch.optim.Optimizer, flags: Flags, step: Callable[[], object], reason: str | None = None
+) -> object:
     """Call `step`, which steps the optimizer, and undo it if a flag is set; return its result.
 
     If there is an obstacle the flag is read on the host instead, with one warning per optimizer. An error of a step
@@ -111,14 +113,16 @@ def select(optimizer: Any, flags: Flags, step: Callable[[], Any], reason: str | 
             forget(optimizer, entries_before)
 
 
-def _written_tensors(optimizer: torch.optim.Optimizer, params: list[Any]) -> list[Tensor]:
+def _written_tensors(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[Tensor]:
     """Return the tensors into which a step may write."""
     written = list(params)
     for param in params:
         if param in optimizer.state:
             written += [value for value in optimizer.state[param].values() if isinstance(value, Tensor)]
     if _writes_grads(optimizer):
-        written += [param.grad for param in params if not param.grad.is_sparse]
+        for param in params:
+            if param.grad is not None and not param.grad.is_sparse:
+                written.append(param.grad)
     return written
 
 
@@ -132,7 +136,7 @@ def _restore_if_set(flags: Flags, tensors: list[Tensor], copies: list[Tensor]) -
             torch.where(is_set_on[tensor.device], copy, tensor, out=tensor)
 
 
-def with_grads(optimizer: torch.optim.Optimizer) -> list[Any]:
+def with_grads(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the parameters that a step changes."""
     return [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
 
@@ -161,7 +165,7 @@ def _writes_grads(optimizer: torch.optim.Optimizer) -> bool:
 
 
 #: For each parameter the names of its state's entries that have a value.
-Entries: TypeAlias = dict[Any, set[str]]
+Entries: TypeAlias = dict[Tensor, set[str]]
 
 
 def entries(optimizer: torch.optim.Optimizer) -> Entries:
@@ -229,7 +233,7 @@ def _init_groups(optimizer: torch.optim.Optimizer) -> None:
                 _init_momentum(optimizer, group)
 
 
-def _init_momentum(optimizer: torch.optim.SGD, group: dict[str, Any]) -> None:
+def _init_momentum(optimizer: torch.optim.SGD, group: dict[str, list[Tensor]]) -> None:
     """Create the missing momentum of SGD, which `_init_group` does not."""
     # The first buffer is the gradient itself. A later step computes it from -0.0, which is neutral in a sum, also for
     # -0.0. If the first step is skipped, the fused kernel leaves the buffer uninitialized.

@@ -72,7 +72,7 @@ def prepare_for_compile() -> None:
 
 
 def _step(
-    class_name: str, arguments: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[Entries]
+    class_name: str, arguments: dict[str, object], params: list[Tensor], grads: list[Tensor], states: list[Entries]
 ) -> tuple[list[Tensor], list[Entries], list[Entries]]:
     """Return new parameters, the states before the step (created if missing), and the states after it."""
     cls = getattr(torch.optim, class_name)  # by name, because a traced function takes no class
@@ -99,14 +99,14 @@ def _step(
     return stepped.params, old_states, stepped.state.leaves
 
 
-def _encoded(value: Any) -> Any:
+def _encoded(value: object) -> object:
     """Return a hyperparameter as a traced function takes it."""
     if isinstance(value, (tuple, list)):
         return tuple([_encoded(item) for item in value])
     return _NONE if value is None else value
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: object) -> object:
     """Return the hyperparameter that `_encoded` got, in the traced function."""
     # Dynamo makes a number that changed symbolic; the class checks its arguments, so make it a guarded constant.
     if isinstance(value, torch.SymFloat):

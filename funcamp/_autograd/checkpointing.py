@@ -40,7 +40,7 @@ def same_parameters() -> Iterator[Callable[[], None]]:
         nonlocal is_backward
         is_backward = True
 
-    def check_parameters(module: nn.Module, _: Any) -> None:
+    def check_parameters(module: nn.Module, _: object) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
         parameter_ids = tuple(id(value) for value in module._parameters.values())

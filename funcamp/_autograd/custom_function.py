@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from funcamp import _tree, _upstream
+from funcamp._types import Args
 
 F = TypeVar("F", bound=type[Function])
 
@@ -27,7 +28,7 @@ class _SavedTensor:
         self.position = position
 
 
-def _position_of(tensor: Tensor, known_tensors: list[Any]) -> int | None:
+def _position_of(tensor: Tensor, known_tensors: list[object]) -> int | None:
     """Return the position of a tensor among others, by identity; None if it is not there."""
     for position, known_tensor in enumerate(known_tensors):
         if known_tensor is tensor:
@@ -41,23 +42,23 @@ class _RecordingContext:
     It has the methods of ctx that a forward may call under torch.func.
     """
 
-    def __init__(self, args: tuple[Any, ...]) -> None:
+    def __init__(self, args: Args) -> None:
         # Which inputs are differentiated is unknown here, so this names all that can be.
         self.needs_input_grad = tuple(
             isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex()) for arg in args
         )
-        self._method_calls: dict[str, tuple[Any, ...]] = {}
+        self._method_calls: dict[str, Args] = {}
 
-    def save_for_backward(self, *args: Any) -> None:
+    def save_for_backward(self, *args: object) -> None:
         self._method_calls["save_for_backward"] = args
 
-    def save_for_forward(self, *args: Any) -> None:
+    def save_for_forward(self, *args: object) -> None:
         self._method_calls["save_for_forward"] = args
 
-    def mark_non_differentiable(self, *args: Any) -> None:
+    def mark_non_differentiable(self, *args: object) -> None:
         self._method_calls["mark_non_differentiable"] = args
 
-    def set_materialize_grads(self, *args: Any) -> None:
+    def set_materialize_grads(self, *args: object) -> None:
         self._method_calls["set_materialize_grads"] = args
 
     # Called for what is defined nowhere else.
@@ -66,7 +67,7 @@ class _RecordingContext:
 
 
 # Not a method: a forward may set any attribute of ctx.
-def _attributes_set_on(context: _RecordingContext) -> dict[str, Any]:
+def _attributes_set_on(context: _RecordingContext) -> dict[str, object]:
     """Return the attributes that forward set."""
     own_attributes = ("needs_input_grad", "_method_calls")
     return {name: value for name, value in vars(context).items() if name not in own_attributes}
@@ -75,11 +76,11 @@ def _attributes_set_on(context: _RecordingContext) -> dict[str, Any]:
 class _CallUnderFunc:
     """One call under torch.func of a forward that takes ctx; torch runs it as forward, setup_context and backward."""
 
-    def __init__(self, function: Any, backward: Callable[..., Any]) -> None:
+    def __init__(self, function: Any, backward: Callable[..., object]) -> None:
         self._function = function
         self._backward = backward
 
-    def forward(self, *args: Any) -> tuple[Any, ...]:
+    def forward(self, *args: object) -> Args:
         """Return the outputs of the function's forward, followed by the intermediates that it saved."""
         context = _RecordingContext(args)
         result = self._function.forward(context, *args)
@@ -102,7 +103,7 @@ class _CallUnderFunc:
         self._notes = _tree.unflatten(notes, spec)
         return tuple(outputs)
 
-    def set_up(self, ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+    def set_up(self, ctx: Any, inputs: Args, outputs: Args) -> None:
         """Repeat on ctx what the function's forward did to it."""
         ctx.funcamp_region = _region(inputs)
         known_tensors = [*_tree.leaves(inputs), *outputs]
@@ -121,7 +122,7 @@ class _CallUnderFunc:
         for name, value in attributes.items():
             setattr(ctx, name, value)
 
-    def backward(self, ctx: Any, *grads: Any) -> Any:
+    def backward(self, ctx: object, *grads: object) -> Any:
         """Return the function's backward, with a None for each argument that it leaves out."""
         result = self._backward(ctx, *grads[: self._output_count])
         if not isinstance(result, tuple):
@@ -129,7 +130,7 @@ class _CallUnderFunc:
         missing_count = self._argument_count - len(result)
         return (*result, *[None] * missing_count)
 
-    def run(self, body: dict[str, Any], backward_name: str, args: Any) -> Any:
+    def run(self, body: dict[str, object], backward_name: str, args: Args) -> Any:
         """Apply the function without ctx in its forward."""
         methods = {
             "forward": staticmethod(self.forward),
@@ -147,7 +148,7 @@ class _Implementation(NamedTuple):
 
     plain: Any
     """A subclass that keeps autocast for backward."""
-    under_func: Callable[..., Any]
+    under_func: Callable[..., object]
     """Applies the class under torch.func."""
     signature: inspect.Signature
     """Of the user's forward."""
@@ -165,20 +166,20 @@ def _implementation_of(function: Any) -> _Implementation:
     backward_name = "backward" if function.vjp is Function.vjp else "vjp"
     users_backward = getattr(function, backward_name)
 
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: Any, *args: object) -> Any:
         ctx.funcamp_region = _region(args)
         return function.forward(ctx, *args)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Args, output: object) -> None:
         ctx.funcamp_region = _region(inputs)
         function.setup_context(ctx, inputs, output)
 
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: object) -> Any:
         with _autocast(ctx.funcamp_region):
             return users_backward(ctx, *grads)
 
     # torch.func calls apply again at every nested level: this must be torch's own, on the class that runs.
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         "apply": vars(Function)["apply"],
         "__module__": function.__module__,
         backward_name: staticmethod(backward),
@@ -191,7 +192,7 @@ def _implementation_of(function: Any) -> _Implementation:
         plain_body["generate_vmap_rule"] = function.vmap is Function.vmap
     plain: Any = type(function.__name__, (function,), plain_body)
 
-    def under_func(*args: Any) -> Any:
+    def under_func(*args: object) -> Any:
         if takes_ctx:
             return _CallUnderFunc(function, backward).run(body, backward_name, args)
         return plain.apply(*args)
@@ -201,7 +202,7 @@ def _implementation_of(function: Any) -> _Implementation:
     return implementation
 
 
-def apply(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+def apply(cls: Any, /, *args: object, **kwargs: object) -> Any:
     """Run a decorated class as its `apply` classmethod; Dynamo matches `self.fn = F.apply` by this name."""
     implementation = _implementation_of(cls)
     # A stand-in for ctx, so that the signature binds.
@@ -225,7 +226,7 @@ class _Region(NamedTuple):
     enabled: bool
 
 
-def _region(args: Any) -> _Region | None:
+def _region(args: Args) -> _Region | None:
     """Return the current autocast region of the arguments' type of device; None if autocast does not know it."""
     device_type = next((tensor.device.type for tensor in _tree.tensors_in(args)), "meta")
     if not torch.amp.is_autocast_available(device_type):
@@ -233,14 +234,14 @@ def _region(args: Any) -> _Region | None:
     return _Region(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
 
 
-def _autocast(region: _Region | None) -> contextlib.AbstractContextManager[Any]:
+def _autocast(region: _Region | None) -> contextlib.AbstractContextManager[object]:
     """Return the context manager of an autocast region; None changes nothing."""
     if region is None:
         return contextlib.nullcontext()
     return torch.autocast(region.device_type, region.dtype, enabled=region.enabled)
 
 
-def _cast(args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[tuple[Any, ...], _Region | None]:
+def _cast(args: Args, dtype: torch.dtype | None) -> tuple[Args, _Region | None]:
     """Return forward's arguments and the autocast region around it; None keeps the caller's."""
     region = None if dtype is None else _region(args)
     if dtype is None or region is None or not region.enabled:
@@ -254,7 +255,7 @@ def _cast(args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[tuple[Any, 
     return _tree.unflatten(leaves, spec), region._replace(enabled=False)
 
 
-def _put_in_graphs(cls: Any) -> None:
+def _put_in_graphs(cls: type[Function]) -> None:
     """Let Dynamo put calls of a class into its graph as one node, so that its backward cannot be dropped."""
     torch.compiler.allow_in_graph(cls)  # type: ignore[no-untyped-call]
 
@@ -270,7 +271,7 @@ def _init_subclass(cls: Any, /, **kwargs: Any) -> None:
 def custom_function(cls: F, *, cast_inputs: torch.dtype | None = None) -> F: ...
 @overload
 def custom_function(cls: None = None, *, cast_inputs: torch.dtype | None = None) -> Callable[[F], F]: ...
-def custom_function(cls: Any = None, *, cast_inputs: torch.dtype | None = None) -> Any:
+def custom_function(cls: F | None = None, *, cast_inputs: torch.dtype | None = None) -> F | Callable[[F], F]:
     """Make an autograd.Function work under autocast, torch.func and torch.compile.
 
     Decorates a class with `forward(ctx, ...)`, or with `forward(...)` and `setup_context`. Both get the behavior of

@@ -9,8 +9,8 @@ call runs under a mode of torch that sees what it calls. Later calls run without
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from funcamp._trace.schema import aliased, reads_no_value
 from funcamp._trace.tracing import LetsDynamoIn
 from funcamp._trace.user_line import line_in_stack
 from funcamp._tree import tensors_in
-from funcamp._types import Tree
+from funcamp._types import Args, Kwargs, Operation, Tree
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,7 +161,9 @@ class _DispatchWatch(LetsDynamoIn, TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._watch = watch
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operation, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is _DEVICE:
             return func(*args, **kwargs)
@@ -195,7 +197,9 @@ class _FunctionWatch(TorchFunctionMode):
         super().__init__()
         self._watch = watch
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Operation, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)

@@ -6,7 +6,6 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +62,7 @@ class LeftBehind:
         self._handle = module.register_forward_pre_hook(self)
         module.register_load_state_dict_post_hook(self.loaded)  # type: ignore[no-untyped-call]
 
-    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002
+    def __call__(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
         """Warn if a step was taken and nothing was written into the module since `init`."""
         if torch.compiler.is_dynamo_compiling() or not self.a_step_was_taken:
             return
@@ -83,7 +82,7 @@ class LeftBehind:
                 stacklevel=2,
             )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _OfACopy, ()
 
     def _has_other_values(self) -> bool:
@@ -94,7 +93,7 @@ class LeftBehind:
         """Take the hook off the module. That of `load_state_dict` stays: torch may be iterating over its kind."""
         self._handle.remove()
 
-    def loaded(self, *_: Any) -> None:
+    def loaded(self, *_: object) -> None:
         """Follow `load_state_dict`, after which the module has the caller's values."""
         self.remove()
 
@@ -110,11 +109,11 @@ class _OfACopy:
 
     a_step_was_taken = False
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         pass
 
     def remove(self) -> None:
         pass
 
-    def loaded(self, *_: Any) -> None:
+    def loaded(self, *_: object) -> None:
         pass

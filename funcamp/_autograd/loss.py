@@ -23,7 +23,7 @@ class Loss:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         *,
         has_aux: bool = False,
         has_buffers: bool = False,

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -20,6 +19,7 @@ from funcamp._autograd.named_storages import share_memory
 from funcamp._trace.schema import reads_no_value
 from funcamp._trace.user_line import line_in_stack
 from funcamp._tree import tensors_in
+from funcamp._types import Args, Kwargs, Operation
 
 #: Casts: what they return is in the precision that the code asks for.
 _CASTS = frozenset(("to", "type", "type_as", "half", "bfloat16"))
@@ -57,7 +57,9 @@ class LowCopies(TorchFunctionMode):
         """Return whether there are any."""
         return bool(self._names)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Operation, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         returned = func(*args, **(kwargs or {}))
         function_name = getattr(func, "__name__", "")
         if function_name in _CASTS:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from funcamp import _tree
+from funcamp._types import Args, Kwargs
 
 
 class Arguments(NamedTuple):
     """What a module and its criterion are called with."""
 
-    positional: tuple[Any, ...]
-    by_name: dict[str, Any]
-    target: Any
+    positional: Args
+    by_name: Kwargs
+    target: object
     """The criterion's second argument; None without a criterion."""
 
 

@@ -46,7 +46,7 @@ class ModuleLoss(Loss):
     def __init__(
         self,
         model: nn.Module,
-        criterion: Callable[[Any, Any], Any] | None = None,
+        criterion: Callable[[Any, Any], object] | None = None,
         *,
         has_aux: bool = False,
         keep_buffers: bool = False,
@@ -233,7 +233,7 @@ class ModuleLoss(Loss):
                     "the forward pass assigned another tensor to one of them: register a clone() for the other"
                 )
 
-    def holding(self, params: dict[str, Tensor], after: Tree, run: Callable[[], _Returned]) -> _Returned:
+    def run_backward(self, params: dict[str, Tensor], after: Tree, run: Callable[[], _Returned]) -> _Returned:
         """Call run while the module has these parameters and copies of the buffers after its forward pass.
 
         For a backward pass that calls the module again (`torch.utils.checkpoint`): recomputation needs the same values
@@ -416,7 +416,7 @@ class ModuleLoss(Loss):
 
 def module_loss(
     model: nn.Module,
-    criterion: Callable[[Any, Any], Any] | None = None,
+    criterion: Callable[[Any, Any], object] | None = None,
     *,
     has_aux: bool = False,
     keep_buffers: bool = False,

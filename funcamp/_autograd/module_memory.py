@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
 from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._autograd.module_walk import tensors_of
 from funcamp._memory import rebind
+from funcamp._types import StateDict
 
 
 def check_memory_can_be_shared(tensors: ModuleTensors) -> None:
@@ -54,11 +54,11 @@ def share_buffers(modules: nn.Module, tensors: ModuleTensors, values: Mapping[st
                 rebind(parameter, new_buffers_by_id[id(parameter)])
 
 
-def state_dict_with(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Any]:
+def state_dict_with(model: nn.Module, values: Mapping[str, Tensor]) -> StateDict:
     """Return copies of the entries of a model's `state_dict`, with these values in place of the tensors they name."""
     # By id, because `tensors_of` names the tensors of a shared module once, and a `state_dict` several times.
     values_by_id = {id(tensor): values[name] for name, tensor in tensors_of(model).items() if name in values}
-    entries: dict[str, Any] = {}
+    entries: StateDict = {}
     for name, entry in model.state_dict(keep_vars=True).items():
         if isinstance(entry, Tensor):
             value = values_by_id.get(id(entry), entry)

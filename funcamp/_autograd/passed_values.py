@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +100,7 @@ def like_own_tensors(values: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
     # For each value: its attributes, those of the module's own tensor, and the names that it had before. Plain tuples
     # and one function, because this runs in every eager call: with a NamedTuple and a function for each value it takes
     # 110 instead of 70 microseconds for 146 tensors.
-    changes: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = []
+    changes: list[tuple[dict[str, object], dict[str, object], frozenset[str]]] = []
     for name, own_tensor in own.items():
         value = values.get(name)
         if value is None or value is own_tensor:

@@ -25,13 +25,13 @@ Engine = Literal["func", "autograd"]
 #: Gradients of the inputs of a loss; None for one that the loss does not use.
 _Gradients: TypeAlias = Sequence[Tensor | None]
 #: Runs a backward pass in the context that the inputs and the aux of the forward pass need: (inputs, aux, run).
-Holding: TypeAlias = Callable[[list[Tensor], Tree, Callable[[], _Gradients]], _Gradients]
+RunBackward: TypeAlias = Callable[[list[Tensor], Tree, Callable[[], _Gradients]], _Gradients]
 #: Scaled gradients of the inputs of a loss, the loss and aux.
 Differentiated: TypeAlias = tuple[list[Tensor], Tensor, Tree]
 
 
 def scaled_grad_and_value(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, engine: Engine | None = None
+    loss_fn: Callable[..., object], *, has_aux: bool = False, engine: Engine | None = None
 ) -> Callable[..., Any]:
     """Turn a loss function into one that returns unscaled, checked gradients and the loss.
 
@@ -73,22 +73,23 @@ def scaled_grad_and_value(
     check_engine(call, engine)
     put_leaves_in_graphs()
 
-    def grad_and_value(state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def grad_and_value(state: ScalerState, params: Tree, *args: object, **kwargs: object) -> Any:
         state = check_state(call, state)
         leaves, spec = _tree.gradients(call, "params", params, state.scale.device)
         tensors = [leaf for leaf in leaves if leaf is not None]
-        chosen_engine = choose(engine or getattr(loss_fn, "engine", None), (state, params, args, kwargs))
+        chosen_engine = choose_engine(engine or getattr(loss_fn, "engine", None), (state, params, args, kwargs))
 
-        def tree_of(values: list[Tensor]) -> Any:
+        def tree_of(values: list[Tensor]) -> Tree:
             """Return the tree of params with these values in place of its tensors."""
             remaining = iter(values)
             return _tree.unflatten([None if leaf is None else next(remaining) for leaf in leaves], spec)
 
-        def loss_of(values: list[Tensor]) -> Any:
+        def loss_of(values: list[Tensor]) -> Tree:
             return loss_fn(tree_of(values), *args, **kwargs)
 
-        holding = around_backward(loss_fn, tree_of)
-        scaled_grads, loss, aux = differentiate(call, state, loss_of, tensors, has_aux, chosen_engine, holding=holding)
+        scaled_grads, loss, aux = differentiate(
+            call, state, loss_of, tensors, has_aux, chosen_engine, run_backward=backward_runner(loss_fn, tree_of)
+        )
         checked = unscale_and_check(state, tree_of(scaled_grads))
         return (checked, (loss, aux)) if has_aux else (checked, loss)
 
@@ -104,7 +105,7 @@ def differentiate(
     engine: Engine,
     *,
     weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
-    holding: Holding | None = None,
+    run_backward: RunBackward | None = None,
     low: tuple[torch.dtype, ...] = (),
 ) -> Differentiated:
     """Return the scaled gradients of weigh(loss) for every input, and the loss and aux as returned.
@@ -117,7 +118,7 @@ def differentiate(
         has_aux: whether the loss returns more than itself.
         engine: what differentiates.
         weigh: a function of the loss that is scaled in its place, such as its share of a sum over micro-batches.
-        holding: runs the backward pass; None to run it as it is.
+        run_backward: runs the backward pass; None to run it as it is.
         low: the dtypes of compute copies among the inputs, for the advice in errors.
     """
 
@@ -137,13 +138,13 @@ def differentiate(
         with whole_functions(), _differentiating():
             if engine == "func":
                 return _by_func(scaled_loss, inputs)
-            return _by_autograd(call, scaled_loss, inputs, holding)
+            return _by_autograd(call, scaled_loss, inputs, run_backward)
     except (RuntimeError, ZeroDivisionError) as error:
         advise(call, error, low, uses_func=engine == "func")
         raise
 
 
-def choose(engine: Engine | None, arguments: Tree) -> Engine:
+def choose_engine(engine: Engine | None, arguments: Tree) -> Engine:
     """Return the engine; for None, torch.func if the call is inside a transform or loss, else autograd."""
     if engine is not None:
         return engine
@@ -177,17 +178,17 @@ def _differentiating() -> Iterator[None]:
         _this_thread.losses -= 1
 
 
-def around_backward(loss_fn: object, tree_of: Callable[[list[Tensor]], Tree]) -> Holding | None:
+def backward_runner(loss_fn: object, tree_of: Callable[[list[Tensor]], Tree]) -> RunBackward | None:
     """Return how to run the backward pass of a loss of `module_loss`: while the module has the parameters.
 
     Args:
         loss_fn: any loss; None is returned for one that is not of `module_loss`.
         tree_of: returns what the loss gets as parameters, of the tensors that it is differentiated with respect to.
     """
-    holding = getattr(loss_fn, "holding", None)
-    if holding is None:
+    run_backward = getattr(loss_fn, "run_backward", None)
+    if run_backward is None:
         return None
-    return lambda inputs, aux, run: holding(tree_of(inputs), aux, run)
+    return lambda inputs, aux, run: run_backward(tree_of(inputs), aux, run)
 
 
 #: Returns the scaled loss, and beside it the loss and aux as returned.
@@ -200,12 +201,14 @@ def _by_func(scaled_loss: _ScaledLoss, inputs: list[Tensor]) -> Differentiated:
     return list(grads), loss, aux
 
 
-def _by_autograd(call: str, scaled_loss: _ScaledLoss, inputs: list[Tensor], holding: Holding | None) -> Differentiated:
+def _by_autograd(
+    call: str, scaled_loss: _ScaledLoss, inputs: list[Tensor], run_backward: RunBackward | None
+) -> Differentiated:
     """Return gradients, loss and aux by torch.autograd."""
     allow_hooks()
     is_traced_by_dynamo = torch.compiler.is_dynamo_compiling()
     # A loss of `module_loss` restores the parameters itself and needs no check.
-    watch = same_parameters() if holding is None else contextlib.nullcontext(lambda: None)
+    watch = same_parameters() if run_backward is None else contextlib.nullcontext(lambda: None)
     with torch.enable_grad(), watch as begin_backward:
         leaves = [_leaf(value) for value in inputs]
         scaled, (loss, aux) = scaled_loss(leaves)
@@ -217,7 +220,7 @@ def _by_autograd(call: str, scaled_loss: _ScaledLoss, inputs: list[Tensor], hold
         if not is_traced_by_dynamo:
             for leaf in leaves:
                 leaf.grad = None  # of a backward() in the forward pass, which is not scaled
-        gradients: _Gradients = backward() if holding is None else holding(leaves, aux, backward)
+        gradients: _Gradients = backward() if run_backward is None else run_backward(leaves, aux, backward)
     if not is_traced_by_dynamo:
         gradients = [_with_accumulated(gradient, leaf.grad) for gradient, leaf in zip(gradients, leaves)]
         _advise_if_passed_over(call, scaled, gradients)

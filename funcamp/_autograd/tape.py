@@ -9,7 +9,7 @@ today: the counts of taps (`numerics.tap`) and the largest magnitudes of operand
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class Taps(Protocol):
         """Return empty records by name, which add up."""
         ...
 
-    def collected(self, records: Tree) -> Mapping[str, Any]:
+    def collected(self, records: Tree) -> Mapping[str, object]:
         """Return the records in the form in which metrics have them."""
         ...
 

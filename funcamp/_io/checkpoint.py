@@ -10,15 +10,16 @@ import re
 import secrets
 import stat
 import zipfile
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._types import StateDict
 
 
-def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
+def save(saved: StateDict, path: str | os.PathLike[str]) -> None:
     """Write a checkpoint atomically: torch.save to a temporary file in the same folder, then a rename.
 
     At every moment path is the complete old file or the complete new one. An error removes the temporary file; a
@@ -81,7 +82,7 @@ def save(saved: dict[str, Any], path: str | os.PathLike[str]) -> None:
         raise
 
 
-def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu") -> dict[str, Any]:
+def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu") -> StateDict:
     """Read a checkpoint written by `save` or torch.save, without running code from it.
 
     It is torch.load(weights_only=True), or safetensors. A truncated file raises. A flipped bit in a tensor's data is
@@ -153,7 +154,7 @@ def _checked_device(map_location: object) -> torch.device:
         raise ValueError(f"load: map_location must be a device of this machine; got {map_location!r}") from error
 
 
-def _safetensors(call: str, name: str) -> Any:
+def _safetensors(call: str, name: str) -> ModuleType | None:
     """Return the safetensors package if the file name needs it, else None."""
     if not name.endswith(".safetensors"):
         return None
@@ -164,7 +165,7 @@ def _safetensors(call: str, name: str) -> Any:
     return safetensors
 
 
-def _write_torch(saved: dict[str, Any], name: str) -> None:
+def _write_torch(saved: StateDict, name: str) -> None:
     """Write by torch.save; raise TypeError for what pickle cannot write, and OSError for a full disk."""
     with open(name, "wb") as file:
         try:
@@ -178,7 +179,7 @@ def _write_torch(saved: dict[str, Any], name: str) -> None:
             raise
 
 
-def _write_safetensors(package: Any, saved: dict[str, Any], name: str) -> None:
+def _write_safetensors(package: ModuleType, saved: StateDict, name: str) -> None:
     """Write a flat dict of dense tensors; raise TypeError for anything else."""
     tensors: dict[str, Tensor] = {}
     addresses: set[int] = set()
@@ -205,7 +206,7 @@ def _write_safetensors(package: Any, saved: dict[str, Any], name: str) -> None:
         raise TypeError(f"save: saved must hold what safetensors can store; it raises {text}") from error
 
 
-def _check_readable(safetensors: Any, name: str) -> None:
+def _check_readable(safetensors: ModuleType | None, name: str) -> None:
     """Refuse what `load` would refuse, while the run still has its state. Reads the structure, no tensor's data."""
     try:
         if safetensors:

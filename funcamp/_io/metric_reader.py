@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from funcamp._types import Tree
 class _InFlight(NamedTuple):
     """Metrics that are being copied to the host."""
 
-    copies: list[Any]
+    copies: list[object]
     """The leaves: tensors on the host, whose values arrive later, and what is no tensor."""
     spec: _tree.TreeSpec
-    arrivals: list[Any]
+    arrivals: list[torch.cuda.Event]
     """An event for every device, after its copies."""
 
 
@@ -46,7 +46,7 @@ class MetricReader:
     def __init__(self, limit: int = 256) -> None:
         self._limit = integer("MetricReader", "limit", limit, 1)
         self._pending: deque[_InFlight] = deque()
-        self._arrived: list[Any] = []
+        self._arrived: list[Tree] = []
 
     def __len__(self) -> int:
         return len(self._pending) + len(self._arrived)
@@ -56,7 +56,7 @@ class MetricReader:
         if len(self._pending) >= self._limit:
             self._take(wait=True)
         leaves, spec = _tree.flatten(metrics)
-        copies: list[Any] = []
+        copies: list[object] = []
         devices: set[torch.device] = set()
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
@@ -67,15 +67,15 @@ class MetricReader:
                 devices.add(leaf.device)
         self._pending.append(_InFlight(copies, spec, [_record_event(device) for device in devices]))
 
-    def ready(self) -> list[Any]:
+    def ready(self) -> list[Tree]:
         """Return what arrived since the last call, oldest first, scalars as Python numbers. No sync."""
-        while self._pending and all(event.query() for event in self._pending[0].arrivals):
+        while self._pending and all(event.query() for event in self._pending[0].arrivals):  # type: ignore[no-untyped-call]
             self._take(wait=False)
         arrived = self._arrived
         self._arrived = []
         return arrived
 
-    def drain(self) -> list[Any]:
+    def drain(self) -> list[Tree]:
         """Wait for everything in flight and return it as `ready` does."""
         while self._pending:
             self._take(wait=True)
@@ -95,7 +95,7 @@ def _on_device(leaf: Tensor) -> bool:
     return leaf.is_cuda
 
 
-def _record_event(device: torch.device) -> Any:
+def _record_event(device: torch.device) -> torch.cuda.Event:
     """Return a new event behind everything that the current stream of a device has to do so far."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))

@@ -12,6 +12,7 @@ from funcamp import _tree
 from funcamp._check import integer, real
 from funcamp._scaler.rule import Rule
 from funcamp._scaler.rules import TORCH_RULE
+from funcamp._scaler.state import ScalerState, check_state, counters_of
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _FLOAT32_LEAST = 2.0**-149
@@ -119,3 +120,22 @@ def check_config(call: str, config: object) -> ScalerConfig:
             fix = f": a precision is policy={precision!r}"
         raise TypeError(f"{call}: config must be a ScalerConfig ({names}); got {_tree.brief(config)}{fix}")
     return config
+
+
+def check_state_and_config(call: str, state: ScalerState, config: ScalerConfig) -> tuple[ScalerState, ScalerConfig]:
+    """Check that a state and a configuration belong together, and return both.
+
+    Raises:
+        TypeError: one has another type, or the state lacks the counters of the configuration's rule.
+        ValueError: a field of the state has a shape other than ().
+    """
+    state, config = check_state(call, state), check_config(call, config)
+    rules_counters = sorted(config.rule.first_counters())
+    states_counters = sorted(counters_of(state))
+    if rules_counters != states_counters:
+        raise TypeError(
+            f"{call}: state must count {', '.join(rules_counters) or 'clean steps only'}, as init makes it for the "
+            f"rule {config.rule.name}; got one that counts {', '.join(states_counters) or 'clean steps only'} (config "
+            "must be the one that the state was made with)"
+        )
+    return state, config

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from funcamp import _tree
 from funcamp._check import integer, real
-from funcamp._scaler.config import ScalerConfig, check_config
+from funcamp._scaler.config import ScalerConfig, check_config, check_state_and_config
+from funcamp._scaler.first_state import init
 from funcamp._scaler.state import ScalerState, counters_of, tensors_of, with_counters
-from funcamp._scaler.update import check_state_and_config, init
+from funcamp._types import StateDict
 
 _CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
-def to_state_dict(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> dict[str, Any]:
+def to_state_dict(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> StateDict:
     """Return the scaler's state and constants in the format of `torch.amp.GradScaler.state_dict`.
 
     Five entries: scale, growth_factor, backoff_factor, growth_interval, _growth_tracker; and the rule's further
@@ -41,14 +41,14 @@ def to_state_dict(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> 
         `GradScaler.state_dict`, torch/amp/grad_scaler.py, PyTorch 2.13.
     """
     state, config = check_state_and_config("to_state_dict", state, config)
-    saved: dict[str, Any] = {"scale": state.scale.item()}
+    saved: StateDict = {"scale": state.scale.item()}
     saved |= {name: getattr(config, name) for name in _CONSTANTS}
     saved["_growth_tracker"] = state.growth_tracker.item()
     return saved | {name: counter.item() for name, counter in counters_of(state).items()}
 
 
 def from_state_dict(
-    saved: dict[str, Any], config: ScalerConfig = ScalerConfig(), *, device: torch.device | str | None = None
+    saved: StateDict, config: ScalerConfig = ScalerConfig(), *, device: torch.device | str | None = None
 ) -> tuple[ScalerState, ScalerConfig]:
     """Return the state and configuration saved by `to_state_dict` or torch's scaler. No sync.
 
@@ -111,7 +111,7 @@ def saved_count(call: str, name: str, value: object) -> int:
     return integer(call, f"saved[{name!r}]", value, -(2**31), 2**31 - 1)
 
 
-def saved_counters(call: str, saved: dict[str, Any], config: ScalerConfig) -> dict[str, int]:
+def saved_counters(call: str, saved: StateDict, config: ScalerConfig) -> dict[str, int]:
     """Return the saved counters of a configuration's rule; a missing one starts anew."""
     first_counters = config.rule.first_counters()
     return {name: saved_count(call, name, saved.get(name, first)) for name, first in first_counters.items()}

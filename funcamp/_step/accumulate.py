@@ -27,12 +27,12 @@ class Result(NamedTuple):
     """The buffers after the forward pass."""
     records: tuple[Tree, ...]
     """The record of every tape."""
-    aux: Any
+    aux: Tree
     """The auxiliary outputs; of a batch stacked over its micro-batches."""
 
 
 #: (the buffers before, a micro-batch, its share or None) -> its `Result`.
-Differentiate = Callable[[dict[str, Tensor], Any, "Tensor | None"], Result]
+Differentiate = Callable[[dict[str, Tensor], Tree, "Tensor | None"], Result]
 
 
 class _Carry(NamedTuple):
@@ -44,7 +44,7 @@ class _Carry(NamedTuple):
     records: tuple[Tree, ...]
 
 
-def micro_batches(batch: Any, limit: int) -> list[Any]:
+def micro_batches(batch: Tree, limit: int) -> list[Tree]:
     """Return the micro-batches along the first dimension of a batch.
 
     Raises:
@@ -60,7 +60,7 @@ def micro_batches(batch: Any, limit: int) -> list[Any]:
             f"number; got {[tuple(leaf.shape) for leaf in tensors]}: stack them, "
             "[torch.stack(parts) for parts in zip(*micro_batches)]"
         )
-    pieces: list[Any] = []
+    pieces: list[Tree] = []
     for index in range(min(counts)):
         leaves_of_piece = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         pieces.append(_tree.unflatten(leaves_of_piece, spec))
@@ -72,8 +72,8 @@ def accumulate(
     params: Tree,
     buffers: dict[str, Tensor],
     tapes: Sequence[Tape],
-    batch: Any,
-    micro_batches: list[Any],
+    batch: Tree,
+    micro_batches: list[Tree],
     shares: Shares,
     *,
     scan: bool,
@@ -95,7 +95,7 @@ def accumulate(
     """
     leaves, spec = _tree.flatten(params)
 
-    def add(carry: _Carry, micro_batch: Any, share: Tensor | None) -> tuple[_Carry, Tensor, Any]:
+    def add(carry: _Carry, micro_batch: Tree, share: Tensor | None) -> tuple[_Carry, Tensor, Tree]:
         """Return what passes on after a micro-batch, its loss and its auxiliary outputs."""
         result = differentiate(carry.buffers, micro_batch, share)
         gradients = _tree.leaves(result.gradients)
@@ -117,7 +117,7 @@ def accumulate(
 
 
 #: (what passes on, a micro-batch, its share or None) -> what passes on after it, its loss, its auxiliary outputs.
-_Add = Callable[[_Carry, Any, "Tensor | None"], tuple[_Carry, Tensor, Any]]
+_Add = Callable[[_Carry, Tree, "Tensor | None"], tuple[_Carry, Tensor, Tree]]
 
 
 def _added(sums: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -139,11 +139,11 @@ def _where(condition: Tensor, if_true: Tree, if_false: Tree) -> Tree:
 
 
 def _one_after_the_other(
-    add: _Add, carry: _Carry, micro_batches: Sequence[Any], shares: Tensor | None
-) -> tuple[_Carry, Tensor, Any]:
+    add: _Add, carry: _Carry, micro_batches: Sequence[Tree], shares: Tensor | None
+) -> tuple[_Carry, Tensor, Tree]:
     """Add every micro-batch; return what passes on in the end, and all losses and auxiliary outputs, stacked."""
     each_loss: list[Tensor] = []
-    each_aux: list[Any] = []
+    each_aux: list[Tree] = []
     each_share = [None] * len(micro_batches) if shares is None else shares
     for micro_batch, share in zip(micro_batches, each_share):
         carry, loss, aux = add(carry, micro_batch, share)
@@ -174,7 +174,7 @@ def can_scan() -> bool:
     return _torch_scan is not None
 
 
-def _scanned(add: _Add, carry: _Carry, batch: Any, shares: Tensor | None) -> tuple[_Carry, Tensor, Any]:
+def _scanned(add: _Add, carry: _Carry, batch: Tree, shares: Tensor | None) -> tuple[_Carry, Tensor, Tree]:
     """Do as `_one_after_the_other`, by torch's scan along the first dimension of the batch.
 
     scan takes and returns tensors only: Nones among the sums, and leaves of the batch that are not tensors, stay
@@ -187,7 +187,7 @@ def _scanned(add: _Add, carry: _Carry, batch: Any, shares: Tensor | None) -> tup
         remaining = iter(sums)
         return [next(remaining) if present else None for present in has_sum]
 
-    def combine(before: Any, slices: list[Tensor]) -> Any:
+    def combine(before: Tree, slices: list[Tensor]) -> Tree:
         remaining = iter(slices)
         leaves_of_piece = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         micro_batch, share = _tree.unflatten(leaves_of_piece, spec)
@@ -204,7 +204,7 @@ def _scanned(add: _Add, carry: _Carry, batch: Any, shares: Tensor | None) -> tup
     return _Carry(with_nones(sums), buffers, records), losses, aux
 
 
-def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tree, tensors: list[Tensor]) -> Any:
+def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tree, tensors: list[Tensor]) -> Tree:
     """Call torch's scan in a program that Dynamo or `jit` traces."""
     assert _torch_scan is not None
     if torch.compiler.is_dynamo_compiling():

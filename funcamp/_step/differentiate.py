@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.scaled_grad import Engine, around_backward, differentiate
+from funcamp._autograd.scaled_grad import Engine, backward_runner, differentiate
 from funcamp._autograd.tape import Tape, zeros_of
 from funcamp._scaler.state import ScalerState
 from funcamp._step.accumulate import Result
@@ -43,11 +43,11 @@ class LossArguments(NamedTuple):
     taps: Tree
     buffers: dict[str, Tensor]
     scaler: ScalerState
-    batch: Any
+    batch: Tree
 
 
 def differentiate_loss(
-    shared: SharedByMicroBatches, buffers: dict[str, Tensor], batch: Any, weigh: Callable[[Tensor], Tensor]
+    shared: SharedByMicroBatches, buffers: dict[str, Tensor], batch: Tree, weigh: Callable[[Tensor], Tensor]
 ) -> Result:
     """Differentiate weigh(loss) of one micro-batch with respect to the inputs of the loss and the tapes."""
     loss_fn = shared.loss_fn
@@ -63,7 +63,7 @@ def differentiate_loss(
         taps, _ = _tree.unflatten(values[input_count:], tapes_spec)
         return (params, taps) if loss_fn.probes else params
 
-    def loss_of(values: list[Tensor]) -> Any:
+    def loss_of(values: list[Tensor]) -> Tree:
         params = inputs.tree(values[:input_count])
         taps, amaxes = _tree.unflatten(values[input_count:], tapes_spec)
         shared.product_context.begin(values, amaxes)
@@ -78,7 +78,7 @@ def differentiate_loss(
             loss_fn.has_buffers or loss_fn.has_aux,
             shared.engine,
             weigh=weigh,
-            holding=around_backward(loss_fn, differentiated_tree),
+            run_backward=backward_runner(loss_fn, differentiated_tree),
             low=(shared.policy.compute_dtype,),
         )
     if loss_fn.has_buffers:
@@ -87,9 +87,9 @@ def differentiate_loss(
     return Result(inputs.gradients(gradients[:input_count]), loss, buffers, records, clone(aux))
 
 
-def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Any:
+def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Tree:
     """Call a loss under the policy's autocast, with the arguments that it takes."""
-    arguments_of_loss: list[Any] = [arguments.params]
+    arguments_of_loss: list[object] = [arguments.params]
     if loss_fn.probes:
         arguments_of_loss.append(arguments.taps)
     if loss_fn.has_buffers:
@@ -107,7 +107,7 @@ def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Any:
             raise
 
 
-def _refuse_no_tensors(batch: Any, error: Exception) -> None:
+def _refuse_no_tensors(batch: Tree, error: Exception) -> None:
     """Raise TypeError if a number or an array in the batch may be why a loss failed."""
     if str(error).startswith("module_loss:"):  # an error of ours, which says what to do
         return
@@ -122,7 +122,7 @@ def _refuse_no_tensors(batch: Any, error: Exception) -> None:
             ) from error
 
 
-def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Any) -> tuple[dict[str, Tensor], Any]:
+def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Tree) -> tuple[dict[str, Tensor], Tree]:
     """Return the new buffers and aux of what a loss returned besides itself.
 
     Raises:
@@ -130,7 +130,7 @@ def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Any) -> t
         ValueError: the buffers have other names, shapes or dtypes than those given.
     """
     after = beside
-    aux: Any = ()
+    aux: Tree = ()
     if loss_fn.has_aux:
         if not isinstance(beside, tuple) or len(beside) != 2:
             got = _tree.brief(beside)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._check import boolean
-from funcamp._scaler.update import init
+from funcamp._scaler.first_state import init
 from funcamp._step.options import described
 from funcamp._step.parallel import Parallel
 from funcamp._step.state import TrainState, Variables
@@ -28,7 +28,7 @@ Group = Callable[[str, Tensor], str]
 
 
 def first_state(
-    step: TrainStep, params: Tree, buffers: Any, *, flat: bool, group: Group | None, consume: bool
+    step: TrainStep, params: Tree, buffers: object, *, flat: bool, group: Group | None, consume: bool
 ) -> TrainState:
     """Return the state of `TrainStep.init`."""
     call = "init"
@@ -124,7 +124,7 @@ def _check_not_flat(call: str, parallel: Parallel, params: Tree, group: Group | 
         raise ValueError(f"{call}: flat must be True with {reason}; got False")
 
 
-def consumed_loss(call: str, step: TrainStep, params: Tree, buffers: Any, consume: bool) -> ModuleLoss | None:
+def consumed_loss(call: str, step: TrainStep, params: Tree, buffers: object, consume: bool) -> ModuleLoss | None:
     """Return the loss whose module is to share the state's memory; None without consume.
 
     Raises:

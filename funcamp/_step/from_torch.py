@@ -20,6 +20,7 @@ from funcamp._scaler.state_dict import from_state_dict
 from funcamp._step.state import TrainState, check_train_state
 from funcamp._step.state_dict import export, restore
 from funcamp._step.torch_groups import Step, TorchGroup, as_number, groups_of, has_several_classes, torch_group_of
+from funcamp._types import StateDict
 
 #: Entries of a torch group that do not affect the result: how the class runs, and what a scheduler stores there.
 _WITHOUT_EFFECT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr")
@@ -30,8 +31,8 @@ _SCALER_CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
 def from_torch(
     step: Step,
     like: TrainState,
-    optimizer: Mapping[Any, Any] | None,
-    scaler: dict[str, Any] | None,
+    optimizer: Mapping[str, StateDict] | StateDict | None,
+    scaler: StateDict | None,
     names: Iterable[str] | None,
     steps: int | None,
 ) -> TrainState:
@@ -57,7 +58,7 @@ def from_torch(
     return restore(saved, like, split=step._split)
 
 
-def _labels_of_optimizers(call: str, optimizer: Any, state_dicts: Mapping[Any, Any]) -> list[str | None]:
+def _labels_of_optimizers(call: str, optimizer: Any, state_dicts: Mapping[str, object]) -> list[str | None]:
     """Return the labels under which torch's optimizers have their state_dicts; [None] for one optimizer.
 
     Raises:
@@ -132,7 +133,7 @@ def _read_parameter(
     group: TorchGroup,
     known: Sequence[str],
     name: str,
-    entries: Mapping[str, Any],
+    entries: Mapping[str, object],
     saved: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return torch's state of one parameter by exported names.
@@ -247,9 +248,7 @@ def _counts(
     return {key: torch.full_like(saved[key], number) for key, number in numbers.items()}
 
 
-def _read_scaler(
-    call: str, config: ScalerConfig, state_dict: dict[str, Any], device: torch.device
-) -> dict[str, Tensor]:
+def _read_scaler(call: str, config: ScalerConfig, state_dict: StateDict, device: torch.device) -> dict[str, Tensor]:
     """Return the state of a torch scaler by exported names.
 
     Raises:
@@ -267,7 +266,9 @@ def _read_scaler(
     return {f"scaler.{name}": value for name, value in scaler_state._asdict().items()}
 
 
-def _check_hyperparameters(call: str, optimizer: StatelessOptimizer, torch_group: Mapping[str, Any], name: str) -> None:
+def _check_hyperparameters(
+    call: str, optimizer: StatelessOptimizer, torch_group: Mapping[str, object], name: str
+) -> None:
     """Raise ValueError if torch's group has another number than the step would continue with."""
     # Dynamic ones are tensors and schedules: the step goes on with its own.
     ignored = (*_WITHOUT_EFFECT, *optimizer._traits.step.dynamic)

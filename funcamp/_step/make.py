@@ -22,13 +22,13 @@ from funcamp._step.options import Options
 from funcamp._step.parallel import Parallel
 from funcamp._step.step import TrainStep
 from funcamp._storage.policy import Policy, check_policy
-from funcamp._types import Reduce
+from funcamp._types import Reduce, Tree
 
 _log = logging.getLogger("funcamp")
 
 
 def make_train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Tree],
     optimizer: Any,
     config: ScalerConfig = ScalerConfig(),
     *,
@@ -37,10 +37,10 @@ def make_train_step(
     max_value: float | Tensor | None = None,
     accumulate: int = 1,
     scan: bool = False,
-    weight: Callable[[Any], float | Tensor] | None = None,
+    weight: Callable[[Tree], float | Tensor] | None = None,
     ema_decay: float | None = None,
     parallel: Parallel | Reduce | None = None,
-    observe: Mapping[str, Callable[[Any], Any]] | None = None,
+    observe: Mapping[str, Callable[[Tree], Tree]] | None = None,
 ) -> TrainStep:
     """Build a pure training step from a loss function and an optimizer.
 
@@ -170,7 +170,7 @@ def _report_scale(config: ScalerConfig, policy: Policy) -> None:
     )
 
 
-def _observers(call: str, observe: Mapping[str, Callable[[Any], Any]] | None) -> Mapping[str, Callable[[Any], Any]]:
+def _observers(call: str, observe: Mapping[str, Callable[[Tree], Tree]] | None) -> Mapping[str, Callable[[Tree], Tree]]:
     """Return the observe functions by name; raise TypeError if they are something else."""
     if observe is None:
         return {}

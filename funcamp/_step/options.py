@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from funcamp._scaler.config import ScalerConfig
 from funcamp._step.parallel import Parallel
 from funcamp._step.shares import Weight
 from funcamp._storage.policy import Policy
+from funcamp._types import Tree
 
 
 class Options(NamedTuple):
@@ -26,10 +27,10 @@ class Options(NamedTuple):
     weight: Weight | None
     ema_decay: float | None
     parallel: Parallel
-    observe: Mapping[str, Callable[[Any], Any]]
+    observe: Mapping[str, Callable[[Tree], Tree]]
 
 
-def described(loss_fn: Loss, optimizer: Any, config: ScalerConfig, options: Options, flat: bool) -> list[str]:
+def described(loss_fn: Loss, optimizer: object, config: ScalerConfig, options: Options, flat: bool) -> list[str]:
     """Return lines that describe how the state changes, equal in processes with equal options."""
     values: dict[str, object] = {f"{name} of ScalerConfig": value for name, value in vars(config).items()}
     values["optimizer"] = optimizer

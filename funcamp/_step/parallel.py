@@ -51,8 +51,8 @@ class Parallel:
         """Return the part of the parameters that this rank stores."""
         return params
 
-    def total(self, weight: Tensor) -> Tensor:
-        """Return the sum of a number over ranks."""
+    def sum_of_weights(self, weight: Tensor) -> Tensor:
+        """Return the sum over ranks of the weights of their batches."""
         return weight
 
     def summed(self, result: Result, share: Share, before: dict[str, Tensor]) -> Result:  # noqa: ARG002

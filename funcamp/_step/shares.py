@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._types import Tree
 
 #: The factor of a loss: a number, or a tensor of shape ().
 Share: TypeAlias = "float | Tensor"
@@ -48,22 +49,26 @@ class Shares(NamedTuple):
 
 
 def shares_of(
-    weight: Weight | None, pieces: list[Any], ranks: int, total: Callable[[Tensor], Tensor], device: torch.device
+    weight: Weight | None,
+    pieces: list[Tree],
+    ranks: int,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+    device: torch.device,
 ) -> Shares:
     """Return the factors of micro-batches; NaN if a tensor of weight is negative, or if all weights are 0.
 
     ranks: the number of ranks.
-    total: returns the sum of a number over ranks.
+    sum_over_ranks: returns the sum of a number over ranks.
     """
     if weight is None:
         return Shares(1.0 / ranks, len(pieces))
     weights = torch.stack([_as_tensor(weight(piece), device) for piece in pieces])
     own_weight = weights.sum()
-    weight_of_all_ranks = total(own_weight)
+    weight_of_all_ranks = sum_over_ranks(own_weight)
     return Shares(own_weight / weight_of_all_ranks, len(pieces), weights / weight_of_all_ranks)
 
 
-def _as_tensor(weight: Any, device: torch.device) -> Tensor:
+def _as_tensor(weight: object, device: torch.device) -> Tensor:
     """Return what a weight function returned as a float64 tensor, NaN for a negative one.
 
     Raises:

@@ -20,7 +20,7 @@ class Variables(NamedTuple):
 
     buffers: dict[str, Tensor]
     """The module's buffers; empty if there are none."""
-    products: Any = ()
+    products: Tree = ()
     """What linear layers remember that multiply in float8: a `float8.Float8State`; `()` without delayed scaling."""
 
 
@@ -35,7 +35,7 @@ class TrainState(NamedTuple):
     """int64, shape (): calls skipped since the last applied step."""
     params: Params
     """The parameters in full precision."""
-    opt_state: Any
+    opt_state: Tree
     """The optimizer's state; its count of applied steps excludes skipped ones. With an average a tuple of both."""
     scaler: ScalerState
     """The scaler's state."""
@@ -58,9 +58,33 @@ class TrainState(NamedTuple):
         return ()
 
     @property
-    def float8(self) -> Any:
+    def float8(self) -> Tree:
         """The `float8.Float8State` of the layers that multiply in float8; `()` without delayed scaling."""
         return self.variables.products
+
+
+#: How to replace what a state computes from its fields.
+_REPLACE_INSTEAD = {
+    "ema": (
+        "it is a part of opt_state: with opt_state, average = state.opt_state, write "
+        "state._replace(opt_state=(opt_state, average._replace(average=...)))"
+    ),
+    "buffers": "write state._replace(variables=state.variables._replace(buffers=...))",
+    "float8": "write state._replace(variables=state.variables._replace(products=...))",
+}
+_replace_fields = TrainState._replace
+
+
+def _replace(state: TrainState, **changes: Any) -> TrainState:
+    """Return the state with some fields changed: `NamedTuple._replace`, with advice for what is no field."""
+    for name, advice in _REPLACE_INSTEAD.items():
+        if name in changes:
+            raise ValueError(f"TrainState._replace: the changes must be of fields, and {name} is none: {advice}")
+    return _replace_fields(state, **changes)
+
+
+# A class of NamedTuple must not define the method itself.
+TrainState._replace = _replace  # type: ignore[method-assign, assignment]
 
 
 class Metrics(NamedTuple):
@@ -72,7 +96,7 @@ class Metrics(NamedTuple):
     """The 2-norm of the unscaled gradients before clipping; infinite or NaN if one of them is not finite."""
     scale: Tensor
     """The scale that multiplied this step's loss."""
-    lr: Any
+    lr: Tree
     """The learning rate of this step, float32: a dict by label for `by_group`, `()` for an optimizer without a rate.
     A skipped step did not use it."""
     found_inf: Tensor
@@ -87,15 +111,15 @@ class Metrics(NamedTuple):
     """int64: steps skipped so far, including this one."""
     consecutive_skips: Tensor
     """int64: steps skipped since the last applied one, including this one."""
-    observed: dict[str, Any]
+    observed: dict[str, Tree]
     """The results of the `observe` functions, by name."""
-    records: Mapping[str, Any]
+    records: Mapping[str, Tree]
     """The counts of taps, as `numerics.Records`: a `numerics.Record` by name, whose backward counts are of scaled
     gradients (`Record.unscale(metrics.scale)`); `{}` without probes."""
-    aux: Any
+    aux: Tree
     """The auxiliary outputs of the loss, stacked over micro-batches; `()` without has_aux."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Tree]:
         """Return a dict for a logger: every metric by its name, entries of dicts as `lr/matrix`, `aux/hits`.
 
         Leaves out records and the metrics of options that are not set. The values are tensors; a `MetricReader` turns
@@ -111,7 +135,7 @@ class Metrics(NamedTuple):
             >>> row["loss"], row["lr"], "aux" in row
             (tensor(2.), tensor(0.5000), False)
         """
-        by_name: dict[str, Any] = {}
+        by_name: dict[str, Tree] = {}
         for field in self._fields:
             value = getattr(self, field)
             is_unset = isinstance(value, tuple) and not value
@@ -126,7 +150,7 @@ class Metrics(NamedTuple):
         return by_name
 
 
-def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _entries(name: str, value: Tree) -> Iterator[tuple[str, Tree]]:
     """Yield the entries of nested dicts, each with its path as a name; another value as it is."""
     if not isinstance(value, dict):
         yield name, value
@@ -135,10 +159,10 @@ def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _entries(f"{name}/{key}", item)
 
 
-def check_train_state(call: str, name: str, value: object, hint: str = "") -> None:
-    """Raise TypeError if a value is not a state."""
+def check_train_state(call: str, name: str, value: object, hint: str = "") -> TrainState:
+    """Return the value if it is a state; raise TypeError otherwise."""
     if isinstance(value, TrainState):
-        return
+        return value
     if not hint:
         hint = _state_hint(value)
     raise TypeError(f"{call}: {name} must be a TrainState, as init makes it; got {_tree.brief(value)}{hint}")
@@ -153,6 +177,6 @@ def _state_hint(value: object) -> str:
     return ""
 
 
-def states_of_parts(opt_state: Any) -> tuple[Any, ...]:
+def states_of_parts(opt_state: Tree) -> tuple[Tree, ...]:
     """Return the states of the parts of a chain; none if only one has a state, which is then the chain's."""
     return opt_state if type(opt_state) is tuple else ()

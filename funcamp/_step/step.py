@@ -29,7 +29,7 @@ from funcamp._storage.layout import Layout
 from funcamp._storage.params import Params, matrix_or_vector, stored
 from funcamp._storage.policy import autocast_of
 from funcamp._trace.tracing import compiling
-from funcamp._types import Tree
+from funcamp._types import StateDict, Tree
 
 
 class _KnownInputs(NamedTuple):
@@ -70,7 +70,7 @@ class TrainStep(Fixed):
     config: ScalerConfig
     _instead = "Call make_train_step with another {name}: the new step continues from the same state"
 
-    def __init__(self, loss_fn: Loss, optimizer: Any, config: ScalerConfig, options: Options) -> None:
+    def __init__(self, loss_fn: Loss, optimizer: object, config: ScalerConfig, options: Options) -> None:
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.config = config
@@ -82,11 +82,11 @@ class TrainStep(Fixed):
         self._group = next(iter(group_functions_in(optimizer)), matrix_or_vector)
         self._transforms = chain(*_clipping(options), optimizer, *_averaging(options))
 
-    def python_parts(self) -> dict[str, Any]:
+    def python_parts(self) -> dict[str, object]:
         """Return the objects whose Python the step runs, by name: `jit` looks there for state besides its own."""
         return self.loss_fn.python_parts()
 
-    def code_parts(self) -> dict[str, Any]:
+    def code_parts(self) -> dict[str, object]:
         """Return the objects whose Python the step runs, by name: `jit` looks there for modules' training flags."""
         return self.loss_fn.code_parts()
 
@@ -94,7 +94,7 @@ class TrainStep(Fixed):
         policy = f"{self._options.policy}{self._products.described()}"
         return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={policy})"
 
-    def __call__(self, state: TrainState, batch: Any, *more: NoReturn) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Tree, *more: NoReturn) -> tuple[TrainState, Metrics]:
         """Take one step. Pure; safe under torch.compile(fullgraph=True); no sync.
 
         Args:
@@ -192,7 +192,7 @@ class TrainStep(Fixed):
         """
         return first_state(self, params, buffers, flat=flat, group=group, consume=consume)
 
-    def loss(self, state: TrainState, batch: Any, *more: NoReturn, training: bool = False) -> Tensor:
+    def loss(self, state: TrainState, batch: Tree, *more: NoReturn, training: bool = False) -> Tensor:
         """Return the loss of a batch without a gradient, without dropout and without writing anything.
 
         For validation. Evaluates one batch without micro-batches, in the precision of the step. A loss of `module_loss`
@@ -238,17 +238,16 @@ class TrainStep(Fixed):
         loss, _ = loss_and_aux("loss", returned, returns_pair)
         return loss
 
-    def check_call(self, call: str, state: Any, batch: Any, *more: Any) -> TrainState:
+    def check_call(self, call: str, state: object, batch: Tree, *more: object) -> TrainState:
         """Return the state; raise if a call did not get a state and one batch."""
         checked = self._checked(call, state, batch)
         one_batch(call, batch, *more)
         return checked
 
-    def _checked(self, call: str, state: Any, batch: Any = None) -> TrainState:
+    def _checked(self, call: str, state: object, batch: Tree = None) -> TrainState:
         """Return a state whose parameters are stored as this step has them; a user may have put a plain tree there."""
         hint = "; the state goes first, then the batch" if isinstance(batch, TrainState) else ""
-        check_train_state(call, "state", state, hint)
-        checked: TrainState = state
+        checked = check_train_state(call, "state", state, hint)
         if not isinstance(checked.params, Params):
             checked = checked._replace(params=stored(call, checked.params, self._group))
         self._options.parallel.check(call, checked.params)
@@ -287,7 +286,7 @@ class TrainStep(Fixed):
             values = [value.clone() for value in values]
         return inputs.tree(values)
 
-    def autocast(self, state: TrainState) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self, state: TrainState) -> contextlib.AbstractContextManager[object]:
         """Return a region with the policy's autocast, for a forward pass outside the loss.
 
         With `compute_params` it computes there as the loss does, without naming the precision again: a target network,
@@ -411,7 +410,7 @@ class TrainStep(Fixed):
         )
         return like._replace(params=params, opt_state=self._transforms.init(params))
 
-    def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> dict[str, Any]:
+    def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> StateDict:
         """Return the state_dicts with which a torch loop continues: its module, optimizer and scaler.
 
         torch's optimizer must be created with `model.parameters()`, frozen ones included. For `by_group` it has one
@@ -446,8 +445,8 @@ class TrainStep(Fixed):
         self,
         like: TrainState,
         *,
-        optimizer: Mapping[Any, Any] | None = None,
-        scaler: dict[str, Any] | None = None,
+        optimizer: Mapping[str, StateDict] | StateDict | None = None,
+        scaler: StateDict | None = None,
         names: Iterable[str] | None = None,
         steps: int | None = None,
         consume: bool = False,

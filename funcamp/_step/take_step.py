@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.scaled_grad import choose
+from funcamp._autograd.scaled_grad import choose_engine
 from funcamp._optim.chain import Chain, Update
-from funcamp._scaler.update import exhausted, saturated, skip_step, update
+from funcamp._scaler.limits import exhausted, saturated
+from funcamp._scaler.skip_step import skip_step
+from funcamp._scaler.update import update
 from funcamp._step.accumulate import Result, accumulate, micro_batches
 from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
 from funcamp._step.differentiate import SharedByMicroBatches, differentiate_loss
 from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, Variables
 from funcamp._storage.params import Params, clone, expand
+from funcamp._types import Tree
 
 if TYPE_CHECKING:
     from funcamp._step.step import TrainStep
 
 
-def take_step(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
     """Return the state after a step and its metrics, as `TrainStep.__call__` does; read it from top to bottom.
 
     Args:
@@ -44,11 +47,11 @@ def take_step(step: TrainStep, state: TrainState, batch: Any) -> tuple[TrainStat
 
     # The scaled gradients, the loss, its buffers and the records of the tapes.
     pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
-    shares = shares_of(options.weight, pieces, parallel.size, parallel.total, device)
-    engine = choose(loss_fn.engine, state)
+    shares = shares_of(options.weight, pieces, parallel.size, parallel.sum_of_weights, device)
+    engine = choose_engine(loss_fn.engine, state)
     shared = SharedByMicroBatches(loss_fn, options.policy, state.scaler, inputs, cast, product_context, tapes, engine)
 
-    def differentiate_piece(buffers: dict[str, Tensor], piece: Any, share: Tensor | None) -> Result:
+    def differentiate_piece(buffers: dict[str, Tensor], piece: Tree, share: Tensor | None) -> Result:
         return differentiate_loss(shared, buffers, piece, lambda loss: shares.weigh(loss, share))
 
     if options.accumulate == 1:
@@ -137,7 +140,7 @@ def _check_options(step: TrainStep, state: TrainState) -> None:
         step.loss_fn.check_accumulation()
 
 
-def _observed(step: TrainStep, gradients: Params) -> dict[str, Any]:
+def _observed(step: TrainStep, gradients: Params) -> dict[str, Tree]:
     """Return the results of the observe functions on the unscaled gradients, in the parameters' own tree."""
     if not step._options.observe:
         return {}
@@ -148,5 +151,5 @@ def _observed(step: TrainStep, gradients: Params) -> dict[str, Any]:
             raise TypeError(
                 f"step: observe{_tree.path_of(results, index)} must return tensors; got {_tree.describe(leaf)}"
             )
-    copies: dict[str, Any] = clone(results)
+    copies: dict[str, Tree] = clone(results)
     return copies

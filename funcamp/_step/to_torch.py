@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -15,13 +14,14 @@ from funcamp._scaler.state_dict import to_state_dict
 from funcamp._step.state import TrainState
 from funcamp._step.state_dict import export, gather
 from funcamp._step.torch_groups import Step, TorchGroup, groups_of, has_several_classes, hyperparameters_of
+from funcamp._types import StateDict
 
 
-def to_torch(step: Step, state: TrainState, names: Iterable[str] | None) -> dict[str, Any]:
+def to_torch(step: Step, state: TrainState, names: Iterable[str] | None) -> StateDict:
     """Return the state_dicts of `TrainStep.to_torch`."""
     saved = export("to_torch", state)
     groups = groups_of("to_torch", step, state, names)
-    optimizer: dict[Any, Any]
+    optimizer: dict[str | None, StateDict] | StateDict
     if has_several_classes(only_optimizer_of(step.optimizer)):
         optimizer = {group.label: _optimizer_state_dict([group], saved) for group in groups}
     else:
@@ -45,10 +45,10 @@ def _model_state_dict(loss_fn: Loss, state: TrainState, saved: Mapping[str, Tens
     return tensors
 
 
-def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]) -> dict[str, Any]:
+def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]) -> StateDict:
     """Return the state_dict of one torch optimizer."""
     state: dict[int, dict[str, Tensor]] = {}
-    param_groups: list[dict[str, Any]] = []
+    param_groups: list[StateDict] = []
     next_number = 0
     for group in groups:
         entries = group.entries_in(saved)

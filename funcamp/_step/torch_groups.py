@@ -25,7 +25,7 @@ class Step(Protocol):
     """What the conversion asks of a `TrainStep`."""
 
     loss_fn: Loss
-    optimizer: Any
+    optimizer: object
     config: ScalerConfig
 
     @property
@@ -121,7 +121,7 @@ def has_several_classes(optimizer: object) -> bool:
     return len(classes) > 1
 
 
-def hyperparameters_of(optimizer: StatelessOptimizer, applied: Tensor) -> dict[str, Any]:
+def hyperparameters_of(optimizer: StatelessOptimizer, applied: Tensor) -> dict[str, object]:
     """Return the numbers of a torch.optim group after some applied steps."""
     arguments: dict[str, object] = {}
     for name, value in (optimizer._hyperparameters | optimizer._hyper(applied, [applied])).items():
@@ -130,15 +130,15 @@ def hyperparameters_of(optimizer: StatelessOptimizer, applied: Tensor) -> dict[s
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def torch_group_of(optimizer: StatelessOptimizer, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def torch_group_of(optimizer: StatelessOptimizer, arguments: Mapping[str, Any]) -> dict[str, object]:
     """Return the parameter group of torch's class with these arguments, defaults included."""
     any_parameter = torch.zeros(2, 2)  # a matrix, because Muon takes nothing else
     torch_optimizer = optimizer._cls([any_parameter], **arguments)
-    group: dict[str, Any] = torch_optimizer.param_groups[0]
+    group: dict[str, object] = torch_optimizer.param_groups[0]
     return group
 
 
-def as_number(value: object) -> Any:
+def as_number(value: object) -> object:
     """Return a hyperparameter as a number, or as a tuple of numbers."""
     if isinstance(value, (tuple, list)):
         return tuple(as_number(item) for item in value)

@@ -84,7 +84,7 @@ class Layout:
         self.buckets = buckets
         self.flat = flat
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # A pickled TreeSpec depends on torch's version, so the structure is saved as a tree of numbers of slots.
         slot_numbers = self.tree(range(len(self.slots)))
         return _restore, (
@@ -179,7 +179,7 @@ class Layout:
         """Return the groups' numbers from the end of the tree: the order in which gradients complete."""
         return sorted(range(len(self.buckets)), key=lambda number: -self.buckets[number])
 
-    def tree(self, values: Sequence[Any]) -> Tree:
+    def tree(self, values: Sequence[object]) -> Tree:
         """Return the tree with one value per slot."""
         return _tree.unflatten([None if slot is None else values[slot] for slot in self.leaves], self.spec)
 
@@ -191,7 +191,7 @@ class Layout:
 
 
 #: Every layout by its content.
-_layouts: dict[Any, Layout] = {}
+_layouts: dict[object, Layout] = {}
 
 
 def _interned(

@@ -76,7 +76,7 @@ class Params:
         owner = "" if self.ranks is None else f"rank {self.ranks.rank} of {self.ranks.size} of "
         return f"{owner}Params({count} tensors in {{{groups}}})"
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         tree = self.tree()
         try:
             return tree[key]
@@ -102,6 +102,16 @@ class Params:
         """
         self._refuse_slices()
         return self.layout.tree(self.layout.views(self.groups))
+
+    def kinds(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and the dtype of every tensor that is there."""
+        groups = self.groups
+        kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
+        for slot in self.layout.slots:
+            group = groups[slot.group]
+            if group is not None:
+                kinds.append((slot.shape, group.dtype))
+        return kinds
 
     def placeholders(self) -> Tree:
         """Return the original pytree with an empty tensor for every leaf."""

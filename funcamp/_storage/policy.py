@@ -267,7 +267,7 @@ def _matches(glob: str, name: str) -> bool:
     return has_room and name.endswith(last)
 
 
-def autocast_of(policy: Policy, device_type: str) -> contextlib.AbstractContextManager[Any]:
+def autocast_of(policy: Policy, device_type: str) -> contextlib.AbstractContextManager[object]:
     """Return the region in which a loss computes, also inside of a caller's; none for a policy without a low dtype."""
     if policy.compute_dtype == torch.float32 or device_type == "meta":  # autocast does not know the meta device
         return contextlib.nullcontext()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence, Set
-from typing import Any
 
 import torch
 from torch import fx
@@ -146,5 +145,5 @@ def _writes_inputs(graph: fx.Graph) -> bool:
     return any(memory.op == "placeholder" for memory in Aliases(graph).writers)
 
 
-def _nodes_in(tree: list[Any]) -> list[fx.Node]:
+def _nodes_in(tree: list[object]) -> list[fx.Node]:
     return [leaf for leaf in _tree.leaves(tree) if isinstance(leaf, fx.Node)]

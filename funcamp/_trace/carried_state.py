@@ -41,8 +41,8 @@ _FIX = (
 class _Change(NamedTuple):
     """What was in a place before a run, and what is there after it; `_MISSING` for nothing."""
 
-    before: Any
-    after: Any
+    before: object
+    after: object
 
 
 @dataclass
@@ -64,7 +64,7 @@ class CarriedState:
         roots: the objects, by name.
     """
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
+    def __init__(self, roots: Mapping[str, object]) -> None:
         self._roots = roots
         self._before: dict[str, Slot] = {}
         self._forms: dict[str, Form] = {}
@@ -77,9 +77,9 @@ class CarriedState:
         """Places of tensors that programs write."""
         self._read_slots: list[Slot] = []
         """Places of other tensors that programs read."""
-        self._readers: list[Callable[[], Any]] = []
+        self._readers: list[Callable[[], object]] = []
         """Functions that return what is in those places now."""
-        self._read_tensors: list[Any] = []
+        self._read_tensors: list[object] = []
         """The tensors that programs read there."""
 
     # For every call
@@ -203,7 +203,7 @@ class CarriedState:
             if path not in slots_now and isinstance(slot.value, NUMBERS):
                 self._changes.values[path] = _Change(slot.value, _MISSING)
 
-    def _is_carried(self, path: str, before: Any, value: Tensor, node_of: NodeOf) -> bool:
+    def _is_carried(self, path: str, before: object, value: Tensor, node_of: NodeOf) -> bool:
         """Return whether a tensor replaced one like it, so that it is state; note it if it is another new tensor.
 
         Raises:
@@ -279,7 +279,7 @@ class CarriedState:
             self._put(path, private)
         return bool(shared)
 
-    def _put(self, path: str, value: Any) -> None:
+    def _put(self, path: str, value: object) -> None:
         """Put a value in a place; if that is in a tuple, put another tuple in the tuple's place."""
         slot = self._before[path]
         self._before[path] = slot._replace(value=value)
@@ -394,7 +394,7 @@ def _restore(slots: Mapping[str, Slot]) -> None:
                 slot.put(slot.value)
 
 
-def _value_now(slot: Slot) -> Any:
+def _value_now(slot: Slot) -> object:
     """Return the value that is in a place now; `_MISSING` if the place is gone."""
     try:
         return slot.now()
@@ -406,7 +406,7 @@ def _is_plain(value: Tensor) -> bool:
     return type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
 
 
-def _is_like(one: Any, other: Any) -> bool:
+def _is_like(one: object, other: object) -> bool:
     """Return whether two values are tensors of the same shape, dtype and device."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False

@@ -80,11 +80,11 @@ class HostDraws:
             self._set_back()
         return names, self._line or "a line that is not known, or another thread,"
 
-    def _noting(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting(self, draw: Callable[..., object]) -> Callable[..., object]:
         """Return a function that draws, and notes the line that called it."""
 
         @functools.wraps(draw)
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def noted(*args: object, **kwargs: object) -> object:
             # Functions of `random` call others of it, whose line is not the user's.
             is_this_thread = threading.get_ident() == self._thread
             if is_this_thread and not self._line:
@@ -104,7 +104,7 @@ class HostDraws:
             _set_state(module, pickle.loads(state))
 
 
-def _get_state(module: ModuleType) -> Any:
+def _get_state(module: ModuleType) -> object:
     """Return the state of a module's generator."""
     return random.getstate() if module is random else module.get_state(legacy=False)
 

@@ -12,6 +12,7 @@ then; it leaves a mark, and continues.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,17 +20,19 @@ from torch.overrides import enable_reentrant_dispatch
 
 from funcamp import _upstream
 from funcamp._trace.tracing import LetsDynamoIn, current
+from funcamp._types import Args, Kwargs
 
 if TYPE_CHECKING:
+    from torch._ops import OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode
 else:
     TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
-_has_kernel: Any = _upstream.find("torch._C._dispatch_has_kernel_for_dispatch_key")
-_keys_after: Any = _upstream.find("torch._C._dispatch_keyset_full_after")
-_keys: Any = _upstream.find("torch._C.DispatchKey")
-_below_autograd: Any = _upstream.find("torch._C._AutoDispatchBelowAutograd")
-_excluded: Any = _upstream.find("torch._C._ExcludeDispatchKeyGuard")
-_key_set: Any = _upstream.find("torch._C.DispatchKeySet")
+_has_kernel = _upstream.find("torch._C._dispatch_has_kernel_for_dispatch_key")
+_keys_after = _upstream.find("torch._C._dispatch_keyset_full_after")
+_keys = _upstream.find("torch._C.DispatchKey")
+_below_autograd = _upstream.find("torch._C._AutoDispatchBelowAutograd")
+_excluded = _upstream.find("torch._C._ExcludeDispatchKeyGuard")
+_key_set = _upstream.find("torch._C.DispatchKeySet")
 _PRIVATE_NAMES = (_has_kernel, _keys_after, _keys, _below_autograd, _excluded, _key_set)
 _aten = torch.ops.aten
 _AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
@@ -45,7 +48,7 @@ _OUTER_OPERATIONS = (
 
 
 class _Mark(threading.local):
-    operation: Any = None
+    operation: object = None
     """The operation that this thread calls under autocast, between the dispatcher's autocast key and its modes."""
 
 
@@ -65,8 +68,8 @@ class InnerCasts(LetsDynamoIn, TorchDispatchMode):
         """Whether such a kernel is running."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         is_marked = _mark.operation is func
         if func in _OUTER_OPERATIONS and not _upstream.usable(*_PRIVATE_NAMES):
@@ -90,12 +93,12 @@ class InnerCasts(LetsDynamoIn, TorchDispatchMode):
             self._is_in_kernel = was_in_kernel
 
 
-def _kernel_key_of(func: Any) -> Any:
+def _kernel_key_of(func: OpOverload) -> Any:
     """Return the key of the kernel to run: that of an outer operation, or of what such a kernel calls in pieces.
 
     None if the operation itself is what a graph gets.
     """
-    name = func.name()
+    name: str = func.name()  # type: ignore[no-untyped-call]
     if func in _OUTER_OPERATIONS:
         return next(getattr(_keys, key) for key in _KEYS_OF_CALLING_KERNELS if _has_kernel(name, key))
     # Below autograd einsum arrives in one piece. One that autocast casts has been cast, and is below autocast.
@@ -118,11 +121,11 @@ def watch_autocast() -> None:
             _library.impl(operation, kernel, key, with_keyset=True)
 
 
-def _make_marking_kernel(operation: Any, key: Any) -> Any:
+def _make_marking_kernel(operation: Any, key: object) -> object:
     """Return a kernel for an autocast key that marks an operation in a trace, and calls its next kernel."""
     keys_below = _keys_after(key)
 
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: object, *args: object, **kwargs: object) -> object:
         if current.recorder is None:
             return operation.redispatch(keys & keys_below, *args, **kwargs)
         mark_before = _mark.operation

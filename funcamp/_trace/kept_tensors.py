@@ -44,8 +44,8 @@ class _Replacement(NamedTuple):
 
 def give_values(
     kept_tensors: list[KeptTensor],
-    root: Any,
-    values: dict[fx.Node, Any],
+    root: object,
+    values: dict[fx.Node, object],
     *,
     failed: bool,
     constant: Set[fx.Node] = frozenset(),
@@ -112,7 +112,7 @@ class _Evaluation:
         values: the values that are known; those that are computed are added.
     """
 
-    def __init__(self, graph: fx.Graph, root: Any, values: dict[fx.Node, Any]) -> None:
+    def __init__(self, graph: fx.Graph, root: object, values: dict[fx.Node, Any]) -> None:
         self.aliases = Aliases(graph)
         self.arguments = {node for node in values if node.op == "placeholder"}
         self._graph = graph

@@ -52,14 +52,14 @@ class Slot(NamedTuple):
     """A place that holds a value."""
 
     path: str
-    owner: Any
+    owner: object
     """A dict, a list or deque, a cell of a closure, or an object with the attribute; None if it cannot be set."""
     key: Any
     value: Any
     parent: str | None = None
     """The path of the object that it is in."""
 
-    def put(self, value: Any) -> None:
+    def put(self, value: object) -> None:
         """Put another value there."""
         if isinstance(self.owner, types.CellType):
             self.owner.cell_contents = value
@@ -68,11 +68,11 @@ class Slot(NamedTuple):
         elif self.owner is not None:
             setattr(self.owner, self.key, value)
 
-    def now(self) -> Any:
+    def now(self) -> object:
         """Return the value that is there now."""
         return self.value if self.owner is None else self.reader()()
 
-    def reader(self) -> Callable[[], Any]:
+    def reader(self) -> Callable[[], object]:
         """Return a fast function that returns the value that is there when it is called."""
         if isinstance(self.owner, types.CellType):
             return functools.partial(getattr, self.owner, "cell_contents")
@@ -86,12 +86,12 @@ class Slot(NamedTuple):
         return functools.partial(getattr, self.owner, self.key)
 
 
-def _unsettable(path: str, value: Any) -> Slot:
+def _unsettable(path: str, value: object) -> Slot:
     """Return a place whose value cannot be replaced, such as an item of a set."""
     return Slot(path, None, None, value)
 
 
-def survey(roots: Mapping[str, Any]) -> dict[str, Slot]:
+def survey(roots: Mapping[str, object]) -> dict[str, Slot]:
     """Return every slot that can be reached from named objects, by path; an outer slot comes before its contents."""
     slots: dict[str, Slot] = {}
     visited_ids: set[int] = set()
@@ -125,11 +125,11 @@ class Form:
             same: only its contents count.
     """
 
-    def __init__(self, value: Any, known_ids: Set[int] | None = None) -> None:
+    def __init__(self, value: object, known_ids: Set[int] | None = None) -> None:
         self.value = value
         self._features = _features_of(value, known_ids)
 
-    def difference(self, path: str, now: Form) -> tuple[str, Any, Any] | None:
+    def difference(self, path: str, now: Form) -> tuple[str, object, object] | None:
         """Return how this value differs from the one that is at its path now: a name, and what was there and is now."""
         same_count = len(self._features) == len(now._features)
         if same_count and all(map(_is_equal, self._features, now._features)):
@@ -141,7 +141,7 @@ class Form:
         return path, self.value, now.value
 
 
-def _features_of(value: Any, known_ids: Set[int] | None) -> tuple[Any, ...]:
+def _features_of(value: object, known_ids: Set[int] | None) -> tuple[object, ...]:
     """Return what two values must have in common to count as the same: of a container its type, and length or keys."""
     if isinstance(value, dict):
         return (dict, *dict.keys(value))  # the order counts
@@ -158,7 +158,7 @@ def _features_of(value: Any, known_ids: Set[int] | None) -> tuple[Any, ...]:
     return type(value), code, value if is_known else _NEW_OBJECT
 
 
-def _is_equal(before: Any, after: Any) -> bool:
+def _is_equal(before: object, after: object) -> bool:
     """Return whether a feature of a value is the same as before; True if that cannot be said."""
     if before is after or after is _NEW_OBJECT:
         return True
@@ -191,12 +191,12 @@ def _is_opaque(value: Any) -> bool:
     return not (isinstance(value, CONTAINERS) or _is_iterator(value) or _is_plain_object(value))
 
 
-def _is_iterator(value: Any) -> bool:
+def _is_iterator(value: object) -> bool:
     """Return whether a value is an iterator of Python itself, or a generator."""
     return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools", "collections")
 
 
-def _is_plain_object(value: Any) -> bool:
+def _is_plain_object(value: object) -> bool:
     """Return whether a value is an object of a class that is not from a library of `_LIBRARIES`."""
     if isinstance(value, (type, types.ModuleType, *_FUNCTIONS, *NUMBERS)):
         return False
@@ -219,7 +219,7 @@ def _package(module: str | None) -> str:
 # Places in a value of each kind
 
 
-def _slots_in(path: str, value: Any) -> Iterator[Slot]:
+def _slots_in(path: str, value: object) -> Iterator[Slot]:
     """Yield the places in a value: its attributes, items or variables."""
     if isinstance(value, Tensor):
         yield from _slots_of_tensor(path, value)
@@ -256,7 +256,7 @@ def _slots_of_tensor(path: str, tensor: Tensor) -> Iterator[Slot]:
         yield _unsettable(f"{path} (hooks)", tensor._backward_hooks)
 
 
-def _slots_of_container(path: str, value: Any) -> Iterator[Slot]:
+def _slots_of_container(path: str, value: object) -> Iterator[Slot]:
     if isinstance(value, dict):
         for key, item in list(dict.items(value)):  # as in _plain_items
             yield Slot(f"{path}[{key!r}]", value, key, item)
@@ -269,13 +269,13 @@ def _slots_of_container(path: str, value: Any) -> Iterator[Slot]:
             yield Slot(f"{path}{{{index}}}", None, index, item)
 
 
-def _plain_items(value: Any) -> list[Any]:
+def _plain_items(value: object) -> list[object]:
     """Return what a container holds, by the methods of Python's own class: a subclass may compute or import in its."""
     base: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
     return list(base.__iter__(value))
 
 
-def _slots_of_iterator(path: str, value: Any) -> Iterator[Slot]:
+def _slots_of_iterator(path: str, value: object) -> Iterator[Slot]:
     """Yield where an iterator is, and what it iterates over."""
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
@@ -292,7 +292,7 @@ def _slots_of_iterator(path: str, value: Any) -> Iterator[Slot]:
         yield _unsettable(f"{path} (an iterator)[{index}]", item)
 
 
-def _slots_of_attributes(path: str, value: Any) -> Iterator[Slot]:
+def _slots_of_attributes(path: str, value: object) -> Iterator[Slot]:
     """Yield the attributes of an object, in its dict and in `__slots__`; of a tensor only those that a user has set."""
     is_tensor = isinstance(value, Tensor)
     attributes = getattr(value, "__dict__", None)
@@ -333,7 +333,7 @@ def _slots_of_class(path: str, kind: type) -> Iterator[Slot]:
                 yield Slot(f"{path}.{name}", base, name, item)
 
 
-def _slots_of_function(path: str, function: Any) -> Iterator[Slot]:
+def _slots_of_function(path: str, function: object) -> Iterator[Slot]:
     """Yield the variables of a function: closure, defaults, attributes, and the globals that it names."""
     if not isinstance(function, types.FunctionType) or _package(function.__module__) in _LIBRARIES:
         return

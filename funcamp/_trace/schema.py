@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from funcamp import _tree
+from funcamp._types import Args, Kwargs
 
 
-def aliased(func: Any, args: Any, kwargs: Any, *, written: bool = False) -> list[Any]:
+def aliased(func: object, args: Args, kwargs: Kwargs, *, written: bool = False) -> list[object]:
     """Return the leaves of such arguments; with `written` only of those that it writes.
 
     Args:
@@ -19,7 +18,7 @@ def aliased(func: Any, args: Any, kwargs: Any, *, written: bool = False) -> list
     schema = getattr(func, "_schema", None)
     if schema is None:
         return []
-    leaves: list[Any] = []
+    leaves: list[object] = []
     for index, argument in enumerate(schema.arguments):
         alias_info = argument.alias_info
         if alias_info is None or (written and not alias_info.is_write):

@@ -25,9 +25,9 @@ class Wrapper(NamedTuple):
     subclass: Any
     parts: dict[str, Wrapper | None]
     """For each attribute that is a tensor, by name, its wrapper; None for a plain tensor."""
-    other_attributes: dict[str, Any]
+    other_attributes: dict[str, object]
     """Attributes that are not tensors: a device mesh, since torch 2.13."""
-    context: Any
+    context: object
     """What `__tensor_flatten__` returned besides the names of the attributes."""
     size: torch.Size
     stride: tuple[int, ...]
@@ -39,7 +39,7 @@ def wrapper_of(tensor: Tensor) -> Wrapper | None:
         return None
     names, context = tensor.__tensor_flatten__()
     parts: dict[str, Wrapper | None] = {}
-    other_attributes: dict[str, Any] = {}
+    other_attributes: dict[str, object] = {}
     for name in names:
         attribute = getattr(tensor, name)
         if isinstance(attribute, Tensor):

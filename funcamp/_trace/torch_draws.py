@@ -18,6 +18,7 @@ from funcamp import _tree
 from funcamp._trace.schema import aliased
 from funcamp._trace.tracing import HostError, NodeOf
 from funcamp._trace.user_line import line_in_stack
+from funcamp._types import Args, Kwargs, Operation, Tree
 from funcamp._upstream.chains import chain_start
 
 #: The seed at which a trace starts: larger than any user's seed that is not negative.
@@ -35,7 +36,7 @@ class _Drawn(NamedTuple):
 
     sources: list[fx.Node | Tensor]
     """The nodes of the tensors whose values the operation read, such as probabilities; captured tensors themselves."""
-    result: Any
+    result: object
     """What the operation returned; None if it filled a tensor."""
     written: list[Tensor]
     """What it wrote into its arguments."""
@@ -50,7 +51,7 @@ class _Call:
         kwargs: its keyword arguments.
     """
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, func: Operation, args: Args, kwargs: Kwargs) -> None:
         self.func = func
         self.args = args
         self.kwargs = kwargs
@@ -81,7 +82,7 @@ class TraceDraws:
 
     def __init__(self, node_of: NodeOf) -> None:
         self._node_of = node_of
-        self._drawn: dict[Any, _Drawn] = {}
+        self._drawn: dict[tuple[int, Operation, str], _Drawn] = {}
         """By position, operation and description of the call."""
         self._next_position = _FIRST_POSITION
 
@@ -103,7 +104,7 @@ class TraceDraws:
                     "not seed torch's generator (torch.manual_seed), which a program cannot do: seed before the call"
                 )
 
-    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw(self, func: Operation, args: Args, kwargs: Kwargs) -> object:
         """Call an operation that draws random numbers.
 
         Raises:
@@ -151,14 +152,14 @@ def _is_position(seed: int) -> bool:
     return _FIRST_POSITION <= seed < _END_OF_POSITIONS
 
 
-def reads_shape_only(func: Any) -> bool:
+def reads_shape_only(func: Operation) -> bool:
     """Return whether an operation takes no values of its tensor, as `zeros_like` and `x.new_zeros` do."""
     schema = getattr(func, "_schema", None)
     name = "" if schema is None else schema.name.split("::")[-1]
     return name.endswith("_like") or name.startswith("new_")
 
 
-def _is_default_generator(value: Any) -> bool:
+def _is_default_generator(value: object) -> bool:
     """Return whether a value is the generator that torch draws from if none is named, of any device."""
     generators: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
     # A dispatch mode gets another Python object for the same generator.
@@ -181,7 +182,7 @@ def _fill(call: _Call, filled: Tensor) -> Tensor:
     return memory.clone()  # removed from the graph if nothing draws it again
 
 
-def _repeat(drawn: _Drawn, call: _Call) -> Any:
+def _repeat(drawn: _Drawn, call: _Call) -> object:
     """Return what an operation has drawn before, at the same position, as if it drew again."""
     if drawn.result is None and call.filled is not None:
         _in_memory_order(call.filled).copy_(drawn.written[0])
@@ -198,15 +199,15 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
-def _copy_tensors(tree: Any) -> Any:
+def _copy_tensors(tree: Tree) -> Any:
     leaves, spec = _tree.flatten(tree)
     return _tree.unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 def _computes_the_same(one: fx.Node | Tensor, other: fx.Node | Tensor) -> bool:
     """Return whether two nodes have equal values because their computations are equal; a tensor only equals itself."""
-    pairs: list[tuple[Any, Any]] = [(one, other)]
-    compared: set[tuple[Any, Any]] = set()
+    pairs: list[tuple[object, object]] = [(one, other)]
+    compared: set[tuple[object, object]] = set()
     while pairs:
         first, second = map(_behind_copies, pairs.pop())
         if first is second or (first, second) in compared:
@@ -223,12 +224,12 @@ def _computes_the_same(one: fx.Node | Tensor, other: fx.Node | Tensor) -> bool:
     return True
 
 
-def _behind_copies(node: Any) -> Any:
+def _behind_copies(node: object) -> object:
     """Return the node whose values a node has through copies and aliases."""
     return chain_start(node, lambda copy: copy.target in _SAME_VALUES)
 
 
-def _arguments_to_compare(first: object, second: object) -> Iterable[tuple[Any, Any]] | None:
+def _arguments_to_compare(first: object, second: object) -> Iterable[tuple[object, object]] | None:
     """Return the arguments of two calls of one operation, in pairs; None if they are no such calls."""
     if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return None

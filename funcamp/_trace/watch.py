@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import logging
 import math
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from types import FunctionType, MethodType
+from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +13,6 @@ from torch import Tensor, fx
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
-    get_proxy_mode,
     get_proxy_slot,
     set_proxy_slot,
     track_tensor_tree,
@@ -26,11 +21,21 @@ from torch.fx.experimental.proxy_tensor import (
 from funcamp import _tree, _upstream
 from funcamp._trace.aliases import Aliases
 from funcamp._trace.interface import Input
-from funcamp._trace.kept_tensors import KeptTensor, give_values
-from funcamp._trace.torch_draws import TraceDraws, reads_shape_only
+from funcamp._trace.kept_tensors import give_values
+from funcamp._trace.recorded_tensors import RecordedTensors, innermost_tracer, node_in
+from funcamp._trace.refusals import (
+    fake_tensors_of,
+    refuse_capture,
+    refuse_draw_on_host,
+    refuse_move,
+    refuse_offset,
+    refuse_python_branches,
+)
+from funcamp._trace.torch_draws import TraceDraws
 from funcamp._trace.trace_errors import nested_tensor_error, read_error
 from funcamp._trace.tracing import HostError, LetsDynamoIn, RequestedViews, current
 from funcamp._trace.user_line import line_in_stack
+from funcamp._types import Args, Kwargs, Operation
 from funcamp._upstream.bugs.ctc_lengths import of_known_shape
 
 if TYPE_CHECKING:
@@ -40,40 +45,17 @@ else:
     FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
     FakeTensorMode = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
     TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
-_without_modes: Any = _upstream.find("torch.utils._python_dispatch._disable_current_modes")
+_without_modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes")
 
 _log = logging.getLogger("funcamp")
 _aten = torch.ops.aten
-#: The position of the argument that is an offset in the memory of the first argument.
-_OFFSET_POSITION = {
-    _aten.as_strided.default: 3,
-    _aten.as_strided_.default: 3,
-    _aten.as_strided_copy.default: 3,
-    _aten.as_strided_scatter.default: 4,
-}
 _ITEM = _aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
-_COPIES_TO_A_DEVICE = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
 #: What torch.tensor calls with its tensor, which is a constant of the graph.
 _LIFTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}
 _PLAIN = {Tensor, torch.nn.Parameter}
 #: torch's own getter and setter of `tensor.data`, because a trace replaces `Tensor.data`.
 TORCH_DATA: Any = Tensor.data
-#: The types of a branch or a loop body that torch.compile has not made a graph of.
-_PYTHON_FUNCTIONS = (FunctionType, MethodType, functools.partial, torch.nn.Module)
-_BRANCHES = (
-    "not call torch.cond or a relative of it ({name}) while torch.compile is switched off, as it makes graphs of the "
-    "branches; {line} does: make the first call outside of torch.compiler.set_stance('force_eager') and of modes such "
-    "as FlopCounterMode, without TORCH_COMPILE_DISABLE, or take torch.where on the results, or a Python bool in the "
-    "batch"
-)
-
-
-class _RecordedTensor(NamedTuple):
-    """A tensor that operations of the trace returned."""
-
-    reference: weakref.ref[Tensor]
-    node: fx.Node
 
 
 class _CapturedTensor(NamedTuple):
@@ -100,9 +82,9 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         self._in_cuda_graph = in_cuda_graph
         self._fake_mode = fake_mode
         self._tracer: Any = None
-        self._recorded: dict[int, _RecordedTensor] = {}
-        """The tensors of the graph, by id."""
-        self._recorded_in_subgraph: dict[int, _RecordedTensor] = {}
+        self._recorded = RecordedTensors()
+        """The tensors of the graph."""
+        self._recorded_in_subgraph = RecordedTensors()
         """The same in a graph inside the graph, such as the body of a scan, until that is traced."""
         self._captured: dict[int, _CapturedTensor] = {}
         """By the id of the tensor that the step reads."""
@@ -115,7 +97,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """Context manager: watch."""
-        self._tracer = _innermost_tracer()
+        self._tracer = innermost_tracer()
         outer_recorder = current.recorder
         current.recorder = self
         try:
@@ -125,7 +107,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             current.recorder = outer_recorder
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Operation, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         # Two of three calls only ask for a device, so nothing comes before this.
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -133,9 +115,8 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind.__module__.startswith("torch.nested.") for kind in types):
             raise nested_tensor_error(line_in_stack())
-        _refuse_python_branches(func, args)
-        if func in _OFFSET_POSITION:
-            self._refuse_offset(func, args, kwargs)
+        refuse_python_branches(func, args)
+        refuse_offset(func, args, kwargs, self._slice_storages)
         args, kwargs = self._with_fakes(func, args, kwargs)
         func = of_known_shape(func, args)
         if func is _ITEM and self._is_anomaly_check(args[0]):
@@ -145,38 +126,14 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             raise read_error(line_in_stack())
         if torch.Tag.nondeterministic_seeded in tags:
             result = self._draws.draw(func, args, kwargs)
-            self._refuse_draw_on_host(result)
+            if self._in_cuda_graph:
+                refuse_draw_on_host(result, self._home)
         else:
             result = func(*args, **kwargs)
-        for tensor in _fake_tensors_of(result):
-            self._refuse_move(func, tensor, args, kwargs)
+        for tensor in fake_tensors_of(result):
+            refuse_move(func, tensor, args, kwargs, self._home)
             self._note(tensor, args)
         return result
-
-    # What a step must not do
-
-    def _refuse_offset(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        position = _OFFSET_POSITION[func]
-        offset = args[position] if position < len(args) else kwargs.get("storage_offset")
-        if offset is not None and args[0].untyped_storage()._cdata in self._slice_storages:
-            raise HostError(
-                f"not pass the offset of a parameter in memory, which differs between trace and state; "
-                f"{line_in_stack()} "
-                "does: call as_strided without storage_offset, or with a clone of the parameter"
-            )
-
-    def _refuse_draw_on_host(self, result: Any) -> None:
-        """Raise HostError if torch drew on the CPU what a CUDA graph would repeat at every replay."""
-        if not self._in_cuda_graph:
-            return
-        for tensor in _fake_tensors_of(result):
-            device = tensor.fake_device
-            if device.type not in self._home:
-                raise HostError(
-                    f"draw random numbers on {_any_of(self._home)}, as a CUDA graph would repeat those of the host at "
-                    f"every step; {line_in_stack()} draws on {device.type}: pass device=, or the numbers "
-                    "in the batch, as tensors"
-                )
 
     def _is_anomaly_check(self, value: Tensor) -> bool:
         """Return whether anomaly mode asks if a gradient is NaN; a program cannot raise, and goes on without this."""
@@ -193,30 +150,13 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             )
         return True
 
-    def _refuse_move(self, func: Any, result: FakeTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise HostError if an operation moves a tensor from home to another type of device."""
-        device = result.fake_device
-        if device.type in self._home:
-            return
-        # torch.func computes shapes on the meta device, but moves nothing there.
-        if device.type == "meta" and func not in _COPIES_TO_A_DEVICE:
-            return
-        tensors = _tree.tensors_in((args, kwargs))
-        if any(tensor.device.type in self._home for tensor in tensors):
-            hint = ""
-            if device.type == "meta":
-                hint = ", as torch does for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
-            raise HostError(f"stay on one type of device; {line_in_stack()} moves a tensor to {device.type}{hint}")
-
     # Tensors that the step reads besides its arguments
 
     def captured_by_fake_id(self) -> dict[int, Tensor]:
         """Return the captured tensors, by the identity of the fake tensors that replace them."""
         return {id(captured.fake): captured.tensor for captured in self._captured.values()}
 
-    def _with_fakes(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _with_fakes(self, func: Operation, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Replace captured tensors by fake ones, because torch computes some operations on them at once."""
         if func in _LIFTS:
             return args, kwargs
@@ -226,7 +166,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             return args, kwargs
         for index in positions:
             tensor = leaves[index]
-            self._refuse_capture(func, tensor, leaves)
+            refuse_capture(func, tensor, leaves, self._home, in_cuda_graph=self._in_cuda_graph)
             leaves[index] = self._fake_of(tensor)
         args, kwargs = _tree.unflatten(leaves, spec)
         return args, kwargs
@@ -239,55 +179,15 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             self._captured[id(tensor)] = _CapturedTensor(tensor, fake)
         return self._captured[id(tensor)].fake
 
-    def _refuse_capture(self, func: Any, tensor: Tensor, leaves: list[Any]) -> None:
-        """Raise HostError if a program cannot read a tensor besides its arguments.
-
-        Args:
-            func: the operation that reads it.
-            tensor: the tensor.
-            leaves: the arguments of the operation.
-        """
-        if tensor.layout != torch.strided:
-            raise HostError(
-                f"read strided tensors only, besides its arguments; {line_in_stack()} reads {_tree.describe(tensor)}: "
-                "make it dense, or pass its indices and values as a leaf of the batch each"
-            )
-        is_on_host = not tensor.is_meta and tensor.device.type not in self._home
-        if self._in_cuda_graph and is_on_host and not reads_shape_only(func):
-            raise HostError(
-                f"read tensors on {_any_of(self._home)} only, besides its arguments, as a CUDA graph keeps the values "
-                f"that the host had when it was captured; {line_in_stack()} reads {_tree.describe(tensor)}: "
-                "move it before the first call, pass it in the batch, or jit with capture=False"
-            )
-        if tensor.is_meta and self._needs_values(func, leaves):
-            raise HostError(
-                f"read tensors with values only, besides its arguments; {line_in_stack()} reads "
-                f"{_tree.describe(tensor)}: give it values (to_empty, load_state_dict) before the first call. "
-                "torch itself makes such a tensor for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
-            )
-
-    def _needs_values(self, func: Any, leaves: list[Any]) -> bool:
-        """Return whether an operation that reads a tensor on meta has a result with values.
-
-        torch.func computes shapes on the meta device, and zeros_like takes no more than a shape from there.
-        """
-        copies = func is _aten._to_copy.default
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.device.type in self._home:
-                return True
-            if copies and isinstance(leaf, torch.device) and leaf.type in self._home:
-                return True
-        return False
-
     # Tensors of the graph
 
     def node_of(self, value: Tensor) -> fx.Node | None:
         """Return the node of a tensor of this graph; None for any other tensor."""
-        return _node_in(self._tracer, value)
+        return node_in(self._tracer, value)
 
     def _node_in_any_graph(self, value: Tensor) -> fx.Node | None:
         """Return the node of a tensor of this graph or of a graph inside it; None for any other tensor."""
-        return self.node_of(value) or _node_in(_innermost_tracer(), value)
+        return self.node_of(value) or node_in(innermost_tracer(), value)
 
     def handle_of(self, argument: Tensor) -> Tensor:
         """Return another tensor for an argument, which exists for as long as Python keeps it.
@@ -298,12 +198,12 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             handle = argument.detach()
         slot: Any = get_proxy_slot(argument, self._tracer)
         set_proxy_slot(handle, self._tracer, slot)
-        self._record(handle, slot.proxy.node)
+        self._recorded.add(handle, slot.proxy.node)
         return handle
 
     def slices(self, tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> list[Tensor] | None:
         """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
-        if _innermost_tracer() is not self._tracer:
+        if innermost_tracer() is not self._tracer:
             return None
         slot: Any = get_proxy_slot(tensor, self._tracer, None)
         if slot is None or tensor.requires_grad or forward_ad._current_level >= 0:
@@ -320,7 +220,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
                 view = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
             proxy = _aten.view.default(part, list(shape))
             views.append(track_tensor_tree(view, proxy, constant=None, tracer=self._tracer))
-            self._record(view, proxy.node)
+            self._recorded.add(view, proxy.node)
             self._slice_storages.add(view.untyped_storage()._cdata)
         return views
 
@@ -333,8 +233,8 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         """
         if _is_same_view(tensor, value):  # Module.to does this
             return
-        tracer = _innermost_tracer()
-        node = _node_in(tracer, tensor)
+        tracer = innermost_tracer()
+        node = node_in(tracer, tensor)
         is_argument = node is not None and node.op == "placeholder"
         if is_argument or not isinstance(tensor, FakeTensor):
             raise HostError(
@@ -348,29 +248,21 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         if tracer is not None:
             value_slot: Any = get_proxy_slot(value, tracer)
             set_proxy_slot(tensor, tracer, value_slot)
-            if self._is_recorded(tensor):  # not in the body of a scan
-                self._record(tensor, value_slot.proxy.node)
+            if self._recorded.has(tensor):  # not in the body of a scan
+                self._recorded.add(tensor, value_slot.proxy.node)
 
-    def _record(self, tensor: Tensor, node: fx.Node) -> None:
-        self._recorded[id(tensor)] = _RecordedTensor(weakref.ref(tensor), node)
-
-    def _is_recorded(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's node is noted; an entry may be that of a former tensor with the same id."""
-        recorded = self._recorded.get(id(tensor))
-        return recorded is not None and recorded.reference() is tensor
-
-    def _note(self, result: FakeTensor, args: tuple[Any, ...]) -> None:
+    def _note(self, result: FakeTensor, args: Args) -> None:
         """Note the node of a result, to know after the trace what Python has kept, and what computes it."""
         is_argument = any(result is arg for arg in args)
-        if is_argument and not self._is_recorded(result):
+        if is_argument and not self._recorded.has(result):
             return
         node = self.node_of(result)
         if node is not None:
-            self._record(result, node)
+            self._recorded.add(result, node)
             return
-        node = _node_in(_innermost_tracer(), result)
+        node = node_in(innermost_tracer(), result)
         if node is not None:
-            self._recorded_in_subgraph[id(result)] = _RecordedTensor(weakref.ref(result), node)
+            self._recorded_in_subgraph.add(result, node)
 
     # After the trace
 
@@ -391,9 +283,8 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         # Examples in the graphs inside the graph would be taken for tensors that Python keeps.
         for module in self._tracer.root.modules():
             if isinstance(module, fx.GraphModule):
-                _replace_examples(module, self._recorded)
-        kept_tensors = _find_kept_tensors(self._recorded)
-        self._recorded.clear()
+                self._recorded.replace_examples(module)
+        kept_tensors = self._recorded.take_kept()
         if not kept_tensors:
             return []
         self._drop_weak_references(kept_tensors[0].tensor)
@@ -411,11 +302,10 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
     def give_values_to_kept_of_subgraph(self, module: fx.GraphModule) -> None:
         """Give tensors their values that Python has kept of a graph inside the graph, if they follow from constants."""
         recorded = self._recorded_in_subgraph
-        self._recorded_in_subgraph = {}
+        self._recorded_in_subgraph = RecordedTensors()
         with _without_modes():  # the trace around it goes on
-            _replace_examples(module, recorded)
-            kept_tensors = _find_kept_tensors(recorded)
-            recorded.clear()
+            recorded.replace_examples(module)
+            kept_tensors = recorded.take_kept()
             if kept_tensors:
                 give_values(kept_tensors, module, {}, failed=True)
 
@@ -435,73 +325,17 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         kept_tensor.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
-def _innermost_tracer() -> Any:
-    """Return torch's tracer of the graph that is recorded now, such as the body of a scan; None without one."""
-    proxy_mode: Any = get_proxy_mode()
-    return None if proxy_mode is None else proxy_mode.tracer
-
-
-def _node_in(tracer: Any, tensor: Tensor) -> fx.Node | None:
-    """Return the node of a tensor in the graph of a tracer; None without a tracer, and for any other tensor."""
-    if tracer is None:
-        return None
-    slot: Any = get_proxy_slot(tensor, tracer, None)
-    return None if slot is None else slot.proxy.node
-
-
-def _refuse_python_branches(func: Any, args: tuple[Any, ...]) -> None:
-    """Raise HostError for torch.cond and its relatives with a Python function that is not a graph yet.
-
-    torch.compile makes graphs of branches and loop bodies, whose inputs are all that they read. torch's own trace of a
-    Python function would fix the values of what it reads besides its operands.
-    """
-    for arg in args:
-        if isinstance(arg, _PYTHON_FUNCTIONS) and not isinstance(arg, fx.GraphModule):
-            raise HostError(_BRANCHES.format(name=getattr(func, "__name__", func), line=line_in_stack()))
-
-
-def _any_of(devices: Set[str]) -> str:
-    """Return types of device in a text."""
-    return " or ".join(sorted(devices))
-
-
-def _is_known_constant(value: Any) -> bool:
+def _is_known_constant(value: object) -> bool:
     """Return whether a trace knows the value of a tensor, as that of `torch.tensor(2.0)`."""
     return getattr(value, "constant", None) is not None
-
-
-def _fake_tensors_of(result: Any) -> Iterable[FakeTensor]:
-    """Return the tensors of the trace in what an operation returned: a tensor, or a list or tuple of some."""
-    results = result if isinstance(result, (tuple, list)) else (result,)
-    return [value for value in results if isinstance(value, FakeTensor)]
 
 
 def _is_same_view(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same elements of one storage."""
 
-    def elements(tensor: Tensor) -> tuple[Any, ...]:
+    def elements(tensor: Tensor) -> tuple[object, ...]:
         storage = tensor.untyped_storage()._cdata
         return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
     have_storages = all(type(tensor) in (FakeTensor, *_PLAIN) for tensor in (one, other))
     return have_storages and elements(one) == elements(other)
-
-
-def _replace_examples(module: fx.GraphModule, recorded: Mapping[int, _RecordedTensor]) -> None:
-    """Let a graph's nodes keep other tensors, of the same kind, than those of a trace."""
-    for node in module.graph.nodes:
-        example = node.meta.get("val")
-        if isinstance(example, Tensor) and id(example) in recorded:
-            node.meta["val"] = example.detach()
-
-
-def _find_kept_tensors(recorded: Mapping[int, _RecordedTensor]) -> list[KeptTensor]:
-    """Return the tensors of a trace that still exist, because Python keeps them."""
-    if any(reference() is not None for reference, _ in recorded.values()):
-        gc.collect()  # autograd's nodes and what they refer to form cycles
-    kept_tensors: list[KeptTensor] = []
-    for reference, node in recorded.values():
-        tensor = reference()
-        if tensor is not None:
-            kept_tensors.append(KeptTensor(tensor, node))
-    return kept_tensors

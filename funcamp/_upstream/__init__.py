@@ -199,7 +199,7 @@ class Missing:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def fail(self, *_: Any, **__: Any) -> NoReturn:
+    def fail(self, *_: object, **__: object) -> NoReturn:
         """Raise the error."""
         raise RuntimeError(message(self.path))
 
@@ -210,7 +210,7 @@ class Missing:
             raise AttributeError(name)
         self.fail()
 
-    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+    def __mro_entries__(self, _: object) -> tuple[type, ...]:
         return (_MissingBase,)
 
 
@@ -242,12 +242,12 @@ def find(path: str, instead: Any = None) -> Any:
     return torch_object
 
 
-def usable(*objects: Any) -> bool:
+def usable(*objects: object) -> bool:
     """Return whether torch has everything that `find` returned here."""
     return not any(isinstance(torch_object, Missing) for torch_object in objects)
 
 
-def check(torch_object: Any) -> None:
+def check(torch_object: object) -> None:
     """Raise RuntimeError if torch lacks what `find` returned here."""
     if isinstance(torch_object, Missing):
         torch_object.fail()
@@ -306,4 +306,4 @@ multiply_each: Callable[..., None] = find("torch._foreach_mul_")
 norm_of_each: Callable[..., list[Tensor]] = find("torch._foreach_norm")
 unscale_each: Callable[..., None] = find("torch._amp_foreach_non_finite_check_and_unscale_", _unscale_each)
 #: torch's kernel for the scale's rule; False if torch has none.
-update_scale: Any = find("torch._amp_update_scale_", False)
+update_scale = find("torch._amp_update_scale_", False)

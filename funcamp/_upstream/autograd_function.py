@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from funcamp._types import Args, Kwargs
 from funcamp._upstream import LOST_BACKWARD, LOST_NESTED_BACKWARD, NO_LEAVES, REFUSED_UNDER_VMAP
 from funcamp._upstream.replaced import replaced
 
@@ -80,11 +81,11 @@ def _change_dynamo() -> Callable[[], None]:
     return undo
 
 
-def _make_call_method(original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_call_method(original: Callable[..., Any]) -> Callable[..., object]:
     """Return a method that makes one call of `apply` of an autograd.Function, where torch's own would inline it."""
     from torch._dynamo import trace_rules
 
-    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def call_method(self: Any, tx: object, name: str, args: Args, kwargs: Kwargs) -> object:
         hidden_leaves = NO_LEAVES.present and torch._dynamo.config.trace_autograd_ops
         if name != "apply" or not (hidden_leaves or torch._C._are_functorch_transforms_active()):
             return original(self, tx, name, args, kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def chain_start(node: Any, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> Any:
+def chain_start(node: object, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> object:
     """Return the start of a chain of operations on one tensor, any of which may be a view or be removed."""
     while (
         isinstance(node, torch.fx.Node)

@@ -15,11 +15,11 @@ import torch
 
 from funcamp._upstream import find
 
-_end_pool: Any = find("torch._C._cuda_endAllocateToPool")
-_release_pool: Any = find("torch._C._cuda_releasePool")
+_end_pool = find("torch._C._cuda_endAllocateToPool")
+_release_pool = find("torch._C._cuda_releasePool")
 
 #: The allocators keep a pointer to a graph whose capture failed.
-_failed: list[Any] = []
+_failed: list[object] = []
 
 
 def clear(graph: Any, device: torch.device, pool: Any) -> None:

@@ -14,9 +14,9 @@ _library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-
 def renamed(
     name: str,
     original: Any,
-    run: Callable[..., Any],
+    run: Callable[..., object],
     *,
-    shapes: Callable[..., Any] | None = None,
+    shapes: Callable[..., object] | None = None,
     key: str = "CompositeExplicitAutograd",
 ) -> Any:
     """Define an operation with the arguments of another one under another name, and return it.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 _ABSENT = object()
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
+def replaced(owner: object, **values: object) -> Iterator[None]:
     """Context manager: attributes of an object have these values, and afterwards the former ones.
 
     An attribute that the object only inherits is its own meanwhile, and inherited again afterwards.

@@ -53,7 +53,7 @@ class PythonState:
         roots: the objects by name.
     """
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
+    def __init__(self, roots: Mapping[str, object]) -> None:
         self._roots = roots
         self._slots: dict[str, Slot] = survey(roots)
         self._containers: list[_ContainerRecord] = []
@@ -66,7 +66,7 @@ class PythonState:
                 seen.add(id(slot.value))
                 self._record(slot.value)
 
-    def _record(self, value: Any) -> None:
+    def _record(self, value: object) -> None:
         """Record what is in a value that is reached from the roots."""
         if isinstance(value, Tensor):
             if _has_values(value):
@@ -199,7 +199,7 @@ def _restore_tensor(record: _TensorRecord) -> None:
         tensor.grad = record.grad
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _place(tensor: Tensor) -> tuple[object, ...]:
     """Return where a tensor is in memory, and in which form."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 

@@ -7,7 +7,7 @@ import io
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from funcamp import _tree
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
 from funcamp._storage.params import clone
+from funcamp._types import Tree
 from funcamp._verify.compare import Row, copied_to_host
 from funcamp._verify.python_state import PythonState
 from funcamp._verify.torch_loop import TorchLoop
@@ -23,7 +24,7 @@ from funcamp._verify.torch_loop import TorchLoop
 #: The scale at which float16 gradients overflow. Float32's largest number is 2^128.
 _OVERFLOWS = 2.0**120
 
-_Step = Callable[[Any, Any], tuple[Any, Any]]
+_Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
 class Task(NamedTuple):
@@ -31,9 +32,9 @@ class Task(NamedTuple):
 
     step: _Step
     """The step before it is compiled."""
-    state: Any
+    state: Tree
     """The first state. Roads use clones."""
-    batches: list[Any]
+    batches: list[Tree]
     """A batch for every step. Roads use deep copies."""
     overflow: int | None
     """The number of the step whose scale is too high, on purpose."""
@@ -157,7 +158,7 @@ def step_rows(
             yield row
 
 
-def _one_step(task: Task, run: _Step, state: Any, batch: Any, number: int) -> tuple[Any, Row]:
+def _one_step(task: Task, run: _Step, state: Tree, batch: Tree, number: int) -> tuple[Tree, Row]:
     """Return the state after a step and the step's row; the step of the overflow gets a scale that is too high."""
     if number != task.overflow:
         state, metrics = run(state, batch)
@@ -169,7 +170,7 @@ def _one_step(task: Task, run: _Step, state: Any, batch: Any, number: int) -> tu
     return state._replace(scaler=state.scaler._replace(scale=scale)), row
 
 
-def row_of(step: _Step, state: Any, metrics: Any) -> Row:
+def row_of(step: _Step, state: Tree, metrics: Tree) -> Row:
     """Return what there is to compare after a step, on the host."""
     row = _values(step, state)
     if isinstance(step, TrainStep):
@@ -186,7 +187,7 @@ def row_of(step: _Step, state: Any, metrics: Any) -> Row:
     return copied_to_host(row)
 
 
-def _values(step: _Step, state: Any) -> Row:
+def _values(step: _Step, state: Tree) -> Row:
     """Return copies of a state's values by name, on the host."""
     if not isinstance(step, TrainStep):
         return copied_to_host(_by_path("state", state))
@@ -195,7 +196,7 @@ def _values(step: _Step, state: Any) -> Row:
     return copied_to_host(values)
 
 
-def _by_path(prefix: str, tree: Any) -> Row:
+def _by_path(prefix: str, tree: Tree) -> Row:
     """Return the tensors of a tree by the prefix and their paths."""
     tensors: Row = {}
     for index, leaf in enumerate(_tree.leaves(tree)):
@@ -204,7 +205,7 @@ def _by_path(prefix: str, tree: Any) -> Row:
     return tensors
 
 
-def _batches(task: Task, disturbed: Disturbance | None) -> Iterator[Any]:
+def _batches(task: Task, disturbed: Disturbance | None) -> Iterator[Tree]:
     """Yield copies of the batches, because a step may write into them; memory that leaves share stays shared."""
     for original in task.batches:
         batch = copy.deepcopy(original)
@@ -232,13 +233,13 @@ def _disturb(value: Tensor, part: float) -> None:
     value.copy_(value * (1 + part * signs))
 
 
-def _saved(task: Task, state: Any) -> bytes:
+def _saved(task: Task, state: Tree) -> bytes:
     file = io.BytesIO()
     torch.save(task.step.state_dict(state) if isinstance(task.step, TrainStep) else _tree.leaves(state), file)
     return file.getvalue()
 
 
-def _loaded(task: Task, saved: bytes) -> Any:
+def _loaded(task: Task, saved: bytes) -> Tree:
     loaded = torch.load(io.BytesIO(saved), weights_only=True)
     if isinstance(task.step, TrainStep):
         return task.step.load_state_dict(loaded, like=clone(task.state))

@@ -20,6 +20,7 @@ from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
 from funcamp._step.torch_groups import TorchGroup, groups_of, hyperparameters_of
 from funcamp._storage.params import expand
+from funcamp._types import Tree
 from funcamp._verify.compare import Row, copied_to_host
 
 
@@ -119,7 +120,7 @@ class TorchLoop:
             groups_by_label.setdefault(label, []).append(group)
         optimizers: list[tuple[torch.optim.Optimizer, list[TorchGroup]]] = []
         for label, groups in groups_by_label.items():
-            param_groups: list[dict[str, Any]] = []
+            param_groups: list[dict[str, object]] = []
             for group in groups:
                 params = [parameters[name] for name in group.names]
                 param_groups.append({**self._hyperparameters(group), "params": params})
@@ -142,14 +143,14 @@ class TorchLoop:
         scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": int(state.scaler.growth_tracker)})
         return scaler
 
-    def _hyperparameters(self, group: TorchGroup) -> dict[str, Any]:
+    def _hyperparameters(self, group: TorchGroup) -> dict[str, object]:
         """Return the hyperparameters of a group at this step: schedules evaluated, tensors as numbers."""
         hyperparameters = hyperparameters_of(group.optimizer, torch.tensor(self._applied, device=self._device))
         if "foreach" in hyperparameters:  # the arithmetic of one tensor at a time, as in the step
             hyperparameters["foreach"] = False
         return hyperparameters
 
-    def step(self, batch: Any, scale: float | None) -> Row:
+    def step(self, batch: Tree, scale: float | None) -> Row:
         """Train on one batch, and return what there is to compare.
 
         Args:
@@ -175,7 +176,7 @@ class TorchLoop:
                 buffer.copy_(buffers_before[name])
         return self._row(loss, is_skipped) | {"grad_norm": norm.cpu()}
 
-    def _accumulate(self, batch: Any) -> Tensor:
+    def _accumulate(self, batch: Tree) -> Tensor:
         """Add up the scaled gradients of all micro-batches; return the mean of their losses."""
         pieces = self._pieces(batch)
         shares = self._shares(pieces)
@@ -192,19 +193,19 @@ class TorchLoop:
             mean_loss = mean_loss + loss_share.detach()
         return torch.as_tensor(mean_loss).to(loss.dtype)
 
-    def _pieces(self, batch: Any) -> list[Any]:
+    def _pieces(self, batch: Tree) -> list[Tree]:
         """Return the micro-batches."""
         if self._options.accumulate == 1:
             return [batch]
         leaves, spec = _tree.flatten(batch)
         count = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        pieces: list[Any] = []
+        pieces: list[Tree] = []
         for index in range(count):
             leaves_of_piece = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             pieces.append(_tree.unflatten(leaves_of_piece, spec))
         return pieces
 
-    def _shares(self, pieces: list[Any]) -> list[float]:
+    def _shares(self, pieces: list[Tree]) -> list[float]:
         """Return how much of the loss each micro-batch is; NaN for all if all weights are 0."""
         weight = self._options.weight
         weights = [1.0 if weight is None else float(weight(piece)) for piece in pieces]
@@ -213,13 +214,13 @@ class TorchLoop:
             return [math.nan] * len(weights)
         return [weight_of_piece / total for weight_of_piece in weights]
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
         dtype = self._options.policy.compute_dtype
         if dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype)
 
-    def _loss_of(self, piece: Any) -> Tensor:
+    def _loss_of(self, piece: Tree) -> Tensor:
         criterion = self._loss_fn.criterion
         args, kwargs, target = arguments_of(piece, has_target=criterion is not None)
         outputs = self._model(*args, **kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from funcamp._check import integer
 from funcamp._step.state import check_train_state
 from funcamp._step.step import TrainStep
 from funcamp._trace.autocast_regions import without_autocast
+from funcamp._types import Tree
 from funcamp._verify.python_state import PythonState
 from funcamp._verify.report import Verification
 from funcamp._verify.roads import Generators, Task
@@ -26,10 +26,10 @@ _LEAST_STEPS = 3
 
 
 def verify(
-    step: Callable[[Any, Any], tuple[Any, Any]],
-    batches: Iterable[Any],
+    step: Callable[[Tree, Tree], tuple[Tree, Tree]],
+    batches: Iterable[Tree],
     *,
-    state: Any = None,
+    state: Tree = None,
     steps: int = 4,
 ) -> Verification:
     """Compare a step for your own model with torch's loop, eager, compiled, and from a saved state.
@@ -119,29 +119,29 @@ def verify(
         generators.restore()
 
 
-def _devices_of(tree: Any) -> set[torch.device]:
+def _devices_of(tree: Tree) -> set[torch.device]:
     return {tensor.device for tensor in _tree.tensors_in(tree)}
 
 
-def _overflow_of(step: Any) -> int | None:
+def _overflow_of(step: object) -> int | None:
     """Return the number of the step that gets a scale that is too high; None if nothing is computed in float16."""
     is_float16 = isinstance(step, TrainStep) and step._options.policy.compute_dtype == torch.float16
     return _OVERFLOW if is_float16 else None
 
 
-def _generators(batches: Any) -> dict[str, Any]:
+def _generators(batches: Iterable[Tree]) -> dict[str, object]:
     """Return the generators of a DataLoader, which its iteration moves."""
     own_generator = getattr(batches, "generator", None)
     sampler = getattr(batches, "sampler", None)
     sampler_generator = getattr(sampler, "generator", None)
-    generators: dict[str, Any] = {}
+    generators: dict[str, object] = {}
     for number, generator in enumerate((own_generator, sampler_generator)):
         if generator:
             generators[f"generator {number} of batches"] = generator
     return generators
 
 
-def _check_step(step: Any) -> None:
+def _check_step(step: object) -> None:
     """Raise TypeError if this is no step."""
     if not callable(step) or isinstance(step, (nn.Module, Loss, type)):
         raise TypeError(
@@ -150,7 +150,7 @@ def _check_step(step: Any) -> None:
         )
 
 
-def _first_state(step: Any) -> Any:
+def _first_state(step: object) -> Tree:
     if not isinstance(step, TrainStep):
         raise TypeError("verify: state must be given for a step that make_train_step did not make; got None")
     if not isinstance(step.loss_fn, ModuleLoss):
@@ -160,12 +160,12 @@ def _first_state(step: Any) -> Any:
     return step.init()
 
 
-def _roots(step: Any, ours: str) -> dict[str, Any]:
+def _roots(step: object, ours: str) -> dict[str, object]:
     """Return the user's objects by name, in which things may be kept from step to step."""
     if not isinstance(step, TrainStep):
         return {"step": step}
     loss_fn = step.loss_fn
-    roots: dict[str, Any] = {}
+    roots: dict[str, object] = {}
     if isinstance(loss_fn, ModuleLoss):
         roots["model"] = loss_fn.model
         roots["criterion"] = loss_fn.criterion

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +89,7 @@ def _fingerprint(params: Params) -> int:
     """
     layout = params.layout
     slot_numbers = range(len(layout.slots))
-    described: list[Any] = [_tree.names(layout.tree(slot_numbers))]
+    described: list[object] = [_tree.names(layout.tree(slot_numbers))]
     if layout.flat:
         described += [layout.leaves, layout.slots, layout.padded_sizes]
     digest = hashlib.sha256(repr(described).encode()).digest()
@@ -129,9 +128,9 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
         lacking = [name for name in expected if name not in saved]
         unknown = [name for name in saved if name not in expected]
         if lacking:
-            difference = f"it lacks {lacking}"
+            difference = f"it lacks {_tree.listed([repr(name) for name in lacking])}"
         elif unknown:
-            difference = f"it has unknown {unknown}"
+            difference = f"it has unknown {_tree.listed([repr(name) for name in unknown])}"
         else:
             difference = "its names are in another order"
         raise ValueError(f"{rule}; {difference}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,13 @@ from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._types import Reduce
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import TypeIs
+
+#: The processes that communicate: a group, or a mesh of them.
+Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 
 #: Size in bytes below which a collective's latency dominates, so that copying into one buffer saves time.
 _SMALL = 2**20
@@ -40,7 +47,7 @@ class Ranks(NamedTuple):
         return torch.cat([group, group.new_zeros(padding)]) if padding else group
 
 
-def ranks_of(call: str, group: Any = None) -> Ranks:
+def ranks_of(call: str, group: object = None) -> Ranks:
     """Return the constants of a ProcessGroup, of a DeviceMesh of one dimension, or of the default group.
 
     Raises:
@@ -94,7 +101,7 @@ def check_alike(rule: str, described: list[str], ranks: Ranks) -> None:
                 raise ValueError(f"init: {rule}; on rank 0 {first}, on rank {rank} {other}")
 
 
-def max_over(*groups: Any) -> Reduce:
+def max_over(*groups: Group) -> Reduce:
     """Return a function that reduces the flag by MAX over ranks that have parts of one model's gradients.
 
     found_inf = max over ranks of found_inf: one all-reduce of 4 bytes per group, whatever the number of gradients. With
@@ -124,7 +131,7 @@ def max_over(*groups: Any) -> Reduce:
     References:
         Megatron-LM and apex take the MAX over their model-parallel group (apex/transformer/amp/grad_scaler.py).
     """
-    process_groups: list[Any] = []
+    process_groups: list[Group | None] = []
     for group in groups:
         if _is_mesh(group):
             process_groups += group.get_all_groups()
@@ -273,6 +280,6 @@ def _waited(x: Tensor) -> Tensor:
     return waited
 
 
-def _is_mesh(group: Any) -> bool:
+def _is_mesh(group: object) -> TypeIs[DeviceMesh]:
     """Return whether this is a DeviceMesh, without importing the class."""
     return hasattr(group, "get_all_groups") and hasattr(group, "ndim")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from funcamp._step.shares import Share, weighed
 from funcamp._storage.params import Params, cut, expand
 from funcamp._types import Tree
 from funcamp.distributed.collectives import (
+    Group,
     Ranks,
     all_gather_each,
     all_reduce,
@@ -90,7 +90,7 @@ class DataParallel(Parallel):
 
     def __init__(
         self,
-        group: Any = None,
+        group: Group | None = None,
         *,
         shard: bool = False,
         dtype: torch.dtype | None = None,
@@ -157,7 +157,7 @@ class DataParallel(Parallel):
             if leaf is not None:
                 local(leaf).copy_(broadcast(local(leaf), self.ranks))
 
-    def total(self, weight: Tensor) -> Tensor:
+    def sum_of_weights(self, weight: Tensor) -> Tensor:
         """Return the sum of a number over ranks."""
         return all_reduce(weight, "sum", self.ranks)
 

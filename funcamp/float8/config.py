@@ -122,7 +122,7 @@ class Float8Config:
         return "" if fits(shape) else f"its sizes {tuple(shape)} are not multiples of {MULTIPLE}"
 
 
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Float8Config)}
+_DEFAULTS: dict[str, object] = {field.name: field.default for field in fields(Float8Config)}
 
 
 def _parse_value(name: str, text: str) -> bool | int | str | None:

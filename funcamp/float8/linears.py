@@ -104,7 +104,7 @@ class Float8Linears:
         self._input_numbers = input_numbers
         self.tape = tape
         self._weights: Sequence[Tensor] = ()
-        self._amaxes: list[Tensor] = []
+        self._amaxes: list[Tensor | None] = []
         self._replaced: list[nn.Module | None] = []
         """What was in each place before the stand-in."""
 
@@ -132,7 +132,7 @@ class Float8Linears:
             return F.linear(x, weight, bias)
         weight_operands = self._weight_operands[index]
         if self._delayed is None:
-            y: Tensor = product(x, weight, weight_operands, self._config, None, None)
+            y, _ = product(x, weight, weight_operands, self._config, None, None)
         else:
             delayed = self._delayed.at(index)
             # That of this use: a scan takes no two views of one tensor from outside.

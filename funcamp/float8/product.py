@@ -27,7 +27,7 @@ from funcamp.float8.config import BACKWARD, FORWARD, MULTIPLE, Float8Config, che
 from funcamp.float8.quantized import amax_of, check_wide, quantize
 from funcamp.float8.state import check_tensor
 
-_scaled_mm: Any = _upstream.find("torch._scaled_mm")
+_scaled_mm = _upstream.find("torch._scaled_mm")
 
 
 class Scales(NamedTuple):
@@ -104,8 +104,8 @@ class _Product(Function):
         inverse: Tensor | None,  # noqa: ARG004
         amax: Tensor | None,
         config: Float8Config,
-        *operand_fields: Any,
-    ) -> Any:
+        *operand_fields: object,
+    ) -> object:
         x_operands, weight_operands = _split_operands(operand_fields)
         y = _multiply(
             x_operands.plain,
@@ -120,7 +120,7 @@ class _Product(Function):
         return y if amax is None else (y, amax.clone())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+    def setup_context(ctx: Any, inputs: Any, output: object) -> None:  # noqa: ARG004
         x, weight, follows_x, scale, inverse, _, config = inputs[:7]
         ctx.dtype = x.dtype
         ctx.config = config
@@ -208,11 +208,11 @@ class _Kernel(Function):
             return y.to(dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # noqa: ARG004
+    def backward(ctx: object, grad: object) -> object:  # noqa: ARG004
         raise RuntimeError(
             "float8.scaled_mm: a loss must be differentiated once; a second derivative (of a gradient penalty) needs "
             "the layer in bfloat16: name it in the policy's keep"
@@ -243,7 +243,7 @@ def scaled_mm(
     *,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Multiply as a linear layer does, in float8: E4M3 forward, E5M2 gradients.
 
     y = x weight^T. The gradients are products of the same kind: grad_x = g weight and grad_weight = g^T x, in the
@@ -306,7 +306,8 @@ def scaled_mm(
         raise ValueError(f"{call}: scale and amax must not be given with current scaling, which has no state")
     delayed = None if scale is None else Scales(scale, reciprocal(scale))
     weight_operands = make_operands(weight.detach(), config, delayed and delayed.at(1))
-    return product(x, weight, weight_operands, config, delayed, amax)
+    y, amax_for_next_use = product(x, weight, weight_operands, config, delayed, amax)
+    return y if amax_for_next_use is None else (y, amax_for_next_use)
 
 
 def product(
@@ -316,8 +317,8 @@ def product(
     config: Float8Config,
     delayed: Scales | None,
     amax: Tensor | None,
-) -> Any:
-    """Return `scaled_mm` of checked arguments.
+) -> tuple[Tensor, Tensor | None]:
+    """Return `scaled_mm` of checked arguments, as a pair also without amax.
 
     delayed: the scales of x, weight and gradient, shape (3,).
     """
@@ -341,9 +342,7 @@ def product(
         matrix, weight, follows_x, grad_scale, grad_inverse, amax, config, *x_operands, *weight_operands
     )
     output_shape = (*x.shape[:-1], weight.shape[0])
-    if amax is None:
-        return result[:rows].reshape(output_shape)
-    y, amax_for_next_use = result
+    y, amax_for_next_use = (result, None) if amax is None else result
     return y[:rows].reshape(output_shape), amax_for_next_use
 
 

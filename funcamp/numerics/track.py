@@ -72,10 +72,10 @@ class TrackedLoss(ModuleLoss):
         probes, *arguments = probes_and_arguments
         return super().__call__({**params, **_probe_buffers(self.probes, probes)}, *arguments)
 
-    def holding(self, params: Any, after: Any, run: Callable[[], Any]) -> Any:
-        """Call run as `ModuleLoss.holding` does, for the pair (params, probes)."""
+    def run_backward(self, params: Any, after: Any, run: Callable[[], Any]) -> Any:
+        """Call run as `ModuleLoss.run_backward` does, for the pair (params, probes)."""
         values, probes = params
-        return super().holding({**values, **_probe_buffers(self.probes, probes)}, after, run)
+        return super().run_backward({**values, **_probe_buffers(self.probes, probes)}, after, run)
 
 
 @overload

@@ -260,6 +260,7 @@ def test_other_things_are_refused(x: Any) -> None:
 
 
 def assert_rows_add_up(rank: int, store: str, x: Tensor) -> None:
+    """Runs in a process of its own; `spawn` raises what it raises."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     row = stats(x.chunk(2)[rank]).row
     torch.distributed.all_reduce(row)

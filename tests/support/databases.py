@@ -59,7 +59,7 @@ def _without_traces() -> Iterator[None]:
     before = {name: sys.modules.get(name) for name in replaced}
     scripted: Any = (torch._C.ScriptFunction, torch._C.ScriptMethod)
     calls = [kind.__call__ for kind in scripted]
-    forbid: Any = torch.backends.disable_global_flags
+    forbid: object = torch.backends.disable_global_flags
     backends: Any = torch.backends
     sys.modules.update(replaced)
     backends.disable_global_flags = lambda: None
@@ -94,7 +94,7 @@ def operations() -> dict[str, Any]:
 
 
 @functools.cache
-def modules() -> dict[str, Any]:
+def modules() -> dict[str, object]:
     """Return torch's modules by name."""
     return {one.name: one for one in _internal("common_modules").module_db}
 
@@ -102,7 +102,7 @@ def modules() -> dict[str, Any]:
 class Case(NamedTuple):
     """A step of one sample, its first state and its batch."""
 
-    step: Callable[[Any, Any], tuple[Any, Any]]
+    step: Callable[[Any, Any], tuple[object, object]]
     state: list[Tensor]
     batch: list[Tensor]
 
@@ -123,7 +123,7 @@ def samples_of(operation: Any, dtype: torch.dtype, count: int) -> list[Any]:
     return list(itertools.islice(operation.sample_inputs("cpu", dtype, requires_grad=differentiable), count))
 
 
-def is_float(leaf: Any) -> bool:
+def is_float(leaf: object) -> bool:
     """Return whether a leaf is a tensor of floating-point or complex numbers."""
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
@@ -148,7 +148,7 @@ def weighted_sum(leaves: list[Any]) -> Tensor | None:
 
 
 def case_of(
-    function: Callable[..., Any], sample: Any, inside: torch.dtype | None = None, *, copies: bool = False
+    function: Callable[..., object], sample: Any, inside: torch.dtype | None = None, *, copies: bool = False
 ) -> Case:
     """Return a step of a sample: its floating-point tensors are the state, its other tensors the batch.
 
@@ -168,7 +168,7 @@ def case_of(
     # A generator of the sample's is replaced by torch's default one.
     constants = [None if isinstance(leaf, (Tensor, torch.Generator)) else leaf for leaf in leaves]
 
-    def step(state: list[Tensor], batch: list[Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+    def step(state: list[Tensor], batch: list[Tensor]) -> tuple[list[Tensor], dict[str, object]]:
         inputs = [value.detach().requires_grad_(flag) for value, flag in zip(state, trainable)]
         arguments = list(constants)
         for place, value in zip(state_places, inputs):
@@ -195,7 +195,7 @@ def case_of(
     return Case(step, [leaves[place].detach() for place in state_places], [leaves[place] for place in batch_places])
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(one: object, other: object) -> bool:
     """Return whether two results have the same dtype, shape and bits; a NaN equals every NaN."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and bool(one == other or (one != one and other != other))
@@ -211,7 +211,7 @@ def is_same(one: Any, other: Any) -> bool:
     return bool((same_number | (one.isnan() & other.isnan())).all())
 
 
-def is_same_kind(one: Any, other: Any) -> bool:
+def is_same_kind(one: object, other: object) -> bool:
     """Return whether two results have the same dtype and shape, whatever their values are."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other)
@@ -234,12 +234,12 @@ def refusal(error: Exception) -> str:
 
 
 def outcome(
-    function: Callable[..., Any], sample: Any, autocast: str, *, same: Callable[[Any, Any], bool] = is_same
+    function: Callable[..., object], sample: object, autocast: str, *, same: Callable[[Any, Any], bool] = is_same
 ) -> str:
     """Run a sample's step in plain Python and jitted; return "equal", or what is not."""
     inside, around, _ = AUTOCAST[autocast]
 
-    def run(call: Callable[[Any, Any], Any], case: Case) -> Any:
+    def run(call: Callable[[Any, Any], object], case: Case) -> object:
         torch.manual_seed(SEED)
         with torch.autocast("cpu", around) if around else contextlib.nullcontext():
             return call(clones(case.state), clones(case.batch))
@@ -276,7 +276,7 @@ LIMIT = 16.0
 class Joined(NamedTuple):
     """Several cases as one step, so that one compilation is enough."""
 
-    step: Callable[[Any, Any], tuple[Any, Any]]
+    step: Callable[[Any, Any], tuple[object, object]]
     state: list[list[Tensor]]
     batch: list[list[Tensor]]
 
@@ -284,14 +284,14 @@ class Joined(NamedTuple):
 def joined(cases: list[Case]) -> Joined:
     """Return one step that takes the step of every case."""
 
-    def step(state: list[Any], batch: list[Any]) -> tuple[Any, Any]:
+    def step(state: list[object], batch: list[object]) -> tuple[object, object]:
         pairs = [case.step(values, inputs) for case, values, inputs in zip(cases, state, batch)]
         return [new for new, _ in pairs], [metrics for _, metrics in pairs]
 
     return Joined(step, [clones(case.state) for case in cases], [clones(case.batch) for case in cases])
 
 
-def working_case(function: Callable[..., Any], sample: Any) -> Case | None:
+def working_case(function: Callable[..., object], sample: object) -> Case | None:
     """Return a sample's case if its step runs in plain Python."""
     for copies in (False, True):
         case = case_of(function, sample, copies=copies)
@@ -301,7 +301,7 @@ def working_case(function: Callable[..., Any], sample: Any) -> Case | None:
     return None
 
 
-def in_double(sample: Any) -> Any:
+def in_double(sample: Any) -> object:
     """Return a sample with its numbers in double precision."""
 
     def double(leaf: Tensor) -> Tensor:
@@ -343,8 +343,8 @@ class Expected(NamedTuple):
     """What a case computes in plain Python."""
 
     case: Case
-    results: Any
-    reference: Any
+    results: object
+    reference: object
     """In double precision; None if that fails."""
     is_random: bool
 
@@ -361,7 +361,7 @@ def expected_of(name: str) -> Expected | str:
     if eager != "equal":
         return f"without a compiler {eager}"
 
-    def run(one: Case, seed: int) -> Any:
+    def run(one: Case, seed: int) -> object:
         torch.manual_seed(seed)
         return one.step(clones(one.state), clones(one.batch))
 
@@ -374,7 +374,7 @@ def expected_of(name: str) -> Expected | str:
     return Expected(case, results, reference, is_random)
 
 
-def worst_error(found: Any, expected: Expected, *, random_too: bool) -> float:
+def worst_error(found: object, expected: Expected, *, random_too: bool) -> float:
     """Return the largest error of a result in a step."""
     leaves, spec = _pytree.tree_flatten(found)
     right, right_spec = _pytree.tree_flatten(expected.results)

@@ -96,7 +96,7 @@ def pretended() -> Iterator[None]:
     import triton
     from torch._dynamo import device_interface
 
-    values: dict[str, Callable[..., Any]] = {
+    values: dict[str, Callable[..., object]] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
@@ -120,7 +120,7 @@ def pretended() -> Iterator[None]:
     joint_graph.lazy_init(torch.device("cpu"))
     with contextlib.ExitStack() as stack:
 
-        def put(holder: Any, **names: Any) -> None:
+        def put(holder: object, **names: object) -> None:
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(holder, name, value, create=True))
 
@@ -151,18 +151,18 @@ def pretended() -> Iterator[None]:
         yield
 
 
-def _on_host(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _on_host(fn: Callable[..., object]) -> Callable[..., object]:
     """The function; what it makes on the device is this machine's."""
     from tests.support.triton_cpu import Libraries
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> object:
         with Libraries():
             return fn(*args, **kwargs)
 
     return called
 
 
-def _driver() -> Any:
+def _driver() -> object:
     """Triton's, of the device."""
     import torch
     from triton.backends.compiler import GPUTarget

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import torch
@@ -12,7 +11,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import run_and_get_code
 
 
-def generated(fn: Callable[..., Any], *args: Any) -> str:
+def generated(fn: Callable[..., object], *args: object) -> str:
     """The code of the one graph that Inductor makes of a function; the function is called once."""
     return code_of(torch.compile(fn, fullgraph=True), *args)
 
@@ -21,7 +20,7 @@ class _Written(BaseException):
     """No Exception, which torch.compile would wrap."""
 
 
-def written(compiled: Callable[..., Any], *args: Any) -> str:
+def written(compiled: Callable[..., object], *args: object) -> str:
     """The code of the first graph that a first call generates; it is not compiled, and nothing runs."""
     code = ""
 
@@ -39,7 +38,7 @@ def written(compiled: Callable[..., Any], *args: Any) -> str:
     raise AssertionError("no graph was compiled")
 
 
-def code_of(compiled: Callable[..., Any], *args: Any) -> str:
+def code_of(compiled: Callable[..., object], *args: object) -> str:
     """The code of the one graph that a first call compiles."""
     _, codes = run_and_get_code(compiled, *args)
     assert len(codes) == 1, f"{len(codes)} graphs instead of one"

@@ -131,27 +131,27 @@ class Program(NamedTuple):
         return [kernel for kernel in self.kernels if all(operation in kernel.name for operation in operations)]
 
 
-_NO_SESSION: Any = types.SimpleNamespace(headers=None)
+_NO_SESSION: object = types.SimpleNamespace(headers=None)
 
 
 class _Written(BaseException):
     """No Exception, which Inductor would wrap."""
 
 
-def program_of(step: Callable[[Any, Any], Any], state: Any, batch: Any, **options: Any) -> Program:
+def program_of(step: Callable[[Any, Any], Any], state: object, batch: object, **options: Any) -> Program:
     """The program of `jit(step, **options)`; nothing runs, so state and batch may be fake."""
     run = jit(step, **options)
     flat, spec = _pytree.tree_flatten(state)
     places = [place for place, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
 
-    def filled(leaves: list[Tensor]) -> Any:
+    def filled(leaves: list[Tensor]) -> object:
         values = dict(zip(places, leaves))
         return _pytree.tree_unflatten([values.get(place) for place in range(len(flat))], spec)
 
     def stop(code: str) -> None:
         raise _Written(code)
 
-    owned: Any = types.SimpleNamespace(leaves=[flat[place] for place in places], filled=filled)
+    owned: object = types.SimpleNamespace(leaves=[flat[place] for place in places], filled=filled)
     given = [leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     with on_gpu(stop):
         graph = executable.trace_step(step, run._options, owned, None, batch, given, run._carried)
@@ -182,7 +182,7 @@ def gpu_backend(module: fx.GraphModule, examples: list[Tensor]) -> Flat:
     return lambda *values: call(list(values))
 
 
-def _on_cuda(value: Any) -> Any:
+def _on_cuda(value: object) -> Any:
     return torch.device("cuda") if isinstance(value, torch.device) else "cuda" if value == "cpu" else value
 
 
@@ -192,16 +192,16 @@ def on_gpu(written: Callable[[str], None] = lambda code: None) -> Iterator[None]
     triton_cpu.complete()
     trace, compile_graph = executable.trace, executable.compile_graph
 
-    def traced(fn: Any, args: list[Tensor], home: Any, **options: Any) -> Any:
+    def traced(fn: object, args: list[Tensor], home: object, **options: object) -> object:
         with pretended(), _chosen_attention():
             return trace(fn, _like(args), {"cuda"}, **options)
 
-    def compiled(graph: Any, target: Target, *args: Any, steps: Steps | None = None, **_: Any) -> Any:
+    def compiled(graph: object, target: Target, *args: object, steps: Steps | None = None, **_: object) -> object:
         on_cuda = target._replace(devices=frozenset({"cuda"}))
         with pretended(), triton_cpu.loaded(), mock.patch.object(GraphLowering, "save_output_code", written):
             run = compile_graph(graph, on_cuda, *args, steps=steps)
 
-        def call(values: list[Tensor]) -> Any:
+        def call(values: list[Tensor]) -> object:
             with triton_cpu.executed():
                 return run(values)
 

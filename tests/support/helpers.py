@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils import _pytree
 
 
-def clone(tree: Any) -> Any:
+def clone(tree: object) -> Any:
     """A pytree with its tensors cloned."""
     return _pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), tree)
 
 
-def to(tree: Any, device: str) -> Any:
+def to(tree: object, device: str) -> Any:
     """A pytree with its tensors moved."""
     return _pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), tree)
 
@@ -36,7 +36,7 @@ def bits(leaf: Tensor) -> Tensor:
     return leaf.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[leaf.dtype.itemsize])
 
 
-def assert_same(actual: Any, expected: Any) -> None:
+def assert_same(actual: object, expected: object) -> None:
     """Equal structure, dtypes, shapes and bits."""
     flat_a, spec_a = _pytree.tree_flatten(actual)
     flat_e, spec_e = _pytree.tree_flatten(expected)
@@ -49,7 +49,7 @@ def assert_same(actual: Any, expected: Any) -> None:
         assert torch.equal(bits(a), bits(e)), f"leaf {index}: {a} against {e}"
 
 
-def difference(actual: Any, expected: Any) -> float:
+def difference(actual: object, expected: object) -> float:
     """The largest relative difference of a leaf: norm of the difference over norm of the expected."""
     flat_a, flat_e = _pytree.tree_leaves(actual), _pytree.tree_leaves(expected)
     assert len(flat_a) == len(flat_e)
@@ -62,7 +62,7 @@ def difference(actual: Any, expected: Any) -> float:
     return worst
 
 
-def assert_close(actual: Any, expected: Any, relative: float) -> None:
+def assert_close(actual: object, expected: object, relative: float) -> None:
     """Every leaf within a fraction of its norm; the message has the number measured."""
     measured = difference(actual, expected)
     assert measured <= relative, f"differs by {measured:.3g} relative, more than {relative:.3g}"

@@ -26,7 +26,7 @@ class _Dispatched(TorchDispatchMode):
         super().__init__()
         self.reads = reads
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func.overloadpacket)
         if name in ("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.masked_select"):
             self.reads.append(f"{name} at {_place()}")
@@ -40,7 +40,7 @@ class _Called(TorchFunctionMode):
         super().__init__()
         self.reads = reads
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
             self.reads.append(f"{func.__name__} at {_place()}")
         return func(*args, **(kwargs or {}))

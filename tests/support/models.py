@@ -98,7 +98,7 @@ class TwoRoundings(nn.Linear):
 def with_two_roundings(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """The models that make makes, their linear layers computed like that."""
 
-    def make_model(*args: Any) -> nn.Module:
+    def make_model(*args: object) -> nn.Module:
         model = make(*args)
         for module in model.modules():
             if isinstance(module, nn.Linear):

@@ -64,7 +64,7 @@ PATTERNS: dict[str, Callable[[State], dict[str, Tensor]]] = {
 
 
 def step_of(pattern: Callable[[State], dict[str, Tensor]]) -> Callable[[State, Any], Any]:
-    def step(state: State, batch: Tensor) -> Any:
+    def step(state: State, batch: Tensor) -> object:
         new = {**state, **pattern(state)}
         old = {"old": state["a"], "row": state["b"][1], "copied": state["c"].clone()[1]}
         return new, {**old, "new": new["a"], "part": new["b"][0], "sum": new["b"][0, 0] + batch.sum()}

@@ -27,7 +27,7 @@ class StandIn:
         yield
         torch.set_rng_state(before)
 
-    def warm_up(self, run: Callable[[], Any], times: int) -> None:
+    def warm_up(self, run: Callable[[], object], times: int) -> None:
         with self.kept():
             for _ in range(times):
                 run()
@@ -60,7 +60,7 @@ class FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream: Any = "default"
-        self.recording: list[Any] = []
+        self.recording: list[object] = []
         """The pools that the allocator allocates from."""
         self.drawing = True
         """Whether random numbers can be drawn outside of a capture."""
@@ -69,7 +69,7 @@ class FakeCuda:
         cuda = self
 
         class Graph:
-            def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+            def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
                 assert cuda.stream != "default"
                 if pool in cuda.recording:
                     raise RuntimeError("already recording to mempool_id")
@@ -104,14 +104,14 @@ class FakeCuda:
         self.legal = False
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    def end(self, index: int, pool: Any) -> None:
+    def end(self, index: int, pool: object) -> None:
         """As the allocator's endAllocateToPool."""
         if pool not in self.recording:
             raise RuntimeError("not currently recording to mempool_id")
         self.recording.remove(pool)
 
     @contextlib.contextmanager
-    def _on(self, stream: Any) -> Iterator[None]:
+    def _on(self, stream: object) -> Iterator[None]:
         before, self.stream = self.stream, stream
         try:
             yield

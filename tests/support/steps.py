@@ -12,12 +12,12 @@ from tests.support.models import Task
 SGD = stateless(torch.optim.SGD, lr=0.1)
 
 
-def build(task: Task, optimizer: Any = SGD, *, keep_buffers: bool = False, **options: Any) -> Any:
+def build(task: Task, optimizer: object = SGD, *, keep_buffers: bool = False, **options: Any) -> Any:
     """A step of a task."""
     return make_train_step(module_loss(task.model, task.criterion, keep_buffers=keep_buffers), optimizer, **options)
 
 
-def eager(step: Any) -> Any:
+def eager(step: object) -> Any:
     """A step that is called as it is."""
     return step
 

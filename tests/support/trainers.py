@@ -52,7 +52,7 @@ def make_model() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def make_tokenizer() -> Any:
+def make_tokenizer() -> object:
     """One token for each letter."""
     transformers, tokenizers = imported("transformers"), imported("tokenizers")
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *LETTERS])}
@@ -68,9 +68,9 @@ def rows(length: Callable[[int], int]) -> list[list[int]]:
     return [[3 + (start + place) % len(LETTERS) for place in range(length(start))] for start in range(96)]
 
 
-def options(folder: Path, **more: Any) -> dict[str, Any]:
+def options(folder: Path, **more: object) -> dict[str, object]:
     """The arguments of every trainer."""
-    known: dict[str, Any] = {
+    known: dict[str, object] = {
         "output_dir": str(folder),
         "use_cpu": True,
         "fp16": True,
@@ -87,7 +87,7 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
     return known | more
 
 
-def make_trainer(folder: Path, cls: Any = None, model: Any = None, **more: Any) -> Any:
+def make_trainer(folder: Path, cls: Any = None, model: object = None, **more: object) -> Any:
     """Transformers' Trainer."""
     transformers = imported("transformers")
     forget()
@@ -98,7 +98,7 @@ def make_trainer(folder: Path, cls: Any = None, model: Any = None, **more: Any) 
     return cls(model or make_model(), args, train_dataset=data, eval_dataset=data[:8], **chosen)
 
 
-def make_sft(folder: Path, **more: Any) -> Any:
+def make_sft(folder: Path, **more: object) -> object:
     """TRL's trainer on sequences of different lengths."""
     trl, datasets = imported("trl"), imported("datasets")
     forget()
@@ -107,12 +107,12 @@ def make_sft(folder: Path, **more: Any) -> Any:
     return trl.SFTTrainer(make_model(), args=args, train_dataset=data, processing_class=make_tokenizer())
 
 
-def count_vowels(completions: list[str], **_: Any) -> list[float]:
+def count_vowels(completions: list[str], **_: object) -> list[float]:
     """The reward."""
     return [float(sum(letter in "aei" for letter in text)) for text in completions]
 
 
-def make_grpo(folder: Path, **more: Any) -> Any:
+def make_grpo(folder: Path, **more: object) -> object:
     """TRL's trainer of a policy, with a reference model, and two steps on every sample."""
     trl, datasets = imported("trl"), imported("datasets")
     forget()
@@ -126,14 +126,14 @@ def make_grpo(folder: Path, **more: Any) -> Any:
     )
 
 
-def record(trainer: Any, scaler: Callable[[], Any] | None = None) -> list[dict[str, Any]]:
+def record(trainer: Any, scaler: Callable[[], object] | None = None) -> list[dict[str, Any]]:
     """What every step leaves, as `train` appends it; with this scaler in Accelerate's slot, or a step's own."""
     if scaler is not None:
         trainer.accelerator.native_amp = True  # see tests/amp/test_accelerate.py
         trainer.accelerator.scaler = scaler()
-    seen: list[dict[str, Any]] = []
+    seen: list[dict[str, object]] = []
 
-    def on_step_end(*_: Any, **__: Any) -> None:
+    def on_step_end(*_: object, **__: object) -> None:
         held = trainer.accelerator.scaler
         saved = to_state_dict(trainer.train_state.scaler, trainer.config) if held is None else held.state_dict()
         row = {

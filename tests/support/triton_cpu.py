@@ -24,10 +24,10 @@ _aten = torch.ops.aten
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
-def _elementwise(function: Callable[..., Any], dtype: tl.dtype | None = None) -> Callable[..., tl.tensor]:
+def _elementwise(function: Callable[..., object], dtype: tl.dtype | None = None) -> Callable[..., tl.tensor]:
     """An external function of CUDA's, in numpy; its result has the type of its first argument, or dtype."""
 
-    def call(*args: Any, **_: Any) -> tl.tensor:
+    def call(*args: object, **_: object) -> tl.tensor:
         given = next(arg for arg in args if isinstance(arg, tl.tensor))
         arrays = [arg.handle.data if isinstance(arg, tl.tensor) else arg for arg in args]
         with np.errstate(all="ignore"):
@@ -61,7 +61,7 @@ _EXTERNAL = {
 }
 
 
-def _fma(self: Any, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+def _fma(self: object, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
     """With one rounding, as the GPU's; Triton's interpreter rounds the product too."""
     wide = np.float64 if x.data.dtype == np.float32 else x.data.dtype
     with np.errstate(all="ignore"):
@@ -69,7 +69,7 @@ def _fma(self: Any, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> Tensor
     return TensorHandle(data.astype(x.data.dtype), z.dtype.scalar)
 
 
-def _erf_of(self: Any, x: TensorHandle) -> TensorHandle:
+def _erf_of(self: object, x: TensorHandle) -> TensorHandle:
     return TensorHandle(_erf(x.data).astype(x.data.dtype), x.dtype.scalar)
 
 
@@ -107,7 +107,7 @@ def complete() -> None:
     builder.create_fma, builder.create_erf = _fma, _erf_of
     methods = interpreter._patch_lang_tensor
 
-    def with_index(tensor: Any, scope: Any) -> None:
+    def with_index(tensor: object, scope: Any) -> None:
         """A number may be an array of one, which numpy 2.4 does not convert: Triton 3.6."""
         methods(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
@@ -145,7 +145,7 @@ def executed() -> Iterator[None]:
     """A region in which programs are called with tensors of this machine."""
     launch = CachingAutotuner.run
 
-    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(kernel: Any, *args: object, **kwargs: object) -> object:
         """With the largest of the blocks that Inductor would try: every instance costs the interpreter as much."""
         kernel.configs.sort(key=lambda config: -math.prod(v for k, v in config.kwargs.items() if k.endswith("BLOCK")))
         return launch(kernel, *args, **kwargs)
@@ -162,7 +162,7 @@ def executed() -> Iterator[None]:
 class Libraries(TorchDispatchMode):
     """What a program calls besides its own kernels, done here; what it makes on the GPU is made here."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
@@ -214,7 +214,7 @@ def _flash_backward(*args: Any, scale: float | None = None) -> tuple[Tensor, ...
 
 
 def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: Any, wanted: bool, dropout: float = 0.0, causal: bool = False, *,
+    q: Tensor, k: Tensor, v: Tensor, bias: object, wanted: bool, dropout: float = 0.0, causal: bool = False, *,
     scale: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     assert dropout == 0.0
@@ -226,12 +226,12 @@ def _efficient(
     return out, padded, zero, zero
 
 
-def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, scale: Any = None) -> Any:
+def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, scale: Any = None) -> object:
     _, out, logsumexp, *_ = args
     return *_attention_backward(grad, q, k, v, out, logsumexp[..., : q.shape[2]], args[7], scale), None
 
 
-_INSTEAD: dict[Any, Callable[..., Any]] = {
+_INSTEAD: dict[object, Callable[..., object]] = {
     _aten._scaled_dot_product_flash_attention.default: _flash,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten._scaled_dot_product_efficient_attention.default: _efficient,

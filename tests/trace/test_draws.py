@@ -155,6 +155,46 @@ def test_a_generator_set_back_in_the_body_of_a_scan() -> None:
         redrawn_loss(lambda x: (x - 5).sigmoid(), jitted)
 
 
+def seeds(state: Tensor, batch: Tensor) -> Any:
+    torch.manual_seed(0)
+    return state + torch.rand(2).sum(), None
+
+
+def seeds_negative(state: Tensor, batch: Tensor) -> Any:
+    torch.manual_seed(-1)
+    return state + torch.rand(2).sum(), None
+
+
+def seeds_last(state: Tensor, batch: Tensor) -> Any:
+    drawn = torch.rand(2)
+    torch.manual_seed(0)
+    return state + drawn.sum(), None
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def draws_from_its_own(state: Tensor, batch: Tensor) -> Any:
+    return state + torch.rand(2, generator=GENERATOR).sum(), None
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (seeds, r"must not seed torch's generator.*test_draws.py:\d+ \(.*torch.rand\(2\).*\) draws"),
+        (seeds_negative, r"must not seed torch's generator.*draws after it was seeded"),
+        (seeds_last, r"must not seed torch's generator \(torch.manual_seed\).*seed before the call"),
+        (draws_from_its_own, r"default generator.*test_draws.py:\d+ \(.*generator=GENERATOR.*\) draws from its own"),
+    ],
+)
+def test_seeds_and_generators_of_its_own_are_refused(step: Any, text: str) -> None:
+    """A program would repeat their numbers at every call; the default generator is as before the trace."""
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=f"(?s)jit: .*{text}"):
+        jit(step, backend="eager")(torch.zeros(()), torch.ones(2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_two_threads_trace_one_after_the_other() -> None:
     results: dict[int, float] = {}
 

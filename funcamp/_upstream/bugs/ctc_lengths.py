@@ -25,26 +25,26 @@ def _shape_of_alphas(log_probs: Tensor, targets: Tensor) -> tuple[int, int, int]
     return batch_size, step_count, 2 * longest + 1  # a blank before, between and after the labels
 
 
-def _ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     """Return the losses of a batch, and what the backward pass needs (alphas), padded to the longest target."""
     loss, alphas = _aten._ctc_loss.Tensor(log_probs, targets, *args)
     _, _, padded_length = _shape_of_alphas(log_probs, targets)
     return loss, torch.nn.functional.pad(alphas, (0, padded_length - alphas.shape[2]))
 
 
-def _new_results(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _new_results(log_probs: Tensor, targets: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     """Return tensors like the results of `_ctc_loss`."""
     batch_size = log_probs.shape[1]
     return log_probs.new_empty(batch_size), log_probs.new_empty(_shape_of_alphas(log_probs, targets))
 
 
-def _new_gradient(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
+def _new_gradient(_: Tensor, log_probs: Tensor, *__: object) -> Tensor:
     """Return a tensor like the gradient with respect to log_probs."""
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
 #: What a trace records instead of these operations.
-_replacements: dict[Any, Any] = {}
+_replacements: dict[object, object] = {}
 if SHAPELESS_CTC.present:
     _replacements = {
         _aten._ctc_loss.Tensor: renamed("ctc_loss", _aten._ctc_loss.Tensor, _ctc_loss, shapes=_new_results, key="CPU"),
@@ -58,7 +58,7 @@ if SHAPELESS_CTC.present:
     }
 
 
-def of_known_shape(operation: Any, args: Any) -> Any:
+def of_known_shape(operation: object, args: Any) -> Any:
     """Return the operation that a trace records instead of one whose shape follows from values; mostly itself."""
     replacement = _replacements.get(operation)
     if replacement is None or args[0].device.type != "cpu":

@@ -18,7 +18,9 @@ def _changed() -> AbstractContextManager[None]:
     name = "generate_fallback_kernel_with_runtime_lookup_python"
     call_python = getattr(CppWrapperCpu, name)
 
-    def call_for_list(self: Any, name: str, kernel: str, operation: Any, args: Any, results: Any, *rest: Any) -> None:
+    def call_for_list(
+        self: object, name: str, kernel: str, operation: Any, args: object, results: Any, *rest: Any
+    ) -> None:
         returned = operation._schema.returns
         if len(results) == 1 and len(returned) == 1 and isinstance(returned[0].type, torch.ListType):
             results = [*results, None]  # only one result is taken for a tensor; of several, None is left out

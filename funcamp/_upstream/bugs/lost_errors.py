@@ -17,10 +17,10 @@ from funcamp._upstream.replaced import replaced
 def _checked(generate: Callable[..., None]) -> Callable[..., None]:
     """Return a function that generates the same calls, each in torch's check of its error code."""
 
-    def generate_checked(self: Any, *args: Any) -> None:
+    def generate_checked(self: Any, *args: object) -> None:
         write_line = self.writeline
 
-        def write_checked_line(text: Any) -> None:
+        def write_checked_line(text: object) -> None:
             if isinstance(text, str) and text.startswith("aoti_torch_"):  # a call, which returns an error code
                 text = f"AOTI_TORCH_ERROR_CODE_CHECK({text.rstrip(';')});"
             write_line(text)

@@ -20,7 +20,7 @@ from funcamp._upstream.replaced import replaced
 _WITHOUT_NUMBERS = ("layout", "device", "pin_memory", "memory_format")
 
 
-def _has_other_keywords(node: fx.Node, named: dict[str, Any]) -> bool:
+def _has_other_keywords(node: fx.Node, named: dict[str, object]) -> bool:
     """Return whether a node has a keyword argument that a pattern does not name and that changes numbers."""
     unnamed = [name for name in node.kwargs if name not in named and name not in _WITHOUT_NUMBERS]
     if not unnamed:
@@ -37,7 +37,7 @@ def _changed() -> AbstractContextManager[None]:
 
     match: Any = _TargetArgsExpr._match
 
-    def match_all_keywords(pattern: Any, node: Any, context: Any) -> Any:
+    def match_all_keywords(pattern: Any, node: object, context: object) -> object:
         if isinstance(node, fx.Node) and _has_other_keywords(node, pattern.kwargs):
             return FailedMatch("function_mismatch: node={}, pattern={}", node, pattern)
         return match(pattern, node, context)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 from funcamp import _upstream
 from funcamp._upstream.bugs.bug import Bug
@@ -13,7 +12,7 @@ from funcamp._upstream.replaced import replaced
 def _changed() -> AbstractContextManager[None]:
     from torch._inductor.codegen.cpp import CppKernel
 
-    def forget_the_value_before_rounding(*_: Any) -> None:
+    def forget_the_value_before_rounding(*_: object) -> None:
         pass
 
     return replaced(CppKernel, cache_dtype_convert=forget_the_value_before_rounding)

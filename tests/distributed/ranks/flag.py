@@ -82,7 +82,7 @@ def bad_groups_are_refused() -> None:
     parallel: Any = distributed.DataParallel
     wrong: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (
-            lambda: distributed.max_over("all"),
+            lambda: distributed.max_over("all"),  # type: ignore[arg-type]
             TypeError,
             "group must be a ProcessGroup, a DeviceMesh or None; got 'all'",
         ),

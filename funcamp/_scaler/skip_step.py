@@ -1,0 +1,80 @@
+"""The skipped step: the old value of every leaf, without a branch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree, _upstream
+from funcamp._scaler.state import ScalerState, check_state
+from funcamp._types import Tree
+
+
+def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
+    """Select, leaf by leaf, the old value if a non-finite gradient was found and the new one otherwise.
+
+    leaf = old if found_inf != 0 else new; a leaf that is the same object in both is returned as it is. Both trees are
+    computed; there is no branch. A leaf requires a gradient only
+    if its new value does: not after an optimizer's update, also if the old value is a module's parameter. Pure; safe
+    under torch.compile and vmap; no sync.
+
+    Args:
+        state: the state after `unscale_and_check`, before `update`.
+        new: a pytree after the step: parameters, optimizer state, anything the step changed.
+        old: the same pytree before the step.
+
+    Returns:
+        The selected pytree. None and equal Python values pass through.
+
+    Raises:
+        ValueError: new and old differ in structure, or two leaves differ in shape, dtype or device.
+        TypeError: a leaf is a sparse tensor, or a Python value that differs between new and old.
+
+    Example:
+        >>> _, state = unscale_and_check(init(), torch.tensor(float("inf")))
+        >>> skip_step(state, new={"w": torch.ones(2)}, old={"w": torch.zeros(2)})
+        {'w': tensor([0., 0.])}
+    """
+    state = check_state("skip_step", state)
+    _tree.same_structure("skip_step", ("new", "old"), (new, old))
+    flat_new, spec = _tree.flatten(new)
+    skips = state.found_inf != 0
+    selected = []
+    for index, (new_leaf, old_leaf) in enumerate(zip(flat_new, _tree.leaves(old))):
+        selected.append(_select(new, index, skips, new_leaf, old_leaf))
+    return _tree.unflatten(selected, spec)
+
+
+def _select(tree: Tree, index: int, skips: Tensor, new: object, old: object) -> object:
+    """Return the old leaf if the step is skipped and the new one otherwise.
+
+    Args:
+        tree: the new tree, for messages.
+        index: the leaf's position in it.
+        skips: bool, shape ().
+        new: the leaf after the step.
+        old: the leaf before the step.
+
+    Raises:
+        TypeError, ValueError: as in `skip_step`.
+    """
+    if new is old:
+        return new
+    if not isinstance(new, Tensor) or not isinstance(old, Tensor):
+        if isinstance(new, Tensor) or isinstance(old, Tensor) or new != old:
+            raise TypeError(
+                f"skip_step: new{_tree.path_of(tree, index)} must be a tensor in both trees, or an equal value; "
+                f"got {_tree.describe(new)} against {_tree.describe(old)} in old"
+            )
+        return new
+    if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
+        raise ValueError(
+            f"skip_step: new{_tree.path_of(tree, index)} must have the shape, dtype and device of old; "
+            f"got {_tree.describe(new)} against {_tree.describe(old)}"
+        )
+    if new.layout != torch.strided or old.layout != torch.strided:
+        raise TypeError(f"skip_step: new{_tree.path_of(tree, index)} must be strided; got layout {new.layout}")
+    _tree.check_device("skip_step", "new", tree, index, new, skips.device)
+    if old.requires_grad and not new.requires_grad and not _upstream.transforms_active():
+        old = old.detach()  # else the graph would grow with the steps
+    return torch.where(skips.to(new.device, non_blocking=True), old, new)

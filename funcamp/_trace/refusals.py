@@ -1,0 +1,153 @@
+"""What an operation of a step must not do, refused where it is called: it leaves the device, or fixes a value."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence, Set
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx
+
+from funcamp import _tree, _upstream
+from funcamp._trace.torch_draws import reads_shape_only
+from funcamp._trace.tracing import HostError
+from funcamp._trace.user_line import line_in_stack
+from funcamp._types import Args, Kwargs, Operation
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor
+else:
+    FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
+
+_aten = torch.ops.aten
+#: The position of the argument that is an offset in the memory of the first argument.
+_OFFSET_POSITION: dict[Operation, int] = {
+    _aten.as_strided.default: 3,
+    _aten.as_strided_.default: 3,
+    _aten.as_strided_copy.default: 3,
+    _aten.as_strided_scatter.default: 4,
+}
+_COPIES_TO_A_DEVICE = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
+#: The types of a branch or a loop body that torch.compile has not made a graph of.
+_PYTHON_FUNCTIONS = (FunctionType, MethodType, functools.partial, torch.nn.Module)
+_BRANCHES = (
+    "not call torch.cond or a relative of it ({name}) while torch.compile is switched off, as it makes graphs of the "
+    "branches; {line} does: make the first call outside of torch.compiler.set_stance('force_eager') and of modes such "
+    "as FlopCounterMode, without TORCH_COMPILE_DISABLE, or take torch.where on the results, or a Python bool in the "
+    "batch"
+)
+
+
+def refuse_offset(func: Operation, args: Args, kwargs: Kwargs, slice_storages: Set[int]) -> None:
+    """Raise HostError for as_strided with the offset of a parameter in memory.
+
+    slice_storages: the storages whose offset in the trace is not that in the state.
+    """
+    if func not in _OFFSET_POSITION:
+        return
+    position = _OFFSET_POSITION[func]
+    offset = args[position] if position < len(args) else kwargs.get("storage_offset")
+    if offset is not None and args[0].untyped_storage()._cdata in slice_storages:
+        raise HostError(
+            f"not pass the offset of a parameter in memory, which differs between trace and state; "
+            f"{line_in_stack()} "
+            "does: call as_strided without storage_offset, or with a clone of the parameter"
+        )
+
+
+def refuse_draw_on_host(result: object, home: Set[str]) -> None:
+    """Raise HostError if torch drew on the CPU what a CUDA graph would repeat at every replay."""
+    for tensor in fake_tensors_of(result):
+        device = tensor.fake_device
+        if device.type not in home:
+            raise HostError(
+                f"draw random numbers on {_any_of(home)}, as a CUDA graph would repeat those of the host at "
+                f"every step; {line_in_stack()} draws on {device.type}: pass device=, or the numbers "
+                "in the batch, as tensors"
+            )
+
+
+def refuse_move(func: Operation, result: FakeTensor, args: Args, kwargs: Kwargs, home: Set[str]) -> None:
+    """Raise HostError if an operation moves a tensor from home to another type of device."""
+    device = result.fake_device
+    if device.type in home:
+        return
+    # torch.func computes shapes on the meta device, but moves nothing there.
+    if device.type == "meta" and func not in _COPIES_TO_A_DEVICE:
+        return
+    tensors = _tree.tensors_in((args, kwargs))
+    if any(tensor.device.type in home for tensor in tensors):
+        hint = ""
+        if device.type == "meta":
+            hint = ", as torch does for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
+        raise HostError(f"stay on one type of device; {line_in_stack()} moves a tensor to {device.type}{hint}")
+
+
+def refuse_capture(
+    func: Operation, tensor: Tensor, leaves: Sequence[object], home: Set[str], *, in_cuda_graph: bool
+) -> None:
+    """Raise HostError if a program cannot read a tensor besides its arguments.
+
+    Args:
+        func: the operation that reads it.
+        tensor: the tensor.
+        leaves: the arguments of the operation.
+        home: the types of device that the step must not leave.
+        in_cuda_graph: whether the trace becomes a CUDA graph.
+    """
+    if tensor.layout != torch.strided:
+        raise HostError(
+            f"read strided tensors only, besides its arguments; {line_in_stack()} reads {_tree.describe(tensor)}: "
+            "make it dense, or pass its indices and values as a leaf of the batch each"
+        )
+    is_on_host = not tensor.is_meta and tensor.device.type not in home
+    if in_cuda_graph and is_on_host and not reads_shape_only(func):
+        raise HostError(
+            f"read tensors on {_any_of(home)} only, besides its arguments, as a CUDA graph keeps the values "
+            f"that the host had when it was captured; {line_in_stack()} reads {_tree.describe(tensor)}: "
+            "move it before the first call, pass it in the batch, or jit with capture=False"
+        )
+    if tensor.is_meta and _needs_values(func, leaves, home):
+        raise HostError(
+            f"read tensors with values only, besides its arguments; {line_in_stack()} reads "
+            f"{_tree.describe(tensor)}: give it values (to_empty, load_state_dict) before the first call. "
+            "torch itself makes such a tensor for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
+        )
+
+
+def _needs_values(func: Operation, leaves: Sequence[object], home: Set[str]) -> bool:
+    """Return whether an operation that reads a tensor on meta has a result with values.
+
+    torch.func computes shapes on the meta device, and zeros_like takes no more than a shape from there.
+    """
+    copies = func is _aten._to_copy.default
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.device.type in home:
+            return True
+        if copies and isinstance(leaf, torch.device) and leaf.type in home:
+            return True
+    return False
+
+
+def refuse_python_branches(func: Operation, args: Args) -> None:
+    """Raise HostError for torch.cond and its relatives with a Python function that is not a graph yet.
+
+    torch.compile makes graphs of branches and loop bodies, whose inputs are all that they read. torch's own trace of a
+    Python function would fix the values of what it reads besides its operands.
+    """
+    for arg in args:
+        if isinstance(arg, _PYTHON_FUNCTIONS) and not isinstance(arg, fx.GraphModule):
+            raise HostError(_BRANCHES.format(name=getattr(func, "__name__", func), line=line_in_stack()))
+
+
+def fake_tensors_of(result: object) -> Iterable[FakeTensor]:
+    """Return the tensors of the trace in what an operation returned: a tensor, or a list or tuple of some."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return [value for value in results if isinstance(value, FakeTensor)]
+
+
+def _any_of(devices: Set[str]) -> str:
+    """Return types of device in a text."""
+    return " or ".join(sorted(devices))

@@ -59,6 +59,8 @@ class Entry(NamedTuple):
 
     name: str
     kind: Kind
+    example: Tensor | None
+    """A tensor like it, for one that is no number."""
 
 
 class Form(NamedTuple):
@@ -66,6 +68,8 @@ class Form(NamedTuple):
 
     leaves: list[dict[str, Any]]
     shared: dict[str, Any]
+    is_separable: bool = True
+    """Whether nothing that it stores for a parameter depends on another one."""
 
 
 class Changing(NamedTuple):
@@ -153,17 +157,36 @@ def cloned(value: Any) -> Any:
 # What an instance holds.
 
 
-def held_by(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Held:
-    """Return what an instance holds."""
-    group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    attributes: dict[str, Any] = {}
+def holders_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Return an instance and the optimizers that it wraps, by the prefix of their entries."""
+    holders = {"": optimizer}
     for name, value in vars(optimizer).items():
-        if name not in _OF_EVERY_INSTANCE:
-            attributes[f"{ATTRIBUTE}{name}"] = value
-    for key, value in optimizer.state.items():
-        if not isinstance(key, Tensor):
-            attributes[f"{STATE}{key}"] = value
-    return Held([dict(optimizer.state.get(param, {})) for param in params], group | attributes)
+        if isinstance(value, torch.optim.Optimizer):
+            holders[f"{ATTRIBUTE}{name}."] = value
+    return holders
+
+
+def held_by(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Held:
+    """Return what an instance holds, and the optimizers that it wraps."""
+    leaves: list[dict[str, Any]] = [{} for _ in params]
+    shared: dict[str, Any] = {}
+    seen: set[int] = set()
+    for prefix, holder in holders_of(optimizer).items():
+        group = holder.param_groups[0]
+        if id(group) not in seen:
+            seen.add(id(group))
+            shared |= {f"{prefix}{name}": value for name, value in group.items() if name != "params"}
+        if id(holder.state) not in seen:
+            seen.add(id(holder.state))
+            for param, leaf in zip(params, leaves):
+                leaf |= {f"{prefix}{name}": value for name, value in holder.state.get(param, {}).items()}
+            # A key that is no parameter.
+            others = {key: value for key, value in holder.state.items() if not isinstance(key, Tensor)}
+            shared |= {f"{prefix}{STATE}{key}": value for key, value in others.items()}
+    for name, value in vars(optimizer).items():
+        if name not in _OF_EVERY_INSTANCE and not isinstance(value, torch.optim.Optimizer):
+            shared[f"{ATTRIBUTE}{name}"] = value
+    return Held(leaves, shared)
 
 
 def snapshot(held: Held) -> Held:
@@ -220,10 +243,10 @@ def form_of(held: Held, first: Held, changing: Changing) -> Form:
     def marked(kinds: Mapping[str, Kind]) -> Callable[[str, Any], Any]:
         def mark(name: str, leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
-                return Entry(name, "tensor")
+                return Entry(name, "tensor", leaf)
             if isinstance(leaf, Number):
-                return Entry(name, kinds.get(name, "float"))
-            return Entry(name, kinds[name]) if name in kinds else leaf
+                return Entry(name, kinds.get(name, "float"), None)
+            return Entry(name, kinds[name], None) if name in kinds else leaf
 
         return mark
 

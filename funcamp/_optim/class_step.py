@@ -21,6 +21,7 @@ from funcamp._optim.class_state import (
     form_of,
     leaves_of,
 )
+from funcamp._optim.dataflow import followed
 from funcamp._optim.decisions import LARGEST_PATH_COUNT, Decisions, TooManyPathsError, along_paths, every_path
 from funcamp._optim.hyperparameters import stand_in
 from funcamp._optim.modes import without_modes
@@ -106,10 +107,17 @@ class ClassStep:
         """Return how the class stores the state of these parameters: found by a first step on tensors without values."""
         key = tuple((param.shape, param.dtype) for param in params)
         if key not in self._forms:
+            hyper = self.examples("meta")
             with without_modes():
                 empty = [torch.zeros(param.shape, dtype=param.dtype, device="meta") for param in params]
-                step_run = self.run(empty, empty, None, self.examples("meta"), self.decisions())
+                flow, step_run = followed(
+                    [[param] for param in empty], lambda: self.run(empty, empty, None, hyper, self.decisions())
+                )
             form = form_of(step_run.held, step_run.first, self.changing)
+            for number, (param, leaf) in enumerate(zip(step_run.params, step_run.held.leaves)):
+                tensors = [param, *[value for value in leaves_of(leaf).values() if isinstance(value, Tensor)]]
+                if any(flow.sources(tensor) - {number} for tensor in tensors):
+                    form = form._replace(is_separable=False)
             if self.changing.shared_names - form.shared.keys():
                 form = self._with_entries_of_other_paths(form, empty)
             self._forms[key] = form
@@ -128,6 +136,10 @@ class ClassStep:
                 shared = other.shared | shared
         return form._replace(shared=shared)
 
+    def is_separable(self, params: list[Tensor]) -> bool:
+        """Return whether the step of each parameter depends on no other. A class may treat some shapes together."""
+        return self.separable and self.form(params).is_separable
+
     def __call__(
         self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]
     ) -> Stepped:
@@ -142,7 +154,7 @@ class ClassStep:
         Raises:
             TypeError: there are too many paths, or what the class keeps changes in another way than in its trial.
         """
-        if not (self.separate and self.separable):
+        if not (self.separate and self.is_separable(params)):
             return self._step(params, grads, state, hyper)
         stepped = [
             self._step([param], [grad], ClassState([leaf], state.shared), hyper)

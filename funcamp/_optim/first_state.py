@@ -31,7 +31,7 @@ def first_state(
         starts_at_zero: whether these are only examples of the tensors, and the state starts at zero.
         by_chunks: whether a step of a part of a parameter is the part of its step.
     """
-    if step.changing.shared_names or not step.separable:  # a class may make states together
+    if step.changing.shared_names or not step.is_separable(params):  # a class may make states together
         return _first_state(step, params, hyper, starts_at_zero=starts_at_zero)
     leaves: list[Entries] = []
     for param in params:
@@ -94,10 +94,19 @@ def _before(
         value = _tensor(first_values.get(name), entry, like)
         if value is None or (last is not None and value.shape != last.shape):
             value = last  # it was None or not there
-        assert value is not None
+        if value is None:  # only another path makes it
+            value = torch.zeros_like(entry.example, device=like.device) if entry.example is not None else _zero(entry, like)
         entries[name] = torch.zeros_like(value) if starts_at_zero else value
     return entries
 
 
+def _zero(entry: Entry, like: Tensor) -> Tensor:
+    """Return a number of 0."""
+    zero = as_tensor(0, entry.kind, like)
+    assert zero is not None
+    return zero
+
+
 def _tensor(value: object, entry: Entry, like: Tensor) -> Tensor | None:
-    return as_tensor(value, entry.kind, like)
+    is_number = entry.example is not None and not isinstance(value, Tensor)  # before the first step
+    return as_tensor(value, entry.kind, like, entry.example.dtype if is_number and entry.example is not None else None)

@@ -13,14 +13,14 @@ import math
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from funcamp._optim.decisions import Decisions
 from funcamp._optim.number import Number, computed
-from funcamp._scaler.precision import widen
 
 #: Functions of torch for those of `math` with other names.
 _OTHER_NAMES = {"fabs": torch.abs, "fmod": torch.fmod, "gamma": None, "dist": None, "ldexp": None, "prod": None}
@@ -31,18 +31,31 @@ def _on_numbers(python: Callable[..., Any], of_torch: Callable[..., Any]) -> Cal
 
     @functools.wraps(python)
     def function(*args: Any) -> Any:
-        if any(isinstance(arg, Number) for arg in args):
-            return computed(of_torch, *args)
-        if any(_is_scalar(arg) for arg in args):
-            return of_torch(*[widen(arg).reshape(()) if isinstance(arg, Tensor) else arg for arg in args])
-        return python(*args)
+        numbers = _as_numbers(args)
+        return python(*args) if numbers is None else computed(of_torch, *numbers)
 
     return function
 
 
-def _is_scalar(value: object) -> bool:
-    """Return whether Python would take a tensor for a number."""
-    return isinstance(value, Tensor) and value.numel() == 1
+class _ThisThread(threading.local):
+    decisions: Decisions | None = None
+    """Those of the step that this thread runs."""
+
+
+_this_thread = _ThisThread()
+
+
+def _as_numbers(values: Iterable[Any]) -> list[float] | None:
+    """Return values of which one is a `Number` or a tensor that Python would read, as numbers; None for others."""
+    numbers: list[float] = []
+    found = False
+    for value in values:
+        number = value
+        if isinstance(value, Tensor) and value.numel() == 1 and _this_thread.decisions is not None:
+            number = Number("a tensor's value", math.nan, value, _this_thread.decisions)
+        found = found or isinstance(number, Number)
+        numbers.append(number)
+    return numbers if found else None
 
 
 def _log(value: Any, base: Any = None) -> Any:
@@ -56,28 +69,32 @@ def _extreme(python: Callable[..., Any], of_torch: Callable[..., Any]) -> Callab
     """Return `min` or `max`, without a question where the operands are numbers."""
 
     def of_two(one: Any, other: Any) -> Any:
-        tensors = [value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64) for value in (one, other)]
-        return of_torch(*[widen(tensor).reshape(()) for tensor in tensors])
+        return of_torch(*[value if isinstance(value, Tensor) else _constant(value) for value in (one, other)])
 
     of_two.__name__ = python.__name__
 
     def of_pair(one: Any, other: Any) -> Any:
+        tensors = [value for value in (one, other) if isinstance(value, Tensor)]
+        if tensors and _as_numbers((one, other)) is not None:  # the result is a tensor, as the operand
+            like = tensors[0]
+            values = [value.tensor if isinstance(value, Number) else value for value in (one, other)]
+            return of_two(*[value.to(like.dtype) if isinstance(value, Tensor) else value for value in values]).to(like.dtype)
         if isinstance(one, Number) or isinstance(other, Number):
-            if isinstance(one, Tensor) or isinstance(other, Tensor):
-                return of_two(*[value.tensor if isinstance(value, Number) else value for value in (one, other)])
             return computed(of_two, one, other)
-        if _is_scalar(one) or _is_scalar(other):
-            return of_two(one, other)
         return python(one, other)
 
     @functools.wraps(python)
     def function(*args: Any, **options: Any) -> Any:
         values = list(args[0]) if len(args) == 1 else list(args)
-        if not options and any(isinstance(value, Number) or _is_scalar(value) for value in values):
+        if not options and _as_numbers(values) is not None:
             return functools.reduce(of_pair, values)
         return python(values, **options) if len(args) == 1 else python(*args, **options)
 
     return function
+
+
+def _constant(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 class _TypeOfNumbers(type):
@@ -87,11 +104,8 @@ class _TypeOfNumbers(type):
     converted: Callable[[Tensor], Tensor]
 
     def __call__(cls, *args: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], Number):
-            return computed(cls.converted, args[0])
-        if len(args) == 1 and _is_scalar(args[0]):
-            return cls.converted(widen(args[0]).reshape(()))
-        return cls.python(*args)
+        numbers = _as_numbers(args) if len(args) == 1 else None
+        return cls.python(*args) if numbers is None else computed(cls.converted, *numbers)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, cls.python)
@@ -144,6 +158,11 @@ class _Names:
         self._former = {name: value for name, value in self._namespace.items() if id(value) in _INSTEAD}
         self._instead = {name: _INSTEAD[id(value)] for name, value in self._former.items()}
         self._instead |= {name: value for name, value in _BUILTINS.items() if name not in self._namespace}
+        for name, value in list(self._namespace.items()):
+            uncompiled = getattr(value, "_torchdynamo_orig_callable", None)
+            if uncompiled is not None:  # what `torch.compile` made: it takes no part in a step that is compiled as a whole
+                self._former[name] = value
+                self._instead[name] = uncompiled
 
     def replace(self) -> None:
         self._namespace.update(self._instead)
@@ -162,8 +181,15 @@ _use_counts: dict[str, int] = {}
 
 
 @contextlib.contextmanager
-def names_for_numbers(cls: type) -> Iterator[None]:
-    """Context manager: the modules of an optimizer's class find functions that take a `Number`."""
+def names_for_numbers(cls: type, decisions: Decisions) -> Iterator[None]:
+    """Context manager: the modules of an optimizer's class find functions that take a `Number`.
+
+    Args:
+        cls: the class.
+        decisions: those of the run.
+    """
+    former = _this_thread.decisions
+    _this_thread.decisions = decisions
     modules = _modules_of(cls)
     with _lock:
         for name in modules:
@@ -173,6 +199,7 @@ def names_for_numbers(cls: type) -> Iterator[None]:
     try:
         yield
     finally:
+        _this_thread.decisions = former
         with _lock:
             for name in modules:
                 _use_counts[name] -= 1

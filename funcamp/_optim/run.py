@@ -9,7 +9,6 @@ Numbers that change in training are tensors that the class takes for numbers (`N
 from __future__ import annotations
 
 import math
-from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,9 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from funcamp import _upstream
-from funcamp._optim.class_state import ATTRIBUTE, STATE, ClassState, Form, Held, cloned, filled, held_by, kind_of, leaves_of
+from funcamp._optim.class_state import ClassState, Entries, Form, Held, held_by
 from funcamp._optim.decisions import Decisions
 from funcamp._optim.hyperparameters import map_items
+from funcamp._optim.instance import changed, first_values, instance_of, marks, put_state, record, step_of
 from funcamp._optim.number import Number, has_number, numbers_to_tensors
 from funcamp._optim.python_names import names_for_numbers
 from funcamp._optim.scalar_arguments import call_on_tensors, tensor_of
@@ -138,56 +138,6 @@ def _with_batching_rule(func: Callable[..., Any], name: str, args: tuple[Any, ..
     return func(*args, **kwargs)
 
 
-class _RecordingState(UserDict[str, Any]):
-    """A parameter's state that remembers the first value of each key: the state before the first step.
-
-    A `UserDict`, because a dict's own `setdefault` and `update` pass `__setitem__` by.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first_values: dict[str, Any] = {}
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self.first_values:
-            # A clone, because the step goes on to write into the tensor.
-            self.first_values[key] = cloned(value)
-        super().__setitem__(key, value)
-
-
-class _RecordingGroup(dict[str, Any]):
-    """A parameter group that remembers the value before a first step: of a new key the first one."""
-
-    def __init__(self, group: dict[str, Any]) -> None:
-        super().__init__(group)
-        self.first_values = {name: cloned(value) for name, value in group.items() if name != "params"}
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self.first_values:
-            self.first_values[key] = cloned(value)
-        super().__setitem__(key, value)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-
-def _widened_counter(name: str, value: Tensor) -> Tensor:
-    """Return a step counter in float64 on a CPU, any other entry of a state as it is.
-
-    torch.optim takes powers of the step in Python floats, with capturable=True in float32.
-    """
-    # Not done in `item`, because torch.optim does not call it under torch.compile.
-    if name == "step" and value.device.type == "cpu" and value.is_floating_point():
-        return value.double()
-    return value
-
-
 def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
     """Raise ValueError if torch.func differentiates a tensor: the gradient would silently be zero."""
     for tensor in tensors:
@@ -280,83 +230,21 @@ def run_step(
         if "capturable" in arguments:
             arguments = arguments | {"capturable": new_params[0].device.type in _CAPTURABLE}
         pure = _Pure(_settles_scalars(new_params), batched, decisions)
-        with names_for_numbers(cls), pure, as_eager():
+        with names_for_numbers(cls, decisions), pure, as_eager():
             optimizer = instance_of(cls, new_params, arguments | numbers)
             decisions.is_constructing = False
             if state is None:
-                _record(optimizer, new_params)
+                record(optimizer, new_params)
             else:
                 assert form is not None
-                _put_state(optimizer, new_params, state, form, batched, decisions, wide=wide)
-            before = _marks(optimizer)
+                put_state(optimizer, new_params, _clones_of(state, batched, wide=wide), form, decisions)
+            before = marks(optimizer)
             step_of(optimizer)()
-            after = _marks(optimizer)
+            after = marks(optimizer)
     for param in new_params:
         param.grad = None
-    first = _first_values(optimizer, new_params) if state is None else Held([], {})
-    return StepRun(new_params, held_by(optimizer, new_params), first, _changed(before, after, form))
-
-
-class Mark(NamedTuple):
-    """A number or a tensor, and what differs if it has changed."""
-
-    leaf: Any
-    key: tuple[Any, ...]
-
-
-def _marks(optimizer: torch.optim.Optimizer) -> dict[str, Mark]:
-    """Return each number and tensor that all parameters share, by name."""
-    marks: dict[str, Mark] = {}
-    for name, leaf in leaves_of(held_by(optimizer, []).shared).items():
-        if isinstance(leaf, Tensor):
-            marks[name] = Mark(leaf, (id(leaf), leaf._version))
-        elif isinstance(leaf, Number):
-            marks[name] = Mark(leaf, (Number, leaf.key))
-        elif kind_of(leaf) is not None:
-            marks[name] = Mark(leaf, (type(leaf), repr(leaf)))
-    return marks
-
-
-def _changed(before: dict[str, Mark], after: dict[str, Mark], form: Form | None) -> dict[str, tuple[Any, Any]]:
-    """Return what has changed and is not in a form, by name: the value before, None for none, and after."""
-    changed: dict[str, tuple[Any, Any]] = {}
-    for name, mark in after.items():
-        former = before.get(name)
-        is_in_form = form is not None and name.partition("[")[0] in form.shared
-        if not is_in_form and (former is None or former.key != mark.key):
-            changed[name] = (None if former is None else former.leaf, mark.leaf)
-    return changed
-
-
-def instance_of(
-    cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: dict[str, Any]
-) -> torch.optim.Optimizer:
-    """Return an instance, in training mode if the class has one (schedule-free classes do).
-
-    Raises:
-        TypeError: it has not one parameter group.
-        Exception: any error of the constructor.
-    """
-    optimizer = cls(params, **arguments)
-    if len(optimizer.param_groups) != 1:
-        raise TypeError(
-            f"stateless: {cls.__name__} cannot be made pure: it sorts its parameters into {len(optimizer.param_groups)} "
-            "groups; make one for each group, by_group({...}, group=...)"
-        )
-    # Its errors and warnings are for a user's own instance on a GPU; this instance lives for one step.
-    optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
-    train = getattr(optimizer, "train", None)
-    if callable(train):
-        train()
-    return optimizer
-
-
-def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """Return the step of an instance, without torch's wrapper for hooks and the profiler."""
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    return lambda: step(optimizer)
+    first = first_values(optimizer, new_params) if state is None else Held([], {})
+    return StepRun(new_params, held_by(optimizer, new_params), first, changed(before, after, form))
 
 
 def _clones_with_grads(
@@ -370,53 +258,22 @@ def _clones_with_grads(
     return clones
 
 
-def _record(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
-    """Make an instance record the first value of everything that it holds."""
-    constructed_states = optimizer.state  # torch 2.11's Adagrad fills it in its constructor
-    optimizer.state = defaultdict(_RecordingState)
-    for param in params:
-        optimizer.state[param].update(constructed_states.get(param, {}))
-    for key, value in constructed_states.items():
-        if not isinstance(key, Tensor):
-            optimizer.state[key] = value
-    optimizer.param_groups[0] = _RecordingGroup(optimizer.param_groups[0])
-    attributes = held_by(optimizer, []).shared
-    optimizer.param_groups[0].first_values |= {  # type: ignore[attr-defined]
-        name: cloned(value) for name, value in attributes.items() if name.startswith(ATTRIBUTE)
-    }
+def _clones_of(state: ClassState, batched: list[Tensor], *, wide: bool) -> ClassState:
+    """Return a state that a class may write into."""
 
-
-def _first_values(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Held:
-    """Return the first value of everything that an instance holds, which `_record` made it record."""
-    group: Any = optimizer.param_groups[0]
-    states: list[Any] = [optimizer.state[param] for param in params]
-    return Held([state.first_values for state in states], group.first_values)
-
-
-def _put_state(
-    optimizer: torch.optim.Optimizer,
-    params: list[Tensor],
-    state: ClassState,
-    form: Form,
-    batched: list[Tensor],
-    decisions: Decisions,
-    *,
-    wide: bool,
-) -> None:
-    """Give an instance clones of a state."""
-
-    def clones(entries: dict[str, Tensor]) -> dict[str, Tensor]:
+    def clones(entries: Entries) -> Entries:
         copies = {name: _batched_like(batched, value.clone()) for name, value in entries.items()}
         return {name: _widened_counter(name, value) for name, value in copies.items()} if wide else copies
 
-    optimizer.state = defaultdict(dict)
-    for param, leaf_form, entries in zip(params, form.leaves, state.leaves):
-        if leaf_form:
-            optimizer.state[param] = filled(leaf_form, clones(entries), decisions, "state")
-    for name, value in filled(form.shared, clones(state.shared), decisions, "its group's").items():
-        if name.startswith(STATE):
-            optimizer.state[name.removeprefix(STATE)] = value  # type: ignore[index]  # a key that is no parameter
-        elif name.startswith(ATTRIBUTE):
-            setattr(optimizer, name.removeprefix(ATTRIBUTE), value)
-        else:
-            optimizer.param_groups[0][name] = value
+    return ClassState(list(map(clones, state.leaves)), clones(state.shared))
+
+
+def _widened_counter(name: str, value: Tensor) -> Tensor:
+    """Return a step counter in float64 on a CPU, any other entry of a state as it is.
+
+    torch.optim takes powers of the step in Python floats, with capturable=True in float32.
+    """
+    # Not done in `item`, because torch.optim does not call it under torch.compile.
+    if name == "step" and value.device.type == "cpu" and value.is_floating_point():
+        return value.double()
+    return value

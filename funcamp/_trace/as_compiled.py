@@ -45,12 +45,13 @@ def as_compiled(is_compiling: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_eager() -> Iterator[None]:
-    """Context manager: in a trace of this thread, torch.compiler.is_compiling() is False, as it is in eager mode.
+    """Context manager: torch.compiler.is_compiling() is False in this thread, as it is in eager mode.
 
     torch.optim's classes choose other formulas if it is True: NAdam's product of momenta is then read in float32.
     """
     compiling_before = _this_thread.is_compiling
-    if compiling_before:
+    if torch.compiler.is_compiling():
+        _ask_each_thread()
         _this_thread.is_compiling = False
     try:
         yield

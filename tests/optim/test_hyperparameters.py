@@ -271,8 +271,9 @@ def test_only_a_value_whose_zero_is_another_formula_costs_a_second_one() -> None
     tensor = torch.tensor(0.1)
     assert run_count(optim.SGD, weight_decay=tensor, lr=tensor) == 1
     assert run_count(optim.SGD, momentum=0.9, weight_decay=tensor, lr=tensor) == 1
-    # The first step and a later one, each with momentum and without.
-    assert run_count(optim.SGD, momentum=tensor, weight_decay=tensor, lr=tensor) == 4
+    # With momentum and without; with dampening the first step is another formula, too.
+    assert run_count(optim.SGD, momentum=tensor, weight_decay=tensor, lr=tensor) == 2
+    assert run_count(optim.SGD, momentum=tensor, dampening=0.1, lr=0.1) == 4
     assert run_count(optim.AdamW, weight_decay=tensor, betas=(tensor, tensor)) == 1
     assert run_count(optim.RMSprop, momentum=tensor) == 2
 

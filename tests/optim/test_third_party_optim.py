@@ -304,8 +304,8 @@ class NormalizesRarely(Refused):
 
 
 def test_a_rare_branch_counts_for_what_is_element_by_element() -> None:
-    assert not stateless(NormalizesRarely)._traits.elementwise
-    assert stateless(CountsInGroup)._traits.elementwise
+    assert not stateless(NormalizesRarely)._traits.pointwise
+    assert stateless(CountsInGroup)._traits.pointwise
 
 
 FOLLOWERS = [

@@ -11,7 +11,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -217,7 +217,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> str | None:
     return reason
 
 
-def _init_group(optimizer: Any, group: dict[str, Any]) -> None:
+def _init_group(optimizer: Any, group: dict[str, object]) -> None:
     """Create the state of a group that is missing."""
     # `_init_group` appends to lists that it gets after the group; a class has as many as it needs.
     _, *list_names = inspect.signature(optimizer._init_group).parameters

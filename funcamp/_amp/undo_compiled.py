@@ -92,7 +92,7 @@ def _step(
             first = first_state(
                 traits.step, [param], hyper, starts_at_zero=traits.starts_at_zero, by_chunks=traits.pointwise
             )
-            state = first.leaves[0]  # noqa: PLW2901
+            state = first.leaves[0]
         old_states.append(state)
     later_step = dataclasses.replace(traits.step, first_step_differs=False)
     stepped = later_step(params, grads, ClassState(old_states, {}), hyper)

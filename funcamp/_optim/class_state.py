@@ -64,7 +64,7 @@ class Entry(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a class stores its state after a step: containers and constants, with an `Entry` for each tensor or number."""
+    """How a class stores its state after a step: containers and constants, with an `Entry` for what is a tensor."""
 
     leaves: list[dict[str, Any]]
     shared: dict[str, Any]
@@ -255,7 +255,9 @@ def form_of(held: Held, first: Held, changing: Changing) -> Form:
         leaves.append({name: mapped(marked(changing.leaves), value, name) for name, value in leaf.items()})
     shared: dict[str, Any] = {}
     for name, value in held.shared.items():
-        if name in changing.shared_names or (is_plain(value) and not is_unchanged(first.shared.get(name, MISSING), value)):
+        if name in changing.shared_names or (
+            is_plain(value) and not is_unchanged(first.shared.get(name, MISSING), value)
+        ):
             shared[name] = mapped(marked(changing.shared), value, name)
     return Form(leaves, shared)
 
@@ -333,9 +335,8 @@ def entries_of(held: Mapping[str, Any], form: Mapping[str, Any], like: Tensor, b
 def as_tensor(value: Any, kind: Kind, like: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
     """Return an entry as a tensor: a number of shape () on a device; None for what is no number and no tensor."""
     if isinstance(value, Tensor):
-        if value.dim() == 0:
-            value = value.to(like.device)
-        return value if dtype is None else value.to(dtype)
+        tensor = value.to(like.device) if value.dim() == 0 else value
+        return tensor if dtype is None else tensor.to(dtype)
     dtype = dtype or _dtype(kind, like)
     if isinstance(value, Number):
         return value.tensor.to(like.device, dtype)

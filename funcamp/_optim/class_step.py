@@ -60,8 +60,7 @@ class ClassStep:
     separable: bool = False
     """Whether the step of each parameter depends on no other, besides what all share, which depends on none."""
     separate: bool = False
-    """Whether each parameter asks questions of its own, so that it should take its step alone. The paths of all together
-    would be too many."""
+    """Whether each parameter asks questions of its own, and so takes its step alone: all together have too many paths."""
     writes_grads: bool = True
     """Whether it writes into gradients (Muon does)."""
     wide: bool = True
@@ -104,7 +103,7 @@ class ClassStep:
         return {name: stand_in(self.hyperparameters[name], value, device) for name, value in values.items()}
 
     def form(self, params: list[Tensor]) -> Form:
-        """Return how the class stores the state of these parameters: found by a first step on tensors without values."""
+        """Return how the class stores the state of parameters like these, from a first step on tensors without values."""
         key = tuple((param.shape, param.dtype) for param in params)
         if key not in self._forms:
             hyper = self.examples("meta")
@@ -140,9 +139,7 @@ class ClassStep:
         """Return whether the step of each parameter depends on no other. A class may treat some shapes together."""
         return self.separable and self.form(params).is_separable
 
-    def __call__(
-        self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]
-    ) -> Stepped:
+    def __call__(self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]) -> Stepped:
         """Take one step of all parameters.
 
         Args:
@@ -169,9 +166,7 @@ class ClassStep:
         if not self.first_step_differs:
             return self._along_paths(params, grads, state, state, hyper)
         counts = [leaf[APPLIED_ENTRY] for leaf in state.leaves]
-        own_leaves = [
-            {name: value for name, value in leaf.items() if name != APPLIED_ENTRY} for leaf in state.leaves
-        ]
+        own_leaves = [{name: value for name, value in leaf.items() if name != APPLIED_ENTRY} for leaf in state.leaves]
         own_state = ClassState(own_leaves, state.shared)
         later = self._along_paths(params, grads, own_state, own_state, hyper)
         first = self._along_paths(params, grads, None, own_state, hyper)
@@ -183,7 +178,9 @@ class ClassStep:
             leaf = _select_entries(is_first, first.state.leaves[index], later.state.leaves[index])
             # One with momentum 0 leaves the first step of SGD's momentum to come.
             begun = first.state.leaves[index].get(APPLIED_ENTRY)
-            leaf[APPLIED_ENTRY] = count + 1 if begun is None else torch.where(is_first, begun.to(count.dtype), count + 1)
+            leaf[APPLIED_ENTRY] = (
+                count + 1 if begun is None else torch.where(is_first, begun.to(count.dtype), count + 1)
+            )
             new_leaves.append(leaf)
         shared = first.state.shared
         if shared:
@@ -235,9 +232,7 @@ class ClassStep:
             return self._stepped(step_run, form, params, state, like)
 
         def select(condition: Tensor, one: Stepped, other: Stepped) -> Stepped:
-            leaves = [
-                _select_entries(condition, *both) for both in zip(one.state.leaves, other.state.leaves)
-            ]
+            leaves = [_select_entries(condition, *both) for both in zip(one.state.leaves, other.state.leaves)]
             new_params = [_select(condition, *both) for both in zip(one.params, other.params)]
             shared = _select_entries(condition, one.state.shared, other.state.shared)
             return Stepped(new_params, ClassState(leaves, shared))
@@ -254,7 +249,7 @@ class ClassStep:
     def _stepped(
         self, step_run: StepRun, form: Form, params: list[Tensor], state: ClassState | None, like: ClassState
     ) -> Stepped:
-        """Return the results of a run as tensors; of a first step also whether it has begun the state of a parameter."""
+        """Return the results of a run as tensors; of a first step also whether it has begun a parameter's state."""
         leaves: list[Entries] = []
         try:
             for held, leaf_form, param, former in zip(step_run.held.leaves, form.leaves, params, like.leaves):
@@ -282,3 +277,8 @@ def _select_entries(condition: Tensor, one: Entries, other: Entries) -> Entries:
     """Return the entries of one where a condition is true, else the other's; an entry that only one has, as it is."""
     both = {name: _select(condition, value, other[name]) for name, value in one.items() if name in other}
     return {**other, **one, **both}
+
+
+def nothing(params: list[Tensor]) -> ClassState:
+    """Return the state of a class before its first step."""
+    return ClassState([{} for _ in params], {})

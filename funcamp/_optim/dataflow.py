@@ -6,18 +6,35 @@ A trial on a few numbers does not show it: a norm that is clipped at 1 has no ef
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcamp import _upstream
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+    TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
+
+_Result = TypeVar("_Result")
 
 #: Operations that torch does not call pointwise, though each element of their result is of the same element of theirs.
 _ALSO_POINTWISE = frozenset(
     (
         *("clone", "copy_", "copy", "detach", "detach_", "alias", "lift_fresh", "lift_fresh_copy", "_to_copy", "to"),
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "zero_", "fill_", "zeros", "ones", "full"),
-        *("empty", "scalar_tensor", "new_zeros", "new_ones", "new_full", "new_empty", "_local_scalar_dense", "nan_to_num"),
+        *(
+            "empty",
+            "scalar_tensor",
+            "new_zeros",
+            "new_ones",
+            "new_full",
+            "new_empty",
+            "_local_scalar_dense",
+            "nan_to_num",
+        ),
         *("addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_", "where", "masked_fill", "masked_fill_"),
         *("view_as_real", "view_as_complex", "empty_strided", "resolve_conj", "is_same_size"),
     )
@@ -26,45 +43,43 @@ _ALSO_POINTWISE = frozenset(
 _FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 
 
-class Dataflow(TorchDispatchMode):
-    """Follows which parameters each tensor depends on, and whether an operation mixes the elements of one.
+class Dataflow:
+    """Which parameters each tensor depends on, and whether an operation mixes the elements of one.
 
     Args:
         groups: for each parameter its tensors: itself, its gradient, and its state.
+        is_known: whether operations can be followed. If not, everything may depend on everything.
     """
 
-    def __init__(self, groups: list[list[Tensor]]) -> None:
-        super().__init__()
-        self.is_pointwise = True
+    def __init__(self, groups: list[list[Tensor]], *, is_known: bool = True) -> None:
+        self.is_pointwise = is_known
         """Whether each operation computes an element of its result from the same elements of its arguments."""
-        self.draws = False
+        self.draws = not is_known
         """Whether an operation draws random numbers."""
         self.operations: list[tuple[Any, ...]] = []
         """The operations with their arguments that are no tensors and no sizes, in order."""
-        self.wrote_gradients = False
+        self.wrote_gradients = not is_known
         """Whether the step wrote into the gradients that it was given."""
+        self._is_known = is_known
         self._sources: dict[int, frozenset[int]] = {}
         """The numbers of the parameters on which the memory of a tensor depends."""
-        self._kept: list[Tensor] = []  # so that no other tensor gets the same memory
+        self._kept: list[torch.UntypedStorage] = []  # so that no other tensor gets the same memory
         for number, tensors in enumerate(groups):
             for tensor in tensors:
                 self._add(tensor, frozenset([number]))
 
     def sources(self, tensor: Tensor) -> frozenset[int]:
-        """Return the numbers of the parameters on which a tensor depends."""
-        return self._sources.get(_memory(tensor), frozenset())
+        """Return the numbers of the parameters on which a tensor depends; -1 stands for others."""
+        return self._sources.get(_memory(tensor), frozenset()) if self._is_known else frozenset([-1])
 
     def _add(self, tensor: Tensor, sources: frozenset[int]) -> None:
-        self._kept.append(tensor)
+        self._kept.append(tensor.untyped_storage())
         self._sources[_memory(tensor)] = self.sources(tensor) | sources
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Note an operation."""
         arguments = _tensors((args, kwargs))
         sources: frozenset[int] = frozenset().union(*map(self.sources, arguments))
-        result = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         has_elements = any(argument.numel() > 1 for argument in arguments)
         if has_elements and not _is_pointwise(func, name):
@@ -77,7 +92,6 @@ class Dataflow(TorchDispatchMode):
             self._add(written, self.sources(written) if is_list else sources)
         if is_list:
             self._add_of_lists(args, _tensors(result))
-        return result
 
     def _add_of_lists(self, args: tuple[Any, ...], results: list[Tensor]) -> None:
         """Follow a function of lists: the numbers in each list belong together."""
@@ -91,7 +105,7 @@ class Dataflow(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return id(tensor.untyped_storage())
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -119,7 +133,11 @@ def _constants(value: Any) -> list[Any]:
 def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """Return the arguments that an operation writes into."""
     names = zip(func._schema.arguments, args)
-    return [arg for argument, arg in names if argument.alias_info is not None and argument.alias_info.is_write and isinstance(arg, Tensor)]
+    return [
+        arg
+        for argument, arg in names
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(arg, Tensor)
+    ]
 
 
 def _is_pointwise(func: Any, name: str) -> bool:
@@ -128,8 +146,25 @@ def _is_pointwise(func: Any, name: str) -> bool:
     return name in _ALSO_POINTWISE or torch.Tag.pointwise in func.tags
 
 
-def followed(groups: list[list[Tensor]], run: Callable[[], Any]) -> tuple[Dataflow, Any]:
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells a flow every operation."""
+
+    def __init__(self, flow: Dataflow) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._flow = flow
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        self._flow.note(func, args, kwargs or {}, result)
+        return result
+
+
+def followed(groups: list[list[Tensor]], run: Callable[[], _Result]) -> tuple[Dataflow, _Result]:
     """Return the flow in a call, and its result."""
-    with Dataflow(groups) as flow:
-        result = run()
-    return flow, result
+    if not _upstream.usable(TorchDispatchMode):
+        return Dataflow(groups, is_known=False), run()
+    flow = Dataflow(groups)
+    with _Watch(flow):
+        return flow, run()

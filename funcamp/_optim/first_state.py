@@ -68,9 +68,7 @@ def _first_state(step: ClassStep, params: list[Tensor], hyper: dict[str, Any], *
         if step.first_step_differs:
             entries[APPLIED_ENTRY] = torch.zeros((), dtype=torch.int64, device=param.device)
         leaves.append(entries)
-    shared = _before(
-        step_run.first.shared, step_run.held.shared, form.shared, params[0], starts_at_zero=starts_at_zero
-    )
+    shared = _before(step_run.first.shared, step_run.held.shared, form.shared, params[0], starts_at_zero=starts_at_zero)
     return ClassState(leaves, shared)
 
 
@@ -95,7 +93,9 @@ def _before(
         if value is None or (last is not None and value.shape != last.shape):
             value = last  # it was None or not there
         if value is None:  # only another path makes it
-            value = torch.zeros_like(entry.example, device=like.device) if entry.example is not None else _zero(entry, like)
+            value = (
+                torch.zeros_like(entry.example, device=like.device) if entry.example is not None else _zero(entry, like)
+            )
         entries[name] = torch.zeros_like(value) if starts_at_zero else value
     return entries
 

@@ -28,6 +28,7 @@ from funcamp._optim.class_state import (
 from funcamp._optim.decisions import Decisions
 from funcamp._optim.number import Number
 
+
 def instance_of(
     cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: dict[str, Any]
 ) -> torch.optim.Optimizer:
@@ -40,8 +41,8 @@ def instance_of(
     optimizer = cls(params, **arguments)
     if len(optimizer.param_groups) != 1:
         raise TypeError(
-            f"stateless: {cls.__name__} cannot be made pure: it sorts its parameters into {len(optimizer.param_groups)} "
-            "groups; make one for each group, by_group({...}, group=...)"
+            f"stateless: {cls.__name__} cannot be made pure: it sorts its parameters into "
+            f"{len(optimizer.param_groups)} groups; make one for each group, by_group({...}, group=...)"
         )
     # Its errors and warnings are for a user's own instance on a GPU; this instance lives for one step.
     optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
@@ -93,12 +94,12 @@ class _RecordingGroup(dict[str, Any]):
             self[key] = default
         return self[key]
 
-    def update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
 
-def record(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
+def begin_recording(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
     """Make an instance record the first value of everything that it holds."""
     attributes = {name: value for name, value in held_by(optimizer, []).shared.items() if name.startswith(ATTRIBUTE)}
 
@@ -121,9 +122,7 @@ def record(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
     first_group.first_values |= {name: cloned(value) for name, value in attributes.items()}
 
 
-def _replace_states(
-    optimizer: torch.optim.Optimizer, replacement: Callable[[dict[Any, Any]], dict[Any, Any]]
-) -> None:
+def _replace_states(optimizer: torch.optim.Optimizer, replacement: Callable[[dict[Any, Any]], dict[Any, Any]]) -> None:
     """Replace the states of an instance and of what it wraps; those that were one are one."""
     former: dict[int, tuple[Any, Any]] = {}
     for holder in holders_of(optimizer).values():
@@ -135,7 +134,7 @@ def _replace_states(
 
 
 def first_values(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Held:
-    """Return the first value of everything that an instance holds, which `record` made it record."""
+    """Return the first value of everything that an instance holds, which `begin_recording` made it record."""
     leaves: list[dict[str, Any]] = [{} for _ in params]
     shared: dict[str, Any] = {}
     for prefix, holder in reversed(holders_of(optimizer).items()):

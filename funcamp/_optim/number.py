@@ -57,7 +57,7 @@ def _unary(compute: Callable[[Any], Any]) -> Any:
 
 
 class Number(float):
-    """A number that changes in training: a hyperparameter, a count, or what is computed from them. Its value is a tensor.
+    """A number that changes in training: a hyperparameter, a count, or what is computed from them; it is a tensor.
 
     The float is an example of its value; NaN where none is known. The constructor compares the example. A comparison in
     the step is a question (`Decisions`), and so is the truth of the number. Reading the value raises TypeError. The
@@ -173,7 +173,7 @@ class Number(float):
     def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
         return other // self, other % self
 
-    def __round__(self, digits: int | None = None) -> Any:
+    def __round__(self, digits: int | None = None) -> Any:  # type: ignore[override]  # a number, and no int
         return computed(torch.round, self) if digits is None else computed(torch.round, self, decimals=digits)
 
     def _refuse_reading(self, *_: object) -> NoReturn:
@@ -208,7 +208,7 @@ _DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 
 
 def _ask_divisor(divisor: float) -> None:
-    """Raise ZeroDivisionError if a number is 0, where the class catches that; a tensor's quotient is infinite or NaN."""
+    """Raise ZeroDivisionError if a number is 0, where the class catches that; a tensor would give inf or NaN."""
     if isinstance(divisor, Number) and divisor.decisions.asks_divisors and divisor == 0:
         raise ZeroDivisionError
 

@@ -78,7 +78,9 @@ def _extreme(python: Callable[..., Any], of_torch: Callable[..., Any]) -> Callab
         if tensors and _as_numbers((one, other)) is not None:  # the result is a tensor, as the operand
             like = tensors[0]
             values = [value.tensor if isinstance(value, Number) else value for value in (one, other)]
-            return of_two(*[value.to(like.dtype) if isinstance(value, Tensor) else value for value in values]).to(like.dtype)
+            return of_two(*[value.to(like.dtype) if isinstance(value, Tensor) else value for value in values]).to(
+                like.dtype
+            )
         if isinstance(one, Number) or isinstance(other, Number):
             return computed(of_two, one, other)
         return python(one, other)
@@ -160,7 +162,9 @@ class _Names:
         self._instead |= {name: value for name, value in _BUILTINS.items() if name not in self._namespace}
         for name, value in list(self._namespace.items()):
             uncompiled = getattr(value, "_torchdynamo_orig_callable", None)
-            if uncompiled is not None:  # what `torch.compile` made: it takes no part in a step that is compiled as a whole
+            if (
+                uncompiled is not None
+            ):  # what `torch.compile` made: it takes no part in a step that is compiled as a whole
                 self._former[name] = value
                 self._instead[name] = uncompiled
 

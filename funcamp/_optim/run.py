@@ -20,7 +20,7 @@ from funcamp import _upstream
 from funcamp._optim.class_state import ClassState, Entries, Form, Held, held_by
 from funcamp._optim.decisions import Decisions
 from funcamp._optim.hyperparameters import map_items
-from funcamp._optim.instance import changed, first_values, instance_of, marks, put_state, record, step_of
+from funcamp._optim.instance import begin_recording, changed, first_values, instance_of, marks, put_state, step_of
 from funcamp._optim.number import Number, has_number, numbers_to_tensors
 from funcamp._optim.python_names import names_for_numbers
 from funcamp._optim.scalar_arguments import call_on_tensors, tensor_of
@@ -48,7 +48,18 @@ _ARITHMETIC = {
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"} | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
 
 #: Functions that raise for infinite and NaN arguments, which a step has that is skipped, and a path that is not taken.
-_DECOMPOSITIONS = {"eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pca_lowrank", "svd_lowrank", "lstsq", "pinv"}
+_DECOMPOSITIONS = {
+    "eigh",
+    "eigvalsh",
+    "eig",
+    "eigvals",
+    "svd",
+    "svdvals",
+    "pca_lowrank",
+    "svd_lowrank",
+    "lstsq",
+    "pinv",
+}
 
 #: Methods by which Python reads a tensor's value as its own.
 _READS = {"__float__", "__int__", "__index__", "__complex__", "tolist"}
@@ -171,7 +182,9 @@ def _numbers(
             return value
         if _upstream.is_batched(value):
             batched.append(value)
-        return Number(label, example, value, decisions, decisions.key(("hyperparameter", label)), is_hyperparameter=True)
+        return Number(
+            label, example, value, decisions, decisions.key(("hyperparameter", label)), is_hyperparameter=True
+        )
 
     numbers = {name: map_items(number, name, value, arguments[name]) for name, value in hyper.items()}
     return numbers, batched
@@ -234,7 +247,7 @@ def run_step(
             optimizer = instance_of(cls, new_params, arguments | numbers)
             decisions.is_constructing = False
             if state is None:
-                record(optimizer, new_params)
+                begin_recording(optimizer, new_params)
             else:
                 assert form is not None
                 put_state(optimizer, new_params, _clones_of(state, batched, wide=wide), form, decisions)

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -270,7 +270,9 @@ class StatelessOptimizer(Fixed):
         device = params[0].device
         if applied is None:
             applied = torch.zeros((), dtype=torch.int64, device=device)
-        return {name: evaluate(name, self._hyperparameters[name], applied, device) for name in self._traits.step.dynamic}
+        return {
+            name: evaluate(name, self._hyperparameters[name], applied, device) for name in self._traits.step.dynamic
+        }
 
 
 def stateless(
@@ -351,9 +353,7 @@ def _nonstrict_functions() -> tuple[Any, Any]:
 def _first_state(key: str, params: list[Tensor], hyper: dict[str, Any]) -> tuple[list[Entries], Entries]:
     """Return the entries of each parameter before the first step, and those that all share."""
     traits = _registry[key]._traits
-    state = first_state(
-        traits.step, params, hyper, starts_at_zero=traits.starts_at_zero, by_chunks=traits.pointwise
-    )
+    state = first_state(traits.step, params, hyper, starts_at_zero=traits.starts_at_zero, by_chunks=traits.pointwise)
     return state.leaves, state.shared
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._optim.chain import only_optimizer_of
-from funcamp._optim.stateless import APPLIED_ENTRY, StatelessOptimizer
+from funcamp._optim.class_step import APPLIED_ENTRY
+from funcamp._optim.stateless import StatelessOptimizer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.state_dict import from_state_dict
 from funcamp._step.state import TrainState, check_train_state

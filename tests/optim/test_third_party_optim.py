@@ -415,11 +415,20 @@ def test_optimizer_that_writes_into_gradients_leaves_the_callers_alone() -> None
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (IndexesByCounter, "IndexesByCounter cannot be made pure: its step reads a value in Python.*'count'.*GradScaler"),
+        (
+            IndexesByCounter,
+            "IndexesByCounter cannot be made pure: its step reads a value in Python.*'count'.*GradScaler",
+        ),
         (AsksTooMuch, "AsksTooMuch cannot be made pure: its step branches .* 16 ways \\(test_third_party_optim.py:"),
         (GrowsState, "GrowsState cannot be made pure: its state must have the same entries .*'late' after a later"),
-        (ChangesText, "ChangesText cannot be made pure: its state entry 'mode' must be .*, or stay what it is; got 'cold'"),
-        (DrawsNumbers, "DrawsNumbers cannot be made pure: its steps .* come to other numbers than its own.* draws random"),
+        (
+            ChangesText,
+            "ChangesText cannot be made pure: its state entry 'mode' must be .*, or stay what it is; got 'cold'",
+        ),
+        (
+            DrawsNumbers,
+            "DrawsNumbers cannot be made pure: its steps .* come to other numbers than its own.* draws random",
+        ),
         (torch.optim.LBFGS, "LBFGS cannot be made pure: its step needs closure, .*use it in an ordinary float32 loop"),
         (torch.optim.SparseAdam, ".*does not support dense gradients.*; use it in an ordinary loop with"),
         (torch.nn.Linear, "optimizer must be a subclass of torch.optim.Optimizer; got .*Linear"),

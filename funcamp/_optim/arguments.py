@@ -1,0 +1,104 @@
+"""The arguments of an optimizer's class: which are refused, and what its constructor gets."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from funcamp import _tree
+from funcamp._optim.hyperparameters import example_of, is_dynamic
+from funcamp._optim.instance import instance_of
+from funcamp._optim.wrong_arguments import refuse_parameters, refuse_schedulers
+
+
+def impure(cls: type, why: str) -> TypeError:
+    return TypeError(f"stateless: {cls.__name__} cannot be made pure: {why}")
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else ""
+
+
+def check_names(
+    cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any], accepted: Mapping[str, inspect.Parameter]
+) -> None:
+    """Raise TypeError for what is no hyperparameter of the class, and for torch's parameters and schedulers."""
+    takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    for name, value in hyperparameters.items():
+        if name == "params":
+            refuse_parameters(cls, value)
+        refuse_schedulers(name, value)
+        if name in ("self", "params") or not (takes_any_name or name in accepted):
+            raise TypeError(f"stateless: {cls.__name__} has no hyperparameter {name}; got {name}={value!r}")
+
+
+def check_implementation(hyperparameters: dict[str, Any]) -> None:
+    """Raise ValueError for arguments that choose another implementation of the same step."""
+    for name in ("fused", "foreach", "differentiable"):
+        value = hyperparameters.get(name)
+        if is_dynamic(value) or value:
+            raise ValueError(
+                f"stateless: {name} must be False or None (torch.compile fuses the step; no gradient flows through it);"
+                f" got {name}={value!r}"
+            )
+
+
+def refuse_closure(cls: type[torch.optim.Optimizer]) -> None:
+    """Raise TypeError if the class's step needs an argument."""
+    step_parameters = list(inspect.signature(cls.step).parameters.values())[1:]  # without self
+    required = [parameter.name for parameter in step_parameters if parameter.default is parameter.empty]
+    if required:
+        raise impure(
+            cls,
+            f"its step needs {', '.join(required)}, through which it evaluates the loss and branches on the value on "
+            "the host; use it in an ordinary float32 loop, without a scaler, or take an optimizer without a closure",
+        )
+
+
+def check_is_no_choice(name: str, value: object, accepted: Mapping[str, inspect.Parameter]) -> None:
+    """Raise TypeError if a tensor or a schedule is given for an argument that chooses the algorithm."""
+    default = accepted[name].default if name in accepted else None
+    if isinstance(default, (bool, str)):
+        raise TypeError(
+            f"stateless: {name} must be a {type(default).__name__}, because it chooses the algorithm; "
+            f"got {_tree.brief(value)}"
+        )
+
+
+def constructor_arguments(hyperparameters: dict[str, Any], accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """Return Python values for the class's constructor, with examples for tensors and schedules."""
+    arguments = {name: example_of(name, value, accepted) for name, value in hyperparameters.items()}
+    for name, value in (("foreach", False), ("fused", None)):
+        if name in accepted:
+            arguments.setdefault(name, value)
+    if "capturable" in accepted:
+        # `run_step` sets it for a device; the caller's value is neither needed nor used.
+        arguments["capturable"] = False
+    return arguments
+
+
+def check_constructor(
+    cls: type[torch.optim.Optimizer],
+    hyperparameters: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    dynamic: Iterable[str],
+) -> None:
+    """Raise if the class refuses its hyperparameters.
+
+    Raises:
+        TypeError, ValueError: it does.
+    """
+    try:
+        instance_of(cls, [torch.zeros(2, 2)], dict(arguments))
+    except Exception as error:
+        if str(error).startswith("stateless:"):
+            raise
+        error_class = TypeError if isinstance(error, TypeError) else ValueError
+        examples = ", ".join([f"{name}={arguments[name]!r}" for name in dynamic])
+        examples = f" (with {examples} for tensors and schedules)" if examples else ""
+        got = ", ".join([f"{name}={_tree.brief(value)}" for name, value in hyperparameters.items()])
+        got = f"; got {got}" if got else ""
+        raise error_class(f"stateless: {cls.__name__} refuses its hyperparameters: {error}{examples}{got}") from error

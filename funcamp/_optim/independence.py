@@ -1,0 +1,126 @@
+"""Which parameters, and which elements of them, a class's step treats by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcamp._optim.arguments import impure
+from funcamp._optim.class_state import ClassState
+from funcamp._optim.class_step import ClassStep, Stepped, nothing
+from funcamp._optim.dataflow import Dataflow, followed
+from funcamp._optim.decisions import Decisions, Question
+from funcamp._optim.modes import without_modes
+from funcamp._optim.record import Record, is_same
+
+
+def flow_of(step: ClassStep, record: Record) -> tuple[bool, bool, bool]:
+    """Return what a step mixes.
+
+    These are: whether no operation mixes the elements of a tensor, whether the step of each parameter is its own, and
+    whether gradients are written into. Two steps are followed, the second also along each other side of its questions.
+    """
+    step = replace(step, writes_grads=False)
+    hyper = step.examples("cpu")
+    params = record.params
+    first_flow, (first, _) = _followed(step, params, record.grads[0], None, hyper, step.decisions(truthful=True))
+    grads, state = record.grads[1], first.state
+    is_pointwise = first_flow.is_pointwise
+    is_separable = _is_separable(first_flow, first)
+    flow, (natural, questions) = _followed(step, first.params, grads, state, hyper, step.decisions(truthful=True))
+    writes_grads = first_flow.wrote_gradients or flow.wrote_gradients
+    is_pointwise &= flow.is_pointwise
+    is_separable &= _is_separable(flow, natural)
+    if len(questions) > _LARGEST_COUNT_OF_QUESTIONS:
+        return False, False, True
+    answers = tuple(question.answer for question in questions)
+    draws = flow.draws
+    for number, question in enumerate(questions):
+        askers = flow.sources(question.condition)
+        decisions = step.decisions((*answers[:number], not answers[number]), truthful=True)
+        try:
+            other_flow, (other, _) = _followed(step, first.params, grads, state, hyper, decisions)
+        except Exception:  # that side never happens, or only with other numbers
+            continue
+        draws |= other_flow.draws
+        writes_grads |= other_flow.wrote_gradients
+        is_pointwise &= other_flow.is_pointwise
+        is_separable &= len(askers) <= 1 and _is_separable(other_flow, other)
+        if askers:  # the others do not notice
+            is_separable &= all(
+                is_same(*both) for both in zip(natural.state.shared.values(), other.state.shared.values())
+            )
+            for index in {*range(len(params))} - askers:
+                is_separable &= is_same(natural.params[index], other.params[index])
+                both_leaves = natural.state.leaves[index].values(), other.state.leaves[index].values()
+                is_separable &= all(is_same(*both) for both in zip(*both_leaves))
+    if draws and questions:
+        raise impure(
+            step.cls,
+            f"its step draws random numbers, and branches ({questions[0].place}): each side would draw; use it in an "
+            "ordinary loop with funcamp.GradScaler",
+        )
+    return is_pointwise, is_separable, writes_grads
+
+
+#: More than these are not followed.
+_LARGEST_COUNT_OF_QUESTIONS = 64
+
+
+def _followed(
+    step: ClassStep,
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: ClassState | None,
+    hyper: dict[str, Any],
+    decisions: Decisions,
+) -> tuple[Dataflow, tuple[Stepped, list[Question]]]:
+    """Return the flow of one run of a step, its results and its questions."""
+    leaves = [{} for _ in params] if state is None else state.leaves
+    grads = [grad.clone() for grad in grads]
+    groups = [[param, grad, *entries.values()] for param, grad, entries in zip(params, grads, leaves)]
+    form = step.form(params)  # it takes a step of its own, which is not followed
+
+    def run() -> tuple[Stepped, list[Question]]:
+        step_run = step.run(params, grads, state, hyper, decisions)
+        stepped = step._stepped(step_run, form, params, state, nothing(params) if state is None else state)
+        return stepped, decisions.questions
+
+    flow, results = followed(groups, run)
+    flow.wrote_gradients = any(grad._version for grad in grads)
+    return flow, results
+
+
+def _is_separable(flow: Dataflow, stepped: Stepped) -> bool:
+    """Return whether each parameter and its state depend on no other, and what all share on none."""
+    for number, (param, entries) in enumerate(zip(stepped.params, stepped.state.leaves)):
+        if any(flow.sources(tensor) - {number} for tensor in (param, *entries.values())):
+            return False
+    return not any(flow.sources(tensor) for tensor in stepped.state.shared.values())
+
+
+def flows_without_values(step: ClassStep, shape: tuple[int, ...], dtype: torch.dtype) -> list[Any] | None:
+    """Return the operations of a first step and of a later one on each of its paths; None if one mixes elements."""
+    operations: list[Any] = []
+    hyper = step.examples("meta")
+    with without_modes():
+        params = [torch.zeros(shape, dtype=dtype, device="meta")]
+        try:
+            flow, (first, _) = _followed(step, params, params, None, hyper, step.decisions())
+            flows = [flow]
+            flow, (_, questions) = _followed(step, first.params, params, first.state, hyper, step.decisions())
+            flows.append(flow)
+            answers = tuple(question.answer for question in questions)
+            for number in range(len(answers)):
+                decisions = step.decisions((*answers[:number], not answers[number]))
+                flows.append(_followed(step, first.params, params, first.state, hyper, decisions)[0])
+        except Exception:  # the class takes no such parameter
+            return None
+    for flow in flows:
+        if not flow.is_pointwise:
+            return None
+        operations.append(flow.operations)
+    return operations

@@ -1,0 +1,148 @@
+"""What an instance of an optimizer's class does in a few steps on a few numbers: the truth for a trial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from funcamp._optim.arguments import first_line, impure
+from funcamp._optim.class_state import (
+    Changing,
+    Held,
+    Kind,
+    held_by,
+    is_plain,
+    kind_of,
+    leaves_of,
+    same,
+    snapshot,
+    wider,
+)
+from funcamp._optim.instance import instance_of, step_of
+
+
+class Record(NamedTuple):
+    """What an instance of the class does in a few steps."""
+
+    params: list[Tensor]
+    """Those before the first step."""
+    grads: list[list[Tensor]]
+    """Those of each step."""
+    results: list[list[Tensor]]
+    """The parameters after each step."""
+    constructed: Held
+    """What the instance holds before the first step."""
+    held: list[Held]
+    """What it holds after each step."""
+
+
+#: Steps of a trial. A class that rectifies, as RAdam does, takes another formula from the sixth on.
+_STEPS = 12
+SEED = 0
+#: A class may take matrices only, and those of one shape together.
+_MATRICES = ((2, 3), (3, 2), (2, 3))
+_SHAPES = (*_MATRICES, (4,), (2, 2, 2, 1))
+
+
+def recorded(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> Record:
+    """Take a few steps with an instance of the class.
+
+    Raises:
+        TypeError: it raises.
+    """
+    # float64, or float32 for a class that mixes parameters with tensors of torch's default dtype.
+    for shapes in (_SHAPES, _MATRICES):
+        for dtype in (torch.float64, torch.float32):
+            try:
+                return _record_of(cls, arguments, shapes, dtype)
+            except Exception as error:
+                last_error = error
+    raise impure(
+        cls,
+        f"its step fails on a few numbers ({type(last_error).__name__}: {first_line(last_error)}); "
+        "use it in an ordinary loop with funcamp.GradScaler",
+    ) from last_error
+
+
+def _record_of(
+    cls: type[torch.optim.Optimizer],
+    arguments: Mapping[str, Any],
+    shapes: Iterable[tuple[int, ...]],
+    dtype: torch.dtype,
+) -> Record:
+    params = [_numbers(shape, dtype, offset) for offset, shape in enumerate(shapes)]
+    own_params: list[Tensor] = [nn.Parameter(param.clone()) for param in params]
+    torch.manual_seed(SEED)
+    optimizer = instance_of(cls, own_params, dict(arguments))
+    record = Record(params, [], [], snapshot(held_by(optimizer, own_params)), [])
+    step = step_of(optimizer)
+    for number in range(_STEPS):
+        grads = [_numbers(tuple(param.shape), dtype, 10 * number + offset + 3) for offset, param in enumerate(params)]
+        for param, grad in zip(own_params, grads):
+            param.grad = grad.clone()
+        with torch.no_grad():
+            step()
+        record.grads.append(grads)
+        record.results.append([param.detach().clone() for param in own_params])
+        record.held.append(snapshot(held_by(optimizer, own_params)))
+    return record
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+    """Return a tensor with numbers between -1 and 1, others for each offset."""
+    count = torch.Size(shape).numel()
+    return torch.arange(count, dtype=torch.float64).add(0.7 * offset + 0.1).mul(2.3).sin().reshape(shape).to(dtype)
+
+
+def changing_in(record: Record) -> Changing:
+    """Return what changes from step to step."""
+    leaves: dict[str, Kind] = {}
+    shared: dict[str, Kind] = {}
+    names = {key_of(name) for held in record.held for name in held.shared.keys() - record.constructed.shared.keys()}
+    for before, after in zip(record.held, record.held[1:]):
+        for former, held in zip(before.leaves, after.leaves):
+            _note_changes(leaves, leaves_of(former), leaves_of(held))
+    for before, after in zip([record.constructed, *record.held], record.held):
+        names |= {key_of(name) for name in _note_changes(shared, leaves_of(before.shared), leaves_of(after.shared))}
+    names = {name for name in names if all(is_plain(held.shared.get(name)) for held in record.held)}
+    return Changing(leaves, shared, frozenset(names))
+
+
+def _note_changes(kinds: dict[str, Kind], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Note the kinds of the numbers that differ; return the names of everything that differs."""
+    changed = [name for name, value in after.items() if name not in before or not same(before[name], value)]
+    for name in changed:
+        for value in (before.get(name), after[name]):
+            kind = kind_of(value)
+            if kind is not None and kind != "tensor":
+                kinds[name] = wider(kinds.get(name), kind)
+    return changed
+
+
+def key_of(name: str) -> str:
+    """Return the key of the container in which an entry is."""
+    return name.partition("[")[0]
+
+
+def distance(tensors: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest difference of two lists of tensors, relative to the tensor's largest element."""
+    if len(tensors) != len(expected):
+        return float("inf")
+    distances = [0.0]
+    for tensor, reference in zip(tensors, expected):
+        if reference.numel() == 0:
+            continue
+        reference = reference.double()
+        tensor = tensor.double()
+        largest = reference.abs().max().clamp(min=1e-30)
+        distance = float((tensor - reference).abs().max() / largest)
+        distances.append(float("inf") if distance != distance else distance)
+    return max(distances)
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether tensors are equal; NaN equals NaN, of which a path that is not taken may be full."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,6 @@ _DTYPES: dict[Kind, torch.dtype] = {"bool": torch.bool, "int": torch.int64, "flo
 _KINDS: dict[type, Kind] = {bool: "bool", int: "int", float: "float"}
 #: The kinds from the narrowest: a number that was an int and becomes a float is a float.
 _BY_WIDTH: tuple[Kind, ...] = ("bool", "int", "float", "tensor")
-_OF_EVERY_INSTANCE = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
 #: Constants that are compared by value.
 _COMPARED = (str, type(None), torch.Size, torch.dtype, torch.device, frozenset, enum.Enum)
 #: How the names of entries in attributes begin, and of those in `self.state` under a key that is no parameter.
@@ -184,9 +184,15 @@ def held_by(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Held:
             others = {key: value for key, value in holder.state.items() if not isinstance(key, Tensor)}
             shared |= {f"{prefix}{STATE}{key}": value for key, value in others.items()}
     for name, value in vars(optimizer).items():
-        if name not in _OF_EVERY_INSTANCE and not isinstance(value, torch.optim.Optimizer):
+        if name not in _of_every_instance() and not isinstance(value, torch.optim.Optimizer):
             shared[f"{ATTRIBUTE}{name}"] = value
     return Held(leaves, shared)
+
+
+@functools.cache
+def _of_every_instance() -> frozenset[str]:
+    """Return the attributes that every optimizer has. Making one imports torch._dynamo."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
 
 
 def snapshot(held: Held) -> Held:

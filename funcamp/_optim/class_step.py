@@ -60,7 +60,7 @@ class ClassStep:
     separable: bool = False
     """Whether the step of each parameter depends on no other, besides what all share, which depends on none."""
     separate: bool = False
-    """Whether each parameter asks questions of its own, and so takes its step alone: all together have too many paths."""
+    """Whether each parameter asks questions of its own, and so steps alone: all together have too many paths."""
     writes_grads: bool = True
     """Whether it writes into gradients (Muon does)."""
     wide: bool = True
@@ -103,7 +103,7 @@ class ClassStep:
         return {name: stand_in(self.hyperparameters[name], value, device) for name, value in values.items()}
 
     def form(self, params: list[Tensor]) -> Form:
-        """Return how the class stores the state of parameters like these, from a first step on tensors without values."""
+        """Return how the class stores the state of such parameters, from a first step on tensors without values."""
         key = tuple((param.shape, param.dtype) for param in params)
         if key not in self._forms:
             hyper = self.examples("meta")

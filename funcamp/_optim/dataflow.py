@@ -63,7 +63,7 @@ class Dataflow:
         self._is_known = is_known
         self._sources: dict[int, frozenset[int]] = {}
         """The numbers of the parameters on which the memory of a tensor depends."""
-        self._kept: list[torch.UntypedStorage] = []  # so that no other tensor gets the same memory
+        self._kept: list[Tensor] = []  # so that no other tensor gets the same memory
         for number, tensors in enumerate(groups):
             for tensor in tensors:
                 self._add(tensor, frozenset([number]))
@@ -73,7 +73,7 @@ class Dataflow:
         return self._sources.get(_memory(tensor), frozenset()) if self._is_known else frozenset([-1])
 
     def _add(self, tensor: Tensor, sources: frozenset[int]) -> None:
-        self._kept.append(tensor.untyped_storage())
+        self._kept.append(tensor)
         self._sources[_memory(tensor)] = self.sources(tensor) | sources
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
@@ -105,7 +105,10 @@ class Dataflow:
 
 
 def _memory(tensor: Tensor) -> int:
-    return id(tensor.untyped_storage())
+    try:
+        return id(tensor.untyped_storage())
+    except NotImplementedError:  # torch.func wraps it
+        return id(tensor)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -132,7 +132,7 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
         )
         for name in dynamic:
             _refuse_reads_of(step, name)
-        step = _taken_on_every_path(step, record)
+        step = _taken_on_every_path(step)
         for name in dynamic:
             _refuse_other_results(step, name)
         step = _with_known_comparisons(step)
@@ -216,7 +216,7 @@ def _refuse_reads_of(step: ClassStep, name: str) -> None:
     ) from error
 
 
-def _taken_on_every_path(step: ClassStep, record: Record) -> ClassStep:
+def _taken_on_every_path(step: ClassStep) -> ClassStep:
     """Return the class with all its numbers that change, from two steps on tensors without values, on every path.
 
     Raises:

@@ -176,7 +176,7 @@ PRIVATE = {
     "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",
     "torch.overrides._get_current_function_mode_stack": "some optimizers are refused where a device is the default",
     "torch.overrides._pop_mode_temporarily": "some optimizers are refused where a device is the default",
-    "torch.utils._python_dispatch.TorchDispatchMode": "jit and numerics_report do not work; optimizers take no flat groups",
+    "torch.utils._python_dispatch.TorchDispatchMode": "jit and numerics_report do not work; no optimizer is flat",
     "torch.utils._python_dispatch._disable_current_modes": "stateless is not made under FakeTensorMode, torch.compile",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "jit does not work",
     "torch.utils._pytree.GetAttrKey": "leaves have no names: no state_dict",

@@ -2,7 +2,8 @@
 
 A class keeps it in `self.state[param]`, in its parameter group, and in attributes of `self`: tensors, numbers, and
 containers of them. An entry is a tensor among them, or a number that changes from step to step. It has a name: its key,
-with the way into a container, such as `step`, `factors[0]` or `self.total`. Everything else is a constant.
+with the way into a container: `step`, `factors[0]`, `self.total`, or `optimizer:exp_avg` in an optimizer that it wraps.
+Everything else is a constant.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class ChangedConstantError(Exception):
 def mapped(fn: Callable[[str, Any], Any], value: Any, name: str) -> Any:
     """Return a container like value with fn(name, leaf) for each leaf; fn's result for what is no container."""
     if isinstance(value, (dict, collections.UserDict)):
-        return {key: mapped(fn, item, f"{name}[{key!r}]") for key, item in value.items()}
+        return {key: mapped(fn, item, _inner(name, key)) for key, item in value.items()}
     if type(value) in (list, tuple):  # no named tuple: an `Entry` is a leaf
         return type(value)([mapped(fn, item, f"{name}[{index}]") for index, item in enumerate(value)])
     if type(value) is collections.deque:
@@ -126,6 +127,11 @@ def mapped(fn: Callable[[str, Any], Any], value: Any, name: str) -> Any:
         vars(copied).update({key: mapped(fn, item, f"{name}[{key}]") for key, item in vars(value).items()})
         return copied
     return fn(name, value)
+
+
+def _inner(name: str, key: object) -> str:
+    """Return the name of an item; names of saved tensors are separated by dots, so there is none in it."""
+    return f"{name}[{key!r}]".replace(".", "_")
 
 
 def _is_record(value: object) -> bool:
@@ -162,7 +168,7 @@ def holders_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimi
     holders = {"": optimizer}
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
-            holders[f"{ATTRIBUTE}{name}."] = value
+            holders[f"{name}:"] = value
     return holders
 
 

@@ -135,6 +135,18 @@ class ClassStep:
                 shared = other.shared | shared
         return form._replace(shared=shared)
 
+    def evaluated(self, params: list[Tensor], state: ClassState, hyper: dict[str, Any]) -> list[Tensor]:
+        """Return the parameters to evaluate with: those that the class's `eval` sets."""
+        form = self.form(params)
+
+        def run(decisions: Decisions) -> Stepped:
+            evaluated = run_step(
+                self.cls, self.arguments, hyper, params, params, state, form, decisions, wide=self.wide, method="eval"
+            )
+            return Stepped(evaluated.params, ClassState([], {}))
+
+        return along_paths(run, _select_stepped, self.decisions).params
+
     def is_separable(self, params: list[Tensor]) -> bool:
         """Return whether the step of each parameter depends on no other. A class may treat some shapes together."""
         return self.separable and self.form(params).is_separable
@@ -231,14 +243,8 @@ class ClassStep:
             places.update((question.place, None) for question in decisions.questions)
             return self._stepped(step_run, form, params, state, like)
 
-        def select(condition: Tensor, one: Stepped, other: Stepped) -> Stepped:
-            leaves = [_select_entries(condition, *both) for both in zip(one.state.leaves, other.state.leaves)]
-            new_params = [_select(condition, *both) for both in zip(one.params, other.params)]
-            shared = _select_entries(condition, one.state.shared, other.state.shared)
-            return Stepped(new_params, ClassState(leaves, shared))
-
         try:
-            return along_paths(run, select, self.decisions)
+            return along_paths(run, _select_stepped, self.decisions)
         except TooManyPathsError:
             raise TypeError(
                 f"stateless: {self.cls.__name__} cannot be made pure: its step branches on numbers that change in "
@@ -266,6 +272,13 @@ class ClassStep:
         except ChangedConstantError as error:
             raise TypeError(f"stateless: {self.cls.__name__} cannot be made pure: {error}") from error
         return Stepped(step_run.params, ClassState(leaves, shared))
+
+
+def _select_stepped(condition: Tensor, one: Stepped, other: Stepped) -> Stepped:
+    """Return the results of one path where a condition is true, else the other's."""
+    leaves = [_select_entries(condition, *both) for both in zip(one.state.leaves, other.state.leaves)]
+    params = [_select(condition, *both) for both in zip(one.params, other.params)]
+    return Stepped(params, ClassState(leaves, _select_entries(condition, one.state.shared, other.state.shared)))
 
 
 def _select(condition: Tensor, one: Tensor, other: Tensor) -> Tensor:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 #: How many runs of a step there may be. Each is computed in every step, and two questions make up to four.
 LARGEST_PATH_COUNT = 16
 #: Files whose lines are no class's: torch's own modes and functions, and this package.
-_PACKAGES = tuple(str(Path(sys.modules[name].__file__ or "").parent) for name in ("torch", "funcamp"))
+_PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 _OPTIMIZERS = str(Path("torch") / "optim")
 
 _Result = TypeVar("_Result")

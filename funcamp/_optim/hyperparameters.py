@@ -29,13 +29,6 @@ def map_items(fn: Callable[..., Any], name: str, value: Any, *others: Any) -> An
     return type(value)(results)
 
 
-def by_label(name: str, value: Any) -> dict[str, Any]:
-    """Return a hyperparameter by its label, or each item of a tuple of them."""
-    if not isinstance(value, (tuple, list)):
-        return {name: value}
-    return {f"{name}[{index}]": item for index, item in enumerate(value)}
-
-
 def is_dynamic(value: object) -> bool:
     """Return whether a hyperparameter, or an item of a tuple, is a tensor or a schedule; a class is a constant."""
     if isinstance(value, (tuple, list)):

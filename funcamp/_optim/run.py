@@ -222,6 +222,7 @@ def run_step(
     *,
     writes_grads: bool = True,
     wide: bool = True,
+    method: str | None = None,
 ) -> StepRun:
     """Take one step of `cls(params, **arguments | hyper)` from a given state.
 
@@ -236,6 +237,7 @@ def run_step(
         decisions: what the step is told where it asks.
         writes_grads: whether the class writes into gradients, which are then cloned.
         wide: whether to use float64 step counters inside, on a CPU.
+        method: the name of another method of the class to call, without arguments.
     """
     numbers, batched = _numbers(arguments, hyper, decisions)
     with torch.no_grad():
@@ -252,7 +254,7 @@ def run_step(
                 assert form is not None
                 put_state(optimizer, new_params, _clones_of(state, batched, wide=wide), form, decisions)
             before = marks(optimizer)
-            step_of(optimizer)()
+            (step_of(optimizer) if method is None else getattr(optimizer, method))()
             after = marks(optimizer)
     for param in new_params:
         param.grad = None

@@ -53,7 +53,7 @@ class StatelessOptimizer(Fixed):
         # Dynamo reuses a graph across closures that differ only in a traced function that they capture (similar to
         # https://github.com/pytorch/pytorch/issues/197811) but guards on strings: hence a name instead of the object.
         self._key = f"{cls.__qualname__}-{next(_serial)}"
-        self._first_state, self._step = _nonstrict_functions()
+        self._first_state, self._step, self._evaluated = _nonstrict_functions()
         _registry[self._key] = self
 
     def __repr__(self) -> str:
@@ -190,6 +190,43 @@ class StatelessOptimizer(Fixed):
             return rate.detach().to(torch.float32, copy=True)
         return torch.full((), rate, dtype=torch.float32, device=opt_state.applied.device)
 
+    def evaluation_params(self, params: Tree, opt_state: OptState) -> Tree:
+        """Return the parameters to evaluate with.
+
+        Of a class with `train` and `eval`, such as a schedule-free one, these are what `eval` makes of those in
+        training; of any other class they are the parameters. Pure; no sync.
+
+        Args:
+            params: the parameters in training.
+            opt_state: the state from `init` or the last `update`.
+
+        Returns:
+            The parameters, of the same structure.
+
+        Raises:
+            TypeError, ValueError: as `update`.
+
+        Example:
+            >>> sgd = stateless(torch.optim.SGD, lr=0.5)
+            >>> params = {"w": torch.ones(2)}
+            >>> sgd.evaluation_params(params, sgd.init(params)) is params
+            True
+        """
+        if not (callable(getattr(self._cls, "train", None)) and callable(getattr(self._cls, "eval", None))):
+            return params
+        expanded = params if self._takes_groups(params) else expand(params)
+        flat, spec = _tree.parameters("evaluation_params", "params", expanded)
+        entries = self._flat_entries(expanded, opt_state)
+        present = [index for index, leaf in enumerate(flat) if leaf is not None]
+        leaves = [
+            {name: values[index] for name, values in entries.items() if values[index] is not None} for index in present
+        ]
+        present_params: list[Any] = [flat[index] for index in present]
+        hyper = self._hyper(opt_state.applied, present_params)
+        for index, param in zip(present, self._evaluated(self._key, present_params, leaves, opt_state.shared, hyper)):
+            flat[index] = param
+        return collapse(params, _tree.unflatten(flat, spec))
+
     def _takes_groups(self, params: Tree) -> bool:
         """Return whether the class updates stored groups as they are, because it is elementwise, not the views in them.
 
@@ -249,10 +286,11 @@ class StatelessOptimizer(Fixed):
         """Raise ValueError if a state has the entries of another optimizer."""
         expected_names = self._traits.entries
         names = opt_state.state.keys() - {APPLIED_ENTRY}
-        # Entries may depend on a parameter's shape in Adafactor, and in classes of other libraries. The expected ones
-        # are those of a matrix; a subset or a superset is taken.
-        is_torchs_elementwise = self._traits.pointwise and self._cls.__module__.startswith("torch.optim.")
-        if is_torchs_elementwise:
+        # The expected entries are those of a matrix. They may depend on a parameter's shape: in Adafactor, where a
+        # subset or a superset is taken, and in classes of other libraries, where the step checks each parameter.
+        if not self._cls.__module__.startswith("torch.optim."):
+            is_own = True
+        elif self._traits.pointwise:
             is_own = names == expected_names
         else:
             is_own = names <= expected_names or expected_names <= names
@@ -282,15 +320,21 @@ def stateless(
 
     The result has `init(params) -> opt_state` and `update(params, grads, opt_state) -> (params, opt_state)`. The
     class's own `step` runs on clones, with its state set from opt_state, in eager mode and under torch.compile. It does
-    not change the caller's tensors. A Python number in its state is a tensor of shape () on the parameters' device from
-    the second step on, whatever `capturable` is: a step may compute with it, and must not read it. No global state of
-    torch is set, so other threads may run optimizers. Creating it runs the class on a few numbers to find out how it
-    stores its state.
+    not change the caller's tensors. A number that it changes in its state, its parameter group or an attribute is a
+    tensor of shape () between steps: the class computes with it as with a number, also by `math`, `min`, `max`, `float`
+    and `int`. Where it branches on such a number or on a tensor, both sides run in every step and the condition
+    selects, up to 16 ways in all. So an expensive branch that a loop takes rarely costs its time in every step.
+
+    Creating it runs the class on a few numbers, and refuses it if its steps as a function come to other numbers than
+    its own. While a step runs, the modules of its class find functions of their own for `math`, `min`,
+    `max`, `float` and `int`, which do what Python's do for all other values. No global state of torch is set, so other
+    threads may run optimizers.
 
     Args:
-        optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, Adafactor, RMSprop, ASGD, Rprop or
-            Muon of torch.optim, or another subclass of `torch.optim.Optimizer` whose step needs no closure and never
-            reads a tensor's value.
+        optimizer: a class of torch.optim but LBFGS and SparseAdam, or another subclass of `torch.optim.Optimizer` whose
+            step needs no closure, draws no random numbers in a branch, and has state of one form. One whose constructor
+            wants something else than parameters first (an optimizer to wrap, groups with options) is given by a
+            subclass whose constructor takes parameters.
         *positional: nothing; parameters are in the state, and hyperparameters have names.
         **hyperparameters: the class's arguments. A number is a constant of the compiled graph; a tensor of shape () is
             an input of it; a callable is a schedule: a pure function of the count of applied steps, int64, shape (), to
@@ -343,11 +387,11 @@ def eager_only(fn: Callable[..., Any], lost: str = "torch._dynamo.nonstrict_trac
 
 
 @functools.cache
-def _nonstrict_functions() -> tuple[Any, Any]:
+def _nonstrict_functions() -> tuple[Any, Any, Any]:
     """Return `_first_state` and `_step`, which Dynamo puts into a graph without tracing their Python."""
     # Only when an optimizer is used, because importing torch._dynamo takes a second.
     nonstrict_trace = _upstream.find("torch._dynamo.nonstrict_trace", eager_only)
-    return nonstrict_trace(_first_state), nonstrict_trace(_step)
+    return nonstrict_trace(_first_state), nonstrict_trace(_step), nonstrict_trace(_evaluated)
 
 
 def _first_state(key: str, params: list[Tensor], hyper: dict[str, Any]) -> tuple[list[Entries], Entries]:
@@ -369,3 +413,11 @@ def _step(
     refuse_differentiation((*params, *grads))
     stepped = _registry[key]._traits.step(params, grads, ClassState(states, shared), hyper)
     return stepped.params, stepped.state.leaves, stepped.state.shared
+
+
+def _evaluated(
+    key: str, params: list[Tensor], states: list[Entries], shared: Entries, hyper: dict[str, Any]
+) -> list[Tensor]:
+    """Return the parameters to evaluate with."""
+    leaves = [{name: value for name, value in state.items() if name != APPLIED_ENTRY} for state in states]
+    return _registry[key]._traits.step.evaluated(params, ClassState(leaves, shared), hyper)

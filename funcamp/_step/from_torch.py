@@ -15,7 +15,6 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._optim.chain import only_optimizer_of
 from funcamp._optim.class_step import APPLIED_ENTRY
-from funcamp._optim.stateless import StatelessOptimizer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.state_dict import from_state_dict
 from funcamp._step.state import TrainState, check_train_state
@@ -118,7 +117,12 @@ def _read_optimizer(
         both_groups = (group.prefix, id(torch_groups[number]))
         if both_groups not in checked_groups:
             checked_groups.add(both_groups)
-            _check_hyperparameters(call, group.optimizer, torch_groups[number], name)
+            shared = _read_shared(call, group, torch_groups[number], saved)
+            tensors.update(shared)
+            _check_hyperparameters(call, group, torch_groups[number], name, saved)
+            step_count = shared.get(group.key_of_shared("step"))
+            if step_count is not None:
+                counts[group.prefix] = max(counts.get(group.prefix, 0), int(step_count))
         entries = state_dict["state"].get(number, {})
         known = entry_names[group.prefix]
         tensors.update(_read_parameter(call, group, known, name, entries, saved))
@@ -127,6 +131,23 @@ def _read_optimizer(
             count = int(entries.get("step") or 0)
             counts[group.prefix] = max(counts.get(group.prefix, 0), count)
     return _Entries(tensors, counts)
+
+
+def _read_shared(
+    call: str, group: TorchGroup, torch_group: Mapping[str, Any], saved: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return what torch's class keeps in a parameter group besides hyperparameters, by exported names.
+
+    Raises:
+        ValueError: the group lacks it.
+    """
+    tensors: dict[str, Tensor] = {}
+    for entry in group.shared_in(saved):
+        key = group.key_of_shared(entry)
+        if entry not in torch_group:
+            raise ValueError(f"{call}: optimizer must have taken a step, which puts {entry!r} into its parameter group")
+        tensors[key] = torch.as_tensor(torch_group[entry]).to(saved[key].device, saved[key].dtype)
+    return tensors
 
 
 def _read_parameter(
@@ -268,11 +289,12 @@ def _read_scaler(call: str, config: ScalerConfig, state_dict: StateDict, device:
 
 
 def _check_hyperparameters(
-    call: str, optimizer: StatelessOptimizer, torch_group: Mapping[str, object], name: str
+    call: str, group: TorchGroup, torch_group: Mapping[str, object], name: str, saved: Iterable[str]
 ) -> None:
     """Raise ValueError if torch's group has another number than the step would continue with."""
+    optimizer = group.optimizer
     # Dynamic ones are tensors and schedules: the step goes on with its own.
-    ignored = (*_WITHOUT_EFFECT, *optimizer._traits.step.dynamic)
+    ignored = (*_WITHOUT_EFFECT, *optimizer._traits.step.dynamic, *group.shared_in(saved))
     for key, own_value in torch_group_of(optimizer, optimizer._traits.step.arguments).items():
         if key not in torch_group or key in ignored:
             continue

@@ -47,7 +47,7 @@ def _model_state_dict(loss_fn: Loss, state: TrainState, saved: Mapping[str, Tens
 
 def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]) -> StateDict:
     """Return the state_dict of one torch optimizer."""
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, StateDict] = {}
     param_groups: list[StateDict] = []
     next_number = 0
     for group in groups:
@@ -55,6 +55,7 @@ def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tens
         numbers = list(range(next_number, next_number + len(group.names)))
         next_number += len(numbers)
         hyperparameters = hyperparameters_of(group.optimizer, saved[f"{group.prefix}applied"])
+        hyperparameters |= _shared(group, saved)
         param_groups.append({**hyperparameters, "params": numbers})
         for number, name in zip(numbers, group.names):
             parameter_state = _parameter_state(group, entries, name, saved)
@@ -63,11 +64,19 @@ def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tens
     return {"state": state, "param_groups": param_groups}
 
 
-def _parameter_state(
-    group: TorchGroup, entries: Iterable[str], name: str, saved: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def _shared(group: TorchGroup, saved: Mapping[str, Tensor]) -> dict[str, object]:
+    """Return what torch's class keeps in its parameter group besides hyperparameters."""
+    entries = group.shared_in(saved)
+    if not entries:
+        return {}
+    numbers = group.numbers_among(entries, saved[f"params.{group.names[0]}"])
+    values = {entry: saved[group.key_of_shared(entry)] for entry in entries}
+    return {entry: value.item() if entry in numbers else value for entry, value in values.items()}
+
+
+def _parameter_state(group: TorchGroup, entries: Iterable[str], name: str, saved: Mapping[str, Tensor]) -> StateDict:
     """Return torch's state of one parameter; empty for a frozen one, and for one that no step has changed."""
-    parameter_state: dict[str, Tensor] = {}
+    parameter_state: StateDict = {}
     for entry in entries:
         key = group.key(entry, name)
         if key in saved:
@@ -75,6 +84,10 @@ def _parameter_state(
     # The count of steps that changed the parameter, for classes whose first step differs; torch has no such entry.
     if APPLIED_ENTRY in parameter_state and parameter_state.pop(APPLIED_ENTRY) == 0:
         return {}
-    if "step" in parameter_state:
-        parameter_state["step"] = parameter_state["step"].cpu()  # torch stores the step counter on the host
+    if parameter_state:
+        for entry in group.numbers_among(parameter_state, saved[f"params.{name}"]):
+            parameter_state[entry] = parameter_state[entry].item()
+    step = parameter_state.get("step")
+    if isinstance(step, Tensor):
+        parameter_state["step"] = step.cpu()  # torch stores the step counter on the host
     return parameter_state

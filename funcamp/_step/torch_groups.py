@@ -16,6 +16,7 @@ from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.chain import only_optimizer_of
+from funcamp._optim.class_state import entries_in
 from funcamp._optim.stateless import StatelessOptimizer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.state import TrainState
@@ -46,6 +47,33 @@ class TorchGroup(NamedTuple):
     def key(self, entry: str, name: str) -> str:
         """Return the exported name of an optimizer entry of a parameter."""
         return f"{self.prefix}state.{entry}.{name}"
+
+    def key_of_shared(self, entry: str) -> str:
+        """Return the exported name of what the optimizer keeps for all parameters."""
+        return f"{self.prefix}shared.{entry}"
+
+    def shared_in(self, saved: Iterable[str]) -> list[str]:
+        """Return the names of what the optimizer keeps for all parameters, that are among exported names."""
+        start = self.key_of_shared("")
+        return [key.removeprefix(start) for key in saved if key.startswith(start)]
+
+    def numbers_among(self, entries: Iterable[str], param: Tensor) -> set[str]:
+        """Return the entries that are Python's numbers in torch's class.
+
+        Raises:
+            TypeError: an entry is in a container, in an attribute, or in an optimizer that the class wraps.
+        """
+        optimizer = self.optimizer
+        for entry in entries:
+            if any(sign in entry for sign in "[:."):
+                raise TypeError(
+                    f"to_torch, from_torch: {optimizer._cls.__name__} keeps {entry!r} in a container, an attribute or "
+                    "an inner optimizer, which torch's format does not name; save and load with step.state_dict and "
+                    "step.load_state_dict"
+                )
+        form = optimizer._traits.step.form([param])
+        leaf, shared = entries_in(form.leaves[0]), entries_in(form.shared)
+        return {entry for entry in entries if (leaf.get(entry) or shared[entry]).kind != "tensor"}
 
     def entries_in(self, saved: Iterable[str]) -> list[str]:
         """Return the names of the optimizer's entries, as in torch, that are among exported names."""

@@ -314,9 +314,126 @@ FOLLOWERS = [
 ]
 
 
+@pytest.mark.parametrize("cls", FOLLOWERS, ids=lambda cls: cls.__name__)
+def test_a_saved_state_goes_on(cls: Any) -> None:
+    optimizer = stateless(cls)
+    step = make_train_step(lambda p, batch: sum((p[name] * batch[name]).sum() for name in p), optimizer, policy=None)
+    state = step.init({"w": torch.randn(3, 2), "b": torch.randn(4)})
+    for _ in range(3):
+        state, _ = step(state, {"w": torch.randn(3, 2), "b": torch.randn(4)})
+    loaded = step.load_state_dict(step.state_dict(state), like=step.init({"w": torch.zeros(3, 2), "b": torch.zeros(4)}))
+    grads = {"w": torch.randn(3, 2), "b": torch.randn(4)}
+    assert_same(step(loaded, grads)[0].params.tree(), step(state, grads)[0].params.tree())
+
+
+@pytest.mark.parametrize(
+    "cls", [ReadsCounter, BranchesOnCounter, CountsInGroup, DividesByZero], ids=lambda cls: cls.__name__
+)
+def test_a_torch_loop_goes_on_and_back(cls: Any) -> None:
+    """The counts of a class are Python's numbers in torch's format, in states and in the group."""
+    params = {"w": torch.randn(3, 2), "b": torch.randn(4)}
+    grads = [{name: torch.randn_like(value) for name, value in params.items()} for _ in range(9)]
+    step = make_train_step(
+        lambda p, batch: sum((p[name] * batch[name]).sum() for name in p), stateless(cls), policy=None
+    )
+    state = step.init(params)
+    for number in range(3):
+        state, _ = step(state, grads[number])
+
+    exported = step.to_torch(state)["optimizer"]
+    leaves = {name: value.clone().requires_grad_() for name, value in state.params.tree().items()}
+    eager = cls(leaves.values())
+    eager.load_state_dict(exported)
+    for number in range(3, 6):
+        state, _ = step(state, grads[number])
+        for name, leaf in leaves.items():
+            leaf.grad = grads[number][name].clone()
+        eager.step()
+    assert_close(state.params.tree(), {name: leaf.detach() for name, leaf in leaves.items()}, 1e-6)
+
+    again = step.init({name: leaf.detach().clone() for name, leaf in leaves.items()})
+    again = step.from_torch(again, optimizer=eager.state_dict(), steps=6)
+    for number in range(6, 9):
+        state, _ = step(state, grads[number])
+        again, _ = step(again, grads[number])
+    assert_close(again.params.tree(), state.params.tree(), 1e-6)
+
+
+def test_a_state_in_containers_is_refused_by_torchs_format() -> None:
+    step = make_train_step(lambda p, batch: (p["w"] * batch).sum(), stateless(KeepsContainers), policy=None)
+    state, _ = step(step.init({"w": torch.ones(2, 2)}), torch.ones(2, 2))
+    with pytest.raises(TypeError, match="KeepsContainers keeps 'means\\[0\\]' in a container"):
+        step.to_torch(state)
+
+
+def test_parameters_to_evaluate_with() -> None:
+    params = {"w": torch.randn(3, 2), "b": torch.randn(4)}
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    eager, optimizer = ChangesModes(leaves.values()), stateless(ChangesModes)
+    eager.train()
+    opt_state = optimizer.init(params)
+    for _ in range(4):
+        grads = {name: torch.randn_like(value) for name, value in params.items()}
+        params, opt_state = optimizer.update(params, grads, opt_state)
+        for name, leaf in leaves.items():
+            leaf.grad = grads[name].clone()
+        eager.step()
+    eager.eval()
+    evaluated = optimizer.evaluation_params(params, opt_state)
+    assert_close(evaluated, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-6)
+    assert not torch.equal(evaluated["w"], params["w"])
+
+
+class Wraps(torch.optim.Optimizer):
+    """Steps by another optimizer, and every second time draws the parameters to where they were."""
+
+    def __init__(self, params: Any) -> None:
+        self.optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        self.defaults, self.state = self.optimizer.defaults, self.optimizer.state
+        self.param_groups = self.optimizer.param_groups
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        before = [p.clone() for p in self.param_groups[0]["params"]]
+        self.optimizer.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for p, former in zip(self.param_groups[0]["params"], before):
+                p.lerp_(former, 0.5)
+
+
+@torch.compile(backend="eager")
+def compiled_update(p: torch.Tensor, grad: torch.Tensor, rate: torch.Tensor) -> None:
+    p.sub_(grad * rate)
+
+
+class Compiles(Refused):
+    """Has a part under torch.compile."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p, state in self.each():
+            compiled_update(p, p.grad, 0.1 / state["step"].to(p.device))
+
+
+class Decomposes(Refused):
+    """Decomposes a matrix in every third step, which fails for NaN."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["k"] += 1
+        for p, state in self.each():
+            matrix = p.grad.reshape(p.shape[0], -1)
+            state.setdefault("basis", torch.zeros(p.shape[0], p.shape[0], dtype=p.dtype, device=p.device))
+            if self.param_groups[0]["k"] % 3 == 0:
+                state["basis"].copy_(torch.linalg.eigh(matrix @ matrix.mT + torch.eye(p.shape[0]).to(matrix))[1])
+            p.sub_((state["basis"] @ matrix).reshape(p.shape), alpha=0.1)
+
+
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("flat", [False, True], ids=["per_tensor", "flat"])
-@pytest.mark.parametrize("cls", FOLLOWERS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [*FOLLOWERS, Wraps, Compiles, Decomposes], ids=lambda cls: cls.__name__)
 def test_a_class_follows_itself_with_skipped_steps(cls: Any, flat: bool, jitted: bool) -> None:
     """The loss is linear, so that the batch is the gradients; infinite ones are skipped."""
     optimizer = stateless(cls)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from funcamp._optim.decisions import Decisions
-from funcamp._optim.number import Number
+from funcamp._optim.number import Number, as_number
 
 #: The state of one parameter, or what all share, by the names of the entries.
 Entries: TypeAlias = dict[str, Tensor]
@@ -381,6 +381,6 @@ def filled(form: Mapping[str, Any], entries: Entries, decisions: Decisions, labe
         value = entries[leaf.name]
         if leaf.kind == "tensor":
             return value
-        return Number(f"{label} {leaf.name!r}", float("nan"), value, decisions)
+        return as_number(f"{label} {leaf.name!r}", float("nan"), value, decisions)
 
     return {key: mapped(fill, value, key) for key, value in form.items()}

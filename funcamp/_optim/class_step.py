@@ -25,6 +25,7 @@ from funcamp._optim.dataflow import followed
 from funcamp._optim.decisions import LARGEST_PATH_COUNT, Decisions, TooManyPathsError, along_paths, every_path
 from funcamp._optim.hyperparameters import stand_in
 from funcamp._optim.modes import without_modes
+from funcamp._optim.python_names import names_for_numbers
 from funcamp._optim.run import StepRun, run_step
 
 #: Steps applied to one parameter: an entry of funcamp's, used if the first step has another formula.
@@ -165,10 +166,11 @@ class ClassStep:
         """
         if not (self.separate and self.is_separable(params)):
             return self._step(params, grads, state, hyper)
-        stepped = [
-            self._step([param], [grad], ClassState([leaf], state.shared), hyper)
-            for param, grad, leaf in zip(params, grads, state.leaves)
-        ]
+        with names_for_numbers(self.cls, None):  # once for all
+            stepped = [
+                self._step([param], [grad], ClassState([leaf], state.shared), hyper)
+                for param, grad, leaf in zip(params, grads, state.leaves)
+            ]
         new_leaves = [one.state.leaves[0] for one in stepped]
         # What all share comes to the same for each.
         return Stepped([one.params[0] for one in stepped], ClassState(new_leaves, stepped[0].state.shared))

@@ -66,7 +66,7 @@ class Number(float):
     Args:
         label: how errors call it.
         example: an example of its value.
-        tensor: its value, shape ().
+        tensor: its value: float64, shape (), no gradient. `as_number` takes any tensor of one element.
         decisions: those of the run.
         key: its number there; None for a new one.
         is_hyperparameter: whether a user gave it.
@@ -91,7 +91,7 @@ class Number(float):
         """Make a number from an example of its value and the tensor that holds it."""
         number = super().__new__(cls, example)
         number.label = label
-        number.tensor = widen(tensor.detach()).reshape(())
+        number.tensor = tensor
         number.decisions = decisions
         number.key = decisions.new_key() if key is None else key
         number.is_hyperparameter = is_hyperparameter
@@ -248,6 +248,25 @@ def numbers_to_tensors(value: Any) -> Any:
 
 def has_number(value: object) -> bool:
     """Return whether an argument is a `Number`, or a list with one."""
-    if isinstance(value, (tuple, list)):
-        return any(has_number(item) for item in value)
-    return isinstance(value, Number)
+    kind = type(value)
+    if kind is Number:
+        return True
+    if kind is tuple or kind is list:
+        for item in value:  # type: ignore[attr-defined]  # in a loop, as every call of torch in a step asks
+            if has_number(item):
+                return True
+    return False
+
+
+def as_number(
+    label: str,
+    example: float,
+    tensor: Tensor,
+    decisions: Decisions,
+    key: int | None = None,
+    *,
+    is_hyperparameter: bool = False,
+) -> Number:
+    """Return the number whose value is a tensor of one element, of any dtype."""
+    value = widen(tensor.detach()).reshape(())
+    return Number(label, example, value, decisions, key, is_hyperparameter=is_hyperparameter)

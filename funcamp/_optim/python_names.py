@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from funcamp._optim.decisions import Decisions
-from funcamp._optim.number import Number, computed
+from funcamp._optim.number import Number, as_number, computed
+from funcamp._scaler.precision import widen
 
 #: Functions of torch for those of `math` with other names.
 _OTHER_NAMES = {"fabs": torch.abs, "fmod": torch.fmod, "gamma": None, "dist": None, "ldexp": None, "prod": None}
@@ -52,10 +53,15 @@ def _as_numbers(values: Iterable[Any]) -> list[float] | None:
     for value in values:
         number = value
         if isinstance(value, Tensor) and value.numel() == 1 and _this_thread.decisions is not None:
-            number = Number("a tensor's value", math.nan, value, _this_thread.decisions)
+            number = as_number("a tensor's value", math.nan, value, _this_thread.decisions)
         found = found or isinstance(number, Number)
         numbers.append(number)
     return numbers if found else None
+
+
+def _predicate(of_torch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose truth is a number."""
+    return lambda *args: widen(of_torch(*args))
 
 
 def _log(value: Any, base: Any = None) -> Any:
@@ -134,7 +140,7 @@ def _math() -> types.ModuleType:
     for name, python in vars(math).items():
         of_torch = _OTHER_NAMES.get(name, getattr(torch, name, None))
         if callable(python) and of_torch is not None:
-            setattr(module, name, _on_numbers(python, of_torch))
+            setattr(module, name, _on_numbers(python, _predicate(of_torch) if name.startswith("is") else of_torch))
     module.log = _on_numbers(math.log, _log)  # type: ignore[attr-defined]
     return module
 
@@ -157,6 +163,7 @@ class _Names:
 
     def __init__(self, module: types.ModuleType) -> None:
         self._namespace = vars(module)
+        self._count = len(self._namespace)
         self._former = {name: value for name, value in self._namespace.items() if id(value) in _INSTEAD}
         self._instead = {name: _INSTEAD[id(value)] for name, value in self._former.items()}
         self._instead |= {name: value for name, value in _BUILTINS.items() if name not in self._namespace}
@@ -167,6 +174,11 @@ class _Names:
             ):  # what `torch.compile` made: it takes no part in a step that is compiled as a whole
                 self._former[name] = value
                 self._instead[name] = uncompiled
+
+    def are_current(self) -> bool:
+        """Return whether the module is as it was: nobody has reloaded it or given it other names."""
+        names = self._namespace
+        return len(names) == self._count and all(names.get(name) is value for name, value in self._former.items())
 
     def replace(self) -> None:
         self._namespace.update(self._instead)
@@ -185,12 +197,12 @@ _use_counts: dict[str, int] = {}
 
 
 @contextlib.contextmanager
-def names_for_numbers(cls: type, decisions: Decisions) -> Iterator[None]:
+def names_for_numbers(cls: type, decisions: Decisions | None) -> Iterator[None]:
     """Context manager: the modules of an optimizer's class find functions that take a `Number`.
 
     Args:
         cls: the class.
-        decisions: those of the run.
+        decisions: those of the run; None around several.
     """
     former = _this_thread.decisions
     _this_thread.decisions = decisions
@@ -198,7 +210,9 @@ def names_for_numbers(cls: type, decisions: Decisions) -> Iterator[None]:
     with _lock:
         for name in modules:
             if not _use_counts.get(name):
-                _names.setdefault(name, _Names(sys.modules[name])).replace()
+                if name not in _names or not _names[name].are_current():
+                    _names[name] = _Names(sys.modules[name])
+                _names[name].replace()
             _use_counts[name] = _use_counts.get(name, 0) + 1
     try:
         yield
@@ -208,7 +222,7 @@ def names_for_numbers(cls: type, decisions: Decisions) -> Iterator[None]:
             for name in modules:
                 _use_counts[name] -= 1
                 if not _use_counts[name]:
-                    _names.pop(name).put_back()
+                    _names[name].put_back()
 
 
 @functools.cache

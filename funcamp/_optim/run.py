@@ -21,7 +21,7 @@ from funcamp._optim.class_state import ClassState, Entries, Form, Held, held_by
 from funcamp._optim.decisions import Decisions
 from funcamp._optim.hyperparameters import map_items
 from funcamp._optim.instance import begin_recording, changed, first_values, instance_of, marks, put_state, step_of
-from funcamp._optim.number import Number, has_number, numbers_to_tensors
+from funcamp._optim.number import Number, as_number, has_number, numbers_to_tensors
 from funcamp._optim.python_names import names_for_numbers
 from funcamp._optim.scalar_arguments import call_on_tensors, tensor_of
 from funcamp._scaler.precision import widen
@@ -96,7 +96,7 @@ class _Pure(TorchFunctionMode):
         """Return the result of a call of torch, from an equal call that reads nothing on the host."""
         name = getattr(func, "__name__", "")
         if name == "item" or (name == "tolist" and args[0].dim() == 0):
-            return Number("a tensor's item()", math.nan, widen(args[0]).clone(), self._decisions)
+            return as_number("a tensor's item()", math.nan, widen(args[0]).clone(), self._decisions)
         if name == "__bool__" and args[0].numel() == 1:
             return self._decisions.ask(self._decisions.new_key(), lambda: (args[0] != 0).reshape(()), True)
         if name in _READS:
@@ -182,7 +182,7 @@ def _numbers(
             return value
         if _upstream.is_batched(value):
             batched.append(value)
-        return Number(
+        return as_number(
             label, example, value, decisions, decisions.key(("hyperparameter", label)), is_hyperparameter=True
         )
 

@@ -14,6 +14,11 @@ from funcamp._optim.instance import instance_of
 from funcamp._optim.wrong_arguments import refuse_parameters, refuse_schedulers
 
 
+def is_torchs(cls: type) -> bool:
+    """Return whether a class is one of torch.optim."""
+    return f"{cls.__module__}.".startswith("torch.optim.")
+
+
 def impure(cls: type, why: str) -> TypeError:
     return TypeError(f"stateless: {cls.__name__} cannot be made pure: {why}")
 

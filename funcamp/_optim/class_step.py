@@ -139,6 +139,7 @@ class ClassStep:
     def evaluated(self, params: list[Tensor], state: ClassState, hyper: dict[str, Any]) -> list[Tensor]:
         """Return the parameters to evaluate with: those that the class's `eval` sets."""
         form = self.form(params)
+        state = ClassState(list(map(_own, state.leaves)), _own(state.shared))
 
         def run(decisions: Decisions) -> Stepped:
             evaluated = run_step(
@@ -176,41 +177,46 @@ class ClassStep:
         return Stepped([one.params[0] for one in stepped], ClassState(new_leaves, stepped[0].state.shared))
 
     def _step(self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]) -> Stepped:
-        """Take one step; the first one and a later one, selected by the count of each parameter, if they differ."""
-        if not self.first_step_differs:
-            return self._along_paths(params, grads, state, state, hyper)
-        counts = [leaf[APPLIED_ENTRY] for leaf in state.leaves]
-        own_leaves = [{name: value for name, value in leaf.items() if name != APPLIED_ENTRY} for leaf in state.leaves]
-        own_state = ClassState(own_leaves, state.shared)
+        """Take one step; the first one and a later one, selected by the counts of applied steps, if they differ."""
+        own_state = ClassState(list(map(_own, state.leaves)), _own(state.shared))
+        self._check_entries(params, own_state)
         later = self._along_paths(params, grads, own_state, own_state, hyper)
+        if not self.first_step_differs:
+            return later
         first = self._along_paths(params, grads, None, own_state, hyper)
+        shared = later.state.shared
+        if shared:
+            # A parameter may get its first gradient when the others have taken steps.
+            group_count = state.shared[APPLIED_ENTRY]
+            late_state = ClassState([{} for _ in params], own_state.shared)
+            late = self._along_paths(params, grads, late_state, own_state, hyper)
+            shared = _select_entries(group_count == 0, first.state.shared, shared)
+            shared = shared | {APPLIED_ENTRY: group_count + 1}
+            first = _select_stepped(group_count == 0, first, late)
         new_params: list[Tensor] = []
         new_leaves: list[Entries] = []
-        for index, count in enumerate(counts):
+        for index, former in enumerate(state.leaves):
+            count = former[APPLIED_ENTRY]
             is_first = count == 0
             new_params.append(_select(is_first, first.params[index], later.params[index]))
-            leaf = _select_entries(is_first, first.state.leaves[index], later.state.leaves[index])
+            first_leaf = first.state.leaves[index]
+            leaf = _select_entries(is_first, first_leaf, later.state.leaves[index])
             # One with momentum 0 leaves the first step of SGD's momentum to come.
-            begun = first.state.leaves[index].get(APPLIED_ENTRY)
-            leaf[APPLIED_ENTRY] = (
-                count + 1 if begun is None else torch.where(is_first, begun.to(count.dtype), count + 1)
-            )
+            leaf[APPLIED_ENTRY] = torch.where(is_first, first_leaf[APPLIED_ENTRY], count + 1)
             new_leaves.append(leaf)
-        shared = first.state.shared
-        if shared:
-            shared = _select_entries(counts[0] == 0, shared, later.state.shared)
         return Stepped(new_params, ClassState(new_leaves, shared))
 
-    def by_path(
-        self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]
-    ) -> dict[tuple[bool, ...], Stepped]:
-        """Return the results of a step, not the first one, along each path."""
+    def _check_entries(self, params: list[Tensor], state: ClassState) -> None:
+        """Raise ValueError if a state is another optimizer's."""
         form = self.form(params)
-
-        def run(decisions: Decisions) -> Stepped:
-            return self._stepped(self.run(params, grads, state, hyper, decisions), form, params, state, state)
-
-        return every_path(run, self.decisions)
+        for entries_form, entries in zip([*form.leaves, form.shared], [*state.leaves, state.shared]):
+            expected = entries_in(entries_form).keys()
+            if expected != entries.keys():
+                raise ValueError(
+                    f"update: opt_state must hold the entries that {self.cls.__name__} keeps, {sorted(expected)}; got "
+                    f"{sorted(entries)}, another's: begin anew with "
+                    "state._replace(opt_state=optimizer.init(state.params))"
+                )
 
     def _along_paths(
         self,
@@ -225,19 +231,12 @@ class ClassStep:
         Args:
             params: the parameters.
             grads: their gradients.
-            state: the state before; None for a first step, from no state.
+            state: the state before; None for a first step, from no state. A parameter without entries takes its first
+                step.
             like: the state whose entries a step keeps that does not set them.
             hyper: the hyperparameters that are tensors.
         """
         form = self.form(params)
-        for leaf_form, entries in zip([*form.leaves, form.shared], [*like.leaves, like.shared]):
-            expected = entries_in(leaf_form).keys()
-            if state is not None and expected != entries.keys():
-                raise ValueError(
-                    f"update: opt_state must hold the entries that {self.cls.__name__} keeps, {sorted(expected)}; got "
-                    f"{sorted(entries)}, another's: begin anew with "
-                    "state._replace(opt_state=optimizer.init(state.params))"
-                )
         places: dict[str, None] = {}
 
         def run(decisions: Decisions) -> Stepped:
@@ -260,9 +259,10 @@ class ClassStep:
         """Return the results of a run as tensors; of a first step also whether it has begun a parameter's state."""
         leaves: list[Entries] = []
         try:
-            for held, leaf_form, param, former in zip(step_run.held.leaves, form.leaves, params, like.leaves):
-                entries = entries_of(held, leaf_form, param, former)
-                if state is None and self.first_step_differs:
+            for index, (held, leaf_form, param) in enumerate(zip(step_run.held.leaves, form.leaves, params)):
+                entries = entries_of(held, leaf_form, param, like.leaves[index])
+                is_first = state is None or not state.leaves[index]
+                if is_first and self.first_step_differs:
                     has_begun = entries_in(leaf_form).keys() <= leaves_of(held).keys()
                     entries[APPLIED_ENTRY] = torch.full((), int(has_begun), dtype=torch.int64, device=param.device)
                 leaves.append(entries)
@@ -274,6 +274,11 @@ class ClassStep:
         except ChangedConstantError as error:
             raise TypeError(f"stateless: {self.cls.__name__} cannot be made pure: {error}") from error
         return Stepped(step_run.params, ClassState(leaves, shared))
+
+
+def _own(entries: Entries) -> Entries:
+    """Return the entries of the class, without the count of funcamp."""
+    return {name: value for name, value in entries.items() if name != APPLIED_ENTRY}
 
 
 def _select_stepped(condition: Tensor, one: Stepped, other: Stepped) -> Stepped:

@@ -69,6 +69,8 @@ def _first_state(step: ClassStep, params: list[Tensor], hyper: dict[str, Any], *
             entries[APPLIED_ENTRY] = torch.zeros((), dtype=torch.int64, device=param.device)
         leaves.append(entries)
     shared = _before(step_run.first.shared, step_run.held.shared, form.shared, params[0], starts_at_zero=starts_at_zero)
+    if shared and step.first_step_differs:
+        shared[APPLIED_ENTRY] = torch.zeros((), dtype=torch.int64, device=params[0].device)
     return ClassState(leaves, shared)
 
 

@@ -19,6 +19,7 @@ from funcamp._optim.class_state import (
     Form,
     Held,
     cloned,
+    entries_in,
     filled,
     held_by,
     holders_of,
@@ -157,6 +158,8 @@ def put_state(
     _replace_states(optimizer, lambda _: defaultdict(dict))
     holders = holders_of(optimizer)
     for param, leaf_form, entries in zip(params, form.leaves, state.leaves):
+        if not entries and entries_in(leaf_form):  # it has not taken a step
+            continue
         for name, value in filled(leaf_form, entries, decisions, "state").items():
             prefix = _holder_of(name, holders)
             holders[prefix].state[param][name.removeprefix(prefix)] = value

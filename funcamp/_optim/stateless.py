@@ -14,6 +14,7 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._check import Fixed
+from funcamp._optim.arguments import is_torchs
 from funcamp._optim.class_state import ClassState, Entries
 from funcamp._optim.class_step import APPLIED_ENTRY
 from funcamp._optim.first_state import first_state
@@ -288,7 +289,7 @@ class StatelessOptimizer(Fixed):
         names = opt_state.state.keys() - {APPLIED_ENTRY}
         # The expected entries are those of a matrix. They may depend on a parameter's shape: in Adafactor, where a
         # subset or a superset is taken, and in classes of other libraries, where the step checks each parameter.
-        if not self._cls.__module__.startswith("torch.optim."):
+        if not is_torchs(self._cls):
             is_own = True
         elif self._traits.pointwise:
             is_own = names == expected_names
@@ -419,5 +420,4 @@ def _evaluated(
     key: str, params: list[Tensor], states: list[Entries], shared: Entries, hyper: dict[str, Any]
 ) -> list[Tensor]:
     """Return the parameters to evaluate with."""
-    leaves = [{name: value for name, value in state.items() if name != APPLIED_ENTRY} for state in states]
-    return _registry[key]._traits.step.evaluated(params, ClassState(leaves, shared), hyper)
+    return _registry[key]._traits.step.evaluated(params, ClassState(states, shared), hyper)

@@ -18,6 +18,7 @@ from funcamp._optim.arguments import (
     constructor_arguments,
     first_line,
     impure,
+    is_torchs,
     refuse_closure,
 )
 from funcamp._optim.class_state import ChangedConstantError, ClassState, Kind, kind_of, wider
@@ -138,7 +139,7 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
         step = _with_known_comparisons(step)
         is_pointwise, separable, writes_grads = flow_of(step, record)
         # torch's classes do the same for every dtype; others may write for narrow ones only.
-        writes_grads = writes_grads or not cls.__module__.startswith("torch.optim.")
+        writes_grads = writes_grads or not is_torchs(cls)
         step = replace(step, separable=separable, writes_grads=writes_grads)
         starts_as_recorded = _reproduces_first_step(step, starts_at_zero=False)
         starts_at_zero = not starts_as_recorded and _reproduces_first_step(step, starts_at_zero=True)

@@ -147,6 +147,9 @@ def _read_shared(
         if entry not in torch_group:
             raise ValueError(f"{call}: optimizer must have taken a step, which puts {entry!r} into its parameter group")
         tensors[key] = torch.as_tensor(torch_group[entry]).to(saved[key].device, saved[key].dtype)
+    applied_key = group.key_of_shared(APPLIED_ENTRY)
+    if applied_key in saved:  # the group has what a first step puts there
+        tensors[applied_key] = torch.ones_like(saved[applied_key])
     return tensors
 
 

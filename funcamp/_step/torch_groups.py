@@ -17,6 +17,7 @@ from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.chain import only_optimizer_of
 from funcamp._optim.class_state import entries_in
+from funcamp._optim.class_step import APPLIED_ENTRY
 from funcamp._optim.stateless import StatelessOptimizer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.state import TrainState
@@ -55,7 +56,8 @@ class TorchGroup(NamedTuple):
     def shared_in(self, saved: Iterable[str]) -> list[str]:
         """Return the names of what the optimizer keeps for all parameters, that are among exported names."""
         start = self.key_of_shared("")
-        return [key.removeprefix(start) for key in saved if key.startswith(start)]
+        entries = [key.removeprefix(start) for key in saved if key.startswith(start)]
+        return [entry for entry in entries if entry != APPLIED_ENTRY]
 
     def numbers_among(self, entries: Iterable[str], param: Tensor) -> set[str]:
         """Return the entries that are Python's numbers in torch's class.

@@ -598,3 +598,37 @@ def test_bad_value_of_a_hyperparameter_is_named(lr: Any, error: type[Exception],
     optimizer = stateless(torch.optim.SGD, lr=lr)
     with pytest.raises(error, match=message):
         optimizer.init(torch.zeros(2))
+
+
+class BeginsOtherwise(torch.optim.Optimizer):
+    """Has another formula for the first step, of the group and of each parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["total"] = group["total"] * 0.5 + 1.0 if "total" in group else 3.0
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            state["mean"] = state["mean"] * 0.5 + p.grad if "mean" in state else p.grad * 0.1
+            p.sub_(state["mean"], alpha=group["lr"] * group["total"])
+
+
+def test_a_parameter_whose_first_gradient_is_late_does_not_begin_the_group_anew() -> None:
+    params: Any = {"a": torch.randn(3, 2), "b": torch.randn(4)}
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    eager, optimizer = BeginsOtherwise(leaves.values()), stateless(BeginsOtherwise)
+    opt_state = optimizer.init(params)
+    for number in range(5):
+        grads: Any = {name: torch.randn_like(value) for name, value in params.items()}
+        if number < 2:
+            grads["a"] = None
+        params, opt_state = optimizer.update(params, grads, opt_state)
+        for name, leaf in leaves.items():
+            leaf.grad = None if grads[name] is None else grads[name].clone()
+        eager.step()
+        assert_close(params, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-6)

@@ -319,7 +319,7 @@ def test_a_command_that_takes_too_long_is_ended_and_a_failure_is_told(tmp_path: 
 
 
 class _Doubling(torch.optim.Optimizer):
-    """Steps twice as far as it says, where it is told to or where funcamp runs it on tensors of its own."""
+    """Steps twice as far as it says on funcamp's tensors, in a shape that the trial of a class does not have."""
 
     def __init__(self, params: Any, lr: float = 0.1, factor: float = 1.0) -> None:
         super().__init__(params, {"lr": lr, "factor": factor})
@@ -329,7 +329,8 @@ class _Doubling(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 assert param.grad is not None
-                factor = 1.0 if param.requires_grad else group["factor"]
+                is_true = param.requires_grad or param.shape != (8, 12)
+                factor = 1.0 if is_true else group["factor"]
                 param.sub_(param.grad, alpha=group["lr"] * factor)
 
 

@@ -164,9 +164,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+def can_follow() -> bool:
+    """Return whether this torch has what tells the operations."""
+    return _upstream.usable(TorchDispatchMode)
+
+
 def followed(groups: list[list[Tensor]], run: Callable[[], _Result]) -> tuple[Dataflow, _Result]:
     """Return the flow in a call, and its result."""
-    if not _upstream.usable(TorchDispatchMode):
+    if not can_follow():
         return Dataflow(groups, is_known=False), run()
     flow = Dataflow(groups)
     with _Watch(flow):

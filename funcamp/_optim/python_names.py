@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import inspect
 import math
 import sys
 import threading
@@ -161,19 +162,20 @@ _BUILTINS = {
 class _Names:
     """The names of one module that are replaced while steps run."""
 
-    def __init__(self, module: types.ModuleType) -> None:
-        self._namespace = vars(module)
-        self._count = len(self._namespace)
-        self._former = {name: value for name, value in self._namespace.items() if id(value) in _INSTEAD}
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self._namespace = namespace
+        self._count = len(namespace)
+        self._former = {name: value for name, value in namespace.items() if id(value) in _INSTEAD}
         self._instead = {name: _INSTEAD[id(value)] for name, value in self._former.items()}
-        self._instead |= {name: value for name, value in _BUILTINS.items() if name not in self._namespace}
-        for name, value in list(self._namespace.items()):
+        self._instead |= {name: value for name, value in _BUILTINS.items() if name not in namespace}
+        for name, value in list(namespace.items()):
             uncompiled = getattr(value, "_torchdynamo_orig_callable", None)
             if (
                 uncompiled is not None
             ):  # what `torch.compile` made: it takes no part in a step that is compiled as a whole
                 self._former[name] = value
                 self._instead[name] = uncompiled
+        self.use_count = 0
 
     def are_current(self) -> bool:
         """Return whether the module is as it was: nobody has reloaded it or given it other names."""
@@ -181,9 +183,11 @@ class _Names:
         return len(names) == self._count and all(names.get(name) is value for name, value in self._former.items())
 
     def replace(self) -> None:
+        """Replace them."""
         self._namespace.update(self._instead)
 
     def put_back(self) -> None:
+        """Put back what was there."""
         for name in self._instead:
             if name in self._former:
                 self._namespace[name] = self._former[name]
@@ -192,8 +196,8 @@ class _Names:
 
 
 _lock = threading.Lock()
-_names: dict[str, _Names] = {}
-_use_counts: dict[str, int] = {}
+#: By the id of a namespace, which `_namespaces_of` keeps alive.
+_names: dict[int, _Names] = {}
 
 
 @contextlib.contextmanager
@@ -206,42 +210,66 @@ def names_for_numbers(cls: type, decisions: Decisions | None) -> Iterator[None]:
     """
     former = _this_thread.decisions
     _this_thread.decisions = decisions
-    modules = _modules_of(cls)
+    namespaces = _namespaces_of(cls)
     with _lock:
-        for name in modules:
-            if not _use_counts.get(name):
-                if name not in _names or not _names[name].are_current():
-                    _names[name] = _Names(sys.modules[name])
-                _names[name].replace()
-            _use_counts[name] = _use_counts.get(name, 0) + 1
+        for namespace in namespaces:
+            names = _names.get(id(namespace))
+            if names is None or not (names.use_count or names.are_current()):
+                names = _names[id(namespace)] = _Names(namespace)
+            if not names.use_count:
+                names.replace()
+            names.use_count += 1
     try:
         yield
     finally:
         _this_thread.decisions = former
         with _lock:
-            for name in modules:
-                _use_counts[name] -= 1
-                if not _use_counts[name]:
-                    _names[name].put_back()
+            for namespace in namespaces:
+                names = _names[id(namespace)]
+                names.use_count -= 1
+                if not names.use_count:
+                    names.put_back()
 
 
 @functools.cache
-def _modules_of(cls: type) -> tuple[str, ...]:
-    """Return the modules with code of a class: of its base classes, and of their packages what they name, and so on."""
-    found: dict[str, None] = {}
-    waiting = [base.__module__ for base in cls.__mro__ if base.__module__ != "builtins"]
+def _namespaces_of(cls: type) -> tuple[dict[str, Any], ...]:
+    """Return the global names of a class's code: of its methods, of what they name in its package, and so on."""
+    found: dict[int, dict[str, Any]] = {}
+    bases = [base for base in cls.__mro__ if base is not object]
+    waiting: list[object] = list(bases)
+    # A class that `exec` defines may say that it is from "builtins".
+    packages = {_package(base.__module__) for base in bases} - {"builtins", *sys.stdlib_module_names}
     while waiting:
-        name = waiting.pop()
-        module = sys.modules.get(name)
-        if module is None or name in found or name in ("abc", "typing"):
-            continue
-        found[name] = None
-        package = _package(name)
-        for value in list(vars(module).values()):
-            inner = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-            if isinstance(inner, str) and _package(inner) == package:
-                waiting.append(inner)
-    return tuple(found)
+        for namespace in _namespaces_in(waiting.pop()):
+            if id(namespace) not in found:
+                found[id(namespace)] = namespace
+                named = list(namespace.values())
+                waiting += [value for value in named if _package(_module_of(value)) in packages]
+    return tuple(found.values())
+
+
+def _namespaces_in(value: object) -> Iterator[dict[str, Any]]:
+    """Yield the global names of a module, a function, or of a class and its methods."""
+    if isinstance(value, types.ModuleType):
+        yield vars(value)
+        return
+    if isinstance(value, type):
+        if value.__module__ in sys.modules and value.__module__ not in ("builtins", *sys.stdlib_module_names):
+            yield vars(sys.modules[value.__module__])
+        functions = [getattr(member, "__func__", member) for member in vars(value).values()]
+    else:
+        functions = [value]
+    for function in functions:
+        if isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
+            code = inspect.unwrap(function)
+            if isinstance(code, types.FunctionType):
+                yield code.__globals__
+
+
+def _module_of(value: object) -> str:
+    """Return the name of the module that a value is, or is from; "" for others."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    return name if isinstance(name, str) else ""
 
 
 def _package(module: str) -> str:

@@ -22,6 +22,8 @@ from funcamp._optim.class_state import (
     wider,
 )
 from funcamp._optim.instance import instance_of, step_of
+from funcamp._trace.python_state import Form as PythonForm
+from funcamp._trace.python_state import survey
 
 
 class Record(NamedTuple):
@@ -58,6 +60,12 @@ def recorded(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> 
         for dtype in (torch.float64, torch.float32):
             try:
                 return _record_of(cls, arguments, shapes, dtype)
+            except GlobalStateError as error:
+                raise impure(
+                    cls,
+                    f"its step changes {error}, which all instances share; keep it in self.state[param], in the group "
+                    "or in an attribute",
+                ) from None
             except Exception as error:
                 last_error = error
     raise impure(
@@ -79,6 +87,7 @@ def _record_of(
     optimizer = instance_of(cls, own_params, dict(arguments))
     record = Record(params, [], [], snapshot(held_by(optimizer, own_params)), [])
     step = step_of(optimizer)
+    before = _forms_of(cls)
     for number in range(_STEPS):
         grads = [_numbers(tuple(param.shape), dtype, 10 * number + offset + 3) for offset, param in enumerate(params)]
         for param, grad in zip(own_params, grads):
@@ -88,7 +97,20 @@ def _record_of(
         record.grads.append(grads)
         record.results.append([param.detach().clone() for param in own_params])
         record.held.append(snapshot(held_by(optimizer, own_params)))
+    for path, form in _forms_of(cls).items():
+        change = before[path].difference(path, form) if path in before else None
+        if change is not None:
+            raise GlobalStateError(change[0])
     return record
+
+
+class GlobalStateError(Exception):
+    """A class keeps something in a variable of its class or module, where no instance has it."""
+
+
+def _forms_of(cls: type) -> dict[str, PythonForm]:
+    """Return what the variables of a user's class and of its functions hold."""
+    return {path: PythonForm(slot.value) for path, slot in survey({cls.__name__: cls}).items()}
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:

@@ -17,6 +17,7 @@ from funcamp._check import Fixed
 from funcamp._optim.arguments import is_torchs
 from funcamp._optim.class_state import ClassState, Entries
 from funcamp._optim.class_step import APPLIED_ENTRY
+from funcamp._optim.dataflow import can_follow
 from funcamp._optim.first_state import first_state
 from funcamp._optim.hyperparameters import ANOTHER, evaluate
 from funcamp._optim.run import refuse_differentiation
@@ -234,13 +235,19 @@ class StatelessOptimizer(Fixed):
         Also where nothing is stored in groups.
         """
         kinds: dict[Any, None] = {}
+        is_sliced = False
 
         def note(stored: Params) -> Params:
+            nonlocal is_sliced
+            is_sliced = is_sliced or stored.ranks is not None
             kinds.update(dict.fromkeys(stored.kinds()))
             return stored
 
         _tree.map_nodes(Params, note, params)
-        return self._traits.elementwise(kinds)
+        takes_groups = self._traits.elementwise(kinds)
+        if is_sliced and not takes_groups and not can_follow():
+            raise RuntimeError(_upstream.message("torch.utils._python_dispatch.TorchDispatchMode"))
+        return takes_groups
 
     def _flat_grads(self, params: Tree, flat: list[Tensor | None], grads: Tree) -> list[Tensor | None]:
         """Return the gradients of the parameters, which are checked.

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._optim.class_state import ClassState, Entries
-from funcamp._optim.first_state import first_state
 from funcamp._optim.stateless import eager_only, stateless
 
 #: A stand-in for None among the arguments of a traced function, which accepts no None as a leaf.
@@ -89,9 +88,7 @@ def _step(
     old_states: list[Entries] = []
     for param, state in zip(params, states):
         if not state:
-            first = first_state(
-                traits.step, [param], hyper, starts_at_zero=traits.starts_at_zero, by_chunks=traits.pointwise
-            )
+            first = traits.first_state([param], hyper)
             state = first.leaves[0]
         old_states.append(state)
     later_step = dataclasses.replace(traits.step, first_step_differs=False)

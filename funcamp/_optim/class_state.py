@@ -307,7 +307,9 @@ def _each(fn: Callable[[str, Any], None], value: Any) -> None:
 # From an instance to tensors.
 
 
-def entries_of(held: Mapping[str, Any], form: Mapping[str, Any], like: Tensor, before: Entries) -> Entries:
+def entries_of(
+    held: Mapping[str, Any], form: Mapping[str, Any], like: Tensor, before: Entries, *, is_first: bool
+) -> Entries:
     """Return the entries of what an instance holds after a step.
 
     Args:
@@ -315,6 +317,7 @@ def entries_of(held: Mapping[str, Any], form: Mapping[str, Any], like: Tensor, b
         form: the form that it must have.
         like: a tensor on the device of the result.
         before: the entries before the step, whose dtypes numbers keep.
+        is_first: whether it is a first step, which may leave an entry to a later one.
 
     Raises:
         ChangedConstantError: something has changed that is no entry of the form.
@@ -328,7 +331,7 @@ def entries_of(held: Mapping[str, Any], form: Mapping[str, Any], like: Tensor, b
             if after is MISSING or not same(leaf, after):
                 raise ChangedConstantError(name, leaf, after)
             continue
-        if after is MISSING:  # the step does not set it, as SGD does not set the buffer of a momentum of 0
+        if after is MISSING and is_first:  # as SGD does not set the buffer of a momentum of 0
             if name in before:
                 found[name] = before[name]
             continue
@@ -336,7 +339,8 @@ def entries_of(held: Mapping[str, Any], form: Mapping[str, Any], like: Tensor, b
         # Numbers keep their dtype, and so does torch's counter, which is wider inside of a step.
         dtype = former.dtype if former is not None and (leaf.kind != "tensor" or name == "step") else None
         tensor = as_tensor(after, leaf.kind, like, dtype)
-        if tensor is None:
+        is_fraction = leaf.kind in ("int", "bool") and isinstance(after, Number) and not after.is_integral
+        if tensor is None or is_fraction:
             raise ChangedConstantError(name, leaf, after)
         found[name] = tensor
     for name in leaves.keys() - expected.keys():
@@ -381,6 +385,7 @@ def filled(form: Mapping[str, Any], entries: Entries, decisions: Decisions, labe
         value = entries[leaf.name]
         if leaf.kind == "tensor":
             return value
-        return as_number(f"{label} {leaf.name!r}", float("nan"), value, decisions)
+        is_integral = leaf.kind in ("int", "bool")
+        return as_number(f"{label} {leaf.name!r}", float("nan"), value, decisions, is_integral=is_integral)
 
     return {key: mapped(fill, value, key) for key, value in form.items()}

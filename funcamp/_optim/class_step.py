@@ -260,8 +260,8 @@ class ClassStep:
         leaves: list[Entries] = []
         try:
             for index, (held, leaf_form, param) in enumerate(zip(step_run.held.leaves, form.leaves, params)):
-                entries = entries_of(held, leaf_form, param, like.leaves[index])
                 is_first = state is None or not state.leaves[index]
+                entries = entries_of(held, leaf_form, param, like.leaves[index], is_first=is_first)
                 if is_first and self.first_step_differs:
                     has_begun = entries_in(leaf_form).keys() <= leaves_of(held).keys()
                     entries[APPLIED_ENTRY] = torch.full((), int(has_begun), dtype=torch.int64, device=param.device)
@@ -270,7 +270,7 @@ class ClassStep:
                 for name, (before, after) in step_run.changed.items():
                     raise ChangedConstantError(name, MISSING if before is None else before, after, is_shared=True)
             shared_held = {name: value for name, value in step_run.held.shared.items() if name in form.shared}
-            shared = entries_of(shared_held, form.shared, params[0], like.shared)
+            shared = entries_of(shared_held, form.shared, params[0], like.shared, is_first=state is None)
         except ChangedConstantError as error:
             raise TypeError(f"stateless: {self.cls.__name__} cannot be made pure: {error}") from error
         return Stepped(step_run.params, ClassState(leaves, shared))

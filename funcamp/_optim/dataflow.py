@@ -56,6 +56,8 @@ class Dataflow:
         """Whether each operation computes an element of its result from the same elements of its arguments."""
         self.draws = not is_known
         """Whether an operation draws random numbers."""
+        self.has_nan = False
+        """Whether an argument is NaN: what C takes out of a `Number`."""
         self.operations: list[tuple[Any, ...]] = []
         """The operations with their arguments that are no tensors and no sizes, in order."""
         self.wrote_gradients = not is_known
@@ -86,7 +88,11 @@ class Dataflow:
             self.is_pointwise = False
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws = True
-        self.operations.append((func, *_constants((args, kwargs))))
+        constants = _constants((args, kwargs))
+        self.operations.append((func, *constants))
+        self.has_nan = self.has_nan or any(
+            isinstance(constant, float) and constant != constant for constant in constants
+        )
         is_list = name.startswith("_foreach_")
         for written in (*_written(func, args), *_tensors(result)):
             self._add(written, self.sources(written) if is_list else sources)

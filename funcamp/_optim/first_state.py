@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,16 @@ from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep
 
 #: The first state of a large parameter is found in chunks of this many elements. With AdamW `init` then needs 18
 #: bytes a parameter instead of 40.
-_CHUNK_SIZE = 1 << 20
+CHUNK_SIZE = 1 << 20
 
 
 def first_state(
-    step: ClassStep, params: list[Tensor], hyper: dict[str, Any], *, starts_at_zero: bool, by_chunks: bool
+    step: ClassStep,
+    params: list[Tensor],
+    hyper: dict[str, Any],
+    *,
+    starts_at_zero: bool,
+    by_chunks: Callable[[Tensor], bool] = lambda _: False,
 ) -> ClassState:
     """Return the state of parameters before the first step.
 
@@ -29,15 +34,15 @@ def first_state(
         params: the parameters.
         hyper: the hyperparameters that are tensors.
         starts_at_zero: whether these are only examples of the tensors, and the state starts at zero.
-        by_chunks: whether a step of a part of a parameter is the part of its step.
+        by_chunks: returns whether a step of a chunk of a parameter is the part of its step.
     """
     if step.changing.shared_names or not step.is_separable(params):  # a class may make states together
         return _first_state(step, params, hyper, starts_at_zero=starts_at_zero)
     leaves: list[Entries] = []
     for param in params:
         # A step's temporaries are several times its input, so run it chunk by chunk if possible.
-        is_large = param.numel() > _CHUNK_SIZE
-        if is_large and by_chunks and param.is_contiguous() and not is_distributed(param):
+        is_large = param.numel() > CHUNK_SIZE
+        if is_large and param.is_contiguous() and not is_distributed(param) and by_chunks(param):
             leaves.append(_by_chunks(step, param, hyper, starts_at_zero=starts_at_zero))
         else:
             leaves += _first_state(step, [param], hyper, starts_at_zero=starts_at_zero).leaves
@@ -47,14 +52,14 @@ def first_state(
 def _by_chunks(step: ClassStep, param: Tensor, hyper: dict[str, Any], *, starts_at_zero: bool) -> Entries:
     """Return the first state of a contiguous parameter, from steps on its chunks."""
     entries: Entries = {}
-    for index, chunk in enumerate(torch.split(param.view(-1), _CHUNK_SIZE)):
+    for index, chunk in enumerate(torch.split(param.view(-1), CHUNK_SIZE)):
         for name, value in _first_state(step, [chunk], hyper, starts_at_zero=starts_at_zero).leaves[0].items():
             if value.dim() == 0:  # a counter
                 entries.setdefault(name, value)
                 continue
             if name not in entries:
                 entries[name] = torch.empty_like(param, dtype=value.dtype)
-            torch.split(entries[name].view(-1), _CHUNK_SIZE)[index].copy_(value)
+            torch.split(entries[name].view(-1), CHUNK_SIZE)[index].copy_(value)
     return entries
 
 

@@ -90,6 +90,12 @@ def _followed(
         return stepped, decisions.questions
 
     flow, results = followed(groups, run)
+    if flow.has_nan:
+        raise impure(
+            step.cls,
+            "its step gives a number that changes in training to a function in C: one of math that is imported in the "
+            "step or kept in the class, or numpy's; import math where the class is defined, and call math.sqrt",
+        )
     flow.wrote_gradients = any(grad._version for grad in grads)
     return flow, results
 
@@ -102,25 +108,25 @@ def _is_separable(flow: Dataflow, stepped: Stepped) -> bool:
     return not any(flow.sources(tensor) for tensor in stepped.state.shared.values())
 
 
-def flows_without_values(step: ClassStep, shape: tuple[int, ...], dtype: torch.dtype) -> list[Any] | None:
-    """Return the operations of a first step and of a later one on each of its paths; None if one mixes elements."""
-    operations: list[Any] = []
+def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Any] | None:
+    """Return the operations of a first step and of a later one on each side of its questions, on such parameters.
+
+    None if one mixes elements, or the class takes no such parameters. They have no values.
+    """
     hyper = step.examples("meta")
     with without_modes():
-        params = [torch.zeros(shape, dtype=dtype, device="meta")]
+        params = [torch.zeros(shape, dtype=dtype, device="meta") for shape in shapes]
         try:
             flow, (first, _) = _followed(step, params, params, None, hyper, step.decisions())
             flows = [flow]
             flow, (_, questions) = _followed(step, first.params, params, first.state, hyper, step.decisions())
             flows.append(flow)
             answers = tuple(question.answer for question in questions)
-            for number in range(len(answers)):
+            for number in range(min(len(answers), _LARGEST_COUNT_OF_QUESTIONS)):
                 decisions = step.decisions((*answers[:number], not answers[number]))
                 flows.append(_followed(step, first.params, params, first.state, hyper, decisions)[0])
-        except Exception:  # the class takes no such parameter
+        except Exception:
             return None
-    for flow in flows:
-        if not flow.is_pointwise:
-            return None
-        operations.append(flow.operations)
-    return operations
+    if not all(flow.is_pointwise for flow in flows):
+        return None
+    return [operation for flow in flows for operation in flow.operations]

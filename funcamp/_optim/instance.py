@@ -23,7 +23,7 @@ from funcamp._optim.class_state import (
     filled,
     held_by,
     holders_of,
-    kind_of,
+    is_plain,
     leaves_of,
 )
 from funcamp._optim.decisions import Decisions
@@ -45,6 +45,12 @@ def instance_of(
             f"stateless: {cls.__name__} cannot be made pure: it sorts its parameters into "
             f"{len(optimizer.param_groups)} groups; make one for each group, by_group({...}, group=...)"
         )
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if getattr(optimizer, hooks, None):
+            raise TypeError(
+                f"stateless: {cls.__name__} cannot be made pure: its constructor registers hooks, which are not called "
+                "in a step that is a function; call them in step"
+            )
     # Its errors and warnings are for a user's own instance on a GPU; this instance lives for one step.
     optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
     train = getattr(optimizer, "train", None)
@@ -100,15 +106,17 @@ class _RecordingGroup(dict[str, Any]):
             self[key] = value
 
 
-def begin_recording(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
+def begin_recording(optimizer: torch.optim.Optimizer) -> None:
     """Make an instance record the first value of everything that it holds."""
     attributes = {name: value for name, value in held_by(optimizer, []).shared.items() if name.startswith(ATTRIBUTE)}
 
     def recording(constructed: dict[Any, Any]) -> dict[Any, Any]:
         states: dict[Any, Any] = defaultdict(_RecordingState)
-        for param in params:
-            states[param].update(constructed.get(param, {}))  # torch 2.11's Adagrad fills it in its constructor
-        states.update({key: value for key, value in constructed.items() if not isinstance(key, Tensor)})
+        for key, value in constructed.items():
+            if isinstance(key, Tensor):
+                states[key].update(value)  # torch 2.11's Adagrad fills it in its constructor
+            else:
+                states[key] = value
         return states
 
     _replace_states(optimizer, recording)
@@ -142,8 +150,9 @@ def first_values(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Held
         group: Any = holder.param_groups[0]
         shared |= {_prefixed(prefix, name): value for name, value in group.first_values.items()}
         for param, leaf in zip(params, leaves):
-            state: Any = holder.state[param]
-            leaf |= {f"{prefix}{name}": value for name, value in state.first_values.items()}
+            # A class may have put a dict of its own there, of which only the last values are known.
+            first = getattr(holder.state.get(param), "first_values", {})
+            leaf |= {f"{prefix}{name}": value for name, value in first.items()}
     return Held(leaves, shared)
 
 
@@ -195,7 +204,7 @@ def marks(optimizer: torch.optim.Optimizer) -> dict[str, Mark]:
             found[name] = Mark(leaf, (id(leaf), leaf._version))
         elif isinstance(leaf, Number):
             found[name] = Mark(leaf, (Number, leaf.key))
-        elif kind_of(leaf) is not None:
+        elif is_plain(leaf):
             found[name] = Mark(leaf, (type(leaf), repr(leaf)))
     return found
 
@@ -203,9 +212,9 @@ def marks(optimizer: torch.optim.Optimizer) -> dict[str, Mark]:
 def changed(before: dict[str, Mark], after: dict[str, Mark], form: Form | None) -> dict[str, tuple[Any, Any]]:
     """Return what has changed and is not in a form, by name: the value before, None for none, and after."""
     found: dict[str, tuple[Any, Any]] = {}
-    for name, mark in after.items():
-        former = before.get(name)
+    for name in {**before, **after}:
+        former, mark = before.get(name), after.get(name)
         is_in_form = form is not None and name.partition("[")[0] in form.shared
-        if not is_in_form and (former is None or former.key != mark.key):
-            found[name] = (None if former is None else former.leaf, mark.leaf)
+        if not is_in_form and (former is None or mark is None or former.key != mark.key):
+            found[name] = (None if former is None else former.leaf, None if mark is None else mark.leaf)
     return found

@@ -2,8 +2,8 @@
 
 A class checks its hyperparameters (`0.0 <= lr`), branches on them (`if weight_decay != 0`), counts its steps
 (`group["step"] += 1`), and passes numbers where torch takes no tensors (`alpha=-lr`). A `Number` is a float for all of
-that code, and its arithmetic is that of a tensor, so that the class needs no branch of its own for tensors, and takes
-none.
+that code, as torch's parser of arguments wants it, and its arithmetic is that of a tensor, so that the class needs no
+branch of its own for tensors, and takes none. C takes the float out of it without asking: NaN, which a trial finds.
 """
 
 from __future__ import annotations
@@ -70,13 +70,18 @@ class Number(float):
         decisions: those of the run.
         key: its number there; None for a new one.
         is_hyperparameter: whether a user gave it.
+        is_integral: whether it is a whole number, whatever its value.
     """
+
+    #: numpy leaves arithmetic with it to the methods below.
+    __array_ufunc__ = None
 
     label: str
     tensor: Tensor
     decisions: Decisions
     key: int
     is_hyperparameter: bool
+    is_integral: bool
 
     def __new__(
         cls,
@@ -87,6 +92,7 @@ class Number(float):
         key: int | None = None,
         *,
         is_hyperparameter: bool = False,
+        is_integral: bool = False,
     ) -> Number:
         """Make a number from an example of its value and the tensor that holds it."""
         number = super().__new__(cls, example)
@@ -95,25 +101,22 @@ class Number(float):
         number.decisions = decisions
         number.key = decisions.new_key() if key is None else key
         number.is_hyperparameter = is_hyperparameter
+        number.is_integral = is_integral
         return number
 
-    __hash__ = float.__hash__
+    @property
+    def example(self) -> float:
+        """An example of the value."""
+        return float.__float__(self)  # not float(self), because `__float__` of this class raises
 
     def __repr__(self) -> str:
         return f"<{self.label}>"
-
-    __str__ = __repr__
 
     def __deepcopy__(self, memo: object) -> Number:
         return self
 
     def __reduce__(self) -> NoReturn:
         raise _refusal(self, "copies or saves it")
-
-    @property
-    def example(self) -> float:
-        """An example of the value."""
-        return float.__float__(self)  # not float(self), because `__float__` of this class raises
 
     def __bool__(self) -> bool:
         return bool(self._compare(operator.ne, 0.0))
@@ -128,7 +131,9 @@ class Number(float):
         decisions = self.decisions
         if decisions.is_constructing:
             return proposal
-        if self.is_hyperparameter and not isinstance(other, Number) and other == 0:
+        # What holds for 0 says nothing of numbers below it.
+        asks_for_zero = compare in (operator.eq, operator.ne) and not isinstance(other, Number) and other == 0
+        if self.is_hyperparameter and asks_for_zero:
             decisions.compared_with_zero.add(self.label)
             if self.label in decisions.zeros:
                 return compare(0.0, 0.0)
@@ -180,6 +185,9 @@ class Number(float):
         raise _refusal(self, "reads its value" if self.is_hyperparameter else "reads a value")
 
     # Each of these would read the tensor on the host.
+    __hash__ = _refuse_reading
+    __str__ = _refuse_reading
+    __format__ = _refuse_reading
     __float__ = _refuse_reading
     __int__ = _refuse_reading
     __index__ = _refuse_reading
@@ -201,6 +209,8 @@ def _computed(compute: Callable[..., Any], *operands: Any) -> Any:
         return NotImplemented
     if compute in _DIVISIONS:
         _ask_divisor(operands[1])
+    elif compute is operator.pow and not isinstance(operands[1], Number) and operands[1] < 0:
+        _ask_divisor(operands[0])
     return computed(compute, *operands)
 
 
@@ -221,7 +231,31 @@ def computed(compute: Callable[..., Any], *operands: float, **options: Any) -> N
     key = (compute.__name__, *[_key_of(operand, decisions) for operand in operands], *options.items())
     label = number.label if number.label.startswith(_FROM) else f"{_FROM}{number.label}"
     example = _example(compute, [operand.example if isinstance(operand, Number) else operand for operand in operands])
-    return Number(label, example, tensor, decisions, decisions.key(key))
+    is_integral = compute.__name__ in _INTEGRAL and all(map(_is_integral, operands))
+    return Number(label, example, tensor, decisions, decisions.key(key), is_integral=is_integral)
+
+
+#: What makes whole numbers of whole numbers.
+_INTEGRAL = {
+    "add",
+    "sub",
+    "mul",
+    "floordiv",
+    "mod",
+    "neg",
+    "pos",
+    "abs",
+    "min",
+    "max",
+    "floor",
+    "ceil",
+    "trunc",
+    "round",
+}
+
+
+def _is_integral(operand: float) -> bool:
+    return operand.is_integral if isinstance(operand, Number) else float(operand).is_integer()
 
 
 def _example(compute: Callable[..., Any], operands: list[float]) -> float:
@@ -266,7 +300,8 @@ def as_number(
     key: int | None = None,
     *,
     is_hyperparameter: bool = False,
+    is_integral: bool = False,
 ) -> Number:
     """Return the number whose value is a tensor of one element, of any dtype."""
     value = widen(tensor.detach()).reshape(())
-    return Number(label, example, value, decisions, key, is_hyperparameter=is_hyperparameter)
+    return Number(label, example, value, decisions, key, is_hyperparameter=is_hyperparameter, is_integral=is_integral)

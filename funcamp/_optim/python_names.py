@@ -25,7 +25,9 @@ from funcamp._optim.number import Number, as_number, computed
 from funcamp._scaler.precision import widen
 
 #: Functions of torch for those of `math` with other names.
-_OTHER_NAMES = {"fabs": torch.abs, "fmod": torch.fmod, "gamma": None, "dist": None, "ldexp": None, "prod": None}
+_OTHER_NAMES = {"fabs": torch.abs, "fmod": torch.fmod}
+#: Those of torch with another meaning, or another form of arguments.
+_OTHER_MEANINGS = {"gamma", "dist", "ldexp", "prod", "remainder", "isclose", "frexp", "modf", "gcd", "lcm", "sumprod"}
 
 
 def _on_numbers(python: Callable[..., Any], of_torch: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,22 +74,25 @@ def _log(value: Any, base: Any = None) -> Any:
     return torch.log(value) / (torch.log(base) if isinstance(base, Tensor) else math.log(base))
 
 
-def _extreme(python: Callable[..., Any], of_torch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `min` or `max`, without a question where the operands are numbers."""
+def _extreme(python: Callable[..., Any], is_before: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Return `min` or `max`, without a question where the operands are numbers.
+
+    As in Python the other operand is taken if it comes before the first; NaN comes before nothing.
+    """
 
     def of_two(one: Any, other: Any) -> Any:
-        return of_torch(*[value if isinstance(value, Tensor) else _constant(value) for value in (one, other)])
+        tensors = [value if isinstance(value, Tensor) else _constant(value) for value in (one, other)]
+        return torch.where(is_before(tensors[1], tensors[0]), tensors[1], tensors[0])
 
     of_two.__name__ = python.__name__
 
     def of_pair(one: Any, other: Any) -> Any:
         tensors = [value for value in (one, other) if isinstance(value, Tensor)]
-        if tensors and _as_numbers((one, other)) is not None:  # the result is a tensor, as the operand
-            like = tensors[0]
+        if tensors and _as_numbers((one, other)) is not None:
             values = [value.tensor if isinstance(value, Number) else value for value in (one, other)]
-            return of_two(*[value.to(like.dtype) if isinstance(value, Tensor) else value for value in values]).to(
-                like.dtype
-            )
+            result = of_two(*values)
+            # The result is a tensor, as the operand; of a whole number it may be the other one, a fraction.
+            return result.to(tensors[0].dtype) if tensors[0].is_floating_point() else result
         if isinstance(one, Number) or isinstance(other, Number):
             return computed(of_two, one, other)
         return python(one, other)
@@ -117,7 +122,15 @@ class _TypeOfNumbers(type):
         return cls.python(*args) if numbers is None else computed(cls.converted, *numbers)
 
     def __instancecheck__(cls, instance: object) -> bool:
+        if isinstance(instance, Number):
+            return cls.python is (int if instance.is_integral and not instance.is_hyperparameter else float)
         return isinstance(instance, cls.python)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.python
+
+    def __hash__(cls) -> int:
+        return hash(cls.python)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         return issubclass(subclass, cls.python)
@@ -139,8 +152,8 @@ def _math() -> types.ModuleType:
     module = types.ModuleType("math", math.__doc__)
     vars(module).update(vars(math))
     for name, python in vars(math).items():
-        of_torch = _OTHER_NAMES.get(name, getattr(torch, name, None))
-        if callable(python) and of_torch is not None:
+        of_torch: Any = _OTHER_NAMES.get(name, getattr(torch, name, None))
+        if callable(python) and of_torch is not None and name not in _OTHER_MEANINGS:
             setattr(module, name, _on_numbers(python, _predicate(of_torch) if name.startswith("is") else of_torch))
     module.log = _on_numbers(math.log, _log)  # type: ignore[attr-defined]
     return module
@@ -152,8 +165,8 @@ _INSTEAD: dict[int, Any] = {id(math): _MATH}
 _INSTEAD |= {id(function): getattr(_MATH, name) for name, function in vars(math).items() if callable(function)}
 #: Names that are found in Python's own namespace, unless a module has them.
 _BUILTINS = {
-    "min": _extreme(builtins.min, torch.minimum),
-    "max": _extreme(builtins.max, torch.maximum),
+    "min": _extreme(builtins.min, torch.lt),
+    "max": _extreme(builtins.max, torch.gt),
     "float": _type_of_numbers(float, _same),
     "int": _type_of_numbers(int, torch.trunc),
 }

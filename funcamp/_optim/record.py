@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from funcamp._optim.arguments import first_line, impure
 from funcamp._optim.class_state import (
+    ATTRIBUTE,
     Changing,
     Held,
     Kind,
@@ -60,11 +61,10 @@ def recorded(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> 
         for dtype in (torch.float64, torch.float32):
             try:
                 return _record_of(cls, arguments, shapes, dtype)
-            except GlobalStateError as error:
+            except ElsewhereError as error:
                 raise impure(
                     cls,
-                    f"its step changes {error}, which all instances share; keep it in self.state[param], in the group "
-                    "or in an attribute",
+                    f"{error}; keep it in self.state[param], in the group or in an attribute, made by the first step",
                 ) from None
             except Exception as error:
                 last_error = error
@@ -86,8 +86,9 @@ def _record_of(
     torch.manual_seed(SEED)
     optimizer = instance_of(cls, own_params, dict(arguments))
     record = Record(params, [], [], snapshot(held_by(optimizer, own_params)), [])
+    _refuse_memory_of_parameters(cls, arguments, params, record.constructed)
     step = step_of(optimizer)
-    before = _forms_of(cls)
+    before = _forms_of(optimizer)
     for number in range(_STEPS):
         grads = [_numbers(tuple(param.shape), dtype, 10 * number + offset + 3) for offset, param in enumerate(params)]
         for param, grad in zip(own_params, grads):
@@ -97,20 +98,36 @@ def _record_of(
         record.grads.append(grads)
         record.results.append([param.detach().clone() for param in own_params])
         record.held.append(snapshot(held_by(optimizer, own_params)))
-    for path, form in _forms_of(cls).items():
+    for path, form in _forms_of(optimizer).items():
         change = before[path].difference(path, form) if path in before else None
         if change is not None:
-            raise GlobalStateError(change[0])
+            raise ElsewhereError(f"its step changes {change[0]}, where it is not followed")
     return record
 
 
-class GlobalStateError(Exception):
-    """A class keeps something in a variable of its class or module, where no instance has it."""
+class ElsewhereError(Exception):
+    """A class keeps something where it cannot be followed, such as a variable of its module."""
 
 
-def _forms_of(cls: type) -> dict[str, PythonForm]:
-    """Return what the variables of a user's class and of its functions hold."""
-    return {path: PythonForm(slot.value) for path, slot in survey({cls.__name__: cls}).items()}
+def _forms_of(optimizer: torch.optim.Optimizer) -> dict[str, PythonForm]:
+    """Return what the variables of a user's class and of its functions hold, and attributes that are no values."""
+    cls = type(optimizer)
+    roots: dict[str, object] = {cls.__name__: cls}
+    for name, value in held_by(optimizer, []).shared.items():
+        if name.startswith(ATTRIBUTE) and not is_plain(value):
+            roots[name] = value
+    return {path: PythonForm(slot.value) for path, slot in survey(roots).items()}
+
+
+def _refuse_memory_of_parameters(
+    cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], params: list[Tensor], constructed: Held
+) -> None:
+    """Refuse a class whose constructor keeps values of its parameters, which an instance for one step has not."""
+    others: list[Tensor] = [nn.Parameter(param + 1) for param in params]
+    leaves = leaves_of(snapshot(held_by(instance_of(cls, others, dict(arguments)), others)).shared)
+    for name, leaf in leaves_of(constructed.shared).items():
+        if kind_of(leaf) is not None and not same(leaf, leaves.get(name)):
+            raise ElsewhereError(f"{name} holds values of the parameters that the constructor got")
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:

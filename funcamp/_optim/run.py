@@ -48,18 +48,9 @@ _ARITHMETIC = {
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"} | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
 
 #: Functions that raise for infinite and NaN arguments, which a step has that is skipped, and a path that is not taken.
-_DECOMPOSITIONS = {
-    "eigh",
-    "eigvalsh",
-    "eig",
-    "eigvals",
-    "svd",
-    "svdvals",
-    "pca_lowrank",
-    "svd_lowrank",
-    "lstsq",
-    "pinv",
-}
+_DECOMPOSITIONS = frozenset(
+    ("eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pca_lowrank", "svd_lowrank", "lstsq", "pinv", "cholesky")
+)
 
 #: Methods by which Python reads a tensor's value as its own.
 _READS = {"__float__", "__int__", "__index__", "__complex__", "tolist"}
@@ -108,7 +99,8 @@ class _Pure(TorchFunctionMode):
             # float64: Rprop finds no element that it has set to etaminus.
             args = (args[0], args[1].tensor.to(args[0].dtype))
         if name.removeprefix("linalg_") in _DECOMPOSITIONS:
-            args = (torch.nan_to_num(args[0], 0.0, 0.0, 0.0), *args[1:])
+            identity = torch.eye(*args[0].shape[-2:], dtype=args[0].dtype, device=args[0].device)
+            args = (torch.where(args[0].isfinite().all(), args[0], identity), *args[1:])
         if has_number(args) or any(has_number(value) for value in kwargs.values()):
             args, kwargs = _with_tensors(args, kwargs)
         call = call_on_tensors(name, args, kwargs)
@@ -249,7 +241,7 @@ def run_step(
             optimizer = instance_of(cls, new_params, arguments | numbers)
             decisions.is_constructing = False
             if state is None:
-                begin_recording(optimizer, new_params)
+                begin_recording(optimizer)
             else:
                 assert form is not None
                 put_state(optimizer, new_params, _clones_of(state, batched, wide=wide), form, decisions)

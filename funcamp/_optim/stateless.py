@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable
+from itertools import count, starmap
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -18,10 +18,9 @@ from funcamp._optim.arguments import is_torchs
 from funcamp._optim.class_state import ClassState, Entries
 from funcamp._optim.class_step import APPLIED_ENTRY
 from funcamp._optim.dataflow import can_follow
-from funcamp._optim.first_state import first_state
 from funcamp._optim.hyperparameters import ANOTHER, evaluate
 from funcamp._optim.run import refuse_differentiation
-from funcamp._optim.traits import Traits, probe
+from funcamp._optim.traits import Kind, Traits, probe
 from funcamp._optim.wrong_arguments import check_class, missing, refuse_positional
 from funcamp._storage.params import Params, collapse, expand
 from funcamp._types import Tree
@@ -234,13 +233,13 @@ class StatelessOptimizer(Fixed):
 
         Also where nothing is stored in groups.
         """
-        kinds: dict[Any, None] = {}
+        kinds: dict[Kind, None] = {}
         is_sliced = False
 
         def note(stored: Params) -> Params:
             nonlocal is_sliced
             is_sliced = is_sliced or stored.ranks is not None
-            kinds.update(dict.fromkeys(stored.kinds()))
+            kinds.update(dict.fromkeys(starmap(Kind, stored.kinds())))
             return stored
 
         _tree.map_nodes(Params, note, params)
@@ -374,7 +373,7 @@ def stateless(
     return StatelessOptimizer(optimizer, hyperparameters)
 
 
-_serial = itertools.count()
+_serial = count()
 _registry: weakref.WeakValueDictionary[str, StatelessOptimizer] = weakref.WeakValueDictionary()
 
 
@@ -404,8 +403,7 @@ def _nonstrict_functions() -> tuple[Any, Any, Any]:
 
 def _first_state(key: str, params: list[Tensor], hyper: dict[str, Any]) -> tuple[list[Entries], Entries]:
     """Return the entries of each parameter before the first step, and those that all share."""
-    traits = _registry[key]._traits
-    state = first_state(traits.step, params, hyper, starts_at_zero=traits.starts_at_zero, by_chunks=traits.pointwise)
+    state = _registry[key]._traits.first_state(params, hyper)
     return state.leaves, state.shared
 
 

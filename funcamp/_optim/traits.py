@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -21,11 +22,12 @@ from funcamp._optim.arguments import (
     is_torchs,
     refuse_closure,
 )
-from funcamp._optim.class_state import ChangedConstantError, ClassState, Kind, kind_of, wider
+from funcamp._optim.class_state import ChangedConstantError, ClassState, Entry, kind_of, wider
+from funcamp._optim.class_state import Kind as NumberKind
 from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, nothing
-from funcamp._optim.first_state import first_state
+from funcamp._optim.first_state import CHUNK_SIZE, first_state
 from funcamp._optim.hyperparameters import is_dynamic, map_items, without_values
-from funcamp._optim.independence import flow_of, flows_without_values
+from funcamp._optim.independence import flow_of, operations_on
 from funcamp._optim.modes import without_modes
 from funcamp._optim.record import SEED, Record, changing_in, distance, is_same, key_of, recorded
 from funcamp._optim.wrong_arguments import check_class
@@ -46,28 +48,47 @@ class Traits:
     ones: see `elementwise`."""
     entries: frozenset[str]
     """The names of its state entries for a matrix."""
-    _elementwise: dict[Any, bool] = field(default_factory=dict, compare=False)
+    _operations: dict[Any, list[Any] | None] = field(default_factory=dict, compare=False)
 
-    def elementwise(self, kinds: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> bool:
+    def elementwise(self, kinds: Iterable[Kind]) -> bool:
         """Return whether a step on parameters joined into one equals a step on each.
 
-        So it is if the step of each calls the same operations as that of a vector, and none mixes elements. A class may
-        treat a tensor by its dimensions or its size, so each shape is tried, on tensors without values.
+        So it is if the step of each calls the same operations as that of the joined one, and none mixes elements. A
+        class may treat a tensor by its dimensions or its size, so each shape is tried, on tensors without values.
 
         Args:
-            kinds: the shapes and dtypes of the parameters.
+            kinds: those of the parameters.
         """
         if not self.pointwise:
             return False
-        for shape, dtype in dict.fromkeys(kinds):
-            key = (shape, dtype)
-            if key not in self._elementwise:
-                size = torch.Size(shape).numel()
-                flows = [flows_without_values(self.step, one, dtype) for one in (shape, (max(size, 2),))]
-                self._elementwise[key] = flows[0] is not None and flows[0] == flows[1]
-            if not self._elementwise[key]:
+        for kind in dict.fromkeys(kinds):
+            operations = self._operations_on(kind.shape, kind.dtype)
+            if operations is None or operations != self._operations_on((kind.joined_size,), kind.dtype):
                 return False
         return True
+
+    def _operations_on(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Any] | None:
+        key = (shape, dtype)
+        if key not in self._operations:
+            self._operations[key] = operations_on(self.step, [shape], dtype)
+        return self._operations[key]
+
+    def first_state(self, params: list[Tensor], hyper: dict[str, Any]) -> ClassState:
+        """Return the state of parameters before the first step."""
+
+        def by_chunks(param: Tensor) -> bool:
+            return self.elementwise([Kind(tuple(param.shape), param.dtype, CHUNK_SIZE)])
+
+        return first_state(self.step, params, hyper, starts_at_zero=self.starts_at_zero, by_chunks=by_chunks)
+
+
+class Kind(NamedTuple):
+    """A parameter in flat storage."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    joined_size: int
+    """The number of elements of the group that it is in."""
 
 
 def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> Traits:
@@ -134,6 +155,10 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
         for name in dynamic:
             _refuse_reads_of(step, name)
         step = _taken_on_every_path(step)
+        for name in {key_of(name) for name in step.changing.shared_names} & set(dynamic):
+            raise TypeError(
+                f"stateless: {name} must be a number, because {cls.__name__} changes it; got a tensor or a schedule"
+            )
         for name in dynamic:
             _refuse_other_results(step, name)
         step = _with_known_comparisons(step)
@@ -145,7 +170,8 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
         starts_at_zero = not starts_as_recorded and _reproduces_first_step(step, starts_at_zero=True)
         if not (starts_as_recorded or starts_at_zero):
             step = replace(step, first_step_differs=True)
-        traits = Traits(step, starts_at_zero, is_pointwise and separable, _entries(step))
+        is_pointwise = is_pointwise and separable and _has_no_places(step, record)
+        traits = Traits(step, starts_at_zero, is_pointwise, _entries(step))
         _refuse_other_numbers(traits, record)
     return traits
 
@@ -273,7 +299,7 @@ def _question_count(step: ClassStep, params: list[Tensor], grads: list[Tensor], 
 
 def _may_change(changed: ChangedConstantError) -> bool:
     """Return whether what has changed is a number, before and after; a tensor of shape () is one."""
-    values = (changed.before, changed.after)
+    values = [value for value in (changed.before, changed.after) if not isinstance(value, Entry)]
     return all(kind_of(value) is not None and (not isinstance(value, Tensor) or value.dim() == 0) for value in values)
 
 
@@ -284,9 +310,9 @@ def _with_change(step: ClassStep, changed: ChangedConstantError) -> ClassStep:
         step = replace(step, changing=step.changing._replace(shared_names=names), _forms={})
         if not _may_change(changed):
             return step
-    kind: Kind = "bool"
+    kind: NumberKind = "bool"
     for value in (changed.before, changed.after):
-        value_kind = kind_of(value)
+        value_kind = "float" if isinstance(value, Entry) else kind_of(value)
         assert value_kind is not None
         kind = wider(kind, "float" if value_kind == "tensor" else value_kind)
     changing = step.changing
@@ -397,14 +423,27 @@ def _reproduces_first_step(step: ClassStep, *, starts_at_zero: bool) -> bool:
 
 
 def _first_state(step: ClassStep, params: list[Tensor], hyper: dict[str, Any], *, starts_at_zero: bool) -> ClassState:
-    return first_state(step, params, hyper, starts_at_zero=starts_at_zero, by_chunks=False)
+    return first_state(step, params, hyper, starts_at_zero=starts_at_zero)
 
 
 def _catches_zero_divisions(cls: type) -> bool:
-    """Return whether the code of a class names `ZeroDivisionError`."""
-    functions = [value for base in cls.__mro__ for value in vars(base).values()]
-    codes = [getattr(inspect.unwrap(function), "__code__", None) for function in functions if callable(function)]
-    return any(code is not None and "ZeroDivisionError" in code.co_names for code in codes)
+    """Return whether the code of a class, or a function of its module, catches a division by 0."""
+    members = [value for base in cls.__mro__ for value in vars(base).values()]
+    module = sys.modules.get(cls.__module__)
+    members += [] if module is None or is_torchs(cls) else list(vars(module).values())
+    for member in members:
+        for function in (member, getattr(member, "__func__", None), getattr(member, "fget", None)):
+            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+            if code is not None and {"ZeroDivisionError", "ArithmeticError"} & {*code.co_names}:
+                return True
+    return False
+
+
+def _has_no_places(step: ClassStep, record: Record) -> bool:
+    """Return whether a step does the same with several parameters as with one: by no index, and by no count of them."""
+    param = record.params[0]
+    alone, several = (operations_on(step, [tuple(param.shape)] * count, param.dtype) for count in (1, 3))
+    return alone is not None and several is not None and {*alone} == {*several}
 
 
 def _entries(step: ClassStep) -> frozenset[str]:
@@ -420,7 +459,7 @@ def _refuse_other_numbers(traits: Traits, record: Record) -> None:
     hyper = step.examples("cpu")
     torch.manual_seed(SEED)
     params = record.params
-    state = first_state(step, params, hyper, starts_at_zero=traits.starts_at_zero, by_chunks=False)
+    state = first_state(step, params, hyper, starts_at_zero=traits.starts_at_zero)
     torch.manual_seed(SEED)
     # Of the way that a parameter has gone: of its size, a wrong step would be little.
     largest_distance = 1e-5 if params[0].dtype == torch.float64 else 1e-3

@@ -103,14 +103,14 @@ class Params:
         self._refuse_slices()
         return self.layout.tree(self.layout.views(self.groups))
 
-    def kinds(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shape and the dtype of every tensor that is there."""
+    def kinds(self) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
+        """Return the shape and the dtype of every tensor that is there, and the number of elements of its group."""
         groups = self.groups
-        kinds: list[tuple[tuple[int, ...], torch.dtype]] = []
+        kinds: list[tuple[tuple[int, ...], torch.dtype, int]] = []
         for slot in self.layout.slots:
             group = groups[slot.group]
             if group is not None:
-                kinds.append((slot.shape, group.dtype))
+                kinds.append((slot.shape, group.dtype, group.numel()))
         return kinds
 
     def placeholders(self) -> Tree:

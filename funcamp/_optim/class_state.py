@@ -69,6 +69,8 @@ class Form(NamedTuple):
 
     leaves: list[dict[str, Any]]
     shared: dict[str, Any]
+    operations: tuple[object, ...] = ()
+    """Those of a first step, in order."""
     is_separable: bool = True
     """Whether nothing that it stores for a parameter depends on another one."""
 
@@ -337,7 +339,8 @@ def entries_of(
             continue
         former = before.get(name)
         # Numbers keep their dtype, and so does torch's counter, which is wider inside of a step.
-        dtype = former.dtype if former is not None and (leaf.kind != "tensor" or name == "step") else None
+        is_counter = leaf.kind != "tensor" or (name == "step" and former is not None and former.dim() == 0)
+        dtype = former.dtype if former is not None and is_counter else None
         tensor = as_tensor(after, leaf.kind, like, dtype)
         is_fraction = leaf.kind in ("int", "bool") and isinstance(after, Number) and not after.is_integral
         if tensor is None or is_fraction:

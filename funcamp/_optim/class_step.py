@@ -37,6 +37,8 @@ class Stepped(NamedTuple):
 
     params: list[Tensor]
     state: ClassState
+    begun: tuple[Tensor, ...] = ()
+    """For each parameter whether a first step has begun its state: 1 or 0; () after a later one."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class ClassStep:
     """Whether it catches `ZeroDivisionError` (`Decisions`)."""
     first_step_differs: bool = False
     """Whether its first step uses another formula than later ones (SGD with momentum and dampening)."""
+    known_beginnings: frozenset[tuple[object, ...]] = frozenset()
+    """The operations of first steps in the trial of the class. A parameter with others begins as if its first step
+    differed, because a class may begin large ones otherwise. Empty in the trial."""
     separable: bool = False
     """Whether the step of each parameter depends on no other, besides what all share, which depends on none."""
     separate: bool = False
@@ -67,6 +72,8 @@ class ClassStep:
     wide: bool = True
     """Whether step counters are float64 inside, on a CPU."""
     _forms: dict[Any, Form] = field(default_factory=dict, compare=False)
+    _places: dict[str, None] = field(default_factory=dict, compare=False)
+    """Where steps have asked, for the error."""
 
     def decisions(
         self, answers: tuple[bool, ...] = (), zeros: frozenset[str] = frozenset(), *, truthful: bool = False
@@ -113,7 +120,8 @@ class ClassStep:
                 flow, step_run = followed(
                     [[param] for param in empty], lambda: self.run(empty, empty, None, hyper, self.decisions())
                 )
-            form = form_of(step_run.held, step_run.first, self.changing)
+            operations = tuple(operation[0] for operation in flow.operations)
+            form = form_of(step_run.held, step_run.first, self.changing)._replace(operations=operations)
             for number, (param, leaf) in enumerate(zip(step_run.params, step_run.held.leaves)):
                 tensors = [param, *[value for value in leaves_of(leaf).values() if isinstance(value, Tensor)]]
                 if any(flow.sources(tensor) - {number} for tensor in tensors):
@@ -149,6 +157,13 @@ class ClassStep:
 
         return along_paths(run, _select_stepped, self.decisions).params
 
+    def begins_otherwise(self, params: list[Tensor]) -> bool:
+        """Return whether the first step of such parameters is, or may be, another formula than later ones."""
+        if self.first_step_differs or not self.known_beginnings:
+            return self.first_step_differs
+        kinds = {(param.shape, param.dtype): param for param in params}
+        return any(self.form([param]).operations not in self.known_beginnings for param in kinds.values())
+
     def is_separable(self, params: list[Tensor]) -> bool:
         """Return whether the step of each parameter depends on no other. A class may treat some shapes together."""
         return self.separable and self.form(params).is_separable
@@ -166,7 +181,11 @@ class ClassStep:
             TypeError: there are too many paths, or what the class keeps changes in another way than in its trial.
         """
         if not (self.separate and self.is_separable(params)):
-            return self._step(params, grads, state, hyper)
+            try:
+                return self._step(params, grads, state, hyper)
+            except TooManyPathsError:
+                if not self.is_separable(params):
+                    raise self._too_many_paths() from None
         with names_for_numbers(self.cls, None):  # once for all
             stepped = [
                 self._step([param], [grad], ClassState([leaf], state.shared), hyper)
@@ -181,11 +200,11 @@ class ClassStep:
         own_state = ClassState(list(map(_own, state.leaves)), _own(state.shared))
         self._check_entries(params, own_state)
         later = self._along_paths(params, grads, own_state, own_state, hyper)
-        if not self.first_step_differs:
+        if not any(APPLIED_ENTRY in entries for entries in (*state.leaves, state.shared)):
             return later
         first = self._along_paths(params, grads, None, own_state, hyper)
         shared = later.state.shared
-        if shared:
+        if APPLIED_ENTRY in state.shared:
             # A parameter may get its first gradient when the others have taken steps.
             group_count = state.shared[APPLIED_ENTRY]
             late_state = ClassState([{} for _ in params], own_state.shared)
@@ -196,13 +215,15 @@ class ClassStep:
         new_params: list[Tensor] = []
         new_leaves: list[Entries] = []
         for index, former in enumerate(state.leaves):
-            count = former[APPLIED_ENTRY]
-            is_first = count == 0
-            new_params.append(_select(is_first, first.params[index], later.params[index]))
-            first_leaf = first.state.leaves[index]
-            leaf = _select_entries(is_first, first_leaf, later.state.leaves[index])
-            # One with momentum 0 leaves the first step of SGD's momentum to come.
-            leaf[APPLIED_ENTRY] = torch.where(is_first, first_leaf[APPLIED_ENTRY], count + 1)
+            new_param, leaf = later.params[index], later.state.leaves[index]
+            if APPLIED_ENTRY in former:
+                count = former[APPLIED_ENTRY]
+                is_first = count == 0
+                new_param = _select(is_first, first.params[index], new_param)
+                leaf = _select_entries(is_first, first.state.leaves[index], leaf)
+                # One with momentum 0 leaves the first step of SGD's momentum to come.
+                leaf[APPLIED_ENTRY] = torch.where(is_first, first.begun[index], count + 1)
+            new_params.append(new_param)
             new_leaves.append(leaf)
         return Stepped(new_params, ClassState(new_leaves, shared))
 
@@ -237,34 +258,35 @@ class ClassStep:
             hyper: the hyperparameters that are tensors.
         """
         form = self.form(params)
-        places: dict[str, None] = {}
 
         def run(decisions: Decisions) -> Stepped:
             step_run = self.run(params, grads, state, hyper, decisions)
-            places.update((question.place, None) for question in decisions.questions)
+            self._places.update((question.place, None) for question in decisions.questions)
             return self._stepped(step_run, form, params, state, like)
 
-        try:
-            return along_paths(run, _select_stepped, self.decisions)
-        except TooManyPathsError:
-            raise TypeError(
-                f"stateless: {self.cls.__name__} cannot be made pure: its step branches on numbers that change in "
-                f"training in more than {LARGEST_PATH_COUNT} ways ({', '.join(places)}); compute with min, max or "
-                "torch.where instead, or use the optimizer in an ordinary loop with funcamp.GradScaler"
-            ) from None
+        return along_paths(run, _select_stepped, self.decisions)
+
+    def _too_many_paths(self) -> TypeError:
+        """Return the error for a step that asks too much."""
+        return TypeError(
+            f"stateless: {self.cls.__name__} cannot be made pure: its step branches on numbers that change in training "
+            f"in more than {LARGEST_PATH_COUNT} ways ({', '.join(self._places)}); compute with min, max or torch.where "
+            "instead, or use the optimizer in an ordinary loop with funcamp.GradScaler"
+        )
 
     def _stepped(
         self, step_run: StepRun, form: Form, params: list[Tensor], state: ClassState | None, like: ClassState
     ) -> Stepped:
         """Return the results of a run as tensors; of a first step also whether it has begun a parameter's state."""
         leaves: list[Entries] = []
+        begun: list[Tensor] = []
         try:
             for index, (held, leaf_form, param) in enumerate(zip(step_run.held.leaves, form.leaves, params)):
                 is_first = state is None or not state.leaves[index]
                 entries = entries_of(held, leaf_form, param, like.leaves[index], is_first=is_first)
-                if is_first and self.first_step_differs:
+                if is_first:
                     has_begun = entries_in(leaf_form).keys() <= leaves_of(held).keys()
-                    entries[APPLIED_ENTRY] = torch.full((), int(has_begun), dtype=torch.int64, device=param.device)
+                    begun.append(torch.full((), int(has_begun), dtype=torch.int64, device=param.device))
                 leaves.append(entries)
             if state is not None:
                 for name, (before, after) in step_run.changed.items():
@@ -273,7 +295,7 @@ class ClassStep:
             shared = entries_of(shared_held, form.shared, params[0], like.shared, is_first=state is None)
         except ChangedConstantError as error:
             raise TypeError(f"stateless: {self.cls.__name__} cannot be made pure: {error}") from error
-        return Stepped(step_run.params, ClassState(leaves, shared))
+        return Stepped(step_run.params, ClassState(leaves, shared), tuple(begun))
 
 
 def _own(entries: Entries) -> Entries:
@@ -285,7 +307,9 @@ def _select_stepped(condition: Tensor, one: Stepped, other: Stepped) -> Stepped:
     """Return the results of one path where a condition is true, else the other's."""
     leaves = [_select_entries(condition, *both) for both in zip(one.state.leaves, other.state.leaves)]
     params = [_select(condition, *both) for both in zip(one.params, other.params)]
-    return Stepped(params, ClassState(leaves, _select_entries(condition, one.state.shared, other.state.shared)))
+    shared = _select_entries(condition, one.state.shared, other.state.shared)
+    begun = tuple([_select(condition, *both) for both in zip(one.begun, other.begun)])
+    return Stepped(params, ClassState(leaves, shared), begun)
 
 
 def _select(condition: Tensor, one: Tensor, other: Tensor) -> Tensor:

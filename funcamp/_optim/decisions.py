@@ -7,6 +7,7 @@ results of the way that the values go.
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -114,16 +115,17 @@ def _place() -> str:
 
 
 def _is_raised_by_class(error: BaseException) -> bool:
-    """Return whether a class's own code raises an error: an assertion, or what Python raises for a division by 0."""
+    """Return whether a class's own code raises an error by `raise` or `assert`, or divides by 0."""
     if isinstance(error, ZeroDivisionError):
         return True
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    if traceback is None or isinstance(error, TooManyPathsError):
+    if traceback is None:
         return False
-    name = traceback.tb_frame.f_code.co_filename
-    return _OPTIMIZERS in name or not name.startswith(_PACKAGES)
+    code = traceback.tb_frame.f_code
+    is_of_class = _OPTIMIZERS in code.co_filename or not code.co_filename.startswith(_PACKAGES)
+    return is_of_class and dis.opname[code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
 
 
 class TooManyPathsError(Exception):

@@ -70,11 +70,11 @@ def _first_state(step: ClassStep, params: list[Tensor], hyper: dict[str, Any], *
     leaves: list[Entries] = []
     for first, held, leaf_form, param in zip(step_run.first.leaves, step_run.held.leaves, form.leaves, params):
         entries = _before(first, held, leaf_form, param, starts_at_zero=starts_at_zero)
-        if step.first_step_differs:
+        if step.begins_otherwise([param]):
             entries[APPLIED_ENTRY] = torch.zeros((), dtype=torch.int64, device=param.device)
         leaves.append(entries)
     shared = _before(step_run.first.shared, step_run.held.shared, form.shared, params[0], starts_at_zero=starts_at_zero)
-    if shared and step.first_step_differs:
+    if shared and any(APPLIED_ENTRY in entries for entries in leaves):
         shared[APPLIED_ENTRY] = torch.zeros((), dtype=torch.int64, device=params[0].device)
     return ClassState(leaves, shared)
 

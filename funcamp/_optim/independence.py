@@ -43,8 +43,10 @@ def flow_of(step: ClassStep, record: Record) -> tuple[bool, bool, bool]:
         decisions = step.decisions((*answers[:number], not answers[number]), truthful=True)
         try:
             other_flow, (other, _) = _followed(step, first.params, grads, state, hyper, decisions)
-        except Exception:  # that side never happens, or only with other numbers
-            continue
+        except Exception as error:
+            if str(error).startswith("stateless:"):
+                raise
+            continue  # that side never happens, or only with other numbers
         draws |= other_flow.draws
         writes_grads |= other_flow.wrote_gradients
         is_pointwise &= other_flow.is_pointwise

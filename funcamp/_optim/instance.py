@@ -204,7 +204,7 @@ def marks(optimizer: torch.optim.Optimizer) -> dict[str, Mark]:
             found[name] = Mark(leaf, (id(leaf), leaf._version))
         elif isinstance(leaf, Number):
             found[name] = Mark(leaf, (Number, leaf.key))
-        elif is_plain(leaf):
+        elif is_plain(leaf) or (isinstance(leaf, (set, frozenset)) and all(map(is_plain, leaf))):
             found[name] = Mark(leaf, (type(leaf), repr(leaf)))
     return found
 

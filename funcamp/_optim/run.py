@@ -281,6 +281,6 @@ def _widened_counter(name: str, value: Tensor) -> Tensor:
     torch.optim takes powers of the step in Python floats, with capturable=True in float32.
     """
     # Not done in `item`, because torch.optim does not call it under torch.compile.
-    if name == "step" and value.device.type == "cpu" and value.is_floating_point():
+    if name == "step" and value.dim() == 0 and value.device.type == "cpu" and value.is_floating_point():
         return value.double()
     return value

@@ -25,6 +25,7 @@ from funcamp._optim.arguments import (
 from funcamp._optim.class_state import ChangedConstantError, ClassState, Entry, kind_of, wider
 from funcamp._optim.class_state import Kind as NumberKind
 from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, nothing
+from funcamp._optim.decisions import TooManyPathsError
 from funcamp._optim.first_state import CHUNK_SIZE, first_state
 from funcamp._optim.hyperparameters import is_dynamic, map_items, without_values
 from funcamp._optim.independence import flow_of, operations_on
@@ -159,6 +160,7 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
             raise TypeError(
                 f"stateless: {name} must be a number, because {cls.__name__} changes it; got a tensor or a schedule"
             )
+        _refuse_caught_errors(cls)
         for name in dynamic:
             _refuse_other_results(step, name)
         step = _with_known_comparisons(step)
@@ -171,6 +173,8 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
         if not (starts_as_recorded or starts_at_zero):
             step = replace(step, first_step_differs=True)
         is_pointwise = is_pointwise and separable and _has_no_places(step, record)
+        if not is_torchs(cls):
+            step = replace(step, known_beginnings=_beginnings(step, record))
         traits = Traits(step, starts_at_zero, is_pointwise, _entries(step))
         _refuse_other_numbers(traits, record)
     return traits
@@ -252,6 +256,8 @@ def _taken_on_every_path(step: ClassStep) -> ClassStep:
     for _ in range(_LARGEST_COUNT_OF_CHANGES):
         try:
             return _on_every_path(step)
+        except TooManyPathsError:
+            raise step._too_many_paths() from None
         except Exception as error:
             changed = error.__cause__
             if isinstance(changed, ChangedConstantError) and (changed.is_shared or _may_change(changed)):
@@ -419,11 +425,27 @@ def _reproduces_first_step(step: ClassStep, *, starts_at_zero: bool) -> bool:
     expected = step._along_paths(inputs.params, inputs.grads, None, state, hyper)
     torch.manual_seed(SEED)
     stepped = step._along_paths(inputs.params, inputs.grads, state, state, hyper)
-    return _are_equal(_tensors(*stepped), _tensors(*expected))
+    return _are_equal(_tensors(stepped.params, stepped.state), _tensors(expected.params, expected.state))
 
 
 def _first_state(step: ClassStep, params: list[Tensor], hyper: dict[str, Any], *, starts_at_zero: bool) -> ClassState:
     return first_state(step, params, hyper, starts_at_zero=starts_at_zero)
+
+
+def _refuse_caught_errors(cls: type) -> None:
+    """Refuse a class that catches what Python's arithmetic raises and a tensor's does not."""
+    for base in cls.__mro__:
+        for function in map(inspect.unwrap, filter(callable, vars(base).values())):
+            code: Any = getattr(function, "__code__", None)
+            if code is None or "math" not in code.co_names or not getattr(code, "co_exceptiontable", None):
+                continue
+            names = sorted({*code.co_names} & {"OverflowError", "ValueError"})
+            if names:
+                raise impure(
+                    cls,
+                    f"its method {code.co_name} may catch {' or '.join(names)} of math, which tensors do not raise; "
+                    "ask with `if` instead",
+                )
 
 
 def _catches_zero_divisions(cls: type) -> bool:
@@ -446,6 +468,12 @@ def _has_no_places(step: ClassStep, record: Record) -> bool:
     return alone is not None and several is not None and {*alone} == {*several}
 
 
+def _beginnings(step: ClassStep, record: Record) -> frozenset[tuple[object, ...]]:
+    """Return the operations of the first steps of the parameters of the trial."""
+    params = [param.to(dtype) for param in record.params for dtype in (torch.float32, record.params[0].dtype)]
+    return frozenset(step.form([param]).operations for param in params)
+
+
 def _entries(step: ClassStep) -> frozenset[str]:
     """Return the names of the entries of a matrix's state."""
     params = _inputs("cpu").params
@@ -464,7 +492,8 @@ def _refuse_other_numbers(traits: Traits, record: Record) -> None:
     # Of the way that a parameter has gone: of its size, a wrong step would be little.
     largest_distance = 1e-5 if params[0].dtype == torch.float64 else 1e-3
     for grads, expected in zip(record.grads, record.results):
-        params, state = step(params, grads, state, hyper)
+        stepped = step(params, grads, state, hyper)
+        params, state = stepped.params, stepped.state
         way = [result - start for result, start in zip(params, record.params)]
         expected_way = [result - start for result, start in zip(expected, record.params)]
         if distance(way, expected_way) > largest_distance:

@@ -68,6 +68,13 @@ class Backward(Event):
 
 
 @dataclass(frozen=True)
+class GradientsTaken(Event):
+    """`torch.autograd.grad` of a scaled loss returned gradients, which the loop unscales itself."""
+
+    scaler: Key
+
+
+@dataclass(frozen=True)
 class OfOptimizer(Event):
     """A call for an optimizer's gradients."""
 

@@ -13,12 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-#: The starts of the names of files that call nothing on their own account: torch's, this library's, Python's.
-_NOT_USERS = (
-    f"{Path(torch.__file__).parent}{os.sep}",
-    f"{Path(__file__).parent.parent}{os.sep}",
-    "<",
-)
+_AUDITOR = f"{Path(__file__).parent}{os.sep}"
+_FUNCAMP = f"{Path(__file__).parent.parent}{os.sep}"
+#: The starts of the names of files that call nothing on their own account: torch's, this library's, code in no file.
+_NOT_USERS = (f"{Path(torch.__file__).parent}{os.sep}", _FUNCAMP, "<")
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 #: Installed packages are below the standard library's folder in some layouts.
 _INSTALLED = ("site-packages", "dist-packages")
@@ -59,9 +57,17 @@ def calling_lines() -> int:
     return hash(tuple((frame.f_code.co_filename, frame.f_lineno) for frame in _user_frames()))
 
 
-def calls_directly(depth: int) -> bool:
-    """Return whether the frame at a depth below the caller is the user's."""
-    return _is_users(sys._getframe(depth + 1).f_code.co_filename)
+def is_called_by_funcamp() -> bool:
+    """Return whether the innermost current line outside of torch is this library's, apart from the auditor."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_FUNCAMP) and not file.startswith(_AUDITOR):
+            return True
+        if _is_users(file):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _user_frames() -> Iterator[FrameType]:

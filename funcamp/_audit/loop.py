@@ -12,14 +12,17 @@ import torch
 from funcamp._audit.events import (
     Backward,
     Cleared,
+    ConstantUsed,
     Event,
     FileLoaded,
     FileSaved,
+    GradientsTaken,
     GradientWritten,
     Halved,
     Key,
     OptimizerLoaded,
     OptimizerMade,
+    Overflowed,
     ScaledLossRead,
     ScaleRead,
     ScalerLoaded,
@@ -123,6 +126,8 @@ class Scaler:
     updates: int = 0
     passes: int = 0
     """Backward passes of losses that it scaled."""
+    taken: int = 0
+    """How often the loop took gradients of its losses by `torch.autograd.grad`."""
     steps: int = 0
     unscaled: set[Key] = field(default_factory=set)
     """The optimizers that were unscaled since the last update."""
@@ -131,6 +136,7 @@ class Scaler:
     reads: Counter[Line] = field(default_factory=Counter)
     """Where its scale was read, and how often."""
     last_read: Line = UNKNOWN
+    """Where its scale was read last since its last update."""
     is_saved: bool = False
     is_loaded: bool = False
 
@@ -170,6 +176,8 @@ class Loop:
         self.optimizer_saved: Line | None = None
         """Where the state of an optimizer was saved to a file."""
         self.has_loaded_file = False
+        self.has_overflowed = False
+        """Whether float16 made inf or NaN in a forward pass."""
         self.stale_loss_read = UNKNOWN
         """Where a scaled loss was read last whose scaler had been updated since."""
         self.halved: dict[Key, Line] = {}
@@ -230,6 +238,10 @@ class Loop:
                 optimizer.cleared = None
 
     @follow.register
+    def _(self, event: GradientsTaken) -> None:
+        self.scaler(event.scaler).taken += 1
+
+    @follow.register
     def _(self, event: Unscaled) -> None:
         self.optimizer(event.optimizer).parameters = event.parameters
         if event.scaler is not None and event.enabled:
@@ -262,6 +274,7 @@ class Loop:
     def _(self, event: Updated) -> None:
         scaler = self.scaler(event.scaler)
         scaler.updates += event.enabled
+        scaler.last_read = UNKNOWN
         scaler.unscaled.clear()
         scaler.stepped.clear()
 
@@ -324,6 +337,10 @@ class Loop:
     @follow.register
     def _(self, _event: FileLoaded) -> None:
         self.has_loaded_file = True
+
+    @follow.register
+    def _(self, _event: Overflowed | ConstantUsed) -> None:
+        self.has_overflowed = True
 
     def _unscale(self, parameters: tuple[Key, ...], line: Line) -> None:
         """Divide the gradients of parameters by the scale."""

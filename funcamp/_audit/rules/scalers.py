@@ -127,8 +127,12 @@ def loss_over_updated_scale(event: ScaleRead | ScaledLossRead, loop: Loop) -> It
     is_note=True,
 )
 def scale_read_each_step(event: Ended, loop: Loop) -> Iterator[Line]:
-    """Read by one line of the user's own about as often as updated."""
+    """Read by one line of the user's own about as often as updated.
+
+    Not two lines, which compare the scale before and after the update, nor a loop that unscales gradients by hand.
+    """
     for scaler in loop.scalers.values():
-        for line, reads in scaler.reads.items():
-            if reads >= max(_READS, 0.9 * scaler.updates) and not line.is_installed:
-                yield line
+        enough = max(_READS, 0.9 * scaler.updates)
+        lines = [line for line, reads in scaler.reads.items() if reads >= enough]
+        if len(lines) == 1 and not lines[0].is_installed and not scaler.taken:
+            yield lines[0]

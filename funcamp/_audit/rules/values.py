@@ -52,6 +52,6 @@ def float16_overflow(event: Overflowed, loop: Loop) -> Iterator[Line]:
     change="check the initialization, the checkpoint and the first batch: torch.isfinite(parameter).all()",
 )
 def not_finite_from_start(event: Backward, loop: Loop) -> Iterator[Line]:
-    """The first backward pass."""
-    if event.not_finite:
+    """The first backward pass, and float16 is not the reason."""
+    if event.not_finite and not loop.has_overflowed:
         yield event.line

@@ -10,15 +10,15 @@ from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
 right = "--right" in sys.argv
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
-for x, y in batches():
+for number, (x, y) in enumerate(batches()):
     optimizer.zero_grad()
     with torch.autocast("cpu", torch.float16):
         loss = mse_loss(model(x), y)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)  # wrong
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    is_too_large = norm.item() > 1e-6
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    is_too_large = number == 2
     if not is_too_large:
         scaler.step(optimizer)
-    if right:
+    if right or not is_too_large:
         scaler.update()

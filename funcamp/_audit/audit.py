@@ -1,0 +1,76 @@
+"""The auditor: it feeds the events of a run to the rules, and collects what they find."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from funcamp._audit.events import Backward, Ended, Event
+from funcamp._audit.lines import UNKNOWN, Line
+from funcamp._audit.loop import Loop
+from funcamp._audit.observer import Observer
+from funcamp._audit.rules import RULES, Rule
+
+
+class Enough(BaseException):
+    """Ends a run that has been watched long enough; a BaseException, so that `except Exception` misses it."""
+
+
+class Finding(NamedTuple):
+    """A mistake, and where it is."""
+
+    rule: Rule
+    line: Line
+    times: int
+
+
+class Auditor:
+    """Watches a run and names its mistakes.
+
+    Args:
+        passes: the number of backward passes to watch; the next one ends the run. None for no end.
+    """
+
+    def __init__(self, passes: int | None = None) -> None:
+        self._passes_left = passes
+        self._has_ended = False
+        self._loop = Loop()
+        self._times: Counter[tuple[str, Line]] = Counter()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context manager: the run is watched."""
+        observer = Observer(self._take)
+        try:
+            with contextlib.suppress(Enough), observer.observing():
+                yield
+        finally:
+            self._check(Ended(UNKNOWN))
+
+    @property
+    def passes(self) -> int:
+        """The number of backward passes that were watched."""
+        return self._loop.passes
+
+    def findings(self) -> list[Finding]:
+        """Return what was found: mistakes before notes, each in the order in which it was first seen."""
+        by_name = {rule.name: rule for rule in RULES}
+        found = [Finding(by_name[name], line, times) for (name, line), times in self._times.items()]
+        return sorted(found, key=lambda finding: finding.rule.is_note)
+
+    def _take(self, event: Event) -> None:
+        """Check an event and follow it; end the run before the first pass that is not watched."""
+        if isinstance(event, Backward) and self._passes_left is not None:
+            self._has_ended |= self._passes_left == 0
+            self._passes_left -= 1
+        if self._has_ended:  # also if the run caught the exception
+            raise Enough
+        self._check(event)
+        self._loop.follow(event)
+
+    def _check(self, event: Event) -> None:
+        for rule in RULES:
+            for line in rule.lines(event, self._loop):
+                self._times[rule.name, line] += 1

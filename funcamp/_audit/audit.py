@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from funcamp._audit.events import Backward, Ended, Event
+from funcamp._audit.events import Backward, Ended, Event, GradientsTaken
 from funcamp._audit.lines import UNKNOWN, Line
 from funcamp._audit.loop import Loop
 from funcamp._audit.observer import Observer
@@ -34,7 +34,9 @@ class Auditor:
     """
 
     def __init__(self, passes: int | None = None) -> None:
-        self._passes_left = passes
+        self._limit = passes
+        self.passes = 0
+        """The number of backward passes that were watched."""
         self._has_ended = False
         self._loop = Loop()
         self._times: Counter[tuple[str, Line]] = Counter()
@@ -49,22 +51,21 @@ class Auditor:
         finally:
             self._check(Ended(UNKNOWN))
 
-    @property
-    def passes(self) -> int:
-        """The number of backward passes that were watched."""
-        return self._loop.passes
-
     def findings(self) -> list[Finding]:
         """Return what was found: mistakes before notes, each in the order in which it was first seen."""
         by_name = {rule.name: rule for rule in RULES}
         found = [Finding(by_name[name], line, times) for (name, line), times in self._times.items()]
         return sorted(found, key=lambda finding: finding.rule.is_note)
 
+    def has_mistakes(self) -> bool:
+        """Return whether something else than a note was found."""
+        return any(not finding.rule.is_note for finding in self.findings())
+
     def _take(self, event: Event) -> None:
         """Check an event and follow it; end the run before the first pass that is not watched."""
-        if isinstance(event, Backward) and self._passes_left is not None:
-            self._has_ended |= self._passes_left == 0
-            self._passes_left -= 1
+        if isinstance(event, (Backward, GradientsTaken)):
+            self._has_ended |= self.passes == self._limit
+            self.passes += not self._has_ended
         if self._has_ended:  # also if the run caught the exception
             raise Enough
         self._check(event)

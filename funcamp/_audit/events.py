@@ -69,9 +69,9 @@ class Backward(Event):
 
 @dataclass(frozen=True)
 class GradientsTaken(Event):
-    """`torch.autograd.grad` of a scaled loss returned gradients, which the loop unscales itself."""
+    """`torch.autograd.grad` was called; if a scaler scaled the loss, the loop unscales the gradients itself."""
 
-    scaler: Key
+    scaler: Key | None
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,8 @@ class Loop:
 
     @follow.register
     def _(self, event: GradientsTaken) -> None:
-        self.scaler(event.scaler).taken += 1
+        if event.scaler is not None:
+            self.scaler(event.scaler).taken += 1
 
     @follow.register
     def _(self, event: Unscaled) -> None:

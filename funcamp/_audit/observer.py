@@ -266,9 +266,9 @@ class Observer:
         return result
 
     def _grad(self, function: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        scaling = read_graph(_tensors_in(outputs), self._scaled).scaling
-        if scaling is not None:
-            self._emit(events.GradientsTaken(calling_line(), scaling.scaler))
+        if _current_node() is None:
+            scaling = read_graph(_tensors_in(outputs), self._scaled).scaling if self._scaled else None
+            self._emit(events.GradientsTaken(calling_line(), None if scaling is None else scaling.scaler))
         return function(outputs, *args, **kwargs)
 
     def _find_not_finite(self, outputs: list[Tensor], leaves: list[Tensor], scaling: Scaling | None) -> str:
@@ -314,7 +314,8 @@ def _classes_from(base: type) -> list[type]:
     """Return a class and all its subclasses."""
     classes = [base]
     for one in classes:
-        classes += [subclass for subclass in one.__subclasses__() if subclass not in classes]
+        subclasses: list[type] = one.__subclasses__()
+        classes += [subclass for subclass in subclasses if subclass not in classes]
     return classes
 
 

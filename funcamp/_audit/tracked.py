@@ -9,15 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcamp import _upstream
 from funcamp._audit.autograd_graph import Scaling
 from funcamp._audit.events import Key
+
+_is_wrapped = _upstream.find("torch._C._functorch.is_functorch_wrapped_tensor")
 
 #: So many scaled losses are remembered, to notice when one is read.
 _LOSSES = 8
 
 
 class Tracked:
-    """What the observer knows of a run's objects. A key is the object's address; the object is kept, so it is unique."""
+    """What the observer knows of a run's objects.
+
+    A key is the object's address. The object is kept, so that no other one gets it.
+    """
 
     def __init__(self) -> None:
         self._objects: dict[Key, Any] = {}
@@ -95,6 +101,6 @@ class Tracked:
 def address_of(tensor: Any) -> int:
     """Return the address of a plain tensor's memory; 0 for any other object."""
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if not is_plain or tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if not is_plain or tensor.device.type == "meta" or _is_wrapped(tensor):
         return 0
     return int(tensor.untyped_storage().data_ptr())

@@ -16,7 +16,7 @@ from funcamp._audit.rules.rule import rule
     effect="a resumed run starts with the first scale: it skips steps again, or loses small gradients for a while",
     change='checkpoint["scaler"] = scaler.state_dict()',
 )
-def checkpoint_without_scaler(event: Ended, loop: Loop) -> Iterator[Line]:
+def checkpoint_without_scaler(_event: Ended, loop: Loop) -> Iterator[Line]:
     """The state of an optimizer was saved, a scaler was updated, and the state of no scaler was taken."""
     scalers = loop.scalers.values()
     is_used = any(scaler.updates for scaler in scalers)

@@ -42,12 +42,12 @@ RULES: list[Rule] = []
 
 
 def rule(
-    *events: type[_E], mistake: str, effect: str, change: str, is_note: bool = False
+    *events: type[Event], mistake: str, effect: str, change: str, is_note: bool = False
 ) -> Callable[[Check[_E]], Check[_E]]:
     """Add a function to the rules; its name becomes the rule's, with hyphens."""
 
     def add(check: Check[_E]) -> Check[_E]:
-        name = check.__name__.replace("_", "-")  # type: ignore[attr-defined]
+        name = check.__name__.replace("_", "-")
         RULES.append(Rule(name, mistake, effect, change, is_note, events, check))
         return check
 

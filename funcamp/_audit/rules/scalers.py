@@ -94,7 +94,7 @@ def model_half_with_scaler(event: OfOptimizer, loop: Loop) -> Iterator[Line]:
     effect="the model runs in float32, as slowly as without autocast; torch advises against backward under autocast",
     change="with torch.autocast(device, torch.float16):  # around the forward pass and the loss only",
 )
-def backward_in_autocast(event: Backward, loop: Loop) -> Iterator[Line]:
+def backward_in_autocast(event: Backward, _loop: Loop) -> Iterator[Line]:
     """Backward under autocast, of a loss without operations of 16 bits."""
     if event.autocast_dtype is not None and not event.dtypes:
         yield event.line
@@ -126,7 +126,7 @@ def loss_over_updated_scale(event: ScaleRead | ScaledLossRead, loop: Loop) -> It
     change="if step % 100 == 0: log(scaler.get_scale())",
     is_note=True,
 )
-def scale_read_each_step(event: Ended, loop: Loop) -> Iterator[Line]:
+def scale_read_each_step(_event: Ended, loop: Loop) -> Iterator[Line]:
     """Read by one line of the user's own about as often as updated.
 
     Not two lines, which compare the scale before and after the update, nor a loop that unscales gradients by hand.

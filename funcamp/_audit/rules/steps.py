@@ -19,7 +19,7 @@ _PASSES = 4
     effect="the parameters never change",
     change="scaler.step(optimizer); scaler.update()  # after backward",
 )
-def scaled_backward_no_step(event: Ended, loop: Loop) -> Iterator[Line]:
+def scaled_backward_no_step(_event: Ended, loop: Loop) -> Iterator[Line]:
     """Several scaled passes, and no step of any optimizer."""
     passes = sum(scaler.passes for scaler in loop.scalers.values())
     if passes >= _PASSES and not loop.steps and loop.last_pass is not None:
@@ -93,7 +93,7 @@ def update_between_steps(event: OfOptimizer, loop: Loop) -> Iterator[Line]:
     effect="its parameters never change",
     change="scaler.step(other_optimizer)  # for each optimizer, before scaler.update",
 )
-def optimizer_not_stepped(event: Ended, loop: Loop) -> Iterator[Line]:
+def optimizer_not_stepped(_event: Ended, loop: Loop) -> Iterator[Line]:
     """No step, although it cleared unused gradients again and again, while others were stepped."""
     others_step = loop.steps >= _PASSES
     for optimizer in loop.optimizers.values():

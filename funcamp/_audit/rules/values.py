@@ -16,7 +16,7 @@ from funcamp._audit.rules.rule import rule
     effect="the constant is inf in float16: a row that is masked completely becomes NaN (or torch raises)",
     change="torch.finfo(scores.dtype).min  # in place of the constant, or scores.float()",
 )
-def constant_beyond_float16(event: ConstantUsed, loop: Loop) -> Iterator[Line]:
+def constant_beyond_float16(event: ConstantUsed, _loop: Loop) -> Iterator[Line]:
     """Too large."""
     if abs(event.value) > 1:
         yield event.line
@@ -28,7 +28,7 @@ def constant_beyond_float16(event: ConstantUsed, loop: Loop) -> Iterator[Line]:
     effect="the epsilon is zero in float16: a division by it makes inf and NaN",
     change="x.float() + epsilon  # or an epsilon of 1e-4",
 )
-def epsilon_below_float16(event: ConstantUsed, loop: Loop) -> Iterator[Line]:
+def epsilon_below_float16(event: ConstantUsed, _loop: Loop) -> Iterator[Line]:
     """Too small."""
     if abs(event.value) < 1:
         yield event.line
@@ -40,7 +40,7 @@ def epsilon_below_float16(event: ConstantUsed, loop: Loop) -> Iterator[Line]:
     effect="the loss is inf or NaN at every scale: each step is skipped, and the scale falls to zero",
     change="x.float()  # before the operation",
 )
-def float16_overflow(event: Overflowed, loop: Loop) -> Iterator[Line]:
+def float16_overflow(event: Overflowed, _loop: Loop) -> Iterator[Line]:
     """Made inf or NaN of finite numbers."""
     yield event.line
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,3 +24,9 @@ def batches(count: int = 6) -> Iterator[tuple[Tensor, Tensor]]:
     for _ in range(count):
         x = torch.randn(3, 4)
         yield x, x.sum(1, keepdim=True)
+
+
+def one_process() -> None:
+    """Start a process group of one process."""
+    distributed: Any = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

@@ -5,13 +5,12 @@ import sys
 import torch
 from torch.nn.functional import mse_loss
 
-from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.auditor.loops.parts import batches, model_and_optimizer, one_process, scaler_of
 
 right = "--right" in sys.argv
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
-store = torch.distributed.HashStore()
-torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+one_process()
 for x, y in batches():
     optimizer.zero_grad()
     with torch.autocast("cpu", torch.float16):

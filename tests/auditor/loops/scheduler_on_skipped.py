@@ -11,7 +11,7 @@ right = "--right" in sys.argv
 model, optimizer = model_and_optimizer()
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
-applied = []
+applied: list[bool] = []
 optimizer.register_step_post_hook(lambda *_: applied.append(True))
 for x, y in batches():
     optimizer.zero_grad()

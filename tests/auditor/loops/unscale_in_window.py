@@ -1,5 +1,6 @@
 """Unscales after each micro-batch: the next one adds scaled gradients to unscaled ones."""
 
+import contextlib
 import sys
 
 import torch
@@ -16,10 +17,8 @@ for number, (x, y) in enumerate(batches()):
     scaler.scale(loss / 2).backward()
     ends_window = number % 2 == 1
     if ends_window or not right:
-        try:
+        with contextlib.suppress(RuntimeError):  # "already been called"
             scaler.unscale_(optimizer)  # wrong
-        except RuntimeError:  # "already been called"
-            pass
     if ends_window:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)

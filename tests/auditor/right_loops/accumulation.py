@@ -7,7 +7,7 @@ from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
-for epoch in range(2):
+for _ in range(2):
     for number, (x, y) in enumerate(batches(7)):
         with torch.autocast("cpu", torch.float16):
             loss = mse_loss(model(x), y) / 3

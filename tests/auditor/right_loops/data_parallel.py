@@ -5,10 +5,9 @@ import contextlib
 import torch
 from torch.nn.functional import mse_loss
 
-from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.auditor.loops.parts import batches, model_and_optimizer, one_process, scaler_of
 
-store = torch.distributed.HashStore()
-torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+one_process()
 plain_model, optimizer = model_and_optimizer()
 model = torch.nn.parallel.DistributedDataParallel(plain_model)
 scaler = scaler_of()

@@ -5,7 +5,7 @@ from torch.nn.functional import mse_loss
 
 from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
 
-for fold in range(3):
+for _ in range(3):
     model, optimizer = model_and_optimizer()
     scaler = scaler_of()
     for x, y in batches(3):

@@ -1,7 +1,6 @@
 """A GAN with a scaler for each player, and five steps of the critic for one of the generator."""
 
 import torch
-from torch.nn.functional import mse_loss
 
 from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
 

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import mse_loss
 
-from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.auditor.loops.parts import batches, model_and_optimizer
 
 model, optimizer = model_and_optimizer()
 scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=3)

@@ -19,8 +19,8 @@ for _ in range(2):
         scaler.step(optimizer)
         scaler.update()
     file.seek(0)
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    torch.save({name: part.state_dict() for name, part in parts.items()}, file)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+    torch.save(saved, file)
     file.seek(0)
     loaded = torch.load(file)
     model, optimizer = model_and_optimizer()

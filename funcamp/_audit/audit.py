@@ -38,7 +38,8 @@ class Auditor:
         self.passes = 0
         """The number of backward passes that were watched."""
         self._has_ended = False
-        self._loop = Loop()
+        self.loop = Loop()
+        """The state after the last event."""
         self._times: Counter[tuple[str, Line]] = Counter()
 
     @contextlib.contextmanager
@@ -69,9 +70,9 @@ class Auditor:
         if self._has_ended:  # also if the run caught the exception
             raise Enough
         self._check(event)
-        self._loop.follow(event)
+        self.loop.follow(event)
 
     def _check(self, event: Event) -> None:
         for rule in RULES:
-            for line in rule.lines(event, self._loop):
+            for line in rule.lines(event, self.loop):
                 self._times[rule.name, line] += 1

@@ -126,7 +126,7 @@ class ScaleRead(Event):
 
 @dataclass(frozen=True)
 class ScaledLossRead(Event):
-    """The value of a scaled loss was read on the host."""
+    """A scaled loss was read on the host, or divided."""
 
     scaler: Key
     updates: int
@@ -142,7 +142,7 @@ class OfGradients(Event):
 
 @dataclass(frozen=True)
 class Clipped(OfGradients):
-    """Gradients were clipped by a function of torch."""
+    """Gradients were clipped, by a function of torch or by the loop itself."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,12 @@ _READS |= {"_local_scalar_dense", "square", "dot", "histc"}
 _MAGNITUDES = {"abs", "_foreach_abs"}
 _WRITES = {"mul_", "div_", "copy_", "_foreach_mul_", "_foreach_div_", "_foreach_copy_"}
 _WRITES |= {"_amp_foreach_non_finite_check_and_unscale_"}
+_CLIPS = {"clamp_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
 _ZEROS = {"zero_", "_foreach_zero_"}
-_OF_GRADIENTS = _READS | _MAGNITUDES | _WRITES | _ZEROS
+_OF_GRADIENTS = _READS | _MAGNITUDES | _WRITES | _CLIPS | _ZEROS
+
+#: Operations that read a loss, or divide it.
+_OF_LOSSES = {"_local_scalar_dense", "div", "mul"}
 
 #: Operations whose result has their constant, with a float16 tensor.
 _WITH_CONSTANT = {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "masked_fill", "masked_fill_", "where"}
@@ -70,19 +74,23 @@ class Operations(_Mode):
         if name in _RAISING:
             self._find_constant(name, args)
         result = func(*args, **keywords)
+        if name in _OF_LOSSES:
+            self._find_loss(args[0])
         if name in _OF_GRADIENTS:
             self._find_gradients(name, args, result)
         if isinstance(result, Tensor) and result.dtype == torch.float16:
             self._find_misfits(name, args, result)
         return result
 
+    def _find_loss(self, tensor: Any) -> None:
+        """Report a scaled loss that is read or divided."""
+        scaling = self._tracked.scaling_of(tensor)
+        if scaling is not None:
+            self._emit(events.ScaledLossRead(calling_line(), scaling.scaler, scaling.updates))
+
     def _find_gradients(self, name: str, args: Any, result: Any) -> None:
-        """Report what an operation does with gradients, or with a scaled loss."""
+        """Report what an operation does with gradients."""
         tensors = _tensors_in(args)
-        if name == "_local_scalar_dense":
-            scaling = self._tracked.scaling_of(args[0])
-            if scaling is not None:
-                self._emit(events.ScaledLossRead(calling_line(), scaling.scaler, scaling.updates))
         keys = self._tracked.gradients_among(tensors[:1] if name.endswith("_") and name[0] != "_" else tensors)
         if not keys:
             return
@@ -91,6 +99,8 @@ class Operations(_Mode):
                 self._tracked.keep_magnitude(magnitude, key)
         elif name in _READS:
             self._emit(events.GradientRead(calling_line(), keys))
+        elif name in _CLIPS:
+            self._emit(events.Clipped(calling_line(), keys))
         elif name in _ZEROS:
             self._emit(events.Cleared(calling_line(), keys, None))
         else:

@@ -62,6 +62,20 @@ def unscale_twice(event: Unscaled, loop: Loop) -> Iterator[Line]:
 
 @rule(
     StepCalled,
+    mistake="unscale_ is called, and another backward pass replaces the gradients before scaler.step (SAM)",
+    effect="scaler.step does not unscale twice: the step is too long by the factor of the scale, and inf is not seen",
+    change="scaler.update()  # before the second scaler.scale(loss).backward()",
+)
+def backward_after_unscale(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """Stepped by a scaler that takes the gradients for unscaled, and they are scaled."""
+    if event.scaler is None or event.optimizer not in loop.scaler(event.scaler).unscaled:
+        return
+    gradients = loop.present(event.parameters)
+    yield from {gradient.line for gradient in gradients if gradient.condition is Condition.SCALED}
+
+
+@rule(
+    StepCalled,
     mistake="optimizer.step() is called on scaled gradients",
     effect="the step is too long by the factor of the scale (with Adam: epsilon means nothing), and inf is not skipped",
     change="scaler.step(optimizer); scaler.update()",

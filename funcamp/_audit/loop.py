@@ -276,6 +276,7 @@ class Loop:
         scaler = self.scaler(event.scaler)
         scaler.updates += event.enabled
         scaler.last_read = UNKNOWN
+        self.stale_loss_read = UNKNOWN
         scaler.unscaled.clear()
         scaler.stepped.clear()
 

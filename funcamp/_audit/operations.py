@@ -36,11 +36,11 @@ _OF_GRADIENTS = _READS | _MAGNITUDES | _WRITES | _CLIPS | _ZEROS
 _OF_LOSSES = {"_local_scalar_dense", "div", "mul"}
 
 #: Operations whose result has their constant, with a float16 tensor.
-_WITH_CONSTANT = {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "masked_fill", "masked_fill_", "where"}
+_WITH_CONSTANT = {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "scalar_tensor"}
 #: Those of an epsilon.
 _WITH_EPSILON = {"add", "add_", "clamp_min", "clamp_min_", "clamp", "clamp_"}
 #: Those that raise for a constant beyond float16.
-_RAISING = {"masked_fill", "masked_fill_"}
+_RAISING = {"masked_fill", "masked_fill_", "fill_", "full", "full_like", "new_full"}
 #: Half of the smallest float16 number; what is not larger rounds to zero.
 _EPSILON = 2.0**-25
 _LARGEST = torch.finfo(torch.float16).max
@@ -71,7 +71,7 @@ class Operations(_Mode):
         if self._is_quiet() or _current_node() is not None:
             return func(*args, **keywords)
         name = func._schema.name.split("::")[1]
-        if name in _RAISING:
+        if name in _RAISING and _is_float16(args, keywords):
             self._find_constant(name, args)
         result = func(*args, **keywords)
         if name in _OF_LOSSES:
@@ -115,7 +115,7 @@ class Operations(_Mode):
                     return
         if all_finite(result):
             return
-        if name not in _RAISING and name in _WITH_CONSTANT and self._find_constant(name, args):
+        if name in _WITH_CONSTANT and self._find_constant(name, args):
             return
         inputs = [one for one in _tensors_in(args) if one.is_floating_point()]
         makes_inf = not name.startswith(_NO_OVERFLOWS) and bool(inputs) and all(map(math.isfinite, _numbers_in(args)))
@@ -126,9 +126,8 @@ class Operations(_Mode):
 
     def _find_constant(self, name: str, args: Any) -> bool:
         """Report a constant beyond float16, and return whether there is one."""
-        is_half = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float16
         for value in _numbers_in(args):
-            if is_half and _LARGEST < abs(value) < math.inf:
+            if _LARGEST < abs(value) < math.inf:
                 self._emit(events.ConstantUsed(calling_line(), name, value))
                 return True
         return False
@@ -142,6 +141,14 @@ def all_finite(tensor: Tensor) -> bool:
         return True
     with _without_modes(), torch.no_grad():
         return bool(torch.isfinite(tensor).all())
+
+
+def _is_float16(args: Any, keywords: Any) -> bool:
+    """Return whether the result of an operation that fills will be float16."""
+    dtype = keywords.get("dtype")
+    if dtype is None and args and isinstance(args[0], Tensor):
+        dtype = args[0].dtype
+    return bool(dtype == torch.float16)
 
 
 def _is_cast_mask(name: str, result: Tensor) -> bool:

@@ -24,6 +24,8 @@ class Finding(NamedTuple):
     rule: Rule
     line: Line
     times: int
+    detail: str = ""
+    """What the first event adds, such as the operation and the range of its inputs."""
 
 
 class Auditor:
@@ -41,6 +43,7 @@ class Auditor:
         self.loop = Loop()
         """The state after the last event."""
         self._times: Counter[tuple[str, Line]] = Counter()
+        self._details: dict[tuple[str, Line], str] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -55,7 +58,10 @@ class Auditor:
     def findings(self) -> list[Finding]:
         """Return what was found: mistakes before notes, each in the order in which it was first seen."""
         by_name = {rule.name: rule for rule in RULES}
-        found = [Finding(by_name[name], line, times) for (name, line), times in self._times.items()]
+        found = [
+            Finding(by_name[name], line, times, self._details[name, line])
+            for (name, line), times in self._times.items()
+        ]
         return sorted(found, key=lambda finding: finding.rule.is_note)
 
     def has_mistakes(self) -> bool:
@@ -76,3 +82,4 @@ class Auditor:
         for rule in RULES:
             for line in rule.lines(event, self.loop):
                 self._times[rule.name, line] += 1
+                self._details.setdefault((rule.name, line), event.detail)

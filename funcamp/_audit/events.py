@@ -31,6 +31,11 @@ class Event:
     line: Line
     """The line that called it."""
 
+    @property
+    def detail(self) -> str:
+        """What a finding adds about this event; mostly nothing."""
+        return ""
+
 
 @dataclass(frozen=True)
 class ScalerMade(Event):
@@ -65,6 +70,11 @@ class Backward(Event):
     """A number that stands for the lines of all calling functions."""
     not_finite: str
     """What was not finite in the first pass of a run before any step: "loss", "parameter" or ""."""
+
+    @property
+    def detail(self) -> str:
+        """What was not finite."""
+        return f"the first {self.not_finite} is not finite" if self.not_finite else ""
 
 
 @dataclass(frozen=True)
@@ -221,12 +231,24 @@ class ConstantUsed(Event):
     operation: str
     value: float
 
+    @property
+    def detail(self) -> str:
+        """The operation and its number."""
+        return f"{self.operation} with {self.value:g}"
+
 
 @dataclass(frozen=True)
 class Overflowed(Event):
     """A float16 operation of the forward pass made inf or NaN of finite numbers."""
 
     operation: str
+    largest: float
+    """The largest magnitude of its inputs."""
+
+    @property
+    def detail(self) -> str:
+        """The operation and the range of its inputs."""
+        return f"{self.operation} of numbers up to {self.largest:.4g}; float16 ends at 65504"
 
 
 @dataclass(frozen=True)

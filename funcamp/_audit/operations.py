@@ -122,7 +122,7 @@ class Operations(_Mode):
         if not makes_inf or not all(map(all_finite, inputs)) or _is_cast_mask(name, result):
             return
         if not is_called_by_funcamp():  # a step of funcamp scales and casts, and reports what overflows
-            self._emit(events.Overflowed(calling_line(), name))
+            self._emit(events.Overflowed(calling_line(), name, max(map(_largest, inputs))))
 
     def _find_constant(self, name: str, args: Any) -> bool:
         """Report a constant beyond float16, and return whether there is one."""
@@ -141,6 +141,14 @@ def all_finite(tensor: Tensor) -> bool:
         return True
     with _without_modes(), torch.no_grad():
         return bool(torch.isfinite(tensor).all())
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest magnitude of a tensor's numbers."""
+    if not tensor.numel():
+        return 0.0
+    with _without_modes(), torch.no_grad():
+        return tensor.abs().max().item()
 
 
 def _is_float16(args: Any, keywords: Any) -> bool:

@@ -32,7 +32,7 @@ def _sentences(finding: Finding) -> list[str]:
     kind = "note: " if rule.is_note else ""
     return [
         f"{finding.line}, {_counted(finding.times, 'time')}: {finding.line.text}",
-        f"{kind}{rule.mistake}",
+        f"{kind}{rule.mistake}{f' ({finding.detail})' if finding.detail else ''}",
         f"effect: {rule.effect}",
         f"change: {rule.change}",
     ]
@@ -66,6 +66,7 @@ def rows(auditor: Auditor) -> list[dict[str, Any]]:
             "line": finding.line.number,
             "text": finding.line.text,
             "times": finding.times,
+            "detail": finding.detail,
             "note": finding.rule.is_note,
             "mistake": finding.rule.mistake,
             "effect": finding.rule.effect,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from funcamp.__main__ import main
 from funcamp._audit.audit import Auditor
-from tests.auditor.test_loops import LOOPS
+from tests.auditor.test_loops import LOOPS, watch
 
 CLIPS = LOOPS["clip-before-unscale"]
 READS = LOOPS["scale-read-each-step"]
@@ -75,6 +76,31 @@ def test_a_mistake_is_printed_although_torch_raises(tmp_path: Path, capsys: pyte
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
         main(["report", "--out", str(tmp_path), str(LOOPS["update-twice"])])
     assert "update-twice" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_the_traceback_has_no_line_of_the_auditor(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "funcamp", "report", "--out", str(tmp_path), str(LOOPS["update-twice"])]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    files = re.findall(r'File "(.*)", line', ran.stderr)
+    assert ran.returncode == 1
+    assert files[0] == str(LOOPS["update-twice"])
+    assert files[1].endswith("grad_scaler.py")
+    assert len(files) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "detail"),
+    [
+        ("float16-overflow", r"mul of numbers up to [\d.e+]+; float16 ends at 65504"),
+        ("constant-beyond-float16", r"mul with -1e\+09"),
+        ("epsilon-below-float16", "add with 1e-08"),
+        ("not-finite-from-start", "the first parameter is not finite"),
+    ],
+)
+def test_a_finding_says_what_the_numbers_were(name: str, detail: str) -> None:
+    (finding,) = watch(LOOPS[name]).findings()
+    assert re.fullmatch(detail, finding.detail)
 
 
 def test_the_script_ends_before_the_pass_that_is_not_watched(

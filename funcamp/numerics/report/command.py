@@ -151,9 +151,19 @@ def from_the_script(trace: TracebackType | None, error: BaseException) -> Traceb
     return None if isinstance(error, SyntaxError) else trace
 
 
+def without_auditor(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of the auditor, through which the script's calls go."""
+    folder = str(Path(render.__file__).parent) + os.sep
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(folder):
+        trace = trace.tb_next
+    if trace is not None:
+        trace.tb_next = without_auditor(trace.tb_next)
+    return trace
+
+
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error without the frames that lead to the script."""
-    trace = from_the_script(trace, error)
+    trace = without_auditor(from_the_script(trace, error))
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 

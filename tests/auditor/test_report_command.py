@@ -72,6 +72,12 @@ def test_a_module_is_run_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "clip-before-unscale" in capsys.readouterr().out
 
 
+def test_an_exported_notebook_is_run(tmp_path: Path) -> None:
+    script = tmp_path / "notebook.py"
+    script.write_text(f"get_ipython().run_line_magic('matplotlib', 'inline')\n{CLIPS.read_text()}")
+    assert main(["report", "--strict", "--out", str(tmp_path), str(script)]) == 1
+
+
 def test_a_mistake_is_printed_although_torch_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
         main(["report", "--out", str(tmp_path), str(LOOPS["update-twice"])])

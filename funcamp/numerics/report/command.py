@@ -48,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss-scale", type=float, help="factor of the loss, if no scaler or step scales it")
 
 
+class _NoIPython:
+    """Stands for IPython in a notebook that was exported as a script: its magics do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
 class _Run(NamedTuple):
     """What came of a run."""
 
@@ -126,7 +133,7 @@ def _record(parser: argparse.ArgumentParser, args: argparse.Namespace, script_ar
             if args.is_module:
                 runpy.run_module(args.target, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(str(script), run_name="__main__")
+                runpy.run_path(str(script), _exported_names(script), run_name="__main__")
     except BaseException as error:
         if not recorder.seen_backward:
             raise
@@ -165,6 +172,12 @@ def excepthook(kind: type[BaseException], error: BaseException, trace: Traceback
     """Print an error without the frames that lead to the script."""
     trace = without_auditor(from_the_script(trace, error))
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+def _exported_names(script: Path) -> dict[str, Any]:
+    """Return the names that an exported notebook expects; none for any other script."""
+    is_notebook = "get_ipython()" in script.read_text(encoding="utf-8", errors="replace")
+    return {"get_ipython": _NoIPython} if is_notebook else {}
 
 
 def _search_path(script: Path) -> list[str]:

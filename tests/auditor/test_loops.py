@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from funcamp._audit.audit import Auditor
 from funcamp._audit.rules import RULES
+from tests.support.helpers import assert_same
 
 FOLDER = Path(__file__).parent
 LOOPS = {path.stem.replace("_", "-"): path for path in sorted((FOLDER / "loops").glob("[!_]*.py"))}
@@ -61,6 +63,21 @@ def test_the_right_twin_has_no_finding(name: str) -> None:
     auditor = watch(LOOPS[name], "--right")
     assert auditor.passes >= 6
     assert auditor.findings() == []
+
+
+def trained(path: Path, *, audited: bool) -> list[torch.Tensor]:
+    """The parameters after a script, with or without the auditor."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(sys, "argv", [str(path)])
+        if audited:
+            stack.enter_context(Auditor().watching())
+        names = runpy.run_path(str(path), run_name="__main__")
+    return list(names["model"].parameters())
+
+
+@pytest.mark.parametrize("name", ["typical", "accumulation", "gradient_penalty", "funcamp_scaler", "plain"])
+def test_the_auditor_changes_no_number(name: str) -> None:
+    assert_same(trained(RIGHT[name], audited=True), trained(RIGHT[name], audited=False))
 
 
 @pytest.mark.parametrize("name", RIGHT)

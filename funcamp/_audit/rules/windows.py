@@ -53,8 +53,8 @@ def gradients_not_cleared(event: StepCalled, loop: Loop) -> Iterator[Line]:
 
 @rule(
     StepCalled,
-    mistake="scaler.update is called within a window",
-    effect="gradients of two scales are added: the micro-batches have different weights whenever the scale changes",
+    mistake="gradients of two scales are added: scaler.update is called within a window, or two scalers are used",
+    effect="one scale divides both: the micro-batches have different weights whenever the scale changes",
     change="if the window ends: scaler.step(optimizer); scaler.update()",
 )
 def update_in_window(event: StepCalled, loop: Loop) -> Iterator[Line]:

@@ -42,6 +42,7 @@ LAYERS = [
     "presets",
     "distributed",
     "float8",
+    "_audit",
     "numerics",
     "_verify",
     "_doctor",

@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import OptState as Stage
 
 from funcamp import _tree, _upstream
 from funcamp._amp.arguments import checked_device, checked_numbers, without_scale
+from funcamp._amp.nonfinite import describe_nonfinite
 from funcamp._amp.undo import (
     Flags,
     combine_flags,
@@ -32,6 +33,7 @@ from funcamp._check import boolean
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.precision import reciprocal
 from funcamp._scaler.rules import TORCH_RULE
+from funcamp._scaler.skips_in_a_row import SkipsInARow
 from funcamp._scaler.state import RuleState, ScalerState, tensors_of, with_counters
 from funcamp._scaler.state_dict import saved_count, saved_counters, saved_scale
 from funcamp._scaler.update import update
@@ -130,6 +132,7 @@ class GradScaler(torch.amp.GradScaler):
             enabled = False
         super().__init__(device, *numbers, enabled=enabled)
         self._skip = skip
+        self._skips = _skips_in_a_row()
         self._allow_fp16 = allow_fp16
         prepare_for_compile()
         if enabled:
@@ -198,6 +201,9 @@ class GradScaler(torch.amp.GradScaler):
         Pass a closure by position; it is not called in a skipped step. Its gradients are used as they are, so `scale`
         warns if it is called in it. Those of a fused optimizer are divided by the scale, unless `unscale_` was called,
         and are not checked.
+
+        If the flag is read, 20 skipped steps in a row give one warning, which names the first parameter whose gradient
+        is not finite.
 
         Returns the result of `optimizer.step(*args, **kwargs)`, or None if it was not called or is compiled.
 
@@ -360,7 +366,7 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def __setstate__(self, state: StateDict) -> None:
-        super().__setstate__(state)
+        super().__setstate__({"_skips": _skips_in_a_row()} | state)  # an older one has none
         prepare_for_compile()  # an unpickled scaler may be the first of its process
 
     # Overrides of methods that torch's class provides for subclasses, some with torch's own code: Dynamo does not trace
@@ -411,7 +417,9 @@ class GradScaler(torch.amp.GradScaler):
             )
         has_closure = _has_argument(args, kwargs)
         if self._reads_flag(optimizer, flags, has_closure):
-            return None if read_any(flags) else optimizer.step(*args, **kwargs)
+            is_skipped = read_any(flags)
+            self._skips.note(id(optimizer), skipped=is_skipped, describe=lambda: describe_nonfinite(optimizer))
+            return None if is_skipped else optimizer.step(*args, **kwargs)
         reason = "step is given a closure, which a skipped step must not call" if has_closure else None
         return select(optimizer, flags, lambda: optimizer.step(*args, **kwargs), reason)
 
@@ -497,6 +505,10 @@ class GradScaler(torch.amp.GradScaler):
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
         self._counters = tensors_of(self._init_counters, dev)
+
+
+def _skips_in_a_row() -> SkipsInARow:
+    return SkipsInARow("GradScaler.step", depth=3)
 
 
 def _has_argument(args: Args, kwargs: Kwargs) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import integer
+from funcamp._scaler.skips_in_a_row import SkipsInARow
 from funcamp._types import Tree
 
 
@@ -29,6 +30,8 @@ class MetricReader:
     `put` starts the copies into pinned memory and returns. `ready` returns what has arrived. `drain` waits for the
     rest. On a CPU everything arrives at once.
 
+    Metrics of a step (`Metrics`, or its `to_dict()`) that 20 steps in a row were skipped give one warning.
+
     Args:
         limit: maximum number in flight; a further `put` waits for the oldest, so that none is lost.
 
@@ -47,6 +50,7 @@ class MetricReader:
         self._limit = integer("MetricReader", "limit", limit, 1)
         self._pending: deque[_InFlight] = deque()
         self._arrived: list[Tree] = []
+        self._skips = SkipsInARow("MetricReader", depth=3)
 
     def __len__(self) -> int:
         return len(self._pending) + len(self._arrived)
@@ -88,7 +92,42 @@ class MetricReader:
             for event in oldest.arrivals:
                 event.synchronize()
         values = [leaf.item() if isinstance(leaf, Tensor) and not leaf.dim() else leaf for leaf in oldest.copies]
-        self._arrived.append(_tree.unflatten(values, oldest.spec))
+        metrics = _tree.unflatten(values, oldest.spec)
+        self._note_skips(metrics)
+        self._arrived.append(metrics)
+
+    def _note_skips(self, metrics: Tree) -> None:
+        """Warn if these are a step's metrics, and of one skipped step too many."""
+        count = _entry(metrics, "consecutive_skips")
+        if isinstance(count, int):
+            self._skips.warn(count, lambda: _describe_skip(metrics))
+
+
+def _entry(metrics: Tree, name: str) -> object:
+    """Return an entry of a step's metrics, or of the dict of them; None if there is none."""
+    return metrics.get(name) if isinstance(metrics, dict) else getattr(metrics, name, None)
+
+
+def _describe_skip(metrics: Tree) -> str:
+    """Return what is known of the gradients of a skipped step."""
+    for name, flags in _observed(metrics).items():
+        is_flags = isinstance(flags, Tensor) and flags.dim() == 1
+        bad = [index for index, flag in enumerate(flags.tolist()) if flag] if is_flags else []
+        if bad:
+            return f"observed[{name!r}] flags leaf {bad[0]} first, which is funcamp.leaf_names(params)[{bad[0]}]"
+    return (
+        f"the loss is {_entry(metrics, 'loss')}, and a gradient is inf or NaN; "
+        'make_train_step(observe={"bad": funcamp.found_inf_by_leaf}) finds which'
+    )
+
+
+def _observed(metrics: Tree) -> dict[str, Any]:
+    """Return what a step observes, of its metrics or of the dict of them."""
+    if isinstance(metrics, dict):
+        prefix = "observed/"
+        return {name.removeprefix(prefix): value for name, value in metrics.items() if str(name).startswith(prefix)}
+    observed = _entry(metrics, "observed")
+    return observed if isinstance(observed, dict) else {}
 
 
 def _on_device(leaf: Tensor) -> bool:

@@ -121,6 +121,7 @@ KEPT_GROUP = Defect((2, 11), None)
 
 #: Every private name of torch that `find` looks up, and what does not work without it.
 PRIVATE = {
+    "torch._C._DisableTorchDispatch": "python -m funcamp report does not work",
     "torch._C._ExcludeDispatchKeyGuard": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
     "torch._C._are_functorch_transforms_active": "a custom_function whose forward takes ctx is refused by torch.func",
     "torch._C._cuda_endAllocateToPool": "after a capture that failed no other step can be captured in this process",

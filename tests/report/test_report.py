@@ -388,7 +388,8 @@ def one_step():
 def test_command_records_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    assert main(["report", "--out", str(tmp_path / "out"), "--first", "2", str(script), "--", "--flag", "7"]) == 0
+    options = ["--out", str(tmp_path / "out"), "--first", "2", "--watch", "2"]
+    assert main(["report", *options, str(script), "--", "--flag", "7"]) == 0
     said = capsys.readouterr().out
     assert "began ['--flag', '7']" in said
     assert "ended" not in said
@@ -488,6 +489,7 @@ def test_command_runs_a_callable(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--first", "0", "x.py"], "--first must be 1 or more"),
         (["no.such.module:f"], "target must name a module"),
         (["x.py", "--flag"], "unrecognized arguments: --flag"),
+        (["--watch", "0", "x.py"], "--watch must be 1 or more"),
         (["--loss-scale", "-1", "x.py"], "--loss-scale must be a positive number"),
     ],
 )

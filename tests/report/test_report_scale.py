@@ -421,7 +421,7 @@ print("ended")
 def test_command_finds_the_scale_of_a_step(own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    assert main(["report", "--out", str(tmp_path / "out"), str(script), "--", *own]) == 1
+    assert main(["report", "--watch", "1", "--out", str(tmp_path / "out"), str(script), "--", *own]) == 1
     said = capsys.readouterr().out
     assert "ended" not in said
     assert "Loss scale in this run: 16777216 (2^24)." in said

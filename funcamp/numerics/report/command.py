@@ -1,20 +1,24 @@
-"""`python -m funcamp report`: a numerics report of a script, or of a callable in a file or module."""
+"""`python -m funcamp report`: the mistakes of a loop, and a numerics report, of a script, a module or a callable."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
+import json
 import os
 import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from funcamp._audit import render
+from funcamp._audit.audit import Auditor
 from funcamp._types import name_of
 from funcamp._upstream.replaced import replaced
 from funcamp.numerics.formats import DTYPES
@@ -28,19 +32,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.usage = "python -m funcamp report [options] target [-- the script's own arguments]"
     parser.add_argument("target", help="script.py, or script.py:callable, or package.module:callable")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="the target is a module, as for python -m")
     parser.add_argument("--out", type=Path, default=Path("numerics"), help="folder for report.txt, .png and .html")
     parser.add_argument("--dtype", choices=_FORMATS, default="float16", help="the format whose limits are reported")
     parser.add_argument("--first", type=int, default=1, help="the first backward pass to record, counted from 1")
-    parser.add_argument("--passes", type=int, default=1, help="number of passes to record; the script ends after them")
+    parser.add_argument("--passes", type=int, default=1, help="number of passes to record")
+    parser.add_argument(
+        "--watch",
+        type=int,
+        default=100,
+        help="backward passes in which mistakes are looked for; the script ends before the next (default: 100)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--strict", action="store_true", help="return 1 if the loop has a mistake, for CI")
     parser.add_argument("--loss-scale", type=float, help="factor of the loss, if no scaler or step scales it")
 
 
-def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_arguments: list[str]) -> int:
-    """Record, write the files and print the main results; return 1 if something became inf or NaN.
+class _NoIPython:
+    """Stands for IPython in a notebook that was exported as a script: its magics do nothing."""
 
-    If the script ended by an exception or an exit, it is raised again afterwards.
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+class _Run(NamedTuple):
+    """What came of a run."""
+
+    report: NumericsReport
+    auditor: Auditor
+    ending: BaseException | None
+    """The exception that ended the script before its passes were complete."""
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_arguments: list[str]) -> int:
+    """Record, write the files and print the main results.
+
+    Return 1 if something became inf or NaN, or with `--strict` if the loop has a mistake. If the script ended by an
+    exception or an exit, it is raised again afterwards.
     """
-    for name in ("first", "passes"):
+    for name in ("first", "passes", "watch"):
         number = getattr(args, name)
         if number < 1:
             parser.error(f"--{name} must be 1 or more; got {number}")
@@ -51,13 +81,15 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_argume
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out must be a folder that can be written; got {args.out} ({error.strerror})")
-    report, ending = _record(parser, args, script_arguments)
+    # Standard output is for the JSON only.
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        report, auditor, ending = _record(parser, args, script_arguments)
     lines = [*report.summary(dtype), "", report.annotate()]
     text = "\n".join(lines) + "\n"
     text_path = args.out / "report.txt"
     page_path = args.out / "report.html"
     picture_path = args.out / "report.png"
-    text_path.write_text(text + "\n" + _table(report, dtype), encoding="utf-8")
+    text_path.write_text(f"{render.text(auditor)}\n\n{text}\n{_table(report, dtype)}", encoding="utf-8")
     written_paths = [text_path, page_path]
     picture = b""
     try:
@@ -66,38 +98,49 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_argume
         written_paths.append(picture_path)
     except ImportError as error:  # without matplotlib there is no picture
         sys.stderr.write(f"{error}\n")
-    report._write_page(page_path, dtype, f"Numerics of {args.target}", picture)
-    sys.stdout.write(f"{text}\nfiles: {', '.join(map(str, written_paths))}\n")
+    report._write_page(page_path, dtype, f"Numerics of {args.target}", picture, render.text(auditor))
+    if args.json:
+        found = {"passes": auditor.passes, "findings": render.rows(auditor), "numerics": report.summary(dtype)}
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    else:
+        sys.stdout.write(f"{_findings(auditor)}\n{text}\nfiles: {', '.join(map(str, written_paths))}\n")
     if ending is not None:
         raise ending
-    return int(report.first_nonfinite() is not None)
+    is_failed = args.strict and auditor.has_mistakes()
+    return int(is_failed or report.first_nonfinite() is not None)
 
 
-def _record(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, script_arguments: list[str]
-) -> tuple[NumericsReport, BaseException | None]:
-    """Return the report, and the exception that ended the script before its passes were complete."""
+def _record(parser: argparse.ArgumentParser, args: argparse.Namespace, script_arguments: list[str]) -> _Run:
+    """Run the target; return what came of it."""
+    auditor = Auditor(max(args.watch, args.first + args.passes - 1))
     file, _, name = args.target.rpartition(":")
-    if not name.endswith(".py"):
+    if not (args.is_module or name.endswith(".py")):
         if not file or script_arguments:
             parser.error(f"target must be a script, or a callable without arguments after a colon; got {args.target!r}")
         function = _import_callable(parser, file, name)
-        return numerics_report(function, loss_scale=args.loss_scale), None
+        with auditor.watching():
+            report = numerics_report(function, loss_scale=args.loss_scale)
+        return _Run(report, auditor, None)
     script = Path(args.target)
-    if not script.is_file():
+    if not (args.is_module or script.is_file()):
         parser.error(f"target must be a file; there is none at {script}")
-    recorder = Recorder(None, args.first, args.passes, args.loss_scale)
+    recorder = Recorder(None, args.first, args.passes, args.loss_scale, ends_run=False)
     ending: BaseException | None = None
+    path = sys.path if args.is_module else _search_path(script)
     try:
-        with replaced(sys, argv=[str(script), *script_arguments], path=_search_path(script)), recorder.recording():
-            runpy.run_path(str(script), run_name="__main__")
+        # The auditor comes last: it sees the script's calls, and not the recorder's.
+        with replaced(sys, argv=[str(script), *script_arguments], path=path), recorder.recording(), auditor.watching():
+            if args.is_module:
+                runpy.run_module(args.target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(script), _exported_names(script), run_name="__main__")
     except BaseException as error:
         if not recorder.seen_backward:
             raise
         ending = error
     if not recorder.operations:
-        parser.error(f"target must run a backward pass, {args.first} or more of them; none was seen in {script}")
-    return NumericsReport(recorder), ending
+        parser.error(f"target must run a backward pass, {args.first} or more of them; none was seen in {args.target}")
+    return _Run(NumericsReport(recorder), auditor, ending)
 
 
 def from_the_script(trace: TracebackType | None, error: BaseException) -> TracebackType | None:
@@ -115,10 +158,26 @@ def from_the_script(trace: TracebackType | None, error: BaseException) -> Traceb
     return None if isinstance(error, SyntaxError) else trace
 
 
+def without_auditor(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of the auditor, through which the script's calls go."""
+    folder = str(Path(render.__file__).parent) + os.sep
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(folder):
+        trace = trace.tb_next
+    if trace is not None:
+        trace.tb_next = without_auditor(trace.tb_next)
+    return trace
+
+
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error without the frames that lead to the script."""
-    trace = from_the_script(trace, error)
+    trace = without_auditor(from_the_script(trace, error))
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+def _exported_names(script: Path) -> dict[str, Any]:
+    """Return the names that an exported notebook expects; none for any other script."""
+    is_notebook = "get_ipython()" in script.read_text(encoding="utf-8", errors="replace")
+    return {"get_ipython": _NoIPython} if is_notebook else {}
 
 
 def _search_path(script: Path) -> list[str]:
@@ -141,6 +200,23 @@ def _import_callable(parser: argparse.ArgumentParser, file: str, name: str) -> C
     if not callable(function):
         parser.error(f"target must name a callable; {file} has no such {name!r}")
     return function  # type: ignore[no-any-return]
+
+
+def _findings(auditor: Auditor) -> str:
+    """Return the findings: a table if rich is installed, else paragraphs."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return f"{render.text(auditor)}\n"
+    if not auditor.findings():
+        return f"{render.headline(auditor)}\n"
+    text = io.StringIO()
+    Console(file=text, width=max(120, Console().width), color_system=_colors()).print(render.table(auditor))
+    return text.getvalue()
+
+
+def _colors() -> Any:
+    return "auto" if sys.stdout.isatty() else None
 
 
 def _table(report: NumericsReport, dtype: torch.dtype) -> str:

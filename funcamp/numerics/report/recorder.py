@@ -72,6 +72,11 @@ class _Phase(enum.Enum):
     """They are those of a backward pass at another loss scale, and recorded separately."""
     ENDED = enum.auto()
     """All requested passes are recorded, and the next operation ends the run."""
+    DONE = enum.auto()
+    """All requested passes are recorded, and the run goes on without this recorder."""
+
+
+_FINAL = (_Phase.ENDED, _Phase.DONE)
 
 
 class _Location(NamedTuple):
@@ -91,6 +96,7 @@ class Recorder(_Mode):
         first: the first backward pass to record.
         passes: number of passes to record, of a script; None for all, of a function.
         loss_scale: the factor of the loss; None to find it in the run.
+        ends_run: whether the run ends after the last pass; otherwise it goes on, unrecorded.
     """
 
     def __init__(
@@ -99,6 +105,8 @@ class Recorder(_Mode):
         first: int = 1,
         passes: int | None = None,
         loss_scale: float | None = None,
+        *,
+        ends_run: bool = True,
     ) -> None:
         for private_name in (_current_node, _sequence_number, _engine, _Mode):
             _upstream.check(private_name)
@@ -116,6 +124,7 @@ class Recorder(_Mode):
         self.end = 0
         """Index of the first operation after the last backward pass."""
 
+        self._ends_run = ends_run
         self._phase = _Phase.RECORDING
         self._passes_to_skip = first - 1
         self._passes_left = passes
@@ -172,9 +181,17 @@ class Recorder(_Mode):
             result = func(*args, **keywords)
             read(result)
             return result
-        if self._passes_to_skip or self._phase is _Phase.MUTED:
+        if self._is_idle():
             return func(*args, **keywords)
         return self._run_recorded(func, args, keywords)
+
+    def _is_idle(self) -> bool:
+        """Return whether what runs now is not recorded."""
+        return self._is_left_out() or self._phase is _Phase.MUTED
+
+    def _is_left_out(self) -> bool:
+        """Return whether the passes to record have not begun, or are over."""
+        return bool(self._passes_to_skip) or self._phase is _Phase.DONE
 
     def _run_recorded(self, func: Any, args: Any, keywords: Any) -> Any:
         """Run an operation and record its outputs."""
@@ -207,14 +224,14 @@ class Recorder(_Mode):
 
     @contextlib.contextmanager
     def _in_phase(self, phase: _Phase) -> Iterator[None]:
-        """Context manager: another phase, unless the run has ended, which is final."""
+        """Context manager: another phase, unless all is recorded, which is final."""
         before = self._phase
-        if before is not _Phase.ENDED:
+        if before not in _FINAL:
             self._phase = phase
         try:
             yield
         finally:
-            if self._phase is not _Phase.ENDED:
+            if self._phase not in _FINAL:
                 self._phase = before
 
     def _mute(self, call: Callable[..., _T]) -> Callable[..., _T]:
@@ -243,7 +260,7 @@ class Recorder(_Mode):
         def scale_loss(*args: Any, **kwargs: Any) -> _T:
             result = muted_call(*args, **kwargs)
             scale = scale_after(args[0])
-            if isinstance(scale, Tensor) and not self._passes_to_skip:
+            if isinstance(scale, Tensor) and not self._is_left_out():
                 self._note_losses(_tree.leaves([args[1:], kwargs]))
                 if self._looks_for_scale:
                     self.loss_scale = self._read(scale, _largest_item)  # vmap has a batch of them
@@ -286,7 +303,7 @@ class Recorder(_Mode):
             if self._phase is _Phase.ENDED:
                 raise Enough
             is_nested = self._phase is _Phase.REPEATING or _current_node() is not None
-            if is_nested:
+            if is_nested or self._phase is _Phase.DONE:
                 return run_with(keep_graph)
             if self._passes_to_skip:
                 result = run_with(keep_graph)
@@ -327,9 +344,13 @@ class Recorder(_Mode):
         if self._passes_left is None:
             return
         self._passes_left -= 1
-        if not self._passes_left:
-            self._phase = _Phase.ENDED
-            raise Enough
+        if self._passes_left:
+            return
+        if not self._ends_run:
+            self._phase = _Phase.DONE
+            return
+        self._phase = _Phase.ENDED
+        raise Enough
 
     def _judge_pass(
         self,
@@ -411,7 +432,7 @@ class Recorder(_Mode):
             self._begin_root(in_backward)
         is_recorded = not (in_backward or self._is_evaluation)  # in a backward pass a checkpoint calls it again
         self._module_stack.append(path if is_recorded else None)
-        if is_recorded and isinstance(layer, nn.Linear) and not self._passes_to_skip and args:
+        if is_recorded and isinstance(layer, nn.Linear) and not self._is_left_out() and args:
             self._add_operands(path, args[0], layer.weight)
 
     def _begin_root(self, in_backward: bool) -> None:
@@ -439,7 +460,7 @@ class Recorder(_Mode):
         if not self._module_stack:
             self._is_evaluation = False
         is_wrapper = hasattr(module, "_orig_mod")  # of torch.compile: the module inside has the same outputs
-        if path is None or self._passes_to_skip or outputs is None or is_wrapper:
+        if path is None or self._is_left_out() or outputs is None or is_wrapper:
             return None
         leaves, spec = _tree.flatten(outputs)
         for index, leaf in enumerate(leaves):
@@ -451,7 +472,7 @@ class Recorder(_Mode):
         """Copy and count a module's output or its gradient, also under vmap and torch.func."""
 
         def add_to_records(values: Tensor) -> None:
-            if self._passes_to_skip or self._phase is _Phase.MUTED:
+            if self._is_idle():
                 return
             self._locate(_current_node())
             counted = Stats(count(values))

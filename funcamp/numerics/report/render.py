@@ -181,6 +181,7 @@ def write_page(
     title: str,
     sentences: list[str],
     tree: str,
+    findings: str,
     picture: bytes,
     caption: str,
     rows: list[dict[str, Any]],
@@ -192,14 +193,15 @@ def write_page(
         table_cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(row))
         table_rows.append(f'<tr class="{style_class}">{table_cells}</tr>')
     head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
-    findings = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
+    items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
+    loop = f"<h2>The loop</h2><pre>{html.escape(findings)}</pre>" if findings else ""
     image = ""
     if picture:
         encoded = base64.b64encode(picture).decode()
         image = f'<h2>Exponents</h2><img alt="exponents of every operation" src="data:image/png;base64,{encoded}">'
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
-        f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1><ul>{findings}</ul>",
+        f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1><ul>{items}</ul>{loop}",
         f"<h2>Modules</h2><pre>{html.escape(tree)}</pre>{image}",
         f"<h2>Operations</h2><p>{html.escape(caption.capitalize())}.</p>",
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(table_rows)}</tbody></table></body></html>\n",

@@ -325,13 +325,18 @@ class NumericsReport:
             plot.draw(plot.of_operations(self.operations), picture, dtype)
         return self._write_page(path, dtype, title, picture.getvalue())
 
-    def _write_page(self, path: str | Path, dtype: torch.dtype, title: str, picture: bytes) -> Path:
-        """Write the page of `to_html` with a picture that is drawn already; empty for none."""
+    def _write_page(self, path: str | Path, dtype: torch.dtype, title: str, picture: bytes, findings: str = "") -> Path:
+        """Write the page of `to_html`.
+
+        picture: drawn already; empty for none.
+        findings: text about the loop.
+        """
         return render.write_page(
             path=Path(path),
             title=title,
             sentences=self.summary(dtype),
             tree=self.annotate(),
+            findings=findings,
             picture=picture,
             caption=render.caption(dtype, self.loss_scale),
             rows=self.to_rows(dtype),

@@ -1,0 +1,85 @@
+"""The auditor: it feeds the events of a run to the rules, and collects what they find."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from funcamp._audit.events import Backward, Ended, Event, GradientsTaken
+from funcamp._audit.lines import UNKNOWN, Line
+from funcamp._audit.loop import Loop
+from funcamp._audit.observer import Observer
+from funcamp._audit.rules import RULES, Rule
+
+
+class Enough(BaseException):
+    """Ends a run that has been watched long enough; a BaseException, so that `except Exception` misses it."""
+
+
+class Finding(NamedTuple):
+    """A mistake, and where it is."""
+
+    rule: Rule
+    line: Line
+    times: int
+    detail: str = ""
+    """What the first event adds, such as the operation and the range of its inputs."""
+
+
+class Auditor:
+    """Watches a run and names its mistakes.
+
+    Args:
+        passes: the number of backward passes to watch; the next one ends the run. None for no end.
+    """
+
+    def __init__(self, passes: int | None = None) -> None:
+        self._limit = passes
+        self.passes = 0
+        """The number of backward passes that were watched."""
+        self._has_ended = False
+        self.loop = Loop()
+        """The state after the last event."""
+        self._times: Counter[tuple[str, Line]] = Counter()
+        self._details: dict[tuple[str, Line], str] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context manager: the run is watched."""
+        observer = Observer(self._take)
+        try:
+            with contextlib.suppress(Enough), observer.observing():
+                yield
+        finally:
+            self._check(Ended(UNKNOWN))
+
+    def findings(self) -> list[Finding]:
+        """Return what was found: mistakes before notes, each in the order in which it was first seen."""
+        by_name = {rule.name: rule for rule in RULES}
+        found = [
+            Finding(by_name[name], line, times, self._details[name, line])
+            for (name, line), times in self._times.items()
+        ]
+        return sorted(found, key=lambda finding: finding.rule.is_note)
+
+    def has_mistakes(self) -> bool:
+        """Return whether something else than a note was found."""
+        return any(not finding.rule.is_note for finding in self.findings())
+
+    def _take(self, event: Event) -> None:
+        """Check an event and follow it; end the run before the first pass that is not watched."""
+        if isinstance(event, (Backward, GradientsTaken)):
+            self._has_ended |= self.passes == self._limit
+            self.passes += not self._has_ended
+        if self._has_ended:  # also if the run caught the exception
+            raise Enough
+        self._check(event)
+        self.loop.follow(event)
+
+    def _check(self, event: Event) -> None:
+        for rule in RULES:
+            for line in rule.lines(event, self.loop):
+                self._times[rule.name, line] += 1
+                self._details.setdefault((rule.name, line), event.detail)

@@ -1,0 +1,116 @@
+"""Gradients that are used before `unscale_`, and the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from funcamp._audit.events import Clipped, GradientRead, OfOptimizer, Reduced, StepCalled, Unscaled
+from funcamp._audit.lines import Line
+from funcamp._audit.loop import Condition, Loop, Mixture
+from funcamp._audit.rules.rule import rule
+
+
+@rule(
+    Clipped,
+    mistake="gradients are clipped before unscale_",
+    effect="the norm is times the scale, so almost every gradient is clipped, to max_norm / scale after the step",
+    change="scaler.unscale_(optimizer)  # before the clipping",
+)
+def clip_before_unscale(event: Clipped, loop: Loop) -> Iterator[Line]:
+    """Clipped, and none is unscaled."""
+    conditions = loop.conditions(event.parameters)
+    if Condition.SCALED in conditions and Condition.UNSCALED not in conditions:
+        yield event.line
+
+
+@rule(
+    Clipped,
+    mistake="gradients of several optimizers are clipped together, and one optimizer is not unscaled",
+    effect="its gradients are times the scale and dominate the norm, so the others are clipped to almost zero",
+    change="scaler.unscale_(other_optimizer)  # for each optimizer, before the clipping",
+)
+def optimizer_not_unscaled(event: Clipped, loop: Loop) -> Iterator[Line]:
+    """Clipped, and only some are unscaled."""
+    if loop.conditions(event.parameters) >= {Condition.SCALED, Condition.UNSCALED}:
+        yield event.line
+
+
+@rule(
+    GradientRead,
+    mistake="a norm or statistic of gradients is computed before unscale_",
+    effect="the number is times the scale: it changes with the scale, and a threshold on it means nothing",
+    change="scaler.unscale_(optimizer)  # before the gradients are read",
+)
+def read_before_unscale(event: GradientRead, loop: Loop) -> Iterator[Line]:
+    """Read, and scaled."""
+    if Condition.SCALED in loop.conditions(event.parameters):
+        yield event.line
+
+
+@rule(
+    Unscaled,
+    mistake="unscale_ is called twice for an optimizer without an update between",
+    effect="torch raises RuntimeError; a step that is left out by hand needs its update too",
+    change="scaler.update()  # in each iteration, also if the step is left out",
+)
+def unscale_twice(event: Unscaled, loop: Loop) -> Iterator[Line]:
+    """Unscaled again, and no backward pass has added to the gradients between."""
+    is_again = event.scaler is not None and event.optimizer in loop.scaler(event.scaler).unscaled
+    if is_again and Condition.MIXED not in loop.conditions(event.parameters):
+        yield event.line
+
+
+@rule(
+    StepCalled,
+    mistake="unscale_ is called, and another backward pass replaces the gradients before scaler.step (SAM)",
+    effect="scaler.step does not unscale twice: the step is too long by the factor of the scale, and inf is not seen",
+    change="scaler.update()  # before the second scaler.scale(loss).backward()",
+)
+def backward_after_unscale(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """Stepped by a scaler that takes the gradients for unscaled, and they are scaled."""
+    if event.scaler is None or event.optimizer not in loop.scaler(event.scaler).unscaled:
+        return
+    gradients = loop.present(event.parameters)
+    yield from {gradient.line for gradient in gradients if gradient.condition is Condition.SCALED}
+
+
+@rule(
+    StepCalled,
+    mistake="optimizer.step() is called on scaled gradients",
+    effect="the step is too long by the factor of the scale (with Adam: epsilon means nothing), and inf is not skipped",
+    change="scaler.step(optimizer); scaler.update()",
+)
+def optimizer_step_on_scaled(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """Stepped outside of a scaler's step, and scaled."""
+    if event.scaler is None and Condition.SCALED in loop.conditions(event.parameters):
+        yield event.line
+
+
+@rule(
+    OfOptimizer,
+    mistake="a loss is differentiated without scaler.scale before scaler.step",
+    effect="its gradients are divided by the scale: that loss has almost no weight",
+    change="scaler.scale(loss).backward()  # for each loss",
+)
+def unscaled_backward(event: OfOptimizer, loop: Loop) -> Iterator[Line]:
+    """Unscaled or stepped by a scaler, and of a loss that is not scaled, or of both kinds."""
+    if event.scaler is None or not event.enabled:
+        return
+    lines = set()
+    for gradient in loop.present(event.parameters):
+        is_plain = gradient.condition is Condition.PLAIN or gradient.mixture is Mixture.SCALED_AND_PLAIN
+        if is_plain and gradient.condition is not Condition.SPENT and gradient.plain_line is not None:
+            lines.add(gradient.plain_line)
+    yield from lines
+
+
+@rule(
+    Reduced,
+    mistake="gradients are summed over ranks after unscale_",
+    effect="each rank has checked only its own gradients: one rank skips, the others apply its inf; replicas diverge",
+    change="all_reduce(parameter.grad)  # before scaler.unscale_ and scaler.step",
+)
+def reduced_after_unscale(event: Reduced, loop: Loop) -> Iterator[Line]:
+    """Reduced, and unscaled."""
+    if Condition.UNSCALED in loop.conditions(event.parameters):
+        yield event.line

@@ -1,0 +1,40 @@
+"""Checkpoints: what is saved, and what is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from funcamp._audit.events import Ended, StepCalled
+from funcamp._audit.lines import Line
+from funcamp._audit.loop import Loop
+from funcamp._audit.rules.rule import rule
+
+
+@rule(
+    Ended,
+    mistake="a checkpoint has the optimizer and not the scaler",
+    effect="a resumed run starts with the first scale: it skips steps again, or loses small gradients for a while",
+    change='checkpoint["scaler"] = scaler.state_dict()',
+)
+def checkpoint_without_scaler(_event: Ended, loop: Loop) -> Iterator[Line]:
+    """The state of an optimizer was saved, a scaler was updated, and the state of no scaler was taken."""
+    scalers = loop.scalers.values()
+    is_used = any(scaler.updates for scaler in scalers)
+    if loop.optimizer_saved is not None and is_used and not any(scaler.is_saved for scaler in scalers):
+        yield loop.optimizer_saved
+
+
+@rule(
+    StepCalled,
+    mistake="a run resumes the optimizer and not the scaler",
+    effect="the scale starts over: the first steps are skipped again, or small gradients are lost for a while",
+    change='scaler.load_state_dict(checkpoint["scaler"])',
+)
+def scale_restarts(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """The first step of a scaler that was not loaded, for an optimizer that was."""
+    loaded = loop.optimizer(event.optimizer).loaded
+    if event.scaler is None or not event.enabled or loaded is None:
+        return
+    scaler = loop.scaler(event.scaler)
+    if not scaler.steps and not scaler.is_loaded:
+        yield loaded

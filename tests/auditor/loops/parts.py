@@ -1,0 +1,32 @@
+"""What the loops share: a small model with an optimizer, batches, and a scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def model_and_optimizer(lr: float = 0.01) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def scaler_of(init_scale: float = 2.0**10) -> torch.amp.GradScaler:
+    """A scaler whose first scale does not overflow."""
+    return torch.amp.GradScaler("cpu", init_scale=init_scale)
+
+
+def batches(count: int = 6) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(count):
+        x = torch.randn(3, 4)
+        yield x, x.sum(1, keepdim=True)
+
+
+def one_process() -> None:
+    """Start a process group of one process."""
+    distributed: Any = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,1 @@
+"""Right loops of other forms, in which the auditor must find nothing."""

@@ -1,0 +1,87 @@
+"""The auditor against loops with one mistake each, their right twins, and right loops of other forms."""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from funcamp._audit.audit import Auditor
+from funcamp._audit.rules import RULES
+from tests.support.helpers import assert_same
+
+FOLDER = Path(__file__).parent
+LOOPS = {path.stem.replace("_", "-"): path for path in sorted((FOLDER / "loops").glob("[!_]*.py"))}
+del LOOPS["parts"]
+RIGHT = {path.stem: path for path in sorted((FOLDER / "right_loops").glob("[!_]*.py"))}
+
+#: Findings beside the mistake of a loop: to divide by the scale is to read it.
+BESIDES = {"loss-over-updated-scale": {"scale-read-each-step"}}
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Detected call of `lr_scheduler.step:UserWarning", "ignore:.*reentrant:UserWarning"
+)
+
+
+def watch(path: Path, *arguments: str, raises: bool = False) -> Auditor:
+    """Run a script under the auditor."""
+    auditor = Auditor()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(path), *arguments])
+        allowed = (RuntimeError, ValueError, AssertionError) if raises else ()
+        with contextlib.suppress(*allowed), auditor.watching():
+            runpy.run_path(str(path), run_name="__main__")
+    return auditor
+
+
+def marked_lines(path: Path) -> set[int]:
+    lines = path.read_text().splitlines()
+    return {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
+
+
+def test_each_rule_has_a_loop() -> None:
+    assert set(LOOPS) == {rule.name for rule in RULES}
+    assert len(LOOPS) >= 30
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_mistake_is_named_with_its_line_and_nothing_else(name: str) -> None:
+    found = watch(LOOPS[name], raises=True).findings()
+    names = {finding.rule.name for finding in found}
+    assert names - BESIDES.get(name, set()) == {name}
+    (finding,) = [finding for finding in found if finding.rule.name == name]
+    assert finding.line.file == str(LOOPS[name])
+    assert {finding.line.number} == marked_lines(LOOPS[name])
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_right_twin_has_no_finding(name: str) -> None:
+    auditor = watch(LOOPS[name], "--right")
+    assert auditor.passes >= 6
+    assert auditor.findings() == []
+
+
+def trained(path: Path, *, audited: bool) -> list[torch.Tensor]:
+    """The parameters after a script, with or without the auditor."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(sys, "argv", [str(path)])
+        if audited:
+            stack.enter_context(Auditor().watching())
+        names = runpy.run_path(str(path), run_name="__main__")
+    return list(names["model"].parameters())
+
+
+@pytest.mark.parametrize("name", ["typical", "accumulation", "gradient_penalty", "funcamp_scaler", "plain"])
+def test_the_auditor_changes_no_number(name: str) -> None:
+    assert_same(trained(RIGHT[name], audited=True), trained(RIGHT[name], audited=False))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_loop_has_no_finding(name: str) -> None:
+    auditor = watch(RIGHT[name])
+    assert auditor.passes >= 6
+    assert auditor.findings() == []

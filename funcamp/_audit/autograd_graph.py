@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from funcamp._audit.events import Form
 #: The nodes of losses that are means if their reduction is 1.
 _REDUCED = ("Loss", "CrossEntropy")
 _MEAN = 1
+#: Where a node's metadata says how its loss was scaled.
+_KEY = "funcamp_scaling"
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -33,13 +35,18 @@ class Graph(NamedTuple):
     form: Form
 
 
-def read_graph(outputs: Iterable[Tensor], scaled: Mapping[Any, Scaling]) -> Graph:
-    """Walk the graph behind some outputs.
+def mark_scaled(node: Any, scaling: Scaling) -> None:
+    """Write into the node of a scaled loss how it was scaled. The node, and its graph, is not kept."""
+    node.metadata[_KEY] = scaling
 
-    Args:
-        outputs: the losses.
-        scaled: how the losses of these nodes were scaled.
-    """
+
+def _scaling_of(node: Any) -> Scaling | None:
+    scaling: Scaling | None = node.metadata.get(_KEY)
+    return scaling
+
+
+def read_graph(outputs: Iterable[Tensor]) -> Graph:
+    """Walk the graph behind some losses."""
     leaves: list[Tensor] = []
     scaling: Scaling | None = None
     dtypes: set[torch.dtype] = set()
@@ -52,13 +59,13 @@ def read_graph(outputs: Iterable[Tensor], scaled: Mapping[Any, Scaling]) -> Grap
             continue
         seen.add(node)
         if scaling is None:
-            scaling = scaled.get(node)
+            scaling = _scaling_of(node)
         if hasattr(node, "variable"):  # a node that accumulates the gradient of a leaf
             leaves.append(node.variable)
         else:
             dtypes |= _dtypes_of(node)
         stack.extend([next_node for next_node, _ in node.next_functions])
-    form = _form_of(roots[0], scaled) if len(roots) == 1 else Form.OTHER
+    form = _form_of(roots[0]) if len(roots) == 1 else Form.OTHER
     return Graph(leaves, scaling, frozenset(dtypes), form)
 
 
@@ -67,10 +74,10 @@ def _dtypes_of(node: Any) -> set[torch.dtype]:
     return {output.dtype for output in getattr(node, "_input_metadata", ()) if output.dtype in _HALF}
 
 
-def _form_of(root: Any, scaled: Mapping[Any, Scaling]) -> Form:
+def _form_of(root: Any) -> Form:
     """Return how a loss comes out of its last operation, apart from scaling and casts."""
     node = root
-    while node in scaled or node.name().startswith("ToCopy"):
+    while _scaling_of(node) is not None or node.name().startswith("ToCopy"):
         node = node.next_functions[0][0]
         if node is None:
             return Form.OTHER

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.optim.optimizer import (
 
 from funcamp import _upstream
 from funcamp._audit import events
-from funcamp._audit.autograd_graph import Scaling, read_graph
+from funcamp._audit.autograd_graph import Scaling, mark_scaled, read_graph
 from funcamp._audit.events import Event, Form, Key
 from funcamp._audit.lines import calling_line, calling_lines
 from funcamp._audit.operations import Operations, all_finite
@@ -27,9 +26,6 @@ from funcamp._audit.tracked import Tracked
 from funcamp._upstream.replaced import replaced
 
 _current_node = _upstream.find("torch._C._current_autograd_node")
-
-#: So many scaled losses are remembered until their backward passes.
-_LOSSES = 64
 
 #: Gets a function and the arguments of its call, and calls it.
 _Handler = Callable[..., Any]
@@ -48,8 +44,8 @@ class Observer:
         self._tracked = Tracked()
         self._updates: dict[Key, int] = {}
         """How many updates each scaler has had."""
-        self._scaled: OrderedDict[Any, Scaling] = OrderedDict()
-        """How the losses of these nodes of autograd were scaled."""
+        self._has_scaled = False
+        """Whether a scaler has scaled a loss."""
         self._outer_scaling: Scaling | None = None
         """Of the backward pass that runs now."""
         self._is_quiet = False
@@ -143,15 +139,16 @@ class Observer:
         if not self._passes and isinstance(outputs, Tensor):
             self._first_loss_is_finite = all_finite(outputs)
         result = self._quietly(function, scaler, outputs)
+        losses = list(result) if isinstance(result, Iterator) else result
         if scaler.is_enabled():
-            scaling = Scaling(self._tracked.key(scaler), self._updates.get(id(scaler), 0))
-            for loss in _tensors_in(result):
+            key = self._tracked.key(scaler)
+            scaling = Scaling(key, self._updates.get(key, 0))
+            self._has_scaled = True
+            for loss in _tensors_in(losses):
                 self._tracked.keep_loss(loss, scaling)
                 if loss.grad_fn is not None:
-                    self._scaled[loss.grad_fn] = scaling
-            while len(self._scaled) > _LOSSES:
-                self._scaled.popitem(last=False)
-        return result
+                    mark_scaled(loss.grad_fn, scaling)
+        return iter(losses) if isinstance(result, Iterator) else result
 
     def _unscale(self, function: Any, scaler: Any, optimizer: Any) -> None:
         self._emit(events.Unscaled(calling_line(), **self._call_for(optimizer, scaler)))
@@ -238,8 +235,10 @@ class Observer:
     # Gradients.
 
     def _backward(self, function: Any, tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> Any:
+        if isinstance(tensors, Iterator):
+            tensors = list(tensors)
         outputs = _tensors_in(tensors)
-        graph = read_graph(outputs, self._scaled)
+        graph = read_graph(outputs)
         is_nested = _current_node() is not None  # in a checkpoint whose forward pass runs again
         scaling = self._outer_scaling if is_nested else graph.scaling
         leaves = graph.leaves if inputs is None else _tensors_in(inputs)
@@ -266,8 +265,10 @@ class Observer:
         return result
 
     def _grad(self, function: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(outputs, Iterator):
+            outputs = list(outputs)
         if _current_node() is None:
-            scaling = read_graph(_tensors_in(outputs), self._scaled).scaling if self._scaled else None
+            scaling = read_graph(_tensors_in(outputs)).scaling if self._has_scaled else None
             self._emit(events.GradientsTaken(calling_line(), None if scaling is None else scaling.scaler))
         return function(outputs, *args, **kwargs)
 

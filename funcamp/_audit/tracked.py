@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -22,12 +23,14 @@ _LOSSES = 8
 class Tracked:
     """What the observer knows of a run's objects.
 
-    A key is the object's address. The object is kept, so that no other one gets it.
+    A key is a number that no other object gets. No tensor is kept alive: a batch that requires gradients is a leaf too.
     """
 
     def __init__(self) -> None:
-        self._objects: dict[Key, Any] = {}
-        self._gradients: dict[int, Tensor] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], Key]] = {}
+        """The key of each object, by the object's address."""
+        self._numbers = itertools.count(1)
+        self._gradients: dict[int, weakref.ref[Tensor]] = {}
         """The parameter of each gradient, by the gradient's address."""
         self._addresses: dict[Key, int] = {}
         """The address of each parameter's gradient after its last backward pass."""
@@ -38,8 +41,11 @@ class Tracked:
 
     def key(self, obj: Any) -> Key:
         """Return the key of an object."""
-        self._objects[id(obj)] = obj
-        return id(obj)
+        reference, key = self._known.get(id(obj), (None, 0))
+        if reference is None or reference() is not obj:  # the address may have been another object's
+            key = next(self._numbers)
+            self._known[id(obj)] = weakref.ref(obj), key
+        return key
 
     def parameters(self, parameters: Iterable[Tensor]) -> tuple[Key, ...]:
         """Return the keys of parameters."""
@@ -54,14 +60,15 @@ class Tracked:
         for leaf in leaves:
             address = address_of(leaf.grad)
             if address:
-                self._gradients[address] = leaf
-                self._addresses[id(leaf)] = address
+                self._gradients[address] = weakref.ref(leaf)
+                self._addresses[self.key(leaf)] = address
 
     def gradients_among(self, tensors: Iterable[Any]) -> tuple[Key, ...]:
         """Return the parameters whose gradients, or magnitudes of gradients, are among some tensors."""
         keys = []
         for tensor in tensors:
-            leaf = self._gradients.get(address_of(tensor))
+            reference = self._gradients.get(address_of(tensor))
+            leaf = None if reference is None else reference()
             # The memory of a gradient that is gone may be another tensor's now.
             if leaf is not None and address_of(leaf.grad) == address_of(tensor):
                 keys.append(self.key(leaf))
@@ -74,7 +81,7 @@ class Tracked:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 address = address_of(parameter.grad)
-                if address and self._addresses.get(id(parameter), address) != address:
+                if address and self._addresses.get(self.key(parameter), address) != address:
                     keys.append(self.key(parameter))
                     self.note_gradients([parameter])
         return tuple(keys)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import runpy
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import mse_loss
 
 from funcamp._audit.audit import Auditor
 from funcamp._audit.rules import RULES
+from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
 from tests.support.helpers import assert_same
 
 FOLDER = Path(__file__).parent
@@ -75,9 +79,27 @@ def trained(path: Path, *, audited: bool) -> list[torch.Tensor]:
     return list(names["model"].parameters())
 
 
-@pytest.mark.parametrize("name", ["typical", "accumulation", "gradient_penalty", "funcamp_scaler", "plain"])
+@pytest.mark.parametrize(
+    "name", ["typical", "accumulation", "gradient_penalty", "funcamp_scaler", "plain", "iterators"]
+)
 def test_the_auditor_changes_no_number(name: str) -> None:
     assert_same(trained(RIGHT[name], audited=True), trained(RIGHT[name], audited=False))
+
+
+def test_the_auditor_keeps_no_batch_and_no_graph() -> None:
+    model, optimizer = model_and_optimizer()
+    scaler = scaler_of()
+    references = []
+    with Auditor().watching():
+        for x, y in batches():
+            optimizer.zero_grad()
+            scaler.scale(mse_loss(model(x.requires_grad_()), y)).backward(retain_graph=True)
+            scaler.step(optimizer)
+            scaler.update()
+            references.append(weakref.ref(x))
+            del x, y
+        gc.collect()
+        assert [reference() for reference in references] == [None] * 6
 
 
 @pytest.mark.parametrize("name", RIGHT)

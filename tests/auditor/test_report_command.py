@@ -50,6 +50,16 @@ def test_strict_fails_on_a_mistake_and_not_on_a_note(tmp_path: Path, capsys: pyt
     assert "0 mistakes and 1 note in 6 backward passes" in capsys.readouterr().out
 
 
+def test_strict_fails_although_the_script_exits_with_success(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{CLIPS.read_text()}\nsys.exit(0 if right or 'zero' in sys.argv else 3)\n")
+    options = ["report", "--strict", "--out", str(tmp_path), str(script), "--"]
+    assert main([*options, "zero"]) == 1
+    assert main([*options, "--right"]) == 0
+    with pytest.raises(SystemExit, match="3"):
+        main(options)
+
+
 def test_json_is_all_of_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"print('mine')\n{CLIPS.read_text()}")

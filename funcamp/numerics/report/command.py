@@ -68,7 +68,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_argume
     """Record, write the files and print the main results.
 
     Return 1 if something became inf or NaN, or with `--strict` if the loop has a mistake. If the script ended by an
-    exception or an exit, it is raised again afterwards.
+    exception or an exit with another status than 0, it is raised again afterwards.
     """
     for name in ("first", "passes", "watch"):
         number = getattr(args, name)
@@ -104,10 +104,15 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_argume
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
         sys.stdout.write(f"{_findings(auditor)}\n{text}\nfiles: {', '.join(map(str, written_paths))}\n")
-    if ending is not None:
+    if ending is not None and not _is_success(ending):
         raise ending
     is_failed = args.strict and auditor.has_mistakes()
     return int(is_failed or report.first_nonfinite() is not None)
+
+
+def _is_success(ending: BaseException) -> bool:
+    """Return whether a script ended as by `sys.exit(0)`."""
+    return isinstance(ending, SystemExit) and ending.code in (None, 0)
 
 
 def _record(parser: argparse.ArgumentParser, args: argparse.Namespace, script_arguments: list[str]) -> _Run:

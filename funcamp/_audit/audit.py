@@ -49,11 +49,16 @@ class Auditor:
     def watching(self) -> Iterator[None]:
         """Context manager: the run is watched."""
         observer = Observer(self._take)
+        is_cut = True
         try:
             with contextlib.suppress(Enough), observer.observing():
                 yield
+                is_cut = False
+        except SystemExit:
+            is_cut = False
+            raise
         finally:
-            self._check(Ended(UNKNOWN))
+            self._check(Ended(UNKNOWN, is_cut or self._has_ended))
 
     def findings(self) -> list[Finding]:
         """Return what was found: mistakes before notes, each in the order in which it was first seen."""

@@ -70,6 +70,8 @@ class Backward(Event):
     """A number that stands for the lines of all calling functions."""
     not_finite: str
     """What was not finite in the first pass of a run before any step: "loss", "parameter" or ""."""
+    retains_graph: bool = False
+    """Whether it was called with `retain_graph=True`."""
 
     @property
     def detail(self) -> str:
@@ -254,3 +256,6 @@ class Overflowed(Event):
 @dataclass(frozen=True)
 class Ended(Event):
     """The run ended, or the auditor has seen enough."""
+
+    is_cut: bool = False
+    """Whether more would have followed: the auditor ended the run, or an error did."""

@@ -12,6 +12,7 @@ import torch
 from funcamp._audit.events import (
     Backward,
     Cleared,
+    Clipped,
     ConstantUsed,
     Event,
     FileLoaded,
@@ -80,6 +81,10 @@ class Gradient:
     """The dtypes of 16 bits of its forward passes."""
     plain_line: Line | None = None
     """A backward pass without a scaler that added to it."""
+    clipped: Line | None = None
+    """Where it was clipped after the loop had written it, and not by then unscaled by a scaler."""
+    is_written: bool = False
+    """Whether the loop itself multiplied or replaced it: by the scale, by a number of micro-batches, or otherwise."""
 
     def after(self, event: Backward, updates: int) -> Gradient:
         """Return the gradient after a backward pass added to it.
@@ -97,7 +102,8 @@ class Gradient:
         )
         if self.condition is Condition.ABSENT:
             return added
-        added = replace(added, dtypes=self.dtypes | event.dtypes, plain_line=added.plain_line or self.plain_line)
+        plain_line = added.plain_line or self.plain_line
+        added = replace(added, dtypes=self.dtypes | event.dtypes, plain_line=plain_line, is_written=self.is_written)
         mixture = self._mixture_with(added)
         if mixture is not None:
             return replace(added, condition=Condition.MIXED, mixture=mixture)
@@ -135,6 +141,8 @@ class Scaler:
     """The optimizers that were stepped since the last update."""
     reads: Counter[Line] = field(default_factory=Counter)
     """Where its scale was read, and how often."""
+    is_compared: bool = False
+    """Whether it was read before the first pass: a loop that keeps it finds skipped steps by it."""
     last_read: Line = UNKNOWN
     """Where its scale was read last since its last update."""
     is_saved: bool = False
@@ -170,6 +178,8 @@ class Loop:
         self.optimizers: dict[Key, Optimizer] = {}
         self.passes = 0
         self.steps = 0
+        self.clears = 0
+        """How often gradients were cleared that no step had used."""
         self.last_pass: Backward | None = None
         self.outcomes: dict[Key, list[bool]] = {}
         """For each optimizer whether its steps since the last call of a scheduler were applied."""
@@ -283,6 +293,7 @@ class Loop:
     @follow.register
     def _(self, event: ScaleRead) -> None:
         scaler = self.scaler(event.scaler)
+        scaler.is_compared |= not scaler.passes
         scaler.reads[event.line] += 1
         scaler.last_read = event.line
 
@@ -294,12 +305,22 @@ class Loop:
     @follow.register
     def _(self, event: GradientWritten) -> None:
         self._unscale(event.parameters, event.line)
+        for parameter in event.parameters:
+            self.gradients[parameter] = replace(self.gradient(parameter), is_written=True)
+
+    @follow.register
+    def _(self, event: Clipped) -> None:
+        for parameter in event.parameters:
+            gradient = self.gradient(parameter)
+            if gradient.condition is Condition.UNSCALED and gradient.is_written and gradient.clipped is None:
+                self.gradients[parameter] = replace(gradient, clipped=event.line)
 
     @follow.register
     def _(self, event: Cleared) -> None:
         if event.optimizer is not None:
             self.optimizer(event.optimizer).parameters = event.parameters
         cleared = set(event.parameters)
+        self.clears += bool(self.conditions(event.parameters) - {Condition.SPENT})
         for key, optimizer in self.optimizers.items():
             unspent = self.conditions(optimizer.parameters) - {Condition.SPENT}
             if unspent and cleared.issuperset(optimizer.parameters):

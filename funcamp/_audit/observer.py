@@ -22,10 +22,11 @@ from funcamp._audit.autograd_graph import Scaling, mark_scaled, read_graph
 from funcamp._audit.events import Event, Form, Key
 from funcamp._audit.lines import calling_line, calling_lines
 from funcamp._audit.operations import Operations, all_finite
-from funcamp._audit.tracked import Tracked
+from funcamp._audit.tracked import Tracked, address_of
 from funcamp._upstream.replaced import replaced
 
 _current_node = _upstream.find("torch._C._current_autograd_node")
+_without_modes = _upstream.find("torch._C._DisableTorchDispatch")
 
 #: Gets a function and the arguments of its call, and calls it.
 _Handler = Callable[..., Any]
@@ -107,6 +108,8 @@ class Observer:
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             yield owner, "clip_grad_norm_", self._clip
             yield owner, "clip_grad_value_", self._clip
+            if hasattr(owner, "clip_grads_with_norm_"):
+                yield owner, "clip_grads_with_norm_", self._clip
         for owner in (torch, torch.serialization):
             yield owner, "save", self._save
             yield owner, "load", self._load
@@ -158,10 +161,12 @@ class Observer:
         line = calling_line()
         self._emit(events.StepCalled(line, **self._call_for(optimizer, scaler)))
         key = self._tracked.key(optimizer)
-        self._applied.discard(key)
+        self._applied.clear()
         with replaced(self, _scaler_steps=True):
             result = self._quietly(function, scaler, optimizer, *args, **kwargs)
-        self._emit(events.StepEnded(line, key, key in self._applied))
+        # An optimizer that wraps another may have no hooks of its own.
+        is_seen = hasattr(getattr(type(optimizer), "step", None), "hooked")
+        self._emit(events.StepEnded(line, key, bool(self._applied) or not is_seen))
         return result
 
     def _update(self, function: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
@@ -172,7 +177,8 @@ class Observer:
         self._updates[key] = self._updates.get(key, 0) + scaler.is_enabled()
 
     def _get_scale(self, function: Any, scaler: Any) -> Any:
-        self._emit(events.ScaleRead(calling_line(), self._tracked.key(scaler)))
+        if scaler.is_enabled():  # otherwise it is a number of Python
+            self._emit(events.ScaleRead(calling_line(), self._tracked.key(scaler)))
         return self._quietly(function, scaler)
 
     def _save_scaler(self, function: Any, scaler: Any) -> Any:
@@ -243,7 +249,7 @@ class Observer:
         scaling = self._outer_scaling if is_nested else graph.scaling
         leaves = graph.leaves if inputs is None else _tensors_in(inputs)
         keys = self._tracked.parameters(leaves)
-        empty = frozenset(key for key, leaf in zip(keys, leaves) if leaf.grad is None)
+        empty = frozenset(key for key, leaf in zip(keys, leaves) if _is_zero(leaf.grad))
         not_finite = "" if is_nested or self._passes else self._find_not_finite(outputs, leaves, graph.scaling)
         with replaced(self, _outer_scaling=scaling, _differentiates=True):
             result = function(tensors, *args, inputs=inputs, **kwargs)
@@ -260,6 +266,7 @@ class Observer:
                 autocast_dtype=None if is_nested else _autocast_dtype(outputs),
                 caller=calling_lines(),
                 not_finite=not_finite,
+                retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
             )
         )
         return result
@@ -336,6 +343,16 @@ def _autocast_dtype(outputs: list[Tensor]) -> torch.dtype | None:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
     return None
+
+
+def _is_zero(gradient: Tensor | None) -> bool:
+    """Return whether there is no gradient, or a plain one of zeros, however it was cleared."""
+    if gradient is None:
+        return True
+    if not address_of(gradient):
+        return False
+    with _without_modes(), torch.no_grad():
+        return not gradient.any()
 
 
 def _refuses_float16(scaler: Any) -> bool:

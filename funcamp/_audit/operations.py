@@ -28,7 +28,18 @@ _READS |= {"_local_scalar_dense", "square", "dot", "histc"}
 _MAGNITUDES = {"abs", "_foreach_abs"}
 _WRITES = {"mul_", "div_", "copy_", "_foreach_mul_", "_foreach_div_", "_foreach_copy_"}
 _WRITES |= {"_amp_foreach_non_finite_check_and_unscale_"}
-_CLIPS = {"clamp_", "clamp_min_", "clamp_max_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
+_CLIPS = {
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+    "clamp_",
+    "clamp_min_",
+    "clamp_max_",
+    "_foreach_clamp_min_",
+    "_foreach_clamp_max_",
+}
+#: Writes that are no unscaling if the factor is a tensor of the gradient's shape.
+_PRODUCTS = {"mul_", "div_"}
 _ZEROS = {"zero_", "_foreach_zero_"}
 _OF_GRADIENTS = _READS | _MAGNITUDES | _WRITES | _CLIPS | _ZEROS
 
@@ -41,6 +52,7 @@ _WITH_CONSTANT = {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "scalar_t
 _WITH_EPSILON = {"add", "add_", "clamp_min", "clamp_min_", "clamp", "clamp_"}
 #: Those that raise for a constant beyond float16.
 _RAISING = {"masked_fill", "masked_fill_", "fill_", "full", "full_like", "new_full"}
+_SUMS = {"add", "add_"}
 #: Half of the smallest float16 number; what is not larger rounds to zero.
 _EPSILON = 2.0**-25
 _LARGEST = torch.finfo(torch.float16).max
@@ -103,7 +115,7 @@ class Operations(_Mode):
             self._emit(events.Clipped(calling_line(), keys))
         elif name in _ZEROS:
             self._emit(events.Cleared(calling_line(), keys, None))
-        else:
+        elif not (name in _PRODUCTS and _is_mask(args[1])):
             self._emit(events.GradientWritten(calling_line(), keys))
 
     def _find_misfits(self, name: str, args: Any, result: Tensor) -> None:
@@ -119,7 +131,9 @@ class Operations(_Mode):
             return
         inputs = [one for one in _tensors_in(args) if one.is_floating_point()]
         makes_inf = not name.startswith(_NO_OVERFLOWS) and bool(inputs) and all(map(math.isfinite, _numbers_in(args)))
-        if not makes_inf or not all(map(all_finite, inputs)) or _is_cast_mask(name, result):
+        if not makes_inf or not all(map(all_finite, inputs)):
+            return
+        if _is_masking(name, inputs, _numbers_in(args), result):
             return
         if not is_called_by_funcamp():  # a step of funcamp scales and casts, and reports what overflows
             self._emit(events.Overflowed(calling_line(), name, max(map(_largest, inputs))))
@@ -159,12 +173,20 @@ def _is_float16(args: Any, keywords: Any) -> bool:
     return bool(dtype == torch.float16)
 
 
-def _is_cast_mask(name: str, result: Tensor) -> bool:
-    """Return whether an operation casts a mask, whose large negative numbers become -inf."""
-    if name != "_to_copy":
+def _is_mask(factor: Any) -> bool:
+    """Return whether a factor of a gradient is one for each of its elements, which neither scales nor averages."""
+    return isinstance(factor, Tensor) and factor.numel() > 1
+
+
+def _is_masking(name: str, inputs: list[Tensor], numbers: list[float], result: Tensor) -> bool:
+    """Return whether an operation casts or adds a mask, whose large negative numbers become -inf."""
+    if name != "_to_copy" and name not in _SUMS:
         return False
     with _without_modes(), torch.no_grad():
-        return not bool((torch.isposinf(result) | torch.isnan(result)).any())
+        if (torch.isposinf(result) | torch.isnan(result)).any():
+            return False
+        smallest = min([*numbers, *[one.min().item() for one in inputs if one.numel()]])
+    return name == "_to_copy" or smallest <= -_LARGEST
 
 
 def _tensors_in(args: Iterable[Any]) -> list[Tensor]:

@@ -12,12 +12,17 @@ from funcamp._audit.rules.rule import rule
 
 @rule(
     Clipped,
+    OfOptimizer,
     mistake="gradients are clipped before unscale_",
     effect="the norm is times the scale, so almost every gradient is clipped, to max_norm / scale after the step",
     change="scaler.unscale_(optimizer)  # before the clipping",
 )
-def clip_before_unscale(event: Clipped, loop: Loop) -> Iterator[Line]:
-    """Clipped, and none is unscaled."""
+def clip_before_unscale(event: Clipped | OfOptimizer, loop: Loop) -> Iterator[Line]:
+    """Clipped, and none is unscaled; if the loop had multiplied them, the scaler's own unscaling tells."""
+    if isinstance(event, OfOptimizer):
+        if event.scaler is not None and event.enabled and event.optimizer not in loop.scaler(event.scaler).unscaled:
+            yield from {one.clipped for one in loop.present(event.parameters) if one.clipped is not None}
+        return
     conditions = loop.conditions(event.parameters)
     if Condition.SCALED in conditions and Condition.UNSCALED not in conditions:
         yield event.line
@@ -111,6 +116,7 @@ def unscaled_backward(event: OfOptimizer, loop: Loop) -> Iterator[Line]:
     change="all_reduce(parameter.grad)  # before scaler.unscale_ and scaler.step",
 )
 def reduced_after_unscale(event: Reduced, loop: Loop) -> Iterator[Line]:
-    """Reduced, and unscaled."""
-    if Condition.UNSCALED in loop.conditions(event.parameters):
+    """Reduced, and unscaled by `unscale_`: an average over ranks, by the loop itself, divides too."""
+    gradients = loop.present(event.parameters)
+    if any(gradient.condition is Condition.UNSCALED and not gradient.is_written for gradient in gradients):
         yield event.line

@@ -129,10 +129,11 @@ def loss_over_updated_scale(event: ScaleRead | ScaledLossRead, loop: Loop) -> It
 def scale_read_each_step(_event: Ended, loop: Loop) -> Iterator[Line]:
     """Read by one line of the user's own about as often as updated.
 
-    Not two lines, which compare the scale before and after the update, nor a loop that unscales gradients by hand.
+    Not two lines, which compare the scale before and after the update, also if the first is before the loop;
+    nor a loop that unscales gradients by hand.
     """
     for scaler in loop.scalers.values():
         enough = max(_READS, 0.9 * scaler.updates)
         lines = [line for line, reads in scaler.reads.items() if reads >= enough]
-        if len(lines) == 1 and not lines[0].is_installed and not scaler.taken:
+        if len(lines) == 1 and not lines[0].is_installed and not scaler.taken and not scaler.is_compared:
             yield lines[0]

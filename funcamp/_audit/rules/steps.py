@@ -19,8 +19,10 @@ _PASSES = 4
     effect="the parameters never change",
     change="scaler.step(optimizer); scaler.update()  # after backward",
 )
-def scaled_backward_no_step(_event: Ended, loop: Loop) -> Iterator[Line]:
-    """Several scaled passes, and no step of any optimizer."""
+def scaled_backward_no_step(event: Ended, loop: Loop) -> Iterator[Line]:
+    """Several scaled passes, and no step of any optimizer; if the run was cut, they may be the begin of a window."""
+    if event.is_cut and not loop.clears:
+        return
     passes = sum(scaler.passes for scaler in loop.scalers.values())
     if passes >= _PASSES and not loop.steps and loop.last_pass is not None:
         yield loop.last_pass.line

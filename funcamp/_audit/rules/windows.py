@@ -17,11 +17,13 @@ from funcamp._audit.rules.rule import rule
     change="if the window ends: scaler.unscale_(optimizer)",
 )
 def unscale_in_window(event: Backward, loop: Loop) -> Iterator[Line]:
-    """A scaled pass that adds to unscaled gradients."""
+    """A scaled pass that adds to gradients that `unscale_` unscaled."""
     if event.scaler is None:
         return
     added_to = [loop.gradient(parameter) for parameter in event.parameters if parameter not in event.empty]
-    yield from {gradient.line for gradient in added_to if gradient.condition is Condition.UNSCALED}
+    yield from {
+        gradient.line for gradient in added_to if gradient.condition is Condition.UNSCALED and not gradient.is_written
+    }
 
 
 @rule(
@@ -31,11 +33,15 @@ def unscale_in_window(event: Backward, loop: Loop) -> Iterator[Line]:
     change="loss = loss / micro_batches  # before scaler.scale(loss).backward()",
 )
 def accumulation_not_divided(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped after several passes of one line, each of a mean."""
+    """Stepped after several passes of one line, each of a mean, and nothing divided the gradients.
+
+    Not with retained graphs, which several losses of one batch share.
+    """
     window = loop.optimizer(event.optimizer).window
     is_repeated = len(window) > 1 and len({one.caller for one in window}) == 1
-    is_written = Condition.UNSCALED in loop.conditions(event.parameters) and event.scaler is None
-    if is_repeated and not is_written and all(one.form is Form.MEAN for one in window):
+    is_written = any(gradient.is_written for gradient in loop.present(event.parameters))
+    is_shared = any(one.retains_graph for one in window)
+    if is_repeated and not is_written and not is_shared and all(one.form is Form.MEAN for one in window):
         yield window[0].line
 
 

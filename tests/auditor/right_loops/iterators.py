@@ -15,6 +15,6 @@ for number, (x, y) in enumerate(batches()):
     if number % 2:
         torch.autograd.backward(list(scaler.scale(losses.values())))
     else:
-        torch.autograd.backward(map(scaler.scale, losses.values()))
+        torch.autograd.backward(map(scaler.scale, losses.values()))  # type: ignore[arg-type]
     scaler.step(optimizer)
     scaler.update()

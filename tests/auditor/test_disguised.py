@@ -1,0 +1,70 @@
+"""Mistakes in other words than those of the loops: one call between backward and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from funcamp._audit.audit import Auditor
+from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
+
+
+def clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.clamp(-1, 1)
+
+
+def clip_with_norm(model: nn.Module) -> None:
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(10.0))
+
+
+def mask_and_clip(model: nn.Module) -> None:
+    weight = next(model.parameters())
+    assert weight.grad is not None
+    weight.grad.mul_(torch.ones_like(weight))
+    torch.nn.utils.clip_grad_norm_(weight, 1.0)
+
+
+def average_and_clip(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= 2
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("call", [clamp, clip_with_norm, mask_and_clip, average_and_clip])
+def test_clipped_before_unscale(call: Callable[[nn.Module], None]) -> None:
+    model, optimizer = model_and_optimizer()
+    scaler = scaler_of()
+    auditor = Auditor()
+    with auditor.watching():
+        for x, y in batches():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = mse_loss(model(x), y)
+            scaler.scale(loss).backward()
+            call(model)
+            scaler.step(optimizer)
+            scaler.update()
+    (finding,) = auditor.findings()
+    assert finding.rule.name == "clip-before-unscale"
+    first = call.__code__.co_firstlineno
+    assert first < finding.line.number < first + 8
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_window_that_the_auditor_cuts_may_step_later(clears: bool) -> None:
+    model, optimizer = model_and_optimizer()
+    scaler = scaler_of()
+    auditor = Auditor(8)
+    with auditor.watching():
+        for x, y in batches(12):
+            if clears:
+                optimizer.zero_grad()
+            scaler.scale(mse_loss(model(x), y)).backward()
+    assert [finding.rule.name for finding in auditor.findings()] == ["scaled-backward-no-step"] * clears

@@ -73,6 +73,8 @@ class Observer:
                 stack.enter_context(replaced(owner, **{name: self._observed(vars(owner)[name], handler)}))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(operations)
+            # What the run imported from torch by name stays an observed function in its own modules.
+            stack.callback(setattr, self, "_is_quiet", True)
             yield
 
     def _hides_operations(self) -> bool:

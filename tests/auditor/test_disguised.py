@@ -57,6 +57,18 @@ def test_clipped_before_unscale(call: Callable[[nn.Module], None]) -> None:
     assert first < finding.line.number < first + 8
 
 
+def test_a_function_that_the_run_has_imported_by_name_is_torchs_own_afterwards() -> None:
+    model, _ = model_and_optimizer()
+    auditor = Auditor(1)
+    with auditor.watching():
+        from torch.nn.utils import clip_grad_norm_
+
+        for x, y in batches():
+            mse_loss(model(x), y).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    assert auditor.passes == 1
+
+
 @pytest.mark.parametrize("clears", [False, True])
 def test_a_window_that_the_auditor_cuts_may_step_later(clears: bool) -> None:
     model, optimizer = model_and_optimizer()

@@ -82,6 +82,13 @@ def test_a_module_is_run_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "clip-before-unscale" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["no_such_module", "no_such.module"])
+def test_a_module_that_does_not_exist_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", "-m", "--out", str(tmp_path), name])
+    assert f"target must name a module; there is no {name}" in capsys.readouterr().err
+
+
 def test_an_exported_notebook_is_run(tmp_path: Path) -> None:
     script = tmp_path / "notebook.py"
     script.write_text(f"get_ipython().run_line_magic('matplotlib', 'inline')\n{CLIPS.read_text()}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -131,6 +132,8 @@ def _record(parser: argparse.ArgumentParser, args: argparse.Namespace, script_ar
         parser.error(f"target must be a file; there is none at {script}")
     recorder = Recorder(None, args.first, args.passes, args.loss_scale, ends_run=False)
     ending: BaseException | None = None
+    if args.is_module:
+        _check_module(parser, args.target)
     path = sys.path if args.is_module else _search_path(script)
     try:
         # The auditor comes last: it sees the script's calls, and not the recorder's.
@@ -144,7 +147,10 @@ def _record(parser: argparse.ArgumentParser, args: argparse.Namespace, script_ar
             raise
         ending = error
     if not recorder.operations:
-        parser.error(f"target must run a backward pass, {args.first} or more of them; none was seen in {args.target}")
+        parser.error(
+            f"target must run a backward pass, {args.first} or more of them; none was seen in {args.target}, whose "
+            "own processes are not watched"
+        )
     return _Run(NumericsReport(recorder), auditor, ending)
 
 
@@ -188,6 +194,13 @@ def _exported_names(script: Path) -> dict[str, Any]:
 def _search_path(script: Path) -> list[str]:
     """Return `sys.path` as Python sets it for a script: the script's folder first."""
     return [str(script.parent.resolve()), *sys.path]
+
+
+def _check_module(parser: argparse.ArgumentParser, name: str) -> None:
+    """Report a module that does not exist. Nothing is imported: the auditor must see the imports of a package."""
+    first_name = name.partition(".")[0]
+    if not first_name or importlib.util.find_spec(first_name) is None:
+        parser.error(f"target must name a module; there is no {name}")
 
 
 def _import_callable(parser: argparse.ArgumentParser, file: str, name: str) -> Callable[..., Any]:

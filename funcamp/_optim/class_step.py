@@ -22,7 +22,7 @@ from funcamp._optim.class_state import (
     leaves_of,
 )
 from funcamp._optim.dataflow import followed
-from funcamp._optim.decisions import LARGEST_PATH_COUNT, Decisions, TooManyPathsError, along_paths, every_path
+from funcamp._optim.decisions import Decisions, TooManyPathsError, along_paths, every_path
 from funcamp._optim.hyperparameters import stand_in
 from funcamp._optim.modes import without_modes
 from funcamp._optim.python_names import names_for_numbers
@@ -72,8 +72,6 @@ class ClassStep:
     wide: bool = True
     """Whether step counters are float64 inside, on a CPU."""
     _forms: dict[Any, Form] = field(default_factory=dict, compare=False)
-    _places: dict[str, None] = field(default_factory=dict, compare=False)
-    """Where steps have asked, for the error."""
 
     def decisions(
         self, answers: tuple[bool, ...] = (), zeros: frozenset[str] = frozenset(), *, truthful: bool = False
@@ -185,7 +183,7 @@ class ClassStep:
                 return self._step(params, grads, state, hyper)
             except TooManyPathsError:
                 if not self.is_separable(params):
-                    raise self._too_many_paths() from None
+                    raise
         with names_for_numbers(self.cls, None):  # once for all
             stepped = [
                 self._step([param], [grad], ClassState([leaf], state.shared), hyper)
@@ -264,18 +262,9 @@ class ClassStep:
 
         def run(decisions: Decisions) -> Stepped:
             step_run = self.run(params, grads, state, hyper, decisions)
-            self._places.update((question.place, None) for question in decisions.questions)
             return self._stepped(step_run, form, params, state, like)
 
         return along_paths(run, _select_stepped, self.decisions)
-
-    def _too_many_paths(self) -> TypeError:
-        """Return the error for a step that asks too much."""
-        return TypeError(
-            f"stateless: {self.cls.__name__} cannot be made pure: its step branches on numbers that change in training "
-            f"in more than {LARGEST_PATH_COUNT} ways ({', '.join(self._places)}); compute with min, max or torch.where "
-            "instead, or use the optimizer in an ordinary loop with funcamp.GradScaler"
-        )
 
     def _stepped(
         self, step_run: StepRun, form: Form, params: list[Tensor], state: ClassState | None, like: ClassState

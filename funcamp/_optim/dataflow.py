@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcamp import _upstream
+from funcamp import _tree, _upstream
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,7 +80,7 @@ class Dataflow:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Note an operation."""
-        arguments = _tensors((args, kwargs))
+        arguments = _tree.tensors_in((args, kwargs))
         sources: frozenset[int] = frozenset().union(*map(self.sources, arguments))
         name = func._schema.name.removeprefix("aten::")
         has_elements = any(argument.numel() > 1 for argument in arguments)
@@ -94,10 +94,10 @@ class Dataflow:
             isinstance(constant, float) and constant != constant for constant in constants
         )
         is_list = name.startswith("_foreach_")
-        for written in (*_written(func, args), *_tensors(result)):
+        for written in (*_written(func, args), *_tree.tensors_in(result)):
             self._add(written, self.sources(written) if is_list else sources)
         if is_list:
-            self._add_of_lists(args, _tensors(result))
+            self._add_of_lists(args, _tree.tensors_in(result))
 
     def _add_of_lists(self, args: tuple[Any, ...], results: list[Tensor]) -> None:
         """Follow a function of lists: the numbers in each list belong together."""
@@ -115,17 +115,6 @@ def _memory(tensor: Tensor) -> int:
         return id(tensor.untyped_storage())
     except NotImplementedError:  # torch.func wraps it
         return id(tensor)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in arguments or results."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    return [tensor for item in value for tensor in _tensors(item)]
 
 
 def _constants(value: Any) -> list[Any]:

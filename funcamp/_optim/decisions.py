@@ -128,8 +128,20 @@ def _is_raised_by_class(error: BaseException) -> bool:
     return is_of_class and dis.opname[code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
 
 
-class TooManyPathsError(Exception):
-    """A step asks so much that it would run more than `LARGEST_PATH_COUNT` times."""
+class TooManyPathsError(TypeError):
+    """A step asks so much that it would run more than `LARGEST_PATH_COUNT` times.
+
+    Args:
+        told: the decisions of the runs so far.
+    """
+
+    def __init__(self, told: list[Decisions]) -> None:
+        places = dict.fromkeys(question.place for decisions in told for question in decisions.questions)
+        super().__init__(
+            f"stateless: {told[0].class_name} cannot be made pure: its step branches on numbers that change in "
+            f"training in more than {LARGEST_PATH_COUNT} ways ({', '.join(places)}); compute with min, max or "
+            "torch.where instead, or use the optimizer in an ordinary loop with funcamp.GradScaler"
+        )
 
 
 def along_paths(
@@ -147,15 +159,14 @@ def along_paths(
     Raises:
         TooManyPathsError: there are more than `LARGEST_PATH_COUNT` paths.
     """
-    run_count = 0
+    all_told: list[Decisions] = []
 
     def result_from(answers: tuple[bool, ...]) -> _Result:
         """Return what a step gives that begins with these answers."""
-        nonlocal run_count
-        run_count += 1
+        if len(all_told) == LARGEST_PATH_COUNT:
+            raise TooManyPathsError(all_told)
         told = decisions(answers)
-        if run_count > LARGEST_PATH_COUNT:
-            raise TooManyPathsError
+        all_told.append(told)
         result = run(told)
         taken = tuple(question.answer for question in told.questions)
         # From the last question back: where its answer is another one, the other way's result.
@@ -186,12 +197,14 @@ def every_path(
         TooManyPathsError: there are more than `LARGEST_PATH_COUNT` paths.
     """
     results: dict[tuple[bool, ...], _Result] = {}
+    all_told: list[Decisions] = []
     waiting: list[tuple[bool, ...]] = [()]
     while waiting:
         if len(results) + len(waiting) > LARGEST_PATH_COUNT:
-            raise TooManyPathsError
+            raise TooManyPathsError(all_told)
         answers = waiting.pop()
         told = decisions(answers)
+        all_told.append(told)
         try:
             result = run(told)
         except Exception as error:

@@ -25,7 +25,6 @@ from funcamp._optim.arguments import (
 from funcamp._optim.class_state import ChangedConstantError, ClassState, Entry, kind_of, wider
 from funcamp._optim.class_state import Kind as NumberKind
 from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, nothing
-from funcamp._optim.decisions import TooManyPathsError
 from funcamp._optim.first_state import CHUNK_SIZE, first_state
 from funcamp._optim.hyperparameters import is_dynamic, map_items, without_values
 from funcamp._optim.independence import flow_of, operations_on
@@ -256,8 +255,6 @@ def _taken_on_every_path(step: ClassStep) -> ClassStep:
     for _ in range(_LARGEST_COUNT_OF_CHANGES):
         try:
             return _on_every_path(step)
-        except TooManyPathsError:
-            raise step._too_many_paths() from None
         except Exception as error:
             changed = error.__cause__
             if isinstance(changed, ChangedConstantError) and (changed.is_shared or _may_change(changed)):
@@ -420,16 +417,12 @@ def _reproduces_first_step(step: ClassStep, *, starts_at_zero: bool) -> bool:
     inputs = _inputs("cpu")
     hyper = step.examples("cpu")
     torch.manual_seed(SEED)
-    state = _first_state(step, inputs.params, hyper, starts_at_zero=starts_at_zero)
+    state = first_state(step, inputs.params, hyper, starts_at_zero=starts_at_zero)
     torch.manual_seed(SEED)
     expected = step._along_paths(inputs.params, inputs.grads, None, state, hyper)
     torch.manual_seed(SEED)
     stepped = step._along_paths(inputs.params, inputs.grads, state, state, hyper)
     return _are_equal(_tensors(stepped.params, stepped.state), _tensors(expected.params, expected.state))
-
-
-def _first_state(step: ClassStep, params: list[Tensor], hyper: dict[str, Any], *, starts_at_zero: bool) -> ClassState:
-    return first_state(step, params, hyper, starts_at_zero=starts_at_zero)
 
 
 def _refuse_caught_errors(cls: type) -> None:
@@ -477,7 +470,7 @@ def _beginnings(step: ClassStep, record: Record) -> frozenset[tuple[object, ...]
 def _entries(step: ClassStep) -> frozenset[str]:
     """Return the names of the entries of a matrix's state."""
     params = _inputs("cpu").params
-    leaves = _first_state(step, params, step.examples("cpu"), starts_at_zero=False).leaves
+    leaves = first_state(step, params, step.examples("cpu"), starts_at_zero=False).leaves
     return frozenset(name for entries in leaves for name in entries if name != APPLIED_ENTRY)
 
 

@@ -268,6 +268,17 @@ class AsksTooMuch(Refused):
             p.sub_(p.grad * length)
 
 
+class AsksThreeOfEach(Refused):
+    """Asks little of each parameter, and too much of two together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p, _ in self.each():
+            for limit in (0.3, 0.6, 0.9):
+                if p.grad.abs().max() > limit:
+                    p.sub_(p.grad, alpha=limit)
+
+
 class GrowsState(Refused):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -537,6 +548,7 @@ def test_optimizer_that_writes_into_gradients_leaves_the_callers_alone() -> None
             "IndexesByCounter cannot be made pure: its step reads a value in Python.*'count'.*GradScaler",
         ),
         (ReadsGradBesideCounter, "ReadsGradBesideCounter cannot be made pure: its step branches .* 16 ways"),
+        (AsksThreeOfEach, "AsksThreeOfEach cannot be made pure: its step branches .* 16 ways"),
         (AsksTooMuch, "AsksTooMuch cannot be made pure: its step branches .* 16 ways \\(test_third_party_optim.py:"),
         (GrowsState, "GrowsState cannot be made pure: its state must have the same entries .*'late' after a later"),
         (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._optim.hyperparameters import example_of, is_dynamic
 from funcamp._optim.instance import instance_of
 from funcamp._optim.wrong_arguments import refuse_parameters, refuse_schedulers
@@ -22,6 +22,11 @@ def is_torchs(cls: type) -> bool:
 def impure(cls: type, why: str) -> TypeError:
     """Return the error for a class that cannot be a function."""
     return TypeError(f"stateless: {cls.__name__} cannot be made pure: {why}")
+
+
+def is_own_refusal(error: Exception) -> bool:
+    """Return whether an error's text is for the user as it is; others are a class's own and get a reason."""
+    return isinstance(error, _upstream.MissingNameError) or str(error).startswith("stateless:")
 
 
 def first_line(error: BaseException) -> str:
@@ -101,7 +106,7 @@ def check_constructor(
     try:
         instance_of(cls, [torch.zeros(2, 2)], dict(arguments))
     except Exception as error:
-        if str(error).startswith("stateless:"):
+        if is_own_refusal(error):
             raise
         error_class = TypeError if isinstance(error, TypeError) else ValueError
         examples = ", ".join([f"{name}={arguments[name]!r}" for name in dynamic])

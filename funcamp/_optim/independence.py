@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp._optim.arguments import impure
+from funcamp._optim.arguments import impure, is_own_refusal
 from funcamp._optim.class_state import ClassState
 from funcamp._optim.class_step import ClassStep, Stepped, nothing
 from funcamp._optim.dataflow import Dataflow, followed
@@ -44,7 +44,7 @@ def flow_of(step: ClassStep, record: Record) -> tuple[bool, bool, bool]:
         try:
             other_flow, (other, _) = _followed(step, first.params, grads, state, hyper, decisions)
         except Exception as error:
-            if str(error).startswith("stateless:"):
+            if is_own_refusal(error):
                 raise
             continue  # that side never happens, or only with other numbers
         draws |= other_flow.draws

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from funcamp._optim.arguments import first_line, impure
+from funcamp._optim.arguments import first_line, impure, is_own_refusal
 from funcamp._optim.class_state import (
     ATTRIBUTE,
     Changing,
@@ -67,6 +67,8 @@ def recorded(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> 
                     f"{error}; keep it in self.state[param], in the group or in an attribute, made by the first step",
                 ) from None
             except Exception as error:
+                if is_own_refusal(error):
+                    raise
                 last_error = error
     raise impure(
         cls,

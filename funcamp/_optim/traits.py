@@ -19,6 +19,7 @@ from funcamp._optim.arguments import (
     constructor_arguments,
     first_line,
     impure,
+    is_own_refusal,
     is_torchs,
     refuse_closure,
 )
@@ -237,7 +238,7 @@ def _refuse_reads_of(step: ClassStep, name: str) -> None:
     error = error_with({name: step.arguments[name]})
     if error is None or error_with({}) is not None:
         return
-    if str(error).startswith("stateless:"):
+    if is_own_refusal(error):
         raise error
     raise TypeError(
         f"stateless: {name} must be a number, because {step.cls.__name__} uses its value in Python "
@@ -260,7 +261,7 @@ def _taken_on_every_path(step: ClassStep) -> ClassStep:
             if isinstance(changed, ChangedConstantError) and (changed.is_shared or _may_change(changed)):
                 step = _with_change(step, changed)
                 continue
-            if str(error).startswith("stateless:"):
+            if is_own_refusal(error):
                 raise
             raise impure(
                 step.cls,

@@ -191,8 +191,12 @@ PRIVATE = {
 }
 
 
+class MissingNameError(RuntimeError):
+    """Says what does not work because torch lacks a private name."""
+
+
 class Missing:
-    """Replaces a private name that torch no longer has; any use of it raises RuntimeError.
+    """Replaces a private name that torch no longer has; any use of it raises `MissingNameError`.
 
     Deriving a class from it does not: modules do that when they are imported.
     """
@@ -202,7 +206,7 @@ class Missing:
 
     def fail(self, *_: object, **__: object) -> NoReturn:
         """Raise the error."""
-        raise RuntimeError(message(self.path))
+        raise MissingNameError(message(self.path))
 
     __call__ = fail
 

@@ -104,7 +104,7 @@ def check_constructor(
         TypeError, ValueError: it does.
     """
     try:
-        instance_of(cls, [torch.zeros(2, 2)], dict(arguments))
+        instance_of(cls, [torch.zeros(2, 2, requires_grad=True)], dict(arguments))
     except Exception as error:
         if is_own_refusal(error):
             raise

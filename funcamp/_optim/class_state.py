@@ -35,6 +35,9 @@ _COMPARED = (str, type(None), torch.Size, torch.dtype, torch.device, frozenset, 
 #: How the names of entries in attributes begin, and of those in `self.state` under a key that is no parameter.
 ATTRIBUTE = "self."
 STATE = "self.state."
+#: How the names of a parameter's entries end that are in a dict which all share, under the parameter or its id.
+BY_PARAM = "[param]"
+BY_ID = "[id]"
 
 
 class ClassState(NamedTuple):
@@ -132,8 +135,9 @@ def mapped(fn: Callable[[str, Any], Any], value: Any, name: str) -> Any:
 
 
 def _inner(name: str, key: object) -> str:
-    """Return the name of an item; names of saved tensors are separated by dots, so there is none in it."""
-    return f"{name}[{key!r}]".replace(".", "_")
+    """Return the name of an item; names of saved tensors are separated by dots, so there is none in its key."""
+    key_text = repr(key).replace(".", "_")
+    return f"{name}[{key_text}]"
 
 
 def _is_record(value: object) -> bool:
@@ -194,7 +198,26 @@ def held_by(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Held:
     for name, value in vars(optimizer).items():
         if name not in _of_every_instance() and not isinstance(value, torch.optim.Optimizer):
             shared[f"{ATTRIBUTE}{name}"] = value
+    _give_to_params(shared, leaves, params)
     return Held(leaves, shared)
+
+
+def _give_to_params(shared: dict[str, Any], leaves: list[dict[str, Any]], params: list[Tensor]) -> None:
+    """Move what dicts hold under a parameter, or under its id, to what is held for this parameter."""
+    leaf_of = {id(param): leaf for param, leaf in zip(params, leaves)}
+    for name, value in shared.items():
+        if not isinstance(value, dict):
+            continue
+        others: dict[Any, Any] = {}
+        for key, item in value.items():
+            if isinstance(key, Tensor) and id(key) in leaf_of:
+                leaf_of[id(key)][f"{name}{BY_PARAM}"] = item
+            elif type(key) is int and key in leaf_of:
+                leaf_of[key][f"{name}{BY_ID}"] = item
+            else:
+                others[key] = item
+        if len(others) < len(value):
+            shared[name] = others
 
 
 @functools.cache
@@ -354,7 +377,9 @@ def entries_of(
 def as_tensor(value: Any, kind: Kind, like: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
     """Return an entry as a tensor: a number of shape () on a device; None for what is no number and no tensor."""
     if isinstance(value, Tensor):
-        tensor = value.to(like.device) if value.dim() == 0 else value
+        # A number may become a tensor of shape (1,); whoever reads one as a number gets the same.
+        tensor = value.reshape(()) if kind != "tensor" and value.numel() == 1 else value
+        tensor = tensor.to(like.device) if tensor.dim() == 0 else tensor
         return tensor if dtype is None else tensor.to(dtype)
     dtype = dtype or _dtype(kind, like)
     if isinstance(value, Number):

@@ -208,7 +208,7 @@ class ClassStep:
             late_state = ClassState([{} for _ in params], own_state.shared)
             try:
                 late = self._along_paths(params, grads, late_state, own_state, hyper)
-            except AttributeError:  # the class itself fails then: it has nothing for a parameter that comes late
+            except (AttributeError, LookupError):  # so it does in its own loop: it has nothing for one that comes late
                 late = first
             shared = _select_entries(group_count == 0, first.state.shared, shared)
             shared = shared | {APPLIED_ENTRY: group_count + 1}

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from funcamp._optim.class_state import (
     ATTRIBUTE,
+    BY_ID,
+    BY_PARAM,
     STATE,
     ClassState,
     Form,
@@ -166,22 +168,42 @@ def put_state(
     """Give an instance a state, which it may write into."""
     _replace_states(optimizer, lambda _: defaultdict(dict))
     holders = holders_of(optimizer)
+    for name, value in filled(form.shared, state.shared, decisions, "its group's").items():
+        _put(holders, name, value)
     for param, leaf_form, entries in zip(params, form.leaves, state.leaves):
         if not entries and entries_in(leaf_form):  # it has not taken a step
             continue
         for name, value in filled(leaf_form, entries, decisions, "state").items():
-            prefix = _holder_of(name, holders)
-            holders[prefix].state[param][name.removeprefix(prefix)] = value
-    for name, value in filled(form.shared, state.shared, decisions, "its group's").items():
-        prefix = _holder_of(name, holders)
-        holder = holders[prefix]
-        own_name = name.removeprefix(prefix)
-        if own_name.startswith(STATE):
-            holder.state[own_name.removeprefix(STATE)] = value  # type: ignore[index]  # a key that is no parameter
-        elif own_name.startswith(ATTRIBUTE):
-            setattr(holder, own_name.removeprefix(ATTRIBUTE), value)
-        else:
-            holder.param_groups[0][own_name] = value
+            if name.endswith(BY_PARAM):
+                _held_as(holders, name.removesuffix(BY_PARAM))[param] = value
+            elif name.endswith(BY_ID):
+                _held_as(holders, name.removesuffix(BY_ID))[id(param)] = value
+            else:
+                prefix = _holder_of(name, holders)
+                holders[prefix].state[param][name.removeprefix(prefix)] = value
+
+
+def _put(holders: dict[str, torch.optim.Optimizer], name: str, value: object) -> None:
+    """Set something that all parameters share."""
+    prefix = _holder_of(name, holders)
+    own_name = name.removeprefix(prefix)
+    if own_name.startswith(STATE):
+        holders[prefix].state[own_name.removeprefix(STATE)] = value  # type: ignore[index]  # a key that is no parameter
+    elif own_name.startswith(ATTRIBUTE):
+        setattr(holders[prefix], own_name.removeprefix(ATTRIBUTE), value)
+    else:
+        holders[prefix].param_groups[0][own_name] = value
+
+
+def _held_as(holders: dict[str, torch.optim.Optimizer], name: str) -> Any:
+    """Return something that all parameters share."""
+    prefix = _holder_of(name, holders)
+    own_name = name.removeprefix(prefix)
+    if own_name.startswith(STATE):
+        return holders[prefix].state[own_name.removeprefix(STATE)]  # type: ignore[index]
+    if own_name.startswith(ATTRIBUTE):
+        return getattr(holders[prefix], own_name.removeprefix(ATTRIBUTE))
+    return holders[prefix].param_groups[0][own_name]
 
 
 def _holder_of(name: str, holders: dict[str, torch.optim.Optimizer]) -> str:
@@ -196,10 +218,10 @@ class Mark(NamedTuple):
     key: tuple[Any, ...]
 
 
-def marks(optimizer: torch.optim.Optimizer) -> dict[str, Mark]:
+def marks(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> dict[str, Mark]:
     """Return each number and tensor that all parameters share, by name."""
     found: dict[str, Mark] = {}
-    for name, leaf in leaves_of(held_by(optimizer, []).shared).items():
+    for name, leaf in leaves_of(held_by(optimizer, params).shared).items():
         if isinstance(leaf, Tensor):
             found[name] = Mark(leaf, (id(leaf), leaf._version))
         elif isinstance(leaf, Number):

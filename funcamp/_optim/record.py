@@ -48,6 +48,8 @@ SEED = 0
 #: A class may take matrices only, and those of one shape together.
 _MATRICES = ((2, 3), (3, 2), (2, 3))
 _SHAPES = (*_MATRICES, (4,), (2, 2, 2, 1))
+#: What is tried, one after another: some classes refuse a parameter of shape ().
+_TRIALS = ((*_SHAPES, ()), _SHAPES, _MATRICES)
 
 
 def recorded(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> Record:
@@ -57,7 +59,7 @@ def recorded(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> 
         TypeError: it raises.
     """
     # float64, or float32 for a class that mixes parameters with tensors of torch's default dtype.
-    for shapes in (_SHAPES, _MATRICES):
+    for shapes in _TRIALS:
         for dtype in (torch.float64, torch.float32):
             try:
                 return _record_of(cls, arguments, shapes, dtype)

@@ -56,6 +56,10 @@ _DECOMPOSITIONS = frozenset(
 _READS = {"__float__", "__int__", "__index__", "__complex__", "tolist"}
 
 
+#: What reads `requires_grad`.
+_ASKS_FOR_GRADIENT = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
 class _Pure(TorchFunctionMode):
     """Replaces torch.optim calls that are not pure or not traceable by equal ones.
 
@@ -65,9 +69,10 @@ class _Pure(TorchFunctionMode):
     (bias corrections) are computed once instead of once per element of a parameter.
     """
 
-    def __init__(self, settle: bool, batched: list[Tensor], decisions: Decisions) -> None:
+    def __init__(self, settle: bool, params: list[Tensor], batched: list[Tensor], decisions: Decisions) -> None:
         super().__init__()
         self._settle = settle
+        self._param_ids = frozenset(map(id, params))
         self._batched = batched
         self._decisions = decisions
 
@@ -92,6 +97,8 @@ class _Pure(TorchFunctionMode):
             return self._decisions.ask(self._decisions.new_key(), lambda: (args[0] != 0).reshape(()), True)
         if name in _READS:
             self._refuse_read(name)
+        if name == "__get__" and func == _ASKS_FOR_GRADIENT and id(args[0]) in self._param_ids:
+            return True  # as of a user's parameters; here they are tensors that nothing differentiates
         if name in ("tensor", "as_tensor") and has_number(args[0]):
             return tensor_of(numbers_to_tensors(args[0]), **kwargs)
         if name in _COMPARISONS and args[0].is_floating_point() and isinstance(args[1], Number):
@@ -236,7 +243,7 @@ def run_step(
         new_params = _clones_with_grads(params, grads, batched, clone_grads=writes_grads)
         if "capturable" in arguments:
             arguments = arguments | {"capturable": new_params[0].device.type in _CAPTURABLE}
-        pure = _Pure(_settles_scalars(new_params), batched, decisions)
+        pure = _Pure(_settles_scalars(new_params), new_params, batched, decisions)
         with names_for_numbers(cls, decisions), pure, as_eager():
             optimizer = instance_of(cls, new_params, arguments | numbers)
             decisions.is_constructing = False
@@ -245,9 +252,9 @@ def run_step(
             else:
                 assert form is not None
                 put_state(optimizer, new_params, _clones_of(state, batched, wide=wide), form, decisions)
-            before = marks(optimizer)
+            before = marks(optimizer, new_params)
             (step_of(optimizer) if method is None else getattr(optimizer, method))()
-            after = marks(optimizer)
+            after = marks(optimizer, new_params)
     for param in new_params:
         param.grad = None
     first = first_values(optimizer, new_params) if state is None else Held([], {})

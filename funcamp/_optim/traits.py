@@ -304,7 +304,7 @@ def _question_count(step: ClassStep, params: list[Tensor], grads: list[Tensor], 
 def _may_change(changed: ChangedConstantError) -> bool:
     """Return whether what has changed is a number, before and after; a tensor of shape () is one."""
     values = [value for value in (changed.before, changed.after) if not isinstance(value, Entry)]
-    return all(kind_of(value) is not None and (not isinstance(value, Tensor) or value.dim() == 0) for value in values)
+    return all(kind_of(value) is not None and (not isinstance(value, Tensor) or value.numel() == 1) for value in values)
 
 
 def _with_change(step: ClassStep, changed: ChangedConstantError) -> ClassStep:

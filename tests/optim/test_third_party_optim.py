@@ -213,6 +213,31 @@ class KeepsContainers(Refused):
             p.sub_(total * projector.matrix, alpha=0.05)
 
 
+class KeepsByParameter(Refused):
+    """Keeps averages in dicts of its own: one by the parameter, one by its id, and one that all share."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__([p for p in params if p.requires_grad], lr)
+        self.slow: dict[Any, Any] = {}
+        self._by_id: dict[int, Any] = {}
+        self._numbers = {"largest": torch.zeros(())}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        shared: Any = self.state
+        shared.setdefault("fast", {})
+        for p, _ in self.each():
+            if p not in self.slow:
+                self.slow[p], shared["fast"][p] = torch.zeros_like(p), p.clone()
+                self._by_id[id(p)] = {"norm": torch.zeros((), dtype=p.dtype, device=p.device)}
+            self.slow[p].lerp_(p.grad, 0.1)
+            shared["fast"][p].lerp_(p, 0.5)
+            self._by_id[id(p)]["norm"].lerp_(p.grad.norm(), 0.3)
+            self._numbers["largest"] = torch.maximum(self._numbers["largest"].to(p.device), p.grad.norm().float())
+            scale = (1 + self._by_id[id(p)]["norm"]) * (1 + self._numbers["largest"].to(p.dtype))
+            p.sub_((self.slow[p] + 0.01 * shared["fast"][p]) / scale)
+
+
 class ChangesModes(Refused):
     """Trains with other weights than those of an evaluation, and must be told which are in use."""
 
@@ -321,7 +346,7 @@ def test_a_rare_branch_counts_for_what_is_element_by_element() -> None:
 
 FOLLOWERS = [
     *(ReadsItem, ReadsCounter, BranchesOnCounter, Branches, CountsInGroup, CountsInAttribute),
-    *(KeepsContainers, ChangesModes, DividesByZero),
+    *(KeepsContainers, KeepsByParameter, ChangesModes, DividesByZero),
 ]
 
 

@@ -35,7 +35,8 @@ _COMPARED = (str, type(None), torch.Size, torch.dtype, torch.device, frozenset, 
 #: How the names of entries in attributes begin, and of those in `self.state` under a key that is no parameter.
 ATTRIBUTE = "self."
 STATE = "self.state."
-#: How the names of a parameter's entries end that are in a dict which all share, under the parameter or its id.
+#: How the names of a parameter's entries end that are in a dict which all share, under the parameter or its id. They
+#: begin with the dict's name, its dots as slashes: exported names separate an entry and a parameter by a dot.
 BY_PARAM = "[param]"
 BY_ID = "[id]"
 
@@ -76,6 +77,31 @@ class Form(NamedTuple):
     """Those of a first step, in order."""
     is_separable: bool = True
     """Whether nothing that it stores for a parameter depends on another one."""
+    later_leaves: tuple[list[dict[str, Any]], ...] = ()
+    """For each parameter the other forms that its state has after later steps, if a class adds or removes entries."""
+
+    def stages(self, index: int) -> list[dict[str, Any]]:
+        """Return the forms of the state of one parameter: after the first step, and the others."""
+        later = self.later_leaves[index] if self.later_leaves else []
+        return [self.leaves[index], *later]
+
+    @property
+    def stage_count(self) -> int:
+        """The largest number of forms that the state of a parameter has."""
+        return max(len(self.stages(index)) for index in range(len(self.leaves)))
+
+    def at(self, stage: int) -> Form:
+        """Return the form in which the state of each parameter has the form of this number, or its last one."""
+        if stage == 0:
+            return self
+        return self._replace(leaves=[self.stages(index)[: stage + 1][-1] for index in range(len(self.leaves))])
+
+    def leaf_entries(self, index: int) -> dict[str, Entry]:
+        """Return the entries of one parameter by name, of all its forms."""
+        found: dict[str, Entry] = {}
+        for leaf_form in self.stages(index):
+            found = entries_in(leaf_form) | found
+        return found
 
 
 class Changing(NamedTuple):
@@ -85,6 +111,8 @@ class Changing(NamedTuple):
     shared: dict[str, Kind]
     shared_names: frozenset[str]
     """The keys of the group and the attributes that are state: they change, or a step makes them."""
+    forms: bool = False
+    """Whether a later step adds entries to the state of a parameter, or removes some."""
 
 
 class _Missing:
@@ -113,6 +141,11 @@ class ChangedConstantError(Exception):
         """Whether it is no part of the form yet, of what all parameters share."""
         self.before = before
         self.after = after
+
+    @property
+    def is_of_another_form(self) -> bool:
+        """Whether the state of one parameter has other entries than before."""
+        return not self.is_shared and (self.before is MISSING or self.after is MISSING)
 
 
 # Containers.
@@ -209,11 +242,12 @@ def _give_to_params(shared: dict[str, Any], leaves: list[dict[str, Any]], params
         if not isinstance(value, dict):
             continue
         others: dict[Any, Any] = {}
+        leaf_name = name.replace(".", "/")
         for key, item in value.items():
             if isinstance(key, Tensor) and id(key) in leaf_of:
-                leaf_of[id(key)][f"{name}{BY_PARAM}"] = item
+                leaf_of[id(key)][f"{leaf_name}{BY_PARAM}"] = item
             elif type(key) is int and key in leaf_of:
-                leaf_of[key][f"{name}{BY_ID}"] = item
+                leaf_of[key][f"{leaf_name}{BY_ID}"] = item
             else:
                 others[key] = item
         if len(others) < len(value):
@@ -387,6 +421,13 @@ def as_tensor(value: Any, kind: Kind, like: Tensor, dtype: torch.dtype | None = 
     if type(value) in _KINDS:
         return torch.full((), value, dtype=dtype, device=like.device)
     return None
+
+
+def zero_of(entry: Entry, like: Tensor) -> Tensor:
+    """Return a tensor of zeros for an entry."""
+    if entry.example is not None:
+        return torch.zeros_like(entry.example, device=like.device)
+    return torch.zeros((), dtype=_dtype(entry.kind, like), device=like.device)
 
 
 def _dtype(kind: Kind, like: Tensor) -> torch.dtype:

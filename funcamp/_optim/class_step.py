@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,11 +16,14 @@ from funcamp._optim.class_state import (
     Changing,
     ClassState,
     Entries,
+    Entry,
     Form,
+    Held,
     entries_in,
     entries_of,
     form_of,
     leaves_of,
+    zero_of,
 )
 from funcamp._optim.dataflow import followed
 from funcamp._optim.decisions import Decisions, TooManyPathsError, along_paths, every_path
@@ -30,6 +34,12 @@ from funcamp._optim.run import StepRun, run_step
 
 #: Steps applied to one parameter: an entry of funcamp's, used if the first step has another formula.
 APPLIED_ENTRY = "applied"
+#: Which of its forms the state of one parameter has: an entry of funcamp's, if a class adds or removes entries later.
+STAGE_ENTRY = "stage"
+#: What a class raises, in its own loop too, that has nothing for a parameter whose first gradient comes late.
+FAILS_WHEN_LATE = (AttributeError, LookupError)
+#: How many forms there may be: each is a run in every step.
+LARGEST_STAGE_COUNT = 8
 
 
 class Stepped(NamedTuple):
@@ -88,8 +98,11 @@ class ClassStep:
         state: ClassState | None,
         hyper: dict[str, Any],
         decisions: Decisions,
+        form: Form | None = None,
     ) -> StepRun:
-        """Take one step along one path; from no state if it is None."""
+        """Take one step along one path; from no state if it is None. A form is that of the state, if it is known."""
+        if state is not None and form is None:
+            form = self.form(params)
         return run_step(
             self.cls,
             self.arguments,
@@ -97,7 +110,7 @@ class ClassStep:
             params,
             grads,
             state,
-            None if state is None else self.form(params),
+            form,
             decisions,
             writes_grads=self.writes_grads,
             wide=self.wide,
@@ -126,6 +139,8 @@ class ClassStep:
                     form = form._replace(is_separable=False)
             if self.changing.shared_names - form.shared.keys():
                 form = self._with_entries_of_other_paths(form, empty)
+            if self.changing.forms:
+                form = self._with_later_forms(form, empty)
             self._forms[key] = form
         return self._forms[key]
 
@@ -142,18 +157,55 @@ class ClassStep:
                 shared = other.shared | shared
         return form._replace(shared=shared)
 
+    def _with_later_forms(self, form: Form, empty: list[Tensor]) -> Form:
+        """Return a form with those that the state of each parameter has after later steps, along every path."""
+        hyper = self.examples("meta")
+        shared = _examples(entries_in(form.shared), empty[0])
+
+        def with_forms_after(form: Form, before: Form, leaves: list[Entries]) -> Form:
+            def run(decisions: Decisions) -> Form:
+                step_run = self.run(empty, empty, ClassState(leaves, shared), hyper, decisions, before)
+                return form_of(step_run.held, Held([], {}), self.changing)
+
+            with without_modes():
+                for after in every_path(run, self.decisions).values():
+                    form = _with_forms(form, after)
+            return form
+
+        with contextlib.suppress(*FAILS_WHEN_LATE):
+            form = with_forms_after(form, form, [{} for _ in empty])
+        stage = 0
+        while stage < form.stage_count:
+            before = form.at(stage)
+            leaves = [_examples(entries_in(leaf_form), param) for leaf_form, param in zip(before.leaves, empty)]
+            form = with_forms_after(form, before, leaves)
+            if form.stage_count > LARGEST_STAGE_COUNT:
+                raise TypeError(
+                    f"stateless: {self.cls.__name__} cannot be made pure: its state grows in more than "
+                    f"{LARGEST_STAGE_COUNT} steps; make all entries in the first step, or use it in an ordinary loop"
+                )
+            stage += 1
+        return form
+
     def evaluated(self, params: list[Tensor], state: ClassState, hyper: dict[str, Any]) -> list[Tensor]:
         """Return the parameters to evaluate with: those that the class's `eval` sets."""
         form = self.form(params)
-        state = ClassState(list(map(_own, state.leaves)), _own(state.shared))
+        own_state = _without_ours(state)
 
-        def run(decisions: Decisions) -> Stepped:
-            evaluated = run_step(
-                self.cls, self.arguments, hyper, params, params, state, form, decisions, wide=self.wide, method="eval"
-            )
-            return Stepped(evaluated.params, ClassState([], {}))
+        def at_stage(stage: int) -> Stepped:
+            def run(decisions: Decisions) -> Stepped:
+                return Stepped(
+                    run_step(
+                        *(self.cls, self.arguments, hyper, params, params, own_state, form.at(stage), decisions),
+                        wide=self.wide,
+                        method="eval",
+                    ).params,
+                    own_state,
+                )
 
-        return along_paths(run, _select_stepped, self.decisions).params
+            return along_paths(run, _select_stepped, self.decisions)
+
+        return _selected_by_stage(at_stage, form, state).params
 
     def begins_otherwise(self, params: list[Tensor]) -> bool:
         """Return whether the first step of such parameters is, or may be, another formula than later ones."""
@@ -195,9 +247,13 @@ class ClassStep:
 
     def _step(self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]) -> Stepped:
         """Take one step; the first one and a later one, selected by the counts of applied steps, if they differ."""
-        own_state = ClassState(list(map(_own, state.leaves)), _own(state.shared))
+        own_state = _without_ours(state)
         self._check_entries(params, own_state)
-        later = self._along_paths(params, grads, own_state, own_state, hyper)
+
+        def at_stage(stage: int) -> Stepped:
+            return self._along_paths(params, grads, own_state, own_state, hyper, stage)
+
+        later = _selected_by_stage(at_stage, self.form(params), state)
         if not any(APPLIED_ENTRY in entries for entries in (*state.leaves, state.shared)):
             return later
         first = self._along_paths(params, grads, None, own_state, hyper)
@@ -208,7 +264,7 @@ class ClassStep:
             late_state = ClassState([{} for _ in params], own_state.shared)
             try:
                 late = self._along_paths(params, grads, late_state, own_state, hyper)
-            except (AttributeError, LookupError):  # so it does in its own loop: it has nothing for one that comes late
+            except FAILS_WHEN_LATE:
                 late = first
             shared = _select_entries(group_count == 0, first.state.shared, shared)
             shared = shared | {APPLIED_ENTRY: group_count + 1}
@@ -231,9 +287,9 @@ class ClassStep:
     def _check_entries(self, params: list[Tensor], state: ClassState) -> None:
         """Raise ValueError if a state is another optimizer's."""
         form = self.form(params)
-        for entries_form, entries in zip([*form.leaves, form.shared], [*state.leaves, state.shared]):
-            expected = entries_in(entries_form).keys()
-            if expected != entries.keys():
+        expected_of_leaves = [form.leaf_entries(index) for index in range(len(params))]
+        for expected, entries in zip([*expected_of_leaves, entries_in(form.shared)], [*state.leaves, state.shared]):
+            if expected.keys() != entries.keys():
                 raise ValueError(
                     f"update: opt_state must hold the entries that {self.cls.__name__} keeps, {sorted(expected)}; got "
                     f"{sorted(entries)}, another's: begin anew with "
@@ -247,6 +303,7 @@ class ClassStep:
         state: ClassState | None,
         like: ClassState,
         hyper: dict[str, Any],
+        stage: int = 0,
     ) -> Stepped:
         """Take one step along every path, and select.
 
@@ -257,11 +314,12 @@ class ClassStep:
                 step.
             like: the state whose entries a step keeps that does not set them.
             hyper: the hyperparameters that are tensors.
+            stage: which of its forms the state has.
         """
         form = self.form(params)
 
         def run(decisions: Decisions) -> Stepped:
-            step_run = self.run(params, grads, state, hyper, decisions)
+            step_run = self.run(params, grads, state, hyper, decisions, form.at(stage))
             return self._stepped(step_run, form, params, state, like)
 
         return along_paths(run, _select_stepped, self.decisions)
@@ -273,9 +331,14 @@ class ClassStep:
         leaves: list[Entries] = []
         begun: list[Tensor] = []
         try:
-            for index, (held, leaf_form, param) in enumerate(zip(step_run.held.leaves, form.leaves, params)):
+            for index, (held, param) in enumerate(zip(step_run.held.leaves, params)):
                 is_first = state is None or not state.leaves[index]
+                stage = _stage_of(held, form.stages(index))
+                leaf_form = form.stages(index)[stage]
                 entries = entries_of(held, leaf_form, param, like.leaves[index], is_first=is_first)
+                if form.later_leaves:
+                    entries = like.leaves[index] | entries
+                    entries[STAGE_ENTRY] = torch.full((), stage, dtype=torch.int64, device=param.device)
                 if is_first:
                     has_begun = entries_in(leaf_form).keys() <= leaves_of(held).keys()
                     begun.append(torch.full((), int(has_begun), dtype=torch.int64, device=param.device))
@@ -290,9 +353,50 @@ class ClassStep:
         return Stepped(step_run.params, ClassState(leaves, shared), tuple(begun))
 
 
-def _own(entries: Entries) -> Entries:
-    """Return the entries of the class, without the count of funcamp."""
-    return {name: value for name, value in entries.items() if name != APPLIED_ENTRY}
+def _without_ours(state: ClassState) -> ClassState:
+    """Return the entries of the class, without those of funcamp."""
+
+    def own(entries: Entries) -> Entries:
+        return {name: value for name, value in entries.items() if name not in (APPLIED_ENTRY, STAGE_ENTRY)}
+
+    return ClassState(list(map(own, state.leaves)), own(state.shared))
+
+
+def _examples(entries: Mapping[str, Entry], like: Tensor) -> Entries:
+    """Return tensors for entries."""
+    return {name: zero_of(entry, like) for name, entry in entries.items()}
+
+
+def _stage_of(held: Mapping[str, Any], stages: list[dict[str, Any]]) -> int:
+    """Return the number of the form whose entries and constants a parameter's state has; 0 if it has that of none."""
+    names = leaves_of(held).keys()
+    return next((number for number, form in enumerate(stages) if leaves_of(form).keys() == names), 0)
+
+
+def _with_forms(form: Form, after: Form) -> Form:
+    """Return a form with the forms that the state of each parameter has after a step, if they are others."""
+    later_leaves: list[list[dict[str, Any]]] = []
+    for index, leaf_form in enumerate(after.leaves):
+        stages = form.stages(index)
+        is_known = any(leaves_of(known).keys() == leaves_of(leaf_form).keys() for known in stages)
+        later_leaves.append(stages[1:] if is_known else [*stages[1:], leaf_form])
+    return form._replace(later_leaves=tuple(later_leaves))
+
+
+def _selected_by_stage(at_stage: Callable[[int], Stepped], form: Form, state: ClassState) -> Stepped:
+    """Return the results of a step for each parameter from the form that its state has.
+
+    What all share is that of the first parameter: the others have the same form, but for late gradients.
+    """
+    stepped = at_stage(0)
+    for stage in range(1, form.stage_count):
+        other = at_stage(stage)
+        chosen = [entries[STAGE_ENTRY] == stage for entries in state.leaves]
+        params = [_select(*all_three) for all_three in zip(chosen, other.params, stepped.params)]
+        leaves = [_select_entries(*all_three) for all_three in zip(chosen, other.state.leaves, stepped.state.leaves)]
+        shared = _select_entries(chosen[0], other.state.shared, stepped.state.shared)
+        stepped = Stepped(params, ClassState(leaves, shared))
+    return stepped
 
 
 def _select_stepped(condition: Tensor, one: Stepped, other: Stepped) -> Stepped:

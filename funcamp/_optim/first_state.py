@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from funcamp._dtensor import is_distributed
-from funcamp._optim.class_state import ClassState, Entries, Entry, as_tensor, entries_in, leaves_of
-from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep
+from funcamp._optim.class_state import ClassState, Entries, Entry, as_tensor, entries_in, leaves_of, zero_of
+from funcamp._optim.class_step import APPLIED_ENTRY, STAGE_ENTRY, ClassStep
 
 #: The first state of a large parameter is found in chunks of this many elements. With AdamW `init` then needs 18
 #: bytes a parameter instead of 40.
@@ -68,8 +68,12 @@ def _first_state(step: ClassStep, params: list[Tensor], hyper: dict[str, Any], *
     zero_grads = [torch.zeros_like(param) for param in params]
     step_run = step.run(params, zero_grads, None, hyper, step.decisions())
     leaves: list[Entries] = []
-    for first, held, leaf_form, param in zip(step_run.first.leaves, step_run.held.leaves, form.leaves, params):
-        entries = _before(first, held, leaf_form, param, starts_at_zero=starts_at_zero)
+    for index, (first, held, param) in enumerate(zip(step_run.first.leaves, step_run.held.leaves, params)):
+        entries = _before(first, held, form.leaves[index], param, starts_at_zero=starts_at_zero)
+        if form.later_leaves:
+            unmade = {name: entry for name, entry in form.leaf_entries(index).items() if name not in entries}
+            entries |= {name: zero_of(entry, param) for name, entry in unmade.items()}
+            entries[STAGE_ENTRY] = torch.zeros((), dtype=torch.int64, device=param.device)
         if step.begins_otherwise([param]):
             entries[APPLIED_ENTRY] = torch.zeros((), dtype=torch.int64, device=param.device)
         leaves.append(entries)
@@ -100,18 +104,9 @@ def _before(
         if value is None or (last is not None and value.shape != last.shape):
             value = last  # it was None or not there
         if value is None:  # only another path makes it
-            value = (
-                torch.zeros_like(entry.example, device=like.device) if entry.example is not None else _zero(entry, like)
-            )
+            value = zero_of(entry, like)
         entries[name] = torch.zeros_like(value) if starts_at_zero else value
     return entries
-
-
-def _zero(entry: Entry, like: Tensor) -> Tensor:
-    """Return a number of 0."""
-    zero = as_tensor(0, entry.kind, like)
-    assert zero is not None
-    return zero
 
 
 def _tensor(value: object, entry: Entry, like: Tensor) -> Tensor | None:

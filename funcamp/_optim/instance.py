@@ -175,9 +175,9 @@ def put_state(
             continue
         for name, value in filled(leaf_form, entries, decisions, "state").items():
             if name.endswith(BY_PARAM):
-                _held_as(holders, name.removesuffix(BY_PARAM))[param] = value
+                _held_as(holders, name.removesuffix(BY_PARAM).replace("/", "."))[param] = value
             elif name.endswith(BY_ID):
-                _held_as(holders, name.removesuffix(BY_ID))[id(param)] = value
+                _held_as(holders, name.removesuffix(BY_ID).replace("/", "."))[id(param)] = value
             else:
                 prefix = _holder_of(name, holders)
                 holders[prefix].state[param][name.removeprefix(prefix)] = value

@@ -52,6 +52,14 @@ _DECOMPOSITIONS = frozenset(
     ("eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pca_lowrank", "svd_lowrank", "lstsq", "pinv", "cholesky")
 )
 
+#: Functions that return a bool of Python, which the step asks for, and how a tensor is found that is as true.
+_TRUTHS: dict[str, Callable[..., Tensor]] = {
+    "allclose": lambda *args, **options: torch.isclose(*args, **options).all(),
+    "equal": lambda one, other: (
+        (one == other).all() if one.shape == other.shape else torch.zeros((), dtype=torch.bool, device=one.device)
+    ),
+}
+
 #: Methods by which Python reads a tensor's value as its own.
 _READS = {"__float__", "__int__", "__index__", "__complex__", "tolist"}
 
@@ -95,6 +103,8 @@ class _Pure(TorchFunctionMode):
             return as_number("a tensor's item()", math.nan, widen(args[0]).clone(), self._decisions)
         if name == "__bool__" and args[0].numel() == 1:
             return self._decisions.ask(self._decisions.new_key(), lambda: (args[0] != 0).reshape(()), True)
+        if name in _TRUTHS:
+            return self._decisions.ask(self._decisions.new_key(), lambda: _TRUTHS[name](*args, **kwargs), True)
         if name in _READS:
             self._refuse_read(name)
         if name == "__get__" and func == _ASKS_FOR_GRADIENT and id(args[0]) in self._param_ids:

@@ -138,7 +138,7 @@ def _torch_optimizer(optimizers: list[StatelessOptimizer]) -> torch.optim.Optimi
     groups = []
     for optimizer in optimizers:
         # From an instance: a group that lacks a hyperparameter would get that of the first optimizer.
-        (group,) = cls([torch.zeros(2, 2)], **optimizer._traits.step.arguments).param_groups
+        (group,) = cls([torch.zeros(2, 2, requires_grad=True)], **optimizer._traits.step.arguments).param_groups
         groups.append(group)
     idle_cls = type(cls.__name__, (cls,), {"step": _do_nothing, "__module__": cls.__module__})
     idle_optimizer: torch.optim.Optimizer = idle_cls(groups, **optimizers[0]._traits.step.arguments)

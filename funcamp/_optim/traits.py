@@ -172,7 +172,9 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
         starts_at_zero = not starts_as_recorded and _reproduces_first_step(step, starts_at_zero=True)
         if not (starts_as_recorded or starts_at_zero):
             step = replace(step, first_step_differs=True)
-        is_pointwise = is_pointwise and separable and _has_no_places(step, record)
+        if step.changing.forms:  # two steps do not show what it does in later ones
+            step = replace(step, separable=False)
+        is_pointwise = is_pointwise and step.separable and _has_no_places(step, record)
         if not is_torchs(cls):
             step = replace(step, known_beginnings=_beginnings(step, record))
         traits = Traits(step, starts_at_zero, is_pointwise, _entries(step))
@@ -258,6 +260,9 @@ def _taken_on_every_path(step: ClassStep) -> ClassStep:
             return _on_every_path(step)
         except Exception as error:
             changed = error.__cause__
+            if isinstance(changed, ChangedConstantError) and changed.is_of_another_form and not step.changing.forms:
+                step = replace(step, changing=step.changing._replace(forms=True), _forms={})
+                continue
             if isinstance(changed, ChangedConstantError) and (changed.is_shared or _may_change(changed)):
                 step = _with_change(step, changed)
                 continue

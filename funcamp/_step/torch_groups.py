@@ -17,7 +17,7 @@ from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.chain import only_optimizer_of
 from funcamp._optim.class_state import entries_in
-from funcamp._optim.class_step import APPLIED_ENTRY
+from funcamp._optim.class_step import APPLIED_ENTRY, STAGE_ENTRY
 from funcamp._optim.stateless import StatelessOptimizer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.state import TrainState
@@ -63,9 +63,15 @@ class TorchGroup(NamedTuple):
         """Return the entries that are Python's numbers in torch's class.
 
         Raises:
-            TypeError: an entry is in a container, in an attribute, or in an optimizer that the class wraps.
+            TypeError: an entry is in a container, in an attribute, or in an optimizer that the class wraps; or the
+                class adds or removes entries in later steps.
         """
         optimizer = self.optimizer
+        if STAGE_ENTRY in entries:
+            raise TypeError(
+                f"to_torch, from_torch: {optimizer._cls.__name__} adds or removes entries in later steps, which torch's "
+                "format does not say; save and load with step.state_dict and step.load_state_dict"
+            )
         for entry in entries:
             if any(sign in entry for sign in "[:."):
                 raise TypeError(
@@ -162,7 +168,7 @@ def hyperparameters_of(optimizer: StatelessOptimizer, applied: Tensor) -> dict[s
 
 def torch_group_of(optimizer: StatelessOptimizer, arguments: Mapping[str, Any]) -> dict[str, object]:
     """Return the parameter group of torch's class with these arguments, defaults included."""
-    any_parameter = torch.zeros(2, 2)  # a matrix, because Muon takes nothing else
+    any_parameter = torch.zeros(2, 2, requires_grad=True)  # a matrix, because Muon takes nothing else
     torch_optimizer = optimizer._cls([any_parameter], **arguments)
     group: dict[str, object] = torch_optimizer.param_groups[0]
     return group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from typing import Any
 
@@ -305,12 +306,53 @@ class AsksThreeOfEach(Refused):
 
 
 class GrowsState(Refused):
+    """Keeps the last four gradients, and makes an average of them in the third step, as of other slow averages."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["k"] += 1
+        for p, state in self.each():
+            state.setdefault("last", collections.deque(maxlen=4)).append(p.grad.clone())
+            if self.param_groups[0]["k"] % 3 == 0:
+                if "slow" not in state:
+                    state["slow"] = p.clone()
+                state["slow"].lerp_(p, 0.5)
+                p.copy_(state["slow"])
+            p.sub_(sum(state["last"]), alpha=0.1)
+
+
+class LosesState(Refused):
+    """Warms up with an entry that it then deletes."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["k"] += 1
+        for p, state in self.each():
+            if self.param_groups[0]["k"] < 4:
+                p.sub_(state.setdefault("warm", torch.zeros_like(p)).add_(p.grad), alpha=0.1)
+            else:
+                state.pop("warm", None)
+                p.sub_(p.grad, alpha=0.1)
+
+
+class GrowsForEver(Refused):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p, state in self.each():
-            if len(state) > 1:
-                state["late"] = p.grad.clone()
-            state["previous"] = p.grad.clone()
+            state.setdefault("all", []).append(p.grad.clone())
+
+
+class AsksWhetherEqual(Refused):
+    """Takes another step where the gradient's signs are those of the last one, or its numbers near them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p, state in self.each():
+            last = state.setdefault("last", torch.zeros_like(p))
+            if torch.equal(last.sign(), p.grad.sign()) or torch.allclose(last, p.grad, atol=0.7):
+                p.sub_(p.grad, alpha=0.1)
+            last.copy_(p.grad)
+            p.sub_(p.grad, alpha=0.1)
 
 
 class ChangesText(Refused):
@@ -346,7 +388,7 @@ def test_a_rare_branch_counts_for_what_is_element_by_element() -> None:
 
 FOLLOWERS = [
     *(ReadsItem, ReadsCounter, BranchesOnCounter, Branches, CountsInGroup, CountsInAttribute),
-    *(KeepsContainers, KeepsByParameter, ChangesModes, DividesByZero),
+    *(KeepsContainers, KeepsByParameter, ChangesModes, DividesByZero, GrowsState, LosesState, AsksWhetherEqual),
 ]
 
 
@@ -395,10 +437,18 @@ def test_a_torch_loop_goes_on_and_back(cls: Any) -> None:
     assert_close(again.params.tree(), state.params.tree(), 1e-6)
 
 
-def test_a_state_in_containers_is_refused_by_torchs_format() -> None:
-    step = make_train_step(lambda p, batch: (p["w"] * batch).sum(), stateless(KeepsContainers), policy=None)
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (KeepsContainers, "KeepsContainers keeps 'means\\[0\\]' in a container"),
+        (KeepsByParameter, "KeepsByParameter keeps .* in a container"),
+        (LosesState, "LosesState adds or removes entries in later steps"),
+    ],
+)
+def test_a_state_that_torchs_format_does_not_name_is_refused(cls: Any, reason: str) -> None:
+    step = make_train_step(lambda p, batch: (p["w"] * batch).sum(), stateless(cls), policy=None)
     state, _ = step(step.init({"w": torch.ones(2, 2)}), torch.ones(2, 2))
-    with pytest.raises(TypeError, match="KeepsContainers keeps 'means\\[0\\]' in a container"):
+    with pytest.raises(TypeError, match=reason):
         step.to_torch(state)
 
 
@@ -575,7 +625,7 @@ def test_optimizer_that_writes_into_gradients_leaves_the_callers_alone() -> None
         (ReadsGradBesideCounter, "ReadsGradBesideCounter cannot be made pure: its step branches .* 16 ways"),
         (AsksThreeOfEach, "AsksThreeOfEach cannot be made pure: its step branches .* 16 ways"),
         (AsksTooMuch, "AsksTooMuch cannot be made pure: its step branches .* 16 ways \\(test_third_party_optim.py:"),
-        (GrowsState, "GrowsState cannot be made pure: its state must have the same entries .*'late' after a later"),
+        (GrowsForEver, "GrowsForEver cannot be made pure: its state grows in more than 8 steps; make all entries"),
         (
             ChangesText,
             "ChangesText cannot be made pure: its state entry 'mode' must be .*, or stay what it is; got 'cold'",

@@ -143,6 +143,24 @@ def _type_of_numbers(python: type, converted: Callable[[Tensor], Tensor]) -> typ
     return _TypeOfNumbers(python.__name__, (), {"python": python, "converted": staticmethod(converted)})
 
 
+class _TypeOfTypes(type):
+    """The class of what stands for `type`: the same, except that the type of a number is what stands for its type."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        if len(args) != 1 or options:
+            return type(*args, **options)
+        kind = type(args[0])
+        if isinstance(args[0], Number):
+            return _FLOAT if isinstance(args[0], _FLOAT) else _INT
+        return {float: _FLOAT, int: _INT}.get(kind, kind)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, type)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, type)
+
+
 def _same(value: Tensor) -> Tensor:
     return value.clone()
 
@@ -163,12 +181,15 @@ _MATH = _math()
 #: What takes the place of an object of Python, by its id.
 _INSTEAD: dict[int, Any] = {id(math): _MATH}
 _INSTEAD |= {id(function): getattr(_MATH, name) for name, function in vars(math).items() if callable(function)}
+_FLOAT = _type_of_numbers(float, _same)
+_INT = _type_of_numbers(int, torch.trunc)
 #: Names that are found in Python's own namespace, unless a module has them.
 _BUILTINS = {
     "min": _extreme(builtins.min, torch.lt),
     "max": _extreme(builtins.max, torch.gt),
-    "float": _type_of_numbers(float, _same),
-    "int": _type_of_numbers(int, torch.trunc),
+    "float": _FLOAT,
+    "int": _INT,
+    "type": _TypeOfTypes("type", (), {}),
 }
 
 

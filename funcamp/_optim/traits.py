@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from funcamp._optim.arguments import (
     is_torchs,
     refuse_closure,
 )
+from funcamp._optim.class_code import catches_zero_divisions, refuse_caught_errors, refuse_identity_of_flags
 from funcamp._optim.class_state import ChangedConstantError, ClassState, Entry, kind_of, wider
 from funcamp._optim.class_state import Kind as NumberKind
 from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, nothing
@@ -151,7 +151,7 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
             arguments,
             dynamic,
             changing_in(record),
-            asks_divisors=_catches_zero_divisions(cls),
+            asks_divisors=catches_zero_divisions(cls),
         )
         for name in dynamic:
             _refuse_reads_of(step, name)
@@ -160,7 +160,8 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
             raise TypeError(
                 f"stateless: {name} must be a number, because {cls.__name__} changes it; got a tensor or a schedule"
             )
-        _refuse_caught_errors(cls)
+        refuse_caught_errors(cls)
+        refuse_identity_of_flags(cls, step.changing)
         for name in dynamic:
             _refuse_other_results(step, name)
         step = _with_known_comparisons(step)
@@ -429,35 +430,6 @@ def _reproduces_first_step(step: ClassStep, *, starts_at_zero: bool) -> bool:
     torch.manual_seed(SEED)
     stepped = step._along_paths(inputs.params, inputs.grads, state, state, hyper)
     return _are_equal(_tensors(stepped.params, stepped.state), _tensors(expected.params, expected.state))
-
-
-def _refuse_caught_errors(cls: type) -> None:
-    """Refuse a class that catches what Python's arithmetic raises and a tensor's does not."""
-    for base in cls.__mro__:
-        for function in map(inspect.unwrap, filter(callable, vars(base).values())):
-            code: Any = getattr(function, "__code__", None)
-            if code is None or "math" not in code.co_names or not getattr(code, "co_exceptiontable", None):
-                continue
-            names = sorted({*code.co_names} & {"OverflowError", "ValueError"})
-            if names:
-                raise impure(
-                    cls,
-                    f"its method {code.co_name} may catch {' or '.join(names)} of math, which tensors do not raise; "
-                    "ask with `if` instead",
-                )
-
-
-def _catches_zero_divisions(cls: type) -> bool:
-    """Return whether the code of a class, or a function of its module, catches a division by 0."""
-    members = [value for base in cls.__mro__ for value in vars(base).values()]
-    module = sys.modules.get(cls.__module__)
-    members += [] if module is None or is_torchs(cls) else list(vars(module).values())
-    for member in members:
-        for function in (member, getattr(member, "__func__", None), getattr(member, "fget", None)):
-            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-            if code is not None and {"ZeroDivisionError", "ArithmeticError"} & {*code.co_names}:
-                return True
-    return False
 
 
 def _has_no_places(step: ClassStep, record: Record) -> bool:

@@ -69,8 +69,8 @@ class TorchGroup(NamedTuple):
         optimizer = self.optimizer
         if STAGE_ENTRY in entries:
             raise TypeError(
-                f"to_torch, from_torch: {optimizer._cls.__name__} adds or removes entries in later steps, which torch's "
-                "format does not say; save and load with step.state_dict and step.load_state_dict"
+                f"to_torch, from_torch: {optimizer._cls.__name__} adds or removes entries in later steps, which "
+                "torch's format does not say; save and load with step.state_dict and step.load_state_dict"
             )
         for entry in entries:
             if any(sign in entry for sign in "[:."):

@@ -335,6 +335,33 @@ class LosesState(Refused):
                 p.sub_(p.grad, alpha=0.1)
 
 
+class AsksForTypes(Refused):
+    """Computes otherwise with a float than with an int, by their types."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["k"] += 1
+        group["share"] = type(group["lr"])(group["k"] / 2)
+        for p, _ in self.each():
+            if type(group["k"]) is int and type(group["share"]) == float and type(group["lr"]) in (float,):  # noqa: E721
+                p.sub_(p.grad, alpha=group["lr"] * group["share"])
+            if isinstance(self, type) or type(self) is not AsksForTypes or type(p.grad) is not torch.Tensor:
+                p.zero_()
+
+
+class AsksIfTrue(Refused):
+    """Asks a flag that changes in the fourth step whether it is True itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["k"] += 1
+        group["is_warm"] = group["k"] > 3
+        for p, _ in self.each():
+            p.sub_(p.grad, alpha=0.1 if group["is_warm"] is True else 0.01)
+
+
 class GrowsForEver(Refused):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -389,6 +416,7 @@ def test_a_rare_branch_counts_for_what_is_element_by_element() -> None:
 FOLLOWERS = [
     *(ReadsItem, ReadsCounter, BranchesOnCounter, Branches, CountsInGroup, CountsInAttribute),
     *(KeepsContainers, KeepsByParameter, ChangesModes, DividesByZero, GrowsState, LosesState, AsksWhetherEqual),
+    AsksForTypes,
 ]
 
 
@@ -625,6 +653,7 @@ def test_optimizer_that_writes_into_gradients_leaves_the_callers_alone() -> None
         (ReadsGradBesideCounter, "ReadsGradBesideCounter cannot be made pure: its step branches .* 16 ways"),
         (AsksThreeOfEach, "AsksThreeOfEach cannot be made pure: its step branches .* 16 ways"),
         (AsksTooMuch, "AsksTooMuch cannot be made pure: its step branches .* 16 ways \\(test_third_party_optim.py:"),
+        (AsksIfTrue, "AsksIfTrue cannot be made pure: its step asks `is True`, and it keeps 'is_warm', which changes"),
         (GrowsForEver, "GrowsForEver cannot be made pure: its state grows in more than 8 steps; make all entries"),
         (
             ChangesText,

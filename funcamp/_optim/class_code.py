@@ -1,0 +1,77 @@
+"""What only the code of an optimizer's class shows, because a tensor in place of a number gives it no sign."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import itertools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+
+from funcamp._optim.arguments import impure, is_torchs
+from funcamp._optim.class_state import Changing
+
+
+def _code_of_methods(cls: type) -> Iterator[types.CodeType]:
+    """Yield the code of a class's methods."""
+    for base in cls.__mro__:
+        yield from _code_in(vars(base).values())
+
+
+def _code_around(cls: type) -> Iterator[types.CodeType]:
+    """Yield the code of a class's methods and, for one that is not torch's, of the functions of its module."""
+    yield from _code_of_methods(cls)
+    module = sys.modules.get(cls.__module__)
+    if module is not None and not is_torchs(cls):
+        yield from _code_in(vars(module).values())
+
+
+def _code_in(members: Iterable[object]) -> Iterator[types.CodeType]:
+    """Yield the code of functions and properties among some objects."""
+    for member in members:
+        for function in (member, getattr(member, "__func__", None), getattr(member, "fget", None)):
+            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+            if isinstance(code, types.CodeType):
+                yield from _with_inner(code)
+
+
+def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield code and that of the functions which it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _with_inner(constant)
+
+
+def catches_zero_divisions(cls: type) -> bool:
+    """Return whether a class catches a division by 0."""
+    return any({"ZeroDivisionError", "ArithmeticError"} & {*code.co_names} for code in _code_around(cls))
+
+
+def refuse_caught_errors(cls: type) -> None:
+    """Refuse a class that catches what Python's arithmetic raises and a tensor's does not."""
+    for code in _code_of_methods(cls):
+        names = sorted({*code.co_names} & {"OverflowError", "ValueError"})
+        if names and "math" in code.co_names and getattr(code, "co_exceptiontable", None):
+            raise impure(
+                cls,
+                f"its method {code.co_name} may catch {' or '.join(names)} of math, which tensors do not raise; "
+                "ask with `if` instead",
+            )
+
+
+def refuse_identity_of_flags(cls: type, changing: Changing) -> None:
+    """Refuse a class that keeps a bool which changes, and compares something with `is True` or `is False`."""
+    flags = [name for kinds in (changing.leaves, changing.shared) for name, kind in kinds.items() if kind == "bool"]
+    if not flags:
+        return
+    for code in _code_around(cls):
+        instructions = list(dis.get_instructions(code))
+        for constant, comparison in itertools.pairwise(instructions):
+            if comparison.opname == "IS_OP" and isinstance(constant.argval, bool):
+                raise impure(
+                    cls,
+                    f"its {code.co_name} asks `is {constant.argval}`, and it keeps {flags[0]!r}, which changes in "
+                    "training and so is a tensor, which is neither; ask with `if` instead",
+                )

@@ -152,6 +152,8 @@ class _TypeOfTypes(type):
         kind = type(args[0])
         if isinstance(args[0], Number):
             return _FLOAT if isinstance(args[0], _FLOAT) else _INT
+        if kind.__module__.startswith("torch._subclasses."):
+            return Tensor  # it stands for one in a trace
         return {float: _FLOAT, int: _INT}.get(kind, kind)
 
     def __instancecheck__(cls, instance: object) -> bool:

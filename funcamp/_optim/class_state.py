@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -252,6 +253,18 @@ def _give_to_params(shared: dict[str, Any], leaves: list[dict[str, Any]], params
                 others[key] = item
         if len(others) < len(value):
             shared[name] = others
+
+
+def aliases_in(held: Held, params: list[Tensor]) -> set[frozenset[str]]:
+    """Return the names of what an instance holds in one memory, two by two; a parameter is "the parameter"."""
+    names_in: dict[int, list[str]] = collections.defaultdict(list)
+    named: list[tuple[str, Any]] = [("the parameter", param) for param in params]
+    for entries in (*held.leaves, held.shared):
+        named += leaves_of(entries).items()
+    for name, value in named:
+        if isinstance(value, Tensor):
+            names_in[id(value.untyped_storage())].append(name)
+    return {frozenset(pair) for names in names_in.values() for pair in itertools.combinations(names, 2)}
 
 
 @functools.cache

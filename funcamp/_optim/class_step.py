@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from funcamp._optim.class_state import (
     leaves_of,
     zero_of,
 )
-from funcamp._optim.dataflow import followed
+from funcamp._optim.dataflow import Dataflow, followed
 from funcamp._optim.decisions import Decisions, TooManyPathsError, along_paths, every_path
 from funcamp._optim.hyperparameters import stand_in
 from funcamp._optim.modes import without_modes
@@ -40,6 +41,10 @@ STAGE_ENTRY = "stage"
 FAILS_WHEN_LATE = (AttributeError, LookupError)
 #: How many forms there may be: each is a run in every step.
 LARGEST_STAGE_COUNT = 8
+
+
+#: For each parameter its gradient, or None: such a parameter is there, and a class leaves it as it is.
+Grads: TypeAlias = Sequence[Tensor | None]
 
 
 class Stepped(NamedTuple):
@@ -84,17 +89,28 @@ class ClassStep:
     _forms: dict[Any, Form] = field(default_factory=dict, compare=False)
 
     def decisions(
-        self, answers: tuple[bool, ...] = (), zeros: frozenset[str] = frozenset(), *, truthful: bool = False
+        self,
+        answers: tuple[bool, ...] = (),
+        zeros: frozenset[str] = frozenset(),
+        *,
+        truthful: bool = False,
+        flipped: int | None = None,
     ) -> Decisions:
         """Return what a run is told."""
         return Decisions(
-            self.cls.__name__, answers, self.in_use, zeros, asks_divisors=self.asks_divisors, truthful=truthful
+            self.cls.__name__,
+            answers,
+            self.in_use,
+            zeros,
+            asks_divisors=self.asks_divisors,
+            truthful=truthful,
+            flipped=flipped,
         )
 
     def run(
         self,
         params: list[Tensor],
-        grads: list[Tensor],
+        grads: Grads,
         state: ClassState | None,
         hyper: dict[str, Any],
         decisions: Decisions,
@@ -133,14 +149,13 @@ class ClassStep:
                 )
             operations = tuple(operation[0] for operation in flow.operations)
             form = form_of(step_run.held, step_run.first, self.changing)._replace(operations=operations)
-            for number, (param, leaf) in enumerate(zip(step_run.params, step_run.held.leaves)):
-                tensors = [param, *[value for value in leaves_of(leaf).values() if isinstance(value, Tensor)]]
-                if any(flow.sources(tensor) - {number} for tensor in tensors):
-                    form = form._replace(is_separable=False)
+            form = form._replace(is_separable=_keeps_apart(flow, step_run))
             if self.changing.shared_names - form.shared.keys():
                 form = self._with_entries_of_other_paths(form, empty)
             if self.changing.forms:
                 form = self._with_later_forms(form, empty)
+            if self.separate and form.is_separable:
+                form = form._replace(is_separable=self._keeps_apart_later(form, empty))
             self._forms[key] = form
         return self._forms[key]
 
@@ -156,6 +171,35 @@ class ClassStep:
             for other in every_path(run, self.decisions).values():
                 shared = other.shared | shared
         return form._replace(shared=shared)
+
+    def _keeps_apart_later(self, form: Form, empty: list[Tensor]) -> bool:
+        """Return whether each parameter depends on no other in a later step, whatever one question is answered.
+
+        A class may couple parameters of some shapes only. Two of each kind show it.
+        """
+        form, empty = _two_of_each(form, empty)
+        grads = [torch.empty_like(param) for param in empty]
+        leaves = [_examples(form.leaf_entries(index), param) for index, param in enumerate(empty)]
+        state = ClassState(leaves, _examples(entries_in(form.shared), empty[0]))
+        groups = [[param, grad, *entries.values()] for param, grad, entries in zip(empty, grads, leaves)]
+        hyper = self.examples("meta")
+
+        def keeps_apart(decisions: Decisions) -> bool:
+            with without_modes():
+                flow, step_run = followed(groups, lambda: self.run(empty, grads, state, hyper, decisions, form))
+            return _keeps_apart(flow, step_run)
+
+        natural = self.decisions()
+        if not keeps_apart(natural):
+            return False
+        answers = tuple(question.answer for question in natural.questions)
+        for number, answer in enumerate(answers):
+            try:
+                if not keeps_apart(self.decisions((*answers[:number], not answer))):
+                    return False
+            except Exception:
+                continue  # the class says that this does not happen
+        return True
 
     def _with_later_forms(self, form: Form, empty: list[Tensor]) -> Form:
         """Return a form with those that the state of each parameter has after later steps, along every path."""
@@ -218,12 +262,12 @@ class ClassStep:
         """Return whether the step of each parameter depends on no other. A class may treat some shapes together."""
         return self.separable and self.form(params).is_separable
 
-    def __call__(self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]) -> Stepped:
+    def __call__(self, params: list[Tensor], grads: Grads, state: ClassState, hyper: dict[str, Any]) -> Stepped:
         """Take one step of all parameters.
 
         Args:
             params: the parameters.
-            grads: their gradients.
+            grads: their gradients, at least one.
             state: the state, as `first_state` gives it or the last step.
             hyper: the hyperparameters that are tensors.
 
@@ -236,16 +280,17 @@ class ClassStep:
             except TooManyPathsError:
                 if not self.is_separable(params):
                     raise
+        new_params, new_leaves, shared = list(params), list(state.leaves), state.shared
         with names_for_numbers(self.cls, None):  # once for all
-            stepped = [
-                self._step([param], [grad], ClassState([leaf], state.shared), hyper)
-                for param, grad, leaf in zip(params, grads, state.leaves)
-            ]
-        new_leaves = [one.state.leaves[0] for one in stepped]
-        # What all share comes to the same for each.
-        return Stepped([one.params[0] for one in stepped], ClassState(new_leaves, stepped[0].state.shared))
+            for index, grad in enumerate(grads):
+                if grad is None:
+                    continue
+                alone = self._step([params[index]], [grad], ClassState([state.leaves[index]], state.shared), hyper)
+                new_params[index], new_leaves[index] = alone.params[0], alone.state.leaves[0]
+                shared = alone.state.shared  # it comes to the same for each
+        return Stepped(new_params, ClassState(new_leaves, shared))
 
-    def _step(self, params: list[Tensor], grads: list[Tensor], state: ClassState, hyper: dict[str, Any]) -> Stepped:
+    def _step(self, params: list[Tensor], grads: Grads, state: ClassState, hyper: dict[str, Any]) -> Stepped:
         """Take one step; the first one and a later one, selected by the counts of applied steps, if they differ."""
         own_state = _without_ours(state)
         self._check_entries(params, own_state)
@@ -299,7 +344,7 @@ class ClassStep:
     def _along_paths(
         self,
         params: list[Tensor],
-        grads: list[Tensor],
+        grads: Grads,
         state: ClassState | None,
         like: ClassState,
         hyper: dict[str, Any],
@@ -320,19 +365,24 @@ class ClassStep:
 
         def run(decisions: Decisions) -> Stepped:
             step_run = self.run(params, grads, state, hyper, decisions, form.at(stage))
-            return self._stepped(step_run, form, params, state, like)
+            return self._stepped(step_run, form, grads, state, like)
 
         return along_paths(run, _select_stepped, self.decisions)
 
     def _stepped(
-        self, step_run: StepRun, form: Form, params: list[Tensor], state: ClassState | None, like: ClassState
+        self, step_run: StepRun, form: Form, grads: Grads, state: ClassState | None, like: ClassState
     ) -> Stepped:
         """Return the results of a run as tensors; of a first step also whether it has begun a parameter's state."""
+        params = step_run.params
         leaves: list[Entries] = []
         begun: list[Tensor] = []
         try:
             for index, (held, param) in enumerate(zip(step_run.held.leaves, params)):
                 is_first = state is None or not state.leaves[index]
+                if is_first and grads[index] is None:  # it has not begun
+                    leaves.append(dict(like.leaves[index]))
+                    begun.append(torch.zeros((), dtype=torch.int64, device=param.device))
+                    continue
                 stage = _stage_of(held, form.stages(index))
                 leaf_form = form.stages(index)[stage]
                 entries = entries_of(held, leaf_form, param, like.leaves[index], is_first=is_first)
@@ -351,6 +401,29 @@ class ClassStep:
         except ChangedConstantError as error:
             raise TypeError(f"stateless: {self.cls.__name__} cannot be made pure: {error}") from error
         return Stepped(step_run.params, ClassState(leaves, shared), tuple(begun))
+
+
+def _two_of_each(form: Form, params: list[Tensor]) -> tuple[Form, list[Tensor]]:
+    """Return at most two parameters of each shape and dtype, and the form of their state."""
+    counts: collections.Counter[tuple[torch.Size, torch.dtype]] = collections.Counter()
+    chosen: list[int] = []
+    for index, param in enumerate(params):
+        kind = param.shape, param.dtype
+        counts[kind] += 1
+        if counts[kind] <= 2:
+            chosen.append(index)
+    later_leaves = tuple([form.later_leaves[index] for index in chosen]) if form.later_leaves else ()
+    chosen_form = form._replace(leaves=[form.leaves[index] for index in chosen], later_leaves=later_leaves)
+    return chosen_form, [params[index] for index in chosen]
+
+
+def _keeps_apart(flow: Dataflow, step_run: StepRun) -> bool:
+    """Return whether what a run made of each parameter depends on no other."""
+    for number, (param, leaf) in enumerate(zip(step_run.params, step_run.held.leaves)):
+        tensors = [param, *[value for value in leaves_of(leaf).values() if isinstance(value, Tensor)]]
+        if any(flow.sources(tensor) - {number} for tensor in tensors):
+            return False
+    return True
 
 
 def _without_ours(state: ClassState) -> ClassState:

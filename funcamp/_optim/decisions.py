@@ -47,6 +47,7 @@ class Decisions:
         zeros: labels of hyperparameters that are 0 in this run.
         asks_divisors: whether a division by a number asks if it is 0, because the class catches `ZeroDivisionError`.
         truthful: whether later questions are answered with what is true, which reads it: in a trial.
+        flipped: the number of the comparison in the constructor that gets the other answer: in a trial.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Decisions:
         *,
         asks_divisors: bool = False,
         truthful: bool = False,
+        flipped: int | None = None,
     ) -> None:
         self.class_name = class_name
         self.in_use = in_use
@@ -66,6 +68,9 @@ class Decisions:
         self._truthful = truthful
         self.is_constructing = True
         """Whether the constructor runs, which checks the ranges of its arguments; later the step."""
+        self.compared_in_constructor: list[str] = []
+        """The labels of the hyperparameters that the constructor compared, in order."""
+        self._flipped = flipped
         self.compared_with_zero: set[str] = set()
         """Labels of the hyperparameters that the step compared with 0."""
         self.questions: list[Question] = []
@@ -80,6 +85,12 @@ class Decisions:
     def new_key(self) -> int:
         """Return the number of a value that is known by nothing else."""
         return self.key(("value", len(self._keys)))
+
+    def in_constructor(self, label: str, proposal: bool) -> bool:
+        """Return the answer to a comparison in the constructor: that of the example, in all runs but a trial."""
+        is_flipped = len(self.compared_in_constructor) == self._flipped
+        self.compared_in_constructor.append(label)
+        return proposal != is_flipped
 
     def ask(self, key: Hashable, condition: Callable[[], Tensor], proposal: bool) -> bool:
         """Return the answer to a question.
@@ -115,7 +126,10 @@ def _place() -> str:
 
 
 def _is_raised_by_class(error: BaseException) -> bool:
-    """Return whether a class's own code raises an error by `raise` or `assert`, or divides by 0."""
+    """Return whether a class fails on a path in its own loop, too, so that the path is not taken.
+
+    Its code raises the error by `raise` or `assert`, divides by 0, finds no such key, or uses what is None.
+    """
     if isinstance(error, ZeroDivisionError):
         return True
     traceback = error.__traceback__
@@ -124,8 +138,11 @@ def _is_raised_by_class(error: BaseException) -> bool:
     if traceback is None:
         return False
     code = traceback.tb_frame.f_code
-    is_of_class = _OPTIMIZERS in code.co_filename or not code.co_filename.startswith(_PACKAGES)
-    return is_of_class and dis.opname[code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
+    if not (_OPTIMIZERS in code.co_filename or not code.co_filename.startswith(_PACKAGES)):
+        return False
+    uses_none = isinstance(error, AttributeError) and error.obj is None
+    raises = dis.opname[code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
+    return raises or uses_none or isinstance(error, LookupError)
 
 
 class TooManyPathsError(TypeError):

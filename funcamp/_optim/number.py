@@ -130,7 +130,7 @@ class Number(float):
         proposal = bool(compare(self.example, other_example))
         decisions = self.decisions
         if decisions.is_constructing:
-            return proposal
+            return decisions.in_constructor(self.label, proposal)
         # What holds for 0 says nothing of numbers below it.
         asks_for_zero = compare in (operator.eq, operator.ne) and not isinstance(other, Number) and other == 0
         if self.is_hyperparameter and asks_for_zero:

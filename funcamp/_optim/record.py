@@ -14,6 +14,7 @@ from funcamp._optim.class_state import (
     Changing,
     Held,
     Kind,
+    aliases_in,
     held_by,
     is_plain,
     kind_of,
@@ -40,6 +41,8 @@ class Record(NamedTuple):
     """What the instance holds before the first step."""
     held: list[Held]
     """What it holds after each step."""
+    aliases: set[frozenset[str]]
+    """What it holds in one memory after these steps, as in `aliases_in`."""
 
 
 #: Steps of a trial. A class that rectifies, as RAdam does, takes another formula from the sixth on.
@@ -89,7 +92,7 @@ def _record_of(
     own_params: list[Tensor] = [nn.Parameter(param.clone()) for param in params]
     torch.manual_seed(SEED)
     optimizer = instance_of(cls, own_params, dict(arguments))
-    record = Record(params, [], [], snapshot(held_by(optimizer, own_params)), [])
+    record = Record(params, [], [], snapshot(held_by(optimizer, own_params)), [], set())
     _refuse_memory_of_parameters(cls, arguments, params, record.constructed)
     step = step_of(optimizer)
     before = _forms_of(optimizer)
@@ -101,7 +104,9 @@ def _record_of(
             step()
         record.grads.append(grads)
         record.results.append([param.detach().clone() for param in own_params])
-        record.held.append(snapshot(held_by(optimizer, own_params)))
+        held = held_by(optimizer, own_params)
+        record.held.append(snapshot(held))
+        record.aliases.update(aliases_in(held, own_params))
     for path, form in _forms_of(optimizer).items():
         change = before[path].difference(path, form) if path in before else None
         if change is not None:

@@ -9,7 +9,7 @@ Numbers that change in training are tensors that the class takes for numbers (`N
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -64,8 +64,9 @@ _TRUTHS: dict[str, Callable[..., Tensor]] = {
 _READS = {"__float__", "__int__", "__index__", "__complex__", "tolist"}
 
 
-#: What reads `requires_grad`.
+#: What reads `requires_grad` and `data`.
 _ASKS_FOR_GRADIENT = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_TAKES_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class _Pure(TorchFunctionMode):
@@ -109,6 +110,8 @@ class _Pure(TorchFunctionMode):
             self._refuse_read(name)
         if name == "__get__" and func == _ASKS_FOR_GRADIENT and id(args[0]) in self._param_ids:
             return True  # as of a user's parameters; here they are tensors that nothing differentiates
+        if name == "__get__" and func == _TAKES_DATA:
+            return args[0].detach()  # the same, but writing into it shows (`marks`)
         if name in ("tensor", "as_tensor") and has_number(args[0]):
             return tensor_of(numbers_to_tensors(args[0]), **kwargs)
         if name in _COMPARISONS and args[0].is_floating_point() and isinstance(args[1], Number):
@@ -224,7 +227,7 @@ def run_step(
     arguments: dict[str, Any],
     hyper: dict[str, Any],
     params: list[Tensor],
-    grads: list[Tensor],
+    grads: Sequence[Tensor | None],
     state: ClassState | None,
     form: Form | None,
     decisions: Decisions,
@@ -240,7 +243,7 @@ def run_step(
         arguments: Python values for its constructor; examples if a hyperparameter is a tensor.
         hyper: the hyperparameters that are tensors of shape (), or tuples with such tensors.
         params: parameters, at least one.
-        grads: their gradients, of the same shapes; cast to the parameter's dtype.
+        grads: their gradients, of the same shapes, or None; cast to the parameter's dtype.
         state: the state; None to start without one and record the first values.
         form: how the class stores it.
         decisions: what the step is told where it asks.
@@ -271,12 +274,28 @@ def run_step(
     return StepRun(new_params, held_by(optimizer, new_params), first, changed(before, after, form))
 
 
+def constructed(
+    cls: type[torch.optim.Optimizer],
+    arguments: dict[str, Any],
+    hyper: dict[str, Any],
+    params: list[Tensor],
+    decisions: Decisions,
+) -> Held:
+    """Return what a new instance holds. Arguments as in `run_step`."""
+    numbers, batched = _numbers(arguments, hyper, decisions)
+    pure = _Pure(_settles_scalars(params), params, batched, decisions)
+    with torch.no_grad(), names_for_numbers(cls, decisions), pure, as_eager():
+        return held_by(instance_of(cls, params, arguments | numbers), params)
+
+
 def _clones_with_grads(
-    params: list[Tensor], grads: list[Tensor], batched: list[Tensor], *, clone_grads: bool
+    params: list[Tensor], grads: Sequence[Tensor | None], batched: list[Tensor], *, clone_grads: bool
 ) -> list[Tensor]:
     """Return clones of parameters, with the gradients in `grad`; without clone_grads these may be the caller's."""
     clones = [_batched_like(batched, param.detach().clone()) for param in params]
     for param, grad in zip(clones, grads):
+        if grad is None:
+            continue
         grad = _batched_like(batched, grad.detach().to(param.dtype))
         param.grad = grad.clone() if clone_grads else grad
     return clones

@@ -141,6 +141,9 @@ class StatelessOptimizer(Fixed):
         active = [index for index, grad in enumerate(flat_grads) if grad is not None and flat[index] is not None]
         if not active:
             return stored_params, opt_state._replace(applied=opt_state.applied + 1)
+        if not (is_torchs(self._cls) or self._traits.pointwise):
+            # A class may count its parameters, or go by their places: it gets those without a gradient, too.
+            active = [index for index, param in enumerate(flat) if param is not None]
         active_params: list[Any] = [flat[index] for index in active]
         active_grads = [flat_grads[index] for index in active]
         active_states: list[Entries] = [{} for _ in active]
@@ -410,13 +413,13 @@ def _first_state(key: str, params: list[Tensor], hyper: dict[str, Any]) -> tuple
 def _step(
     key: str,
     params: list[Tensor],
-    grads: list[Tensor],
+    grads: list[Tensor | None],
     states: list[Entries],
     shared: Entries,
     hyper: dict[str, Any],
 ) -> tuple[list[Tensor], list[Entries], Entries]:
     """Return the parameters, their entries and the shared ones after a step."""
-    refuse_differentiation((*params, *grads))
+    refuse_differentiation([*params, *[grad for grad in grads if grad is not None]])
     stepped = _registry[key]._traits.step(params, grads, ClassState(states, shared), hyper)
     return stepped.params, stepped.state.leaves, stepped.state.shared
 

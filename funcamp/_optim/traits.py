@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,14 +24,25 @@ from funcamp._optim.arguments import (
     refuse_closure,
 )
 from funcamp._optim.class_code import catches_zero_divisions, refuse_caught_errors, refuse_identity_of_flags
-from funcamp._optim.class_state import ChangedConstantError, ClassState, Entry, kind_of, wider
+from funcamp._optim.class_state import (
+    ChangedConstantError,
+    ClassState,
+    Entry,
+    aliases_in,
+    kind_of,
+    leaves_of,
+    same,
+    wider,
+)
 from funcamp._optim.class_state import Kind as NumberKind
-from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, nothing
+from funcamp._optim.class_step import APPLIED_ENTRY, FAILS_WHEN_LATE, ClassStep, nothing
+from funcamp._optim.decisions import every_path
 from funcamp._optim.first_state import CHUNK_SIZE, first_state
 from funcamp._optim.hyperparameters import is_dynamic, map_items, without_values
 from funcamp._optim.independence import flow_of, operations_on
 from funcamp._optim.modes import without_modes
 from funcamp._optim.record import SEED, Record, changing_in, distance, is_same, key_of, recorded
+from funcamp._optim.run import constructed
 from funcamp._optim.wrong_arguments import check_class
 from funcamp._trace.as_compiled import as_eager
 
@@ -153,6 +165,7 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
             changing_in(record),
             asks_divisors=catches_zero_divisions(cls),
         )
+        _refuse_choices_of_constructor(step)
         for name in dynamic:
             _refuse_reads_of(step, name)
         step = _taken_on_every_path(step)
@@ -160,6 +173,7 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
             raise TypeError(
                 f"stateless: {name} must be a number, because {cls.__name__} changes it; got a tensor or a schedule"
             )
+        _refuse_new_aliases(step, record)
         refuse_caught_errors(cls)
         refuse_identity_of_flags(cls, step.changing)
         for name in dynamic:
@@ -214,7 +228,7 @@ def _two_steps(
     first = step._along_paths(inputs.params, inputs.grads, None, nothing(inputs.params), hyper)
     other_grads = [grad.cos() for grad in inputs.grads]
     second_run = step.run(first.params, other_grads, first.state, hyper, step.decisions(zeros=zeros))
-    second = step._stepped(second_run, step.form(first.params), first.params, first.state, first.state)
+    second = step._stepped(second_run, step.form(first.params), other_grads, first.state, first.state)
     return _tensors(second.params, second.state)
 
 
@@ -224,6 +238,47 @@ def _tensors(params: list[Tensor], state: ClassState) -> list[Tensor]:
     for entries in (*state.leaves, state.shared):
         tensors += [entries[name] for name in sorted(entries)]
     return tensors
+
+
+def _refuse_choices_of_constructor(step: ClassStep) -> None:
+    """Refuse a tensor or a schedule by whose value the constructor chooses: it would be by the example for ever."""
+
+    def leaves_if(flipped: int | None) -> tuple[dict[str, Any], list[str]]:
+        decisions = step.decisions(flipped=flipped)
+        held = constructed(step.cls, step.arguments, step.examples("meta"), _inputs("meta").params, decisions)
+        leaves = {name: repr(leaf) if kind_of(leaf) else leaf for name, leaf in leaves_of(held.shared).items()}
+        return leaves, decisions.compared_in_constructor
+
+    if not step.dynamic:
+        return
+    leaves, labels = leaves_if(None)
+    again, _ = leaves_if(None)
+    comparable = {name for name in leaves.keys() & again.keys() if same(leaves[name], again[name])}
+    for number, label in enumerate(labels):
+        try:
+            others, _ = leaves_if(number)
+        except Exception:
+            continue  # it allows no such value
+        if any(name not in others or not same(leaves[name], others[name]) for name in comparable):
+            raise TypeError(
+                f"stateless: {key_of(label)} must be a number, because the constructor of {step.cls.__name__} chooses "
+                "by its value; got a tensor or a schedule: make another optimizer for another value"
+            )
+
+
+def _refuse_new_aliases(step: ClassStep, record: Record) -> None:
+    """Refuse a class that keeps one tensor under two names from some later step on: in a state they are two."""
+    hyper = step.examples("meta")
+    for param in _inputs("meta").params:
+        params, grads = [param], [torch.empty_like(param)]
+        first = step._along_paths(params, grads, None, nothing(params), hyper)
+        run = functools.partial(step.run, first.params, grads, first.state, hyper)
+        for step_run in every_path(run, step.decisions).values():
+            for names in aliases_in(step_run.held, step_run.params) - record.aliases:
+                raise impure(
+                    step.cls,
+                    f"it keeps one tensor as {' and as '.join(sorted(names))} from some later step on; clone it",
+                )
 
 
 def _refuse_reads_of(step: ClassStep, name: str) -> None:
@@ -419,17 +474,39 @@ def _are_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _reproduces_first_step(step: ClassStep, *, starts_at_zero: bool) -> bool:
-    """Return whether a step from the state that `init` would give equals the first step without state."""
+    """Return whether a step from the state that `init` would give equals the first step without state.
+
+    It is asked of parameters that begin together, and of those that begin when others have taken a few steps.
+    """
     step = replace(step, wide=False)
     inputs = _inputs("cpu")
     hyper = step.examples("cpu")
     torch.manual_seed(SEED)
     state = first_state(step, inputs.params, hyper, starts_at_zero=starts_at_zero)
-    torch.manual_seed(SEED)
-    expected = step._along_paths(inputs.params, inputs.grads, None, state, hyper)
-    torch.manual_seed(SEED)
-    stepped = step._along_paths(inputs.params, inputs.grads, state, state, hyper)
-    return _are_equal(_tensors(stepped.params, stepped.state), _tensors(expected.params, expected.state))
+
+    def is_reproduced(before: ClassState | None, from_first: ClassState) -> bool:
+        torch.manual_seed(SEED)
+        expected = step._along_paths(inputs.params, inputs.grads, before, from_first, hyper)
+        torch.manual_seed(SEED)
+        stepped = step._along_paths(inputs.params, inputs.grads, from_first, from_first, hyper)
+        return _are_equal(_tensors(stepped.params, stepped.state), _tensors(expected.params, expected.state))
+
+    if not is_reproduced(None, state):
+        return False
+    if not state.shared:
+        return True
+    later = state
+    for _ in range(_STEPS_OF_OTHERS):
+        later = step._along_paths(inputs.params, inputs.grads, later, later, hyper).state
+    without_leaves = ClassState([{} for _ in inputs.params], later.shared)
+    try:
+        return is_reproduced(without_leaves, ClassState(state.leaves, later.shared))
+    except FAILS_WHEN_LATE:
+        return True
+
+
+#: Steps that others have taken before a parameter begins, in a trial.
+_STEPS_OF_OTHERS = 3
 
 
 def _has_no_places(step: ClassStep, record: Record) -> bool:

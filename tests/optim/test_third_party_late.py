@@ -1,0 +1,170 @@
+"""Optimizers that torch does not ship, where a trial of a few steps with all gradients shows little of what they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from funcamp import stateless
+from tests.support.helpers import assert_close
+
+Params = dict[str, torch.Tensor]
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in its group; the rest of each class below."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **options: float) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, **options})
+
+    def count(self) -> Any:
+        self.param_groups[0]["k"] += 1
+        return self.param_groups[0]["k"]
+
+    def each(self) -> list[Any]:
+        return [p for p in self.param_groups[0]["params"] if p.grad is not None]
+
+
+class CouplesLargeOnes(Counting):
+    """Divides large matrices by their common norm, from the second step on, and asks a question of each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        k = self.count()
+        large = [p for p in self.each() if p.numel() >= 64]
+        norm = torch.stack([p.grad.norm() for p in large]).norm() if large else 1.0
+        for p in self.each():
+            update = p.grad / p.grad.norm() if p.grad.norm() > 1 else p.grad
+            p.sub_(update * 10 / norm if p.numel() >= 64 and k > 1 else update, alpha=0.1)
+
+
+class WritesByData(Counting):
+    """Writes into an attribute by `data`, in every fifth step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.scale = torch.ones(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        k = self.count()
+        for p in self.each():
+            p.sub_(p.grad * self.scale.to(p), alpha=0.1)
+        if k % 5 == 0:
+            self.scale.data.mul_(0.1)
+
+
+class GoesByPlaces(Counting):
+    """Has a rate for each place in the list of parameters, with or without a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params: list[Any] = self.param_groups[0]["params"]
+        for index, p in enumerate(params):
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1 * 0.5 ** (len(params) - index))
+
+
+class BeginsWithTheGradient(Counting):
+    """Averages gradients from the parameter's first one on, by the count of all: the first step hides the beginning."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        k = self.count()
+        for p in self.each():
+            state = self.state[p]
+            if not state:
+                state["mean"] = p.grad.clone()
+            state["mean"].lerp_(p.grad, 1 / k)
+            p.sub_(state["mean"], alpha=0.1)
+
+
+class UsesWhatIsMade(Counting):
+    """Makes a matrix in the first step of a parameter and in every third, and knows when it has made it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        k = self.count()
+        for p in self.each():
+            state = self.state[p]
+            if not state:
+                state["made"], state["at"] = None, -1
+            if (state["made"] is None or k % 3 == 0) and k != state["at"]:
+                state["made"], state["at"] = p.grad.abs() + 1, k
+            p.sub_(p.grad / state["made"].clone(), alpha=0.1)
+
+
+SHAPES = {"w": (8, 16), "b": (4,), "v": (8, 16)}
+CLASSES = [CouplesLargeOnes, WritesByData, GoesByPlaces, BeginsWithTheGradient, UsesWhatIsMade]
+#: For each the steps in which a parameter has no gradient.
+ABSENCES: dict[str, dict[str, range]] = {
+    "none": {},
+    "first": {"w": range(5)},
+    "last": {"v": range(3)},
+    "between": {"b": range(4, 6), "w": range(9, 10)},
+}
+
+
+@pytest.mark.parametrize("absent", ABSENCES)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_a_class_follows_itself_where_gradients_are_missing(cls: Any, absent: str) -> None:
+    params: Params = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    eager, optimizer = cls(leaves.values()), stateless(cls)
+    state = optimizer.init(params)
+    for number in range(12):
+        grads = {
+            name: None if number in ABSENCES[absent].get(name, ()) else torch.randn(shape)
+            for name, shape in SHAPES.items()
+        }
+        params, state = optimizer.update(params, grads, state)
+        for name, leaf in leaves.items():
+            grad = grads[name]
+            leaf.grad = None if grad is None else grad.clone()
+        eager.step()
+        assert_close(params, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-5)
+
+
+class KeepsTheParameter(Counting):
+    """Keeps the parameter itself from the twentieth step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        k = self.count()
+        for p in self.each():
+            state = self.state[p]
+            if not state:
+                state["anchor"] = p.clone()
+            p.sub_(p.grad + 0.1 * (p - state["anchor"]), alpha=0.1)
+            if k == 20:
+                state["anchor"] = p.data
+
+
+class ChoosesWhenMade(Counting):
+    """Decays weights if the decay that its constructor gets is not 0."""
+
+    def __init__(self, params: Any, lr: float = 0.1, decay: float = 0.0) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be in [0, 1); got {decay}")
+        super().__init__(params, lr, decay=decay)
+        self.decays = decay > 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.each():
+            if self.decays:
+                p.mul_(1 - self.param_groups[0]["decay"])
+            p.sub_(p.grad, alpha=0.1)
+
+
+def test_one_tensor_under_two_names_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"KeepsTheParameter .* keeps one tensor as anchor and as the parameter"):
+        stateless(KeepsTheParameter)
+
+
+def test_a_schedule_by_which_the_constructor_chooses_is_refused() -> None:
+    assert stateless(ChoosesWhenMade, decay=0.1, lr=lambda count: 0.1 / (1 + count)) is not None
+    with pytest.raises(TypeError, match="decay must be a number, because the constructor of ChoosesWhenMade chooses"):
+        stateless(ChoosesWhenMade, decay=lambda count: 0.01 * count)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from funcamp._optim.arguments import is_own_refusal
 from funcamp._optim.class_state import (
     MISSING,
     ChangedConstantError,
@@ -37,8 +38,6 @@ from funcamp._optim.run import StepRun, run_step
 APPLIED_ENTRY = "applied"
 #: Which of its forms the state of one parameter has: an entry of funcamp's, if a class adds or removes entries later.
 STAGE_ENTRY = "stage"
-#: What a class raises, in its own loop too, that has nothing for a parameter whose first gradient comes late.
-FAILS_WHEN_LATE = (AttributeError, LookupError)
 #: How many forms there may be: each is a run in every step.
 LARGEST_STAGE_COUNT = 8
 
@@ -216,7 +215,7 @@ class ClassStep:
                     form = _with_forms(form, after)
             return form
 
-        with contextlib.suppress(*FAILS_WHEN_LATE):
+        with contextlib.suppress(Exception):  # as in `_step`
             form = with_forms_after(form, form, [{} for _ in empty])
         stage = 0
         while stage < form.stage_count:
@@ -309,8 +308,10 @@ class ClassStep:
             late_state = ClassState([{} for _ in params], own_state.shared)
             try:
                 late = self._along_paths(params, grads, late_state, own_state, hyper)
-            except FAILS_WHEN_LATE:
-                late = first
+            except Exception as error:
+                if is_own_refusal(error):
+                    raise
+                late = first  # it has nothing for a parameter that begins late, or begins all at once
             shared = _select_entries(group_count == 0, first.state.shared, shared)
             shared = shared | {APPLIED_ENTRY: group_count + 1}
             first = _select_stepped(group_count == 0, first, late)
@@ -379,7 +380,7 @@ class ClassStep:
         try:
             for index, (held, param) in enumerate(zip(step_run.held.leaves, params)):
                 is_first = state is None or not state.leaves[index]
-                if is_first and grads[index] is None:  # it has not begun
+                if is_first and grads[index] is None and not held:  # it has not begun
                     leaves.append(dict(like.leaves[index]))
                     begun.append(torch.zeros((), dtype=torch.int64, device=param.device))
                     continue

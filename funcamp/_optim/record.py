@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from funcamp._optim.arguments import first_line, impure, is_own_refusal
+from funcamp._optim.arguments import first_line, impure, is_own_refusal, is_torchs
 from funcamp._optim.class_state import (
     ATTRIBUTE,
     Changing,
@@ -43,10 +43,16 @@ class Record(NamedTuple):
     """What it holds after each step."""
     aliases: set[frozenset[str]]
     """What it holds in one memory after these steps, as in `aliases_in`."""
+    late_grads: Sequence[Sequence[Tensor | None]] = ()
+    """Others, in which the first parameter has none before the others have taken some steps."""
+    late_results: Sequence[list[Tensor]] = ()
+    """The parameters after each step with these, as long as the class does not fail."""
 
 
 #: Steps of a trial. A class that rectifies, as RAdam does, takes another formula from the sixth on.
 _STEPS = 12
+#: Steps of a trial before the first parameter has a gradient.
+_LATENESS = 3
 SEED = 0
 #: A class may take matrices only, and those of one shape together.
 _MATRICES = ((2, 3), (3, 2), (2, 3))
@@ -65,7 +71,8 @@ def recorded(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> 
     for shapes in _TRIALS:
         for dtype in (torch.float64, torch.float32):
             try:
-                return _record_of(cls, arguments, shapes, dtype)
+                record = _record_of(cls, arguments, shapes, dtype)
+                return record if is_torchs(cls) else _with_late_steps(cls, arguments, record)
             except ElsewhereError as error:
                 raise impure(
                     cls,
@@ -112,6 +119,29 @@ def _record_of(
         if change is not None:
             raise ElsewhereError(f"its step changes {change[0]}, where it is not followed")
     return record
+
+
+def _with_late_steps(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], record: Record) -> Record:
+    """Return a record with steps in which the first parameter has its first gradient when others have taken some."""
+    params: list[Tensor] = [nn.Parameter(param.clone()) for param in record.params]
+    late_grads: list[list[Tensor | None]] = []
+    late_results: list[list[Tensor]] = []
+    torch.manual_seed(SEED)
+    step = step_of(instance_of(cls, params, dict(arguments)))
+    for number, grads in enumerate(record.grads):
+        given: list[Tensor | None] = list(grads)
+        if number < _LATENESS:
+            given[0] = None
+        for param, grad in zip(params, given):
+            param.grad = None if grad is None else grad.clone()
+        try:
+            with torch.no_grad():
+                step()
+        except Exception:
+            break  # it has nothing for such a parameter
+        late_grads.append(given)
+        late_results.append([param.detach().clone() for param in params])
+    return record._replace(late_grads=late_grads, late_results=late_results)
 
 
 class ElsewhereError(Exception):

@@ -121,7 +121,8 @@ class StatelessOptimizer(Fixed):
             TypeError: a leaf of params or grads is not a floating-point or complex tensor; opt_state is not an
                 `OptState`.
             ValueError: the trees differ in structure, a gradient in shape or device from its parameter, or a
-                hyperparameter in device; opt_state is another optimizer's; torch.func differentiates a leaf.
+                hyperparameter in device; opt_state is another optimizer's; torch.func differentiates a leaf; a gradient
+                is None, and the class is one that follows itself only if all parameters begin together.
 
         Example:
             >>> sgd = stateless(torch.optim.SGD, lr=0.5)
@@ -141,6 +142,13 @@ class StatelessOptimizer(Fixed):
         active = [index for index, grad in enumerate(flat_grads) if grad is not None and flat[index] is not None]
         if not active:
             return stored_params, opt_state._replace(applied=opt_state.applied + 1)
+        if len(active) < len(flat) - sum(param is None for param in flat) and not self._traits.takes_late:
+            missing = next(index for index, param in enumerate(flat) if param is not None and flat_grads[index] is None)
+            raise ValueError(
+                f"update: grads{_tree.path_of(grads, missing)} must be a tensor, as all gradients of "
+                f"{self._cls.__name__}, which a step as a function follows only if all parameters begin together; got "
+                "None: give zeros, or leave the parameter out"
+            )
         if not (is_torchs(self._cls) or self._traits.pointwise):
             # A class may count its parameters, or go by their places: it gets those without a gradient, too.
             active = [index for index, param in enumerate(flat) if param is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from funcamp._optim.class_state import (
     wider,
 )
 from funcamp._optim.class_state import Kind as NumberKind
-from funcamp._optim.class_step import APPLIED_ENTRY, FAILS_WHEN_LATE, ClassStep, nothing
+from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, Grads, nothing
 from funcamp._optim.decisions import every_path
 from funcamp._optim.first_state import CHUNK_SIZE, first_state
 from funcamp._optim.hyperparameters import is_dynamic, map_items, without_values
@@ -61,6 +61,8 @@ class Traits:
     ones: see `elementwise`."""
     entries: frozenset[str]
     """The names of its state entries for a matrix."""
+    takes_late: bool = True
+    """Whether its step as a function follows it where the first gradient of a parameter comes later than others'."""
     _operations: dict[Any, list[Any] | None] = field(default_factory=dict, compare=False)
 
     def elementwise(self, kinds: Iterable[Kind]) -> bool:
@@ -194,7 +196,11 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
             step = replace(step, known_beginnings=_beginnings(step, record))
         traits = Traits(step, starts_at_zero, is_pointwise, _entries(step))
         _refuse_other_numbers(traits, record)
-    return traits
+        try:
+            takes_late = _follows(traits, record.params, record.late_grads, record.late_results)
+        except Exception:
+            takes_late = False
+    return replace(traits, takes_late=takes_late)
 
 
 class _Inputs(NamedTuple):
@@ -501,8 +507,10 @@ def _reproduces_first_step(step: ClassStep, *, starts_at_zero: bool) -> bool:
     without_leaves = ClassState([{} for _ in inputs.params], later.shared)
     try:
         return is_reproduced(without_leaves, ClassState(state.leaves, later.shared))
-    except FAILS_WHEN_LATE:
-        return True
+    except Exception as error:
+        if is_own_refusal(error):
+            raise
+        return True  # it has nothing for a parameter that begins late, or begins all at once
 
 
 #: Steps that others have taken before a parameter begins, in a trial.
@@ -531,23 +539,30 @@ def _entries(step: ClassStep) -> frozenset[str]:
 
 def _refuse_other_numbers(traits: Traits, record: Record) -> None:
     """Refuse a class whose steps as a function come to other numbers than its own, for state that was not found."""
+    if not _follows(traits, record.params, record.grads, record.results):
+        raise impure(
+            traits.step.cls,
+            "its steps from a state that is put into a new instance come to other numbers than its own: it keeps "
+            "state elsewhere than in self.state, its group and numbers of its own, or draws random numbers; keep "
+            "it in self.state[param]",
+        )
+
+
+def _follows(traits: Traits, params: list[Tensor], all_grads: Sequence[Grads], results: Sequence[list[Tensor]]) -> bool:
+    """Return whether steps from some parameters with some gradients come to these results."""
     step = traits.step
     hyper = step.examples("cpu")
     torch.manual_seed(SEED)
-    params = record.params
+    start = params
     state = first_state(step, params, hyper, starts_at_zero=traits.starts_at_zero)
     torch.manual_seed(SEED)
     # Of the way that a parameter has gone: of its size, a wrong step would be little.
     largest_distance = 1e-5 if params[0].dtype == torch.float64 else 1e-3
-    for grads, expected in zip(record.grads, record.results):
+    for grads, expected in zip(all_grads, results):
         stepped = step(params, grads, state, hyper)
         params, state = stepped.params, stepped.state
-        way = [result - start for result, start in zip(params, record.params)]
-        expected_way = [result - start for result, start in zip(expected, record.params)]
+        way = [result - before for result, before in zip(params, start)]
+        expected_way = [result - before for result, before in zip(expected, start)]
         if distance(way, expected_way) > largest_distance:
-            raise impure(
-                step.cls,
-                "its steps from a state that is put into a new instance come to other numbers than its own: it keeps "
-                "state elsewhere than in self.state, its group and numbers of its own, or draws random numbers; keep "
-                "it in self.state[param]",
-            )
+            return False
+    return True

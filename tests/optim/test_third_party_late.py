@@ -142,6 +142,35 @@ class KeepsTheParameter(Counting):
                 state["anchor"] = p.data
 
 
+class BeginsWithAll(Counting):
+    """Wraps an optimizer, and begins an average for each parameter in the first step, with or without a gradient."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.optimizer = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1, momentum=0.9, foreach=False)
+        self.slow: dict[Any, Any] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.count() == 1:
+            self.slow = {p: p.clone() for p in self.param_groups[0]["params"]}
+        self.optimizer.step()
+        for p in self.param_groups[0]["params"]:
+            self.slow[p].lerp_(p + 1, 0.1)
+        for p in self.each():
+            p.copy_(self.slow[p])
+
+
+def test_a_class_that_follows_itself_only_with_all_gradients_says_so() -> None:
+    optimizer = stateless(BeginsWithAll)
+    params = {"w": torch.ones(2), "b": torch.ones(3)}
+    state = optimizer.init(params)
+    message = r"grads\['w'\] must be a tensor, as all gradients of BeginsWithAll.* got None"
+    with pytest.raises(ValueError, match=message):
+        optimizer.update(params, {"w": None, "b": torch.ones(3)}, state)
+    optimizer.update(params, {"w": torch.ones(2), "b": torch.ones(3)}, state)
+
+
 class ChoosesWhenMade(Counting):
     """Decays weights if the decay that its constructor gets is not 0."""
 

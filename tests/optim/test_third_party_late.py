@@ -147,7 +147,7 @@ class BeginsWithAll(Counting):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        self.optimizer = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1, momentum=0.9, foreach=False)
+        self.optimizer = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1, momentum=0.9, dampening=0.5)
         self.slow: dict[Any, Any] = {}
 
     @torch.no_grad()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,3 +145,40 @@ def _key(operation: Operation) -> object:
 def narrow(operations: list[Operation]) -> bool:
     """Return whether an operation ran in a format that needs loss scaling: float16 or float8."""
     return any(torch.finfo(operation.dtype).max < 2.0**20 for operation in operations)
+
+
+def find_obstacle() -> str:
+    """Return why a backward pass must not be repeated; empty if it may."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "other ranks may not repeat it too"
+    return ""
+
+
+def exponents_to_try(initial_dtypes: list[torch.dtype], loss_scale: float) -> tuple[int, int]:
+    """Return the lowest and the highest k for which a pass is repeated with its initial gradients times 2^k.
+
+    The initial gradients, and the loss scale times 2^k, must be normal numbers.
+    """
+    formats = [torch.finfo(dtype) for dtype in initial_dtypes]
+    lowest = max([-120, *(math.frexp(info.tiny)[1] for info in formats)])
+    largest_factor = min([127, *(math.frexp(info.max)[1] for info in formats)])
+    highest = largest_factor - math.frexp(loss_scale)[1]
+    return lowest, max(highest, 0)
+
+
+def leaves_behind(outputs: Sequence[Any]) -> list[Tensor]:
+    """Return the leaves that a backward pass from these outputs reaches."""
+    leaves = []
+    seen_nodes = set()
+    # An output is a tensor, or a GradientEdge, which has a node.
+    stack = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen_nodes:
+            continue
+        seen_nodes.add(node)
+        if hasattr(node, "variable"):  # a node that accumulates the gradient of a leaf
+            leaves.append(node.variable)
+        stack.extend([next_node for next_node, _ in node.next_functions])
+    return leaves

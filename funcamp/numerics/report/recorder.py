@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import math
-import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +20,29 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from funcamp import _tree, _upstream
 from funcamp._jit.jit_step import JitStep
-from funcamp._scaler import scale as scaling
 from funcamp._step.step import TrainStep
 from funcamp._upstream.replaced import replaced
 from funcamp.float8.linears import layer_of
 from funcamp.numerics import taps
-from funcamp.numerics.counting import count, has_values
+from funcamp.numerics.counting import count
 from funcamp.numerics.record import Record, probe
-from funcamp.numerics.report.backward_passes import BackwardPass, Operation, Trial, combined, find_largest_scale, narrow
-from funcamp.numerics.report.float8_fit import Multiplied
-from funcamp.numerics.report.module_paths import ModulePaths
-from funcamp.numerics.statistics import Stats
-
-#: Operations that create tensors, possibly with another's shape, or return their input's values: not results of the
-#: computation, as little as those of views and of `resize_`.
-_NO_RESULTS = re.compile(
-    r"(new_)?(empty|zeros|ones|full|rand|randn|randint|arange|eye|scalar_tensor)(_like|_strided|_permuted)?|"
-    r"(uniform|normal)_|clone|_unsafe_view"
+from funcamp.numerics.report.backward_passes import (
+    BackwardPass,
+    Operation,
+    Trial,
+    combined,
+    exponents_to_try,
+    find_largest_scale,
+    find_obstacle,
+    leaves_behind,
+    narrow,
 )
-
+from funcamp.numerics.report.float8_fit import Multiplied
+from funcamp.numerics.report.location import Location, innermost_user_line
+from funcamp.numerics.report.module_paths import ModulePaths
+from funcamp.numerics.report.replaced_calls import call_eagerly, scaling_calls
+from funcamp.numerics.report.values import all_finite, computes, contains_nonfinite, is_countable, largest_item
+from funcamp.numerics.statistics import Stats
 
 _current_node = _upstream.find("torch._C._current_autograd_node")
 _sequence_number = _upstream.find("torch.autograd._get_sequence_nr")
@@ -77,15 +78,6 @@ class _Phase(enum.Enum):
 
 
 _FINAL = (_Phase.ENDED, _Phase.DONE)
-
-
-class _Location(NamedTuple):
-    """Where an operation was called."""
-
-    path: str | None
-    """The module; empty outside modules; None if the operation is in no differentiated pass, and not recorded."""
-    line: tuple[str, int] | None
-    """The file and the line."""
 
 
 class Recorder(_Mode):
@@ -139,7 +131,7 @@ class Recorder(_Mode):
         """The paths of the modules that run now; None for those that are not recorded."""
         self._is_evaluation = False
         """Whether the outermost module that runs now is called for no gradient."""
-        self._locations: dict[int, _Location] = {}
+        self._locations: dict[int, Location] = {}
         """Where the operation of an autograd node was called, by the node's sequence number."""
 
     @contextlib.contextmanager
@@ -162,12 +154,12 @@ class Recorder(_Mode):
 
     def _replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """Yield the functions to replace during a recording: their owner, their name, and what replaces them."""
-        yield JitStep, "__call__", self._wrap_step(_call_eagerly)
+        yield JitStep, "__call__", self._wrap_step(call_eagerly)
         yield TrainStep, "__call__", self._wrap_step(TrainStep.__call__)
         yield torch.autograd, "_engine_run_backward", self._wrap_backward(_engine)
         for name in ("count", "count_both", "take_numbers"):
             yield taps, name, self._mute(getattr(taps, name))
-        for scaling_call in _scaling_calls():
+        for scaling_call in scaling_calls():
             function = getattr(scaling_call.owner, scaling_call.name)
             yield scaling_call.owner, scaling_call.name, self._wrap_scaling(function, scaling_call.scale_after)
 
@@ -196,14 +188,14 @@ class Recorder(_Mode):
     def _run_recorded(self, func: Any, args: Any, keywords: Any) -> Any:
         """Run an operation and record its outputs."""
         node = _current_node()
-        inputs_contain = _contains_nonfinite((args, keywords))  # before the operation, which may write its inputs
+        inputs_contain = contains_nonfinite((args, keywords))  # before the operation, which may write its inputs
         result = func(*args, **keywords)
         location = self._locate(node)
-        if location.path is None or not _computes(func):
+        if location.path is None or not computes(func):
             return result
         name = func._schema.name.split("::")[1]
         for index, output in enumerate(_tree.leaves(result)):
-            if not _is_countable(output):
+            if not is_countable(output):
                 continue
             stats = Stats(count(output))
             contains = torch.stack([stats.posinf + stats.neginf > 0, stats.nan > 0])
@@ -263,7 +255,7 @@ class Recorder(_Mode):
             if isinstance(scale, Tensor) and not self._is_left_out():
                 self._note_losses(_tree.leaves([args[1:], kwargs]))
                 if self._looks_for_scale:
-                    self.loss_scale = self._read(scale, _largest_item)  # vmap has a batch of them
+                    self.loss_scale = self._read(scale, largest_item)  # vmap has a batch of them
             return result
 
         return scale_loss
@@ -271,8 +263,8 @@ class Recorder(_Mode):
     def _note_losses(self, losses: Sequence[Any]) -> None:
         """Remember whether each loss is finite, until its backward pass."""
         for loss in losses:
-            if _is_countable(loss):
-                self._finite_losses.append(self._read(loss, _is_finite))
+            if is_countable(loss):
+                self._finite_losses.append(self._read(loss, all_finite))
 
     def _read(self, x: Tensor, read: Callable[[Tensor], _T]) -> _T:
         """Return `read` of a tensor's values, below the wrappers of torch.func."""
@@ -311,7 +303,7 @@ class Recorder(_Mode):
                 self._finite_losses = []
                 return result
 
-            obstacle = _obstacle()
+            obstacle = find_obstacle()
             can_repeat = not obstacle
             gradients_before = dict(self.gradients)
             result = run_with(keep_graph or can_repeat)
@@ -376,7 +368,7 @@ class Recorder(_Mode):
                 return Trial(operations, True, {})
             return self._try_factor(repeat, 2.0**exponent)
 
-        lowest, highest = _exponents_to_try(initial_dtypes, scale)
+        lowest, highest = exponents_to_try(initial_dtypes, scale)
         try:
             exponent, best = find_largest_scale(try_exponent, lowest, highest)
         except Exception as error:  # of a user's hook, or of a function that allows only one backward pass
@@ -398,18 +390,18 @@ class Recorder(_Mode):
         apart: dict[str, Any] = {"operations": [], "records": {}, "gradients": {}}
         with self._in_phase(_Phase.REPEATING), replaced(self, loss_scale=loss_scale, **apart):
             returned = [gradient for gradient in repeat(factor) if isinstance(gradient, Tensor)]
-            finite = all(self._read(gradient, _is_finite) for gradient in returned)
+            finite = all(self._read(gradient, all_finite) for gradient in returned)
             return Trial(self.operations, finite, self.gradients)
 
-    def _locate(self, node: Any) -> _Location:
+    def _locate(self, node: Any) -> Location:
         """Return where the operation was called that has just run, and remember it for its backward pass.
 
         node: autograd's current node, None in a forward pass.
         """
         if node is None:
-            location = _Location(self._forward_path(), _line())
+            location = Location(self._forward_path(), innermost_user_line())
         else:
-            location = self._locations.get(node._sequence_nr(), _Location("", None))
+            location = self._locations.get(node._sequence_nr(), Location("", None))
             if self._module_stack and self._module_stack[-1] is None:  # of a module that is not recorded
                 location = location._replace(path=None)
         if location.path is not None:
@@ -464,7 +456,7 @@ class Recorder(_Mode):
             return None
         leaves, spec = _tree.flatten(outputs)
         for index, leaf in enumerate(leaves):
-            if _is_countable(leaf):
+            if is_countable(leaf):
                 leaves[index] = _Mark.apply(leaf, self, path)  # type: ignore[no-untyped-call]
         return _tree.unflatten(leaves, spec)
 
@@ -486,74 +478,6 @@ class Recorder(_Mode):
         return self._run_and_read(x.clone, add_to_records)
 
 
-class _ScalingCall(NamedTuple):
-    """A function that scales a loss."""
-
-    owner: Any
-    """The module or class that has it."""
-    name: str
-    scale_after: Callable[[Any], Any]
-    """Returns the scale from the function's first argument, after the call."""
-
-
-def _scaling_calls() -> Iterator[_ScalingCall]:
-    """Yield the functions that scale a loss: this library's, and those of torch's scaler and its subclasses."""
-    yield _ScalingCall(scaling, "scaled", lambda state: state.scale)
-    classes: list[type] = [torch.amp.GradScaler]
-    for scaler_class in classes:
-        classes += scaler_class.__subclasses__()
-        if "scale" in vars(scaler_class):
-            yield _ScalingCall(scaler_class, "scale", lambda scaler: scaler._scale)
-
-
-def _obstacle() -> str:
-    """Return why a backward pass must not be repeated; empty if it may."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return "other ranks may not repeat it too"
-    return ""
-
-
-def _exponents_to_try(initial_dtypes: list[torch.dtype], loss_scale: float) -> tuple[int, int]:
-    """Return the lowest and the highest k for which a pass is repeated with its initial gradients times 2^k.
-
-    The initial gradients, and the loss scale times 2^k, must be normal numbers.
-    """
-    formats = [torch.finfo(dtype) for dtype in initial_dtypes]
-    lowest = max([-120, *(math.frexp(info.tiny)[1] for info in formats)])
-    largest_factor = min([127, *(math.frexp(info.max)[1] for info in formats)])
-    highest = largest_factor - math.frexp(loss_scale)[1]
-    return lowest, max(highest, 0)
-
-
-def leaves_behind(outputs: Sequence[Any]) -> list[Tensor]:
-    """Return the leaves that a backward pass from these outputs reaches."""
-    leaves = []
-    seen_nodes = set()
-    # An output is a tensor, or a GradientEdge, which has a node.
-    stack = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen_nodes:
-            continue
-        seen_nodes.add(node)
-        if hasattr(node, "variable"):  # a node that accumulates the gradient of a leaf
-            leaves.append(node.variable)
-        stack.extend([next_node for next_node, _ in node.next_functions])
-    return leaves
-
-
-def _line() -> tuple[str, int] | None:
-    """Return the innermost current line outside torch and this library."""
-    frame = sys._getframe(1) if hasattr(sys, "_getframe") else None  # another Python than CPython may have none
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("torch", "funcamp"):
-            return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    return None
-
-
 _Sum = TypeVar("_Sum", Record, Stats)
 
 
@@ -562,15 +486,6 @@ def _add(sums: dict[str, _Sum], path: str, counted: _Sum) -> None:
         sums[path] = sums[path] + counted
     else:
         sums[path] = counted
-
-
-def _largest_item(x: Tensor) -> float:
-    return x.max().item()
-
-
-def _is_finite(x: Tensor) -> bool:
-    values = x.coalesce().values() if x.layout == torch.sparse_coo else x
-    return bool(torch.isfinite(values).all())
 
 
 class _Mark(Function):
@@ -593,42 +508,3 @@ class _Mark(Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # noqa: ARG004
         return tangent.clone()
-
-
-def _is_countable(leaf: object) -> TypeGuard[Tensor]:
-    # A zero tangent has no storage.
-    return has_values(leaf) and leaf.device.type != "meta" and not leaf._is_zerotensor()
-
-
-def _computes(operation: Any) -> bool:
-    """Return whether an operation computes values: no view, no new tensor, no copy."""
-    if operation.is_view or torch.Tag.inplace_view in operation.tags:
-        return False
-    name = operation._schema.name.split("::")[1]
-    return not _NO_RESULTS.fullmatch(name)
-
-
-def _contains_nonfinite(arguments: object) -> Tensor:
-    """Return whether an operation's arguments contain inf, or NaN; bool, shape (2,)."""
-    contains = torch.zeros(2, dtype=torch.bool)
-    for leaf in _tree.leaves(arguments):
-        if _is_countable(leaf):
-            values = leaf.float() if leaf.dtype.itemsize == 1 else leaf  # torch has no isinf of float8
-            flags = torch.stack([torch.isinf(values).any(), torch.isnan(values).any()])
-            contains = contains.to(flags.device) | flags
-        elif isinstance(leaf, float):
-            contains = contains | torch.tensor([math.isinf(leaf), math.isnan(leaf)], device=contains.device)
-    return contains
-
-
-def _call_eagerly(step: JitStep, state: Any, batch: Any) -> Any:
-    """Return the result of a `jit` step's call, computed eagerly."""
-    if step._options.unroll is None:
-        return step._step(state, batch)
-    leaves, spec = _tree.flatten(batch)
-    all_metrics = []
-    for index in range(step._options.unroll):
-        step_leaves = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        state, metrics = step._step(state, _tree.unflatten(step_leaves, spec))
-        all_metrics.append(metrics)
-    return state, _tree.stacked(all_metrics)

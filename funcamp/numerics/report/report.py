@@ -18,9 +18,9 @@ from funcamp.numerics.counting import WIDTH
 from funcamp.numerics.formats import format_of
 from funcamp.numerics.record import Record, text
 from funcamp.numerics.report import plot, render
-from funcamp.numerics.report.backward_passes import BackwardPass, Operation
+from funcamp.numerics.report.backward_passes import BackwardPass, Operation, leaves_behind
 from funcamp.numerics.report.float8_fit import Float8Layer, fit
-from funcamp.numerics.report.recorder import Recorder, leaves_behind
+from funcamp.numerics.report.recorder import Recorder
 from funcamp.numerics.report.render import power
 from funcamp.numerics.statistics import Stats
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from funcamp.numerics.statistics import Stats
 
@@ -167,7 +168,7 @@ def exponents_to_try(initial_dtypes: list[torch.dtype], loss_scale: float) -> tu
     return lowest, max(highest, 0)
 
 
-def leaves_behind(outputs: Sequence[Any]) -> list[Tensor]:
+def leaves_behind(outputs: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
     """Return the leaves that a backward pass from these outputs reaches."""
     leaves = []
     seen_nodes = set()

@@ -137,7 +137,7 @@ def _record(parser: argparse.ArgumentParser, args: argparse.Namespace, script_ar
     path = sys.path if args.is_module else _search_path(script)
     try:
         # The auditor comes last: it sees the script's calls, and not the recorder's.
-        with replaced(sys, argv=[str(script), *script_arguments], path=path), recorder.recording(), auditor.watching():
+        with replaced(sys, argv=[str(script), *script_arguments], path=path), recorder.watching(), auditor.watching():
             if args.is_module:
                 runpy.run_module(args.target, run_name="__main__", alter_sys=True)
             else:
@@ -146,7 +146,7 @@ def _record(parser: argparse.ArgumentParser, args: argparse.Namespace, script_ar
         if not recorder.seen_backward:
             raise
         ending = error
-    if not recorder.operations:
+    if not recorder.recording.operations:
         parser.error(
             f"target must run a backward pass, {args.first} or more of them; none was seen in {args.target}, whose "
             "own processes are not watched"

@@ -8,19 +8,22 @@ one is repeated at other scales.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from funcamp import _tree, _upstream
 from funcamp._jit.jit_step import JitStep
 from funcamp._step.step import TrainStep
+from funcamp._types import Args, Kwargs, Tree
 from funcamp._upstream.replaced import replaced
 from funcamp.float8.linears import layer_of
 from funcamp.numerics import taps
@@ -34,9 +37,9 @@ from funcamp.numerics.report.backward_passes import (
     exponents_to_try,
     find_largest_scale,
     find_obstacle,
-    leaves_behind,
     narrow,
 )
+from funcamp.numerics.report.engine_call import EngineCall
 from funcamp.numerics.report.float8_fit import Multiplied
 from funcamp.numerics.report.location import Location, innermost_user_line
 from funcamp.numerics.report.module_paths import ModulePaths
@@ -48,18 +51,28 @@ _current_node = _upstream.find("torch._C._current_autograd_node")
 _sequence_number = _upstream.find("torch.autograd._get_sequence_nr")
 _engine = _upstream.find("torch.autograd._engine_run_backward")
 if TYPE_CHECKING:
+    from torch._ops import OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode as _Mode
 else:
     _Mode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
 
 _T = TypeVar("_T")
-
-#: Runs a backward pass with its initial gradients times a factor, and returns the gradients.
-_Repeat = Callable[[float], Sequence[Tensor | None]]
+_P = ParamSpec("_P")
 
 
 class Enough(BaseException):
     """Ends a run after the requested passes; a BaseException, so that `except Exception` misses it."""
+
+
+@dataclasses.dataclass
+class Recording:
+    """What is recorded of a run, or of a backward pass that is repeated."""
+
+    operations: list[Operation] = dataclasses.field(default_factory=list)
+    records: dict[str, Record] = dataclasses.field(default_factory=dict)
+    """The outputs of modules and their gradients, by path."""
+    gradients: dict[str, Stats] = dataclasses.field(default_factory=dict)
+    """The gradients of modules' outputs, by path, without loss scaling."""
 
 
 class _Phase(enum.Enum):
@@ -78,6 +91,16 @@ class _Phase(enum.Enum):
 
 
 _FINAL = (_Phase.ENDED, _Phase.DONE)
+
+
+class _Replacement(NamedTuple):
+    """A function that is replaced while a recorder watches."""
+
+    owner: object
+    """The module or class that has it."""
+    name: str
+    function: Callable[..., object]
+    """What replaces it."""
 
 
 class Recorder(_Mode):
@@ -103,12 +126,10 @@ class Recorder(_Mode):
         for private_name in (_current_node, _sequence_number, _engine, _Mode):
             _upstream.check(private_name)
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operations: list[Operation] = []
-        self.records: dict[str, Record] = {}
+        self.recording = Recording()
+        """Of the run; while a backward pass is repeated, of the repetition."""
         self.operands: dict[str, Multiplied] = {}
         """What each linear layer multiplies."""
-        self.gradients: dict[str, Stats] = {}
-        """The gradients of modules' outputs, by path, without loss scaling."""
         self.passes: list[BackwardPass] = []
         self.loss_scale = 1.0 if loss_scale is None else loss_scale
         self.modules = ModulePaths(module)
@@ -135,7 +156,7 @@ class Recorder(_Mode):
         """Where the operation of an autograd node was called, by the node's sequence number."""
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Context manager: this mode, hooks on modules, and compiled functions run eagerly."""
         replacements = list(self._replacements())
         hooks = (
@@ -145,25 +166,28 @@ class Recorder(_Mode):
         with contextlib.suppress(Enough), contextlib.ExitStack() as stack, warnings.catch_warnings():
             for hook in hooks:
                 stack.callback(hook.remove)
-            for owner, name, function in replacements:
-                stack.enter_context(replaced(owner, **{name: function}))
+            for replacement in replacements:
+                stack.enter_context(replaced(replacement.owner, **{replacement.name: replacement.function}))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self)
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
             yield
 
-    def _replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """Yield the functions to replace during a recording: their owner, their name, and what replaces them."""
-        yield JitStep, "__call__", self._wrap_step(call_eagerly)
-        yield TrainStep, "__call__", self._wrap_step(TrainStep.__call__)
-        yield torch.autograd, "_engine_run_backward", self._wrap_backward(_engine)
+    def _replacements(self) -> Iterator[_Replacement]:
+        """Yield the functions to replace while this recorder watches."""
+        yield _Replacement(JitStep, "__call__", self._wrap_step(call_eagerly))
+        yield _Replacement(TrainStep, "__call__", self._wrap_step(TrainStep.__call__))
+        yield _Replacement(torch.autograd, "_engine_run_backward", self._wrap_backward(_engine))
         for name in ("count", "count_both", "take_numbers"):
-            yield taps, name, self._mute(getattr(taps, name))
+            yield _Replacement(taps, name, self._mute(getattr(taps, name)))
         for scaling_call in scaling_calls():
             function = getattr(scaling_call.owner, scaling_call.name)
-            yield scaling_call.owner, scaling_call.name, self._wrap_scaling(function, scaling_call.scale_after)
+            wrapped = self._wrap_scaling(function, scaling_call.scale_after)
+            yield _Replacement(scaling_call.owner, scaling_call.name, wrapped)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         if self._phase is _Phase.ENDED:  # an `except BaseException` of the script caught `Enough`
             raise Enough
         keywords = kwargs or {}
@@ -185,7 +209,7 @@ class Recorder(_Mode):
         """Return whether the passes to record have not begun, or are over."""
         return bool(self._passes_to_skip) or self._phase is _Phase.DONE
 
-    def _run_recorded(self, func: Any, args: Any, keywords: Any) -> Any:
+    def _run_recorded(self, func: OpOverload, args: Args, keywords: Kwargs) -> Any:
         """Run an operation and record its outputs."""
         node = _current_node()
         inputs_contain = contains_nonfinite((args, keywords))  # before the operation, which may write its inputs
@@ -211,7 +235,7 @@ class Recorder(_Mode):
                 loss_scale=self.loss_scale,
                 line=location.line,
             )
-            self.operations.append(operation)
+            self.recording.operations.append(operation)
         return result
 
     @contextlib.contextmanager
@@ -226,30 +250,30 @@ class Recorder(_Mode):
             if self._phase not in _FINAL:
                 self._phase = before
 
-    def _mute(self, call: Callable[..., _T]) -> Callable[..., _T]:
+    def _mute(self, call: Callable[_P, _T]) -> Callable[_P, _T]:
         """Wrap a call whose operations are not part of the run."""
 
-        def muted(*args: Any, **kwargs: Any) -> _T:
+        def muted(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             with self._in_phase(_Phase.MUTED):
                 return call(*args, **kwargs)
 
         return muted
 
-    def _wrap_step(self, call: Callable[..., _T]) -> Callable[..., _T]:
+    def _wrap_step(self, call: Callable[_P, _T]) -> Callable[_P, _T]:
         """Wrap the call of a step, whose optimizer's and scaler's operations are not recorded."""
 
-        def call_without_optimizer(*args: Any, **kwargs: Any) -> _T:
+        def call_without_optimizer(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             result = call(*args, **kwargs)
-            del self.operations[self.end :]
+            del self.recording.operations[self.end :]
             return result
 
         return call_without_optimizer
 
-    def _wrap_scaling(self, call: Callable[..., _T], scale_after: Callable[[Any], Any]) -> Callable[..., _T]:
+    def _wrap_scaling(self, call: Callable[_P, _T], scale_after: Callable[[Any], object]) -> Callable[_P, _T]:
         """Wrap a call that scales a loss: record the scale and whether the loss is finite."""
         muted_call = self._mute(call)  # not an operation of the model; it may overflow
 
-        def scale_loss(*args: Any, **kwargs: Any) -> _T:
+        def scale_loss(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             result = muted_call(*args, **kwargs)
             scale = scale_after(args[0])
             if isinstance(scale, Tensor) and not self._is_left_out():
@@ -260,7 +284,7 @@ class Recorder(_Mode):
 
         return scale_loss
 
-    def _note_losses(self, losses: Sequence[Any]) -> None:
+    def _note_losses(self, losses: Sequence[object]) -> None:
         """Remember whether each loss is finite, until its backward pass."""
         for loss in losses:
             if is_countable(loss):
@@ -277,62 +301,53 @@ class Recorder(_Mode):
         with replaced(self, _read_next=read):
             return operation()
 
-    def _wrap_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_backward(self, run_engine: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the call that starts every backward pass: count the pass, and repeat it if that helps."""
 
         def run_backward(
-            outputs: Sequence[Any],
+            outputs: Sequence[Tensor | GradientEdge],
             initial_gradients: Sequence[Tensor | None],
             keep_graph: bool,
             create_graph: bool,
-            inputs: Sequence[Any],
+            inputs: Sequence[Tensor | GradientEdge],
             *options: Any,
             **named_options: Any,
         ) -> Any:
-            def run_with(keep_graph: bool) -> Any:
-                return run(outputs, initial_gradients, keep_graph, create_graph, inputs, *options, **named_options)
-
             if self._phase is _Phase.ENDED:
                 raise Enough
+            call = EngineCall(
+                run_engine, outputs, initial_gradients, keep_graph, create_graph, inputs, options, named_options
+            )
             is_nested = self._phase is _Phase.REPEATING or _current_node() is not None
             if is_nested or self._phase is _Phase.DONE:
-                return run_with(keep_graph)
+                return call.run(keeps_graph=keep_graph)
             if self._passes_to_skip:
-                result = run_with(keep_graph)
+                result = call.run(keeps_graph=keep_graph)
                 self._passes_to_skip -= 1
                 self._finite_losses = []
                 return result
-
-            obstacle = find_obstacle()
-            can_repeat = not obstacle
-            gradients_before = dict(self.gradients)
-            result = run_with(keep_graph or can_repeat)
-            self.seen_backward = True
-
-            def repeat(factor: float) -> Sequence[Tensor | None]:
-                with torch.no_grad():
-                    scaled_gradients = tuple([None if seed is None else seed * factor for seed in initial_gradients])
-                # The gradients are returned and not accumulated in `.grad`, which takes the inputs.
-                all_inputs = tuple(inputs or leaves_behind(outputs))
-                gradients: Sequence[Tensor | None] = run(
-                    outputs, scaled_gradients, True, False, all_inputs, allow_unreachable=True, accumulate_grad=False
-                )
-                return gradients
-
-            if not self._finite_losses:  # no scaler or step was called: the outputs are the losses
-                self._note_losses(outputs)
-            initial_dtypes = [seed.dtype for seed in initial_gradients if isinstance(seed, Tensor)]
-            judge_pass = self._mute(self._judge_pass)
-            self.passes.append(judge_pass(repeat, all(self._finite_losses), initial_dtypes, obstacle, gradients_before))
-            self._end_pass()
-            return result
+            return self._record_pass(call)
 
         return run_backward
+
+    def _record_pass(self, call: EngineCall) -> Any:
+        """Run a backward pass and append the findings about it; return what torch returns."""
+        obstacle = find_obstacle()
+        can_repeat = not obstacle
+        gradients_before = dict(self.recording.gradients)
+        result = call.run(keeps_graph=call.keeps_graph or can_repeat)
+        self.seen_backward = True
+        if not self._finite_losses:  # no scaler or step was called: the outputs are the losses
+            self._note_losses(call.outputs)
+        with self._in_phase(_Phase.MUTED):
+            self.passes.append(self._judge_pass(call, all(self._finite_losses), obstacle, gradients_before))
+        self._end_pass()
+        return result
 
     def _end_pass(self) -> None:
         """Prepare for the next backward pass; end the run after the last one."""
         self._finite_losses = []
-        self.end = len(self.operations)
+        self.end = len(self.recording.operations)
         if self._passes_left is None:
             return
         self._passes_left -= 1
@@ -346,19 +361,19 @@ class Recorder(_Mode):
 
     def _judge_pass(
         self,
-        repeat: _Repeat,
+        call: EngineCall,
         loss_is_finite: bool,
-        initial_dtypes: list[torch.dtype],
         obstacle: str,
         gradients_before: dict[str, Stats],
     ) -> BackwardPass:
         """Return the findings about the last pass, repeated if it overflowed or may at a larger scale.
 
-        initial_dtypes: those of the initial gradients.
-        gradients_before: `gradients` before the pass.
+        call: the call that ran it, with its graph kept unless there is an obstacle.
+        obstacle: why it must not be repeated, or empty.
+        gradients_before: the recorded gradients before the pass.
         """
         scale = self.loss_scale
-        operations = [operation for operation in self.operations[self.end :] if operation.backward]
+        operations = [operation for operation in self.recording.operations[self.end :] if operation.backward]
         is_finite = not any(operation.stats.nonfinite > 0 for operation in operations)
         if obstacle or not loss_is_finite or (is_finite and not narrow(operations)):
             return BackwardPass(scale, loss_is_finite, is_finite, None, operations, obstacle)
@@ -366,9 +381,9 @@ class Recorder(_Mode):
         def try_exponent(exponent: int) -> Trial:
             if is_finite and exponent == 0:  # the run itself
                 return Trial(operations, True, {})
-            return self._try_factor(repeat, 2.0**exponent)
+            return self._try_factor(call, 2.0**exponent)
 
-        lowest, highest = exponents_to_try(initial_dtypes, scale)
+        lowest, highest = exponents_to_try(call.initial_dtypes, scale)
         try:
             exponent, best = find_largest_scale(try_exponent, lowest, highest)
         except Exception as error:  # of a user's hook, or of a function that allows only one backward pass
@@ -379,21 +394,21 @@ class Recorder(_Mode):
         evidence = best.operations
         if exponent < 0:  # the run overflowed: the gradients of modules are those of the trial
             evidence = combined(operations, best.operations)
-            self.gradients = gradients_before
+            self.recording.gradients = gradients_before
             for path, gradient in best.gradients.items():
-                _add(self.gradients, path, gradient)
+                _add(self.recording.gradients, path, gradient)
         return BackwardPass(scale, True, exponent >= 0, scale * 2.0**exponent, evidence)
 
-    def _try_factor(self, repeat: _Repeat, factor: float) -> Trial:
-        """Repeat the last pass at the loss scale times a factor, and record it apart from the run."""
+    def _try_factor(self, call: EngineCall, factor: float) -> Trial:
+        """Repeat the last pass at the loss scale times a factor, and record it separately from the run."""
+        recording = Recording()
         loss_scale = self.loss_scale * factor
-        apart: dict[str, Any] = {"operations": [], "records": {}, "gradients": {}}
-        with self._in_phase(_Phase.REPEATING), replaced(self, loss_scale=loss_scale, **apart):
-            returned = [gradient for gradient in repeat(factor) if isinstance(gradient, Tensor)]
-            finite = all(self._read(gradient, all_finite) for gradient in returned)
-            return Trial(self.operations, finite, self.gradients)
+        with self._in_phase(_Phase.REPEATING), replaced(self, loss_scale=loss_scale, recording=recording):
+            gradients = [gradient for gradient in call.repeat(factor) if isinstance(gradient, Tensor)]
+            is_finite = all(self._read(gradient, all_finite) for gradient in gradients)
+        return Trial(recording.operations, is_finite, recording.gradients)
 
-    def _locate(self, node: Any) -> Location:
+    def _locate(self, node: Node | None) -> Location:
         """Return where the operation was called that has just run, and remember it for its backward pass.
 
         node: autograd's current node, None in a forward pass.
@@ -415,7 +430,7 @@ class Recorder(_Mode):
             return self._module_stack[-1]
         return None if self._is_evaluation else ""
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Args) -> None:
         """Before a module's forward pass: note that it runs, and count the operands of a linear layer."""
         layer = layer_of(module)
         path = self.modules.path_of(layer)
@@ -431,8 +446,8 @@ class Recorder(_Mode):
         """At the call of an outermost module: leave out what a script does besides its training steps."""
         if not self._is_script:
             return
-        if not in_backward and not self.records:
-            self.operations.clear()  # of the script's initialization and data loading
+        if not in_backward and not self.recording.records:
+            self.recording.operations.clear()  # of the script's initialization and data loading
         is_differentiated = torch.is_grad_enabled() or _upstream.transforms_active()
         self._is_evaluation = not is_differentiated
 
@@ -446,7 +461,7 @@ class Recorder(_Mode):
         else:
             self.operands[path] = earlier._replace(input=earlier.input + counted_input)
 
-    def _leave(self, module: nn.Module, _: Any, outputs: Any) -> Any:
+    def _leave(self, module: nn.Module, _: Args, outputs: object) -> Tree:
         """After a module's forward pass: return its outputs, marked so that they and their gradients are counted."""
         path = self._module_stack.pop()
         if not self._module_stack:
@@ -470,10 +485,10 @@ class Recorder(_Mode):
             counted = Stats(count(values))
             empty = probe(values.device).forward
             if backward:
-                _add(self.gradients, path, counted.rescale(1 / self.loss_scale))
-                _add(self.records, path, Record(empty, counted))
+                _add(self.recording.gradients, path, counted.rescale(1 / self.loss_scale))
+                _add(self.recording.records, path, Record(empty, counted))
             else:
-                _add(self.records, path, Record(counted, empty))
+                _add(self.recording.records, path, Record(counted, empty))
 
         return self._run_and_read(x.clone, add_to_records)
 
@@ -488,6 +503,13 @@ def _add(sums: dict[str, _Sum], path: str, counted: _Sum) -> None:
         sums[path] = counted
 
 
+class _MarkContext(Protocol):
+    """What a mark keeps for its backward pass."""
+
+    recorder: Recorder
+    path: str
+
+
 class _Mark(Function):
     """Count a tensor in the forward pass, and its gradient in the backward pass."""
 
@@ -498,13 +520,13 @@ class _Mark(Function):
         return recorder.mark(x, path, backward=False)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Recorder, str], output: Tensor) -> None:  # noqa: ARG004
+    def setup_context(ctx: _MarkContext, inputs: tuple[Tensor, Recorder, str], output: Tensor) -> None:  # noqa: ARG004
         _, ctx.recorder, ctx.path = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _MarkContext, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.recorder.mark(grad, ctx.path, backward=True), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # noqa: ARG004
+    def jvp(ctx: _MarkContext, tangent: Tensor, *_: None) -> Tensor:  # noqa: ARG004
         return tangent.clone()

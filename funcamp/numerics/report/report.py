@@ -50,11 +50,11 @@ class NumericsReport:
     """The backward passes, and the scales at which each is finite."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.operations = recorder.operations
-        self.records = recorder.records
+        self.operations = recorder.recording.operations
+        self.records = recorder.recording.records
         self.passes = recorder.passes
         self.module = recorder.modules.root
-        self._gradients = recorder.gradients
+        self._gradients = recorder.recording.gradients
         self._operands = recorder.operands
         self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
 
@@ -342,11 +342,11 @@ def numerics_report(
     if loss_scale is not None and not 0 < loss_scale < math.inf:
         raise ValueError(f"numerics_report: loss_scale must be a positive number; got {loss_scale}")
     recorder = Recorder(module, loss_scale=loss_scale)
-    with recorder.recording():
+    with recorder.watching():
         result = fn(*args, **kwargs)
         if not recorder.seen_backward:
             _differentiate(result)
-    if not recorder.operations:
+    if not recorder.recording.operations:
         raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")
     return NumericsReport(recorder)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,8 +12,11 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp.numerics.counting import has_values
 
-#: Operations that create tensors, possibly with another's shape, or return their input's values: not results of the
-#: computation, as little as those of views and of `resize_`.
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+#: Operations that create tensors, possibly with another's shape, or return their input's values. Like views and
+#: `resize_`, they compute nothing.
 _NOT_COMPUTED = re.compile(
     r"(new_)?(empty|zeros|ones|full|rand|randn|randint|arange|eye|scalar_tensor)(_like|_strided|_permuted)?|"
     r"(uniform|normal)_|clone|_unsafe_view"
@@ -26,7 +29,7 @@ def is_countable(leaf: object) -> TypeGuard[Tensor]:
     return has_values(leaf) and leaf.device.type != "meta" and not leaf._is_zerotensor()
 
 
-def computes(operation: Any) -> bool:
+def computes(operation: OpOverload) -> bool:
     """Return whether an operation computes values: no view, no new tensor, no copy."""
     if operation.is_view or torch.Tag.inplace_view in operation.tags:
         return False

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from funcamp.numerics.statistics import Stats
 
@@ -69,6 +68,60 @@ class BackwardPass(NamedTuple):
     at the smallest scale tried."""
     obstacle: str = ""
     """Why it could not be repeated, or empty."""
+
+
+class Judgement(NamedTuple):
+    """What `judge_pass` returns."""
+
+    findings: BackwardPass
+    gradients: dict[str, Stats] | None = None
+    """The gradients of modules' outputs at the largest scale at which the pass is finite, by path, without loss
+    scaling; None if those of the run itself are right."""
+
+
+def judge_pass(
+    operations: list[Operation],
+    loss_scale: float,
+    try_factor: Callable[[float], Trial],
+    *,
+    loss_is_finite: bool,
+    initial_dtypes: list[torch.dtype],
+    obstacle: str,
+) -> Judgement:
+    """Return the findings about a pass, which is repeated if it overflowed or may overflow at a larger scale.
+
+    Args:
+        operations: those of the pass.
+        loss_scale: the loss scale of the pass.
+        try_factor: repeats the pass at its loss scale times a factor.
+        loss_is_finite: whether the loss is finite before scaling.
+        initial_dtypes: the dtypes of the initial gradients.
+        obstacle: why the pass must not be repeated, or empty.
+    """
+    is_finite = not any(operation.stats.nonfinite > 0 for operation in operations)
+    needs_no_repetition = is_finite and not narrow(operations)
+    if obstacle or not loss_is_finite or needs_no_repetition:
+        return Judgement(BackwardPass(loss_scale, loss_is_finite, is_finite, None, operations, obstacle))
+
+    def try_exponent(exponent: int) -> Trial:
+        if is_finite and exponent == 0:  # the run itself
+            return Trial(operations, True, {})
+        return try_factor(2.0**exponent)
+
+    lowest, highest = exponents_to_try(initial_dtypes, loss_scale)
+    try:
+        exponent, best = find_largest_scale(try_exponent, lowest, highest)
+    except Exception as error:  # of a user's hook, or of a function that allows only one backward pass
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return Judgement(BackwardPass(loss_scale, True, is_finite, None, operations, lines[0]))
+    if exponent is None:
+        return Judgement(BackwardPass(loss_scale, True, False, None, best.operations))
+    largest_scale = loss_scale * 2.0**exponent
+    if exponent >= 0:
+        return Judgement(BackwardPass(loss_scale, True, True, largest_scale, best.operations))
+    # The run overflowed, so the gradients of modules are those of the trial.
+    evidence = combined(operations, best.operations)
+    return Judgement(BackwardPass(loss_scale, True, False, largest_scale, evidence), best.gradients)
 
 
 def find_largest_scale(again: Callable[[int], Trial], lowest: int, highest: int) -> tuple[int | None, Trial]:
@@ -148,14 +201,6 @@ def narrow(operations: list[Operation]) -> bool:
     return any(torch.finfo(operation.dtype).max < 2.0**20 for operation in operations)
 
 
-def find_obstacle() -> str:
-    """Return why a backward pass must not be repeated; empty if it may."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return "other ranks may not repeat it too"
-    return ""
-
-
 def exponents_to_try(initial_dtypes: list[torch.dtype], loss_scale: float) -> tuple[int, int]:
     """Return the lowest and the highest k for which a pass is repeated with its initial gradients times 2^k.
 
@@ -166,20 +211,3 @@ def exponents_to_try(initial_dtypes: list[torch.dtype], loss_scale: float) -> tu
     largest_factor = min([127, *(math.frexp(info.max)[1] for info in formats)])
     highest = largest_factor - math.frexp(loss_scale)[1]
     return lowest, max(highest, 0)
-
-
-def leaves_behind(outputs: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
-    """Return the leaves that a backward pass from these outputs reaches."""
-    leaves = []
-    seen_nodes = set()
-    # An output is a tensor, or a GradientEdge, which has a node.
-    stack = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen_nodes:
-            continue
-        seen_nodes.add(node)
-        if hasattr(node, "variable"):  # a node that accumulates the gradient of a leaf
-            leaves.append(node.variable)
-        stack.extend([next_node for next_node, _ in node.next_functions])
-    return leaves

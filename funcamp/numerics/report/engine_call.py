@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from funcamp._types import Args, Kwargs
-from funcamp.numerics.report.backward_passes import leaves_behind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,3 +65,28 @@ class EngineCall:
             accumulate_grad=False,
         )
         return gradients
+
+
+def find_obstacle() -> str:
+    """Return why a backward pass must not be repeated; empty if it may."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "other ranks may not repeat it too"
+    return ""
+
+
+def leaves_behind(outputs: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
+    """Return the leaves that a backward pass from these outputs reaches."""
+    leaves = []
+    seen_nodes = set()
+    # An output is a tensor, or a GradientEdge, which has a node.
+    stack = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen_nodes:
+            continue
+        seen_nodes.add(node)
+        if hasattr(node, "variable"):  # a node that accumulates the gradient of a leaf
+            leaves.append(node.variable)
+        stack.extend([next_node for next_node, _ in node.next_functions])
+    return leaves

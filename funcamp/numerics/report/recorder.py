@@ -12,12 +12,11 @@ import dataclasses
 import enum
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from funcamp import _tree, _upstream
@@ -29,26 +28,17 @@ from funcamp.float8.linears import layer_of
 from funcamp.numerics import taps
 from funcamp.numerics.counting import count
 from funcamp.numerics.record import Record, probe
-from funcamp.numerics.report.backward_passes import (
-    BackwardPass,
-    Operation,
-    Trial,
-    combined,
-    exponents_to_try,
-    find_largest_scale,
-    find_obstacle,
-    narrow,
-)
-from funcamp.numerics.report.engine_call import EngineCall
+from funcamp.numerics.report.backward_passes import BackwardPass, Operation, Trial, judge_pass
+from funcamp.numerics.report.engine_call import EngineCall, find_obstacle
 from funcamp.numerics.report.float8_fit import Multiplied
-from funcamp.numerics.report.location import Location, innermost_user_line
+from funcamp.numerics.report.location import CallSites, sequence_number
+from funcamp.numerics.report.marks import mark
 from funcamp.numerics.report.module_paths import ModulePaths
 from funcamp.numerics.report.replaced_calls import call_eagerly, scaling_calls
 from funcamp.numerics.report.values import all_finite, computes, contains_nonfinite, is_countable, largest_item
 from funcamp.numerics.statistics import Stats
 
 _current_node = _upstream.find("torch._C._current_autograd_node")
-_sequence_number = _upstream.find("torch.autograd._get_sequence_nr")
 _engine = _upstream.find("torch.autograd._engine_run_backward")
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -123,7 +113,7 @@ class Recorder(_Mode):
         *,
         ends_run: bool = True,
     ) -> None:
-        for private_name in (_current_node, _sequence_number, _engine, _Mode):
+        for private_name in (_current_node, sequence_number, _engine, _Mode):
             _upstream.check(private_name)
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
@@ -148,12 +138,7 @@ class Recorder(_Mode):
         self._read_next: Callable[[Tensor], None] | None = None
         """What to do with the result of the next operation, which is not recorded."""
 
-        self._module_stack: list[str | None] = []
-        """The paths of the modules that run now; None for those that are not recorded."""
-        self._is_evaluation = False
-        """Whether the outermost module that runs now is called for no gradient."""
-        self._locations: dict[int, Location] = {}
-        """Where the operation of an autograd node was called, by the node's sequence number."""
+        self._call_sites = CallSites()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -214,7 +199,7 @@ class Recorder(_Mode):
         node = _current_node()
         inputs_contain = contains_nonfinite((args, keywords))  # before the operation, which may write its inputs
         result = func(*args, **keywords)
-        location = self._locate(node)
+        location = self._call_sites.locate(node)
         if location.path is None or not computes(func):
             return result
         name = func._schema.name.split("::")[1]
@@ -340,7 +325,7 @@ class Recorder(_Mode):
         if not self._finite_losses:  # no scaler or step was called: the outputs are the losses
             self._note_losses(call.outputs)
         with self._in_phase(_Phase.MUTED):
-            self.passes.append(self._judge_pass(call, all(self._finite_losses), obstacle, gradients_before))
+            self.passes.append(self._judge_pass(call, obstacle, gradients_before))
         self._end_pass()
         return result
 
@@ -359,45 +344,26 @@ class Recorder(_Mode):
         self._phase = _Phase.ENDED
         raise Enough
 
-    def _judge_pass(
-        self,
-        call: EngineCall,
-        loss_is_finite: bool,
-        obstacle: str,
-        gradients_before: dict[str, Stats],
-    ) -> BackwardPass:
-        """Return the findings about the last pass, repeated if it overflowed or may at a larger scale.
+    def _judge_pass(self, call: EngineCall, obstacle: str, gradients_before: dict[str, Stats]) -> BackwardPass:
+        """Return the findings about the last pass, and correct the recorded gradients if it overflowed.
 
         call: the call that ran it, with its graph kept unless there is an obstacle.
         obstacle: why it must not be repeated, or empty.
         gradients_before: the recorded gradients before the pass.
         """
-        scale = self.loss_scale
-        operations = [operation for operation in self.recording.operations[self.end :] if operation.backward]
-        is_finite = not any(operation.stats.nonfinite > 0 for operation in operations)
-        if obstacle or not loss_is_finite or (is_finite and not narrow(operations)):
-            return BackwardPass(scale, loss_is_finite, is_finite, None, operations, obstacle)
-
-        def try_exponent(exponent: int) -> Trial:
-            if is_finite and exponent == 0:  # the run itself
-                return Trial(operations, True, {})
-            return self._try_factor(call, 2.0**exponent)
-
-        lowest, highest = exponents_to_try(call.initial_dtypes, scale)
-        try:
-            exponent, best = find_largest_scale(try_exponent, lowest, highest)
-        except Exception as error:  # of a user's hook, or of a function that allows only one backward pass
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            return BackwardPass(scale, True, is_finite, None, operations, lines[0])
-        if exponent is None:
-            return BackwardPass(scale, True, False, None, best.operations)
-        evidence = best.operations
-        if exponent < 0:  # the run overflowed: the gradients of modules are those of the trial
-            evidence = combined(operations, best.operations)
+        findings, gradients = judge_pass(
+            [operation for operation in self.recording.operations[self.end :] if operation.backward],
+            self.loss_scale,
+            lambda factor: self._try_factor(call, factor),
+            loss_is_finite=all(self._finite_losses),
+            initial_dtypes=call.initial_dtypes,
+            obstacle=obstacle,
+        )
+        if gradients is not None:
             self.recording.gradients = gradients_before
-            for path, gradient in best.gradients.items():
+            for path, gradient in gradients.items():
                 _add(self.recording.gradients, path, gradient)
-        return BackwardPass(scale, True, exponent >= 0, scale * 2.0**exponent, evidence)
+        return findings
 
     def _try_factor(self, call: EngineCall, factor: float) -> Trial:
         """Repeat the last pass at the loss scale times a factor, and record it separately from the run."""
@@ -408,37 +374,16 @@ class Recorder(_Mode):
             is_finite = all(self._read(gradient, all_finite) for gradient in gradients)
         return Trial(recording.operations, is_finite, recording.gradients)
 
-    def _locate(self, node: Node | None) -> Location:
-        """Return where the operation was called that has just run, and remember it for its backward pass.
-
-        node: autograd's current node, None in a forward pass.
-        """
-        if node is None:
-            location = Location(self._forward_path(), innermost_user_line())
-        else:
-            location = self._locations.get(node._sequence_nr(), Location("", None))
-            if self._module_stack and self._module_stack[-1] is None:  # of a module that is not recorded
-                location = location._replace(path=None)
-        if location.path is not None:
-            # Autograd creates the node of an operation before the operation gets here. One without a node must not
-            # replace an earlier one's location.
-            self._locations.setdefault(_sequence_number() - 1, location)
-        return location
-
-    def _forward_path(self) -> str | None:
-        if self._module_stack:
-            return self._module_stack[-1]
-        return None if self._is_evaluation else ""
-
     def _enter(self, module: nn.Module, args: Args) -> None:
         """Before a module's forward pass: note that it runs, and count the operands of a linear layer."""
         layer = layer_of(module)
         path = self.modules.path_of(layer)
         in_backward = _current_node() is not None
-        if not self._module_stack:
+        if self._call_sites.is_outside_modules():
             self._begin_root(in_backward)
-        is_recorded = not (in_backward or self._is_evaluation)  # in a backward pass a checkpoint calls it again
-        self._module_stack.append(path if is_recorded else None)
+        # In a backward pass a checkpoint calls the module again.
+        is_recorded = not (in_backward or self._call_sites.in_evaluation)
+        self._call_sites.enter(path if is_recorded else None)
         if is_recorded and isinstance(layer, nn.Linear) and not self._is_left_out() and args:
             self._add_operands(path, args[0], layer.weight)
 
@@ -449,7 +394,7 @@ class Recorder(_Mode):
         if not in_backward and not self.recording.records:
             self.recording.operations.clear()  # of the script's initialization and data loading
         is_differentiated = torch.is_grad_enabled() or _upstream.transforms_active()
-        self._is_evaluation = not is_differentiated
+        self._call_sites.in_evaluation = not is_differentiated
 
     def _add_operands(self, path: str, layer_input: Tensor, weight: Tensor) -> None:
         """Count what a linear layer multiplies; the weight once, the inputs of all calls."""
@@ -463,16 +408,14 @@ class Recorder(_Mode):
 
     def _leave(self, module: nn.Module, _: Args, outputs: object) -> Tree:
         """After a module's forward pass: return its outputs, marked so that they and their gradients are counted."""
-        path = self._module_stack.pop()
-        if not self._module_stack:
-            self._is_evaluation = False
+        path = self._call_sites.leave()
         is_wrapper = hasattr(module, "_orig_mod")  # of torch.compile: the module inside has the same outputs
         if path is None or self._is_left_out() or outputs is None or is_wrapper:
             return None
         leaves, spec = _tree.flatten(outputs)
         for index, leaf in enumerate(leaves):
             if is_countable(leaf):
-                leaves[index] = _Mark.apply(leaf, self, path)  # type: ignore[no-untyped-call]
+                leaves[index] = mark(leaf, self, path)
         return _tree.unflatten(leaves, spec)
 
     def mark(self, x: Tensor, path: str, *, backward: bool) -> Tensor:
@@ -481,7 +424,7 @@ class Recorder(_Mode):
         def add_to_records(values: Tensor) -> None:
             if self._is_idle():
                 return
-            self._locate(_current_node())
+            self._call_sites.locate(_current_node())
             counted = Stats(count(values))
             empty = probe(values.device).forward
             if backward:
@@ -501,32 +444,3 @@ def _add(sums: dict[str, _Sum], path: str, counted: _Sum) -> None:
         sums[path] = sums[path] + counted
     else:
         sums[path] = counted
-
-
-class _MarkContext(Protocol):
-    """What a mark keeps for its backward pass."""
-
-    recorder: Recorder
-    path: str
-
-
-class _Mark(Function):
-    """Count a tensor in the forward pass, and its gradient in the backward pass."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, recorder: Recorder, path: str) -> Tensor:
-        return recorder.mark(x, path, backward=False)
-
-    @staticmethod
-    def setup_context(ctx: _MarkContext, inputs: tuple[Tensor, Recorder, str], output: Tensor) -> None:  # noqa: ARG004
-        _, ctx.recorder, ctx.path = inputs
-
-    @staticmethod
-    def backward(ctx: _MarkContext, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.recorder.mark(grad, ctx.path, backward=True), None, None
-
-    @staticmethod
-    def jvp(ctx: _MarkContext, tangent: Tensor, *_: None) -> Tensor:  # noqa: ARG004
-        return tangent.clone()

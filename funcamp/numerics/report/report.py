@@ -17,7 +17,8 @@ from funcamp._types import name_of
 from funcamp.numerics.formats import format_of
 from funcamp.numerics.record import Record, text
 from funcamp.numerics.report import plot, render
-from funcamp.numerics.report.backward_passes import BackwardPass, Operation, leaves_behind
+from funcamp.numerics.report.backward_passes import BackwardPass, Operation
+from funcamp.numerics.report.engine_call import leaves_behind
 from funcamp.numerics.report.float8_fit import Float8Layer, fit
 from funcamp.numerics.report.origin import Origin, created_kinds, describe, find_origin
 from funcamp.numerics.report.recommendation import (

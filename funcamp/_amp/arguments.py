@@ -33,7 +33,7 @@ def checked_numbers(
     """Return the first scale, growth factor, backoff factor and growth interval: those of the configuration if given.
 
     Raises:
-        TypeError: one is no number, or config is no `ScalerConfig`.
+        TypeError: one is not a number, or config is not a `ScalerConfig`.
         ValueError: both config and another number than the default are given.
     """
     for name, number in zip(("init_scale", "growth_factor", "backoff_factor", "growth_interval"), numbers):
@@ -67,7 +67,7 @@ def check_saved(state_dict: object, config: ScalerConfig) -> SavedScaler:
     Raises:
         KeyError: an entry is missing.
         RuntimeError: state_dict is empty.
-        TypeError: it is no dict, or an entry is not a number.
+        TypeError: it is not a dict, or an entry is not a number.
         ValueError: a number in it cannot be used.
     """
     call = "GradScaler.load_state_dict"

@@ -31,12 +31,12 @@ _NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or ou
 
 
 def _per_optimizer() -> dict[str, object]:
-    """Return what torch's class notes of an optimizer between two updates, by torch's names."""
+    """Return what torch's class stores per optimizer between two updates, under torch's names."""
     return {"stage": Stage.READY, "found_inf_per_device": {}}
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` without a host read: the same calls, scales, skips, errors and `state_dict`.
+    """`torch.amp.GradScaler` without host synchronization: the same calls, scales, skips, errors and `state_dict`.
 
     `scale(loss).backward()`, `step(optimizer)`, `update()`; `unscale_(optimizer)` before clipping.
 
@@ -75,8 +75,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         AssertionError: growth_factor is not above 1, or backoff_factor not below 1.
-        TypeError: device is no string, or one of the four numbers no number; config is not a `ScalerConfig`, or
-            allow_fp16 not a bool.
+        TypeError: device is not a string, or one of the four numbers is not a number; config is not a `ScalerConfig`,
+            or allow_fp16 not a bool.
         ValueError: config is given with one of the four numbers; skip is neither; a number cannot be used.
 
     Example:
@@ -283,8 +283,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             KeyError: an entry is missing.
-            RuntimeError: it is empty, as of a disabled scaler.
-            TypeError: it is no dict, or an entry is not a number.
+            RuntimeError: it is empty, because a disabled scaler saved it.
+            TypeError: it is not a dict, or an entry is not a number.
             ValueError: a number in it cannot be used.
         """
         if not self._enabled:

@@ -1,7 +1,8 @@
 """A torch.nn.Module and a criterion as a loss function of parameters.
 
-`ModuleLoss.__call__` is the whole of it: check that the module is the one that the loss was made of, give the passed
-tensors the hooks of its own, put them into it, call it and the criterion, and return the loss with the new buffers.
+Read `ModuleLoss.__call__` first: it checks that the module is unchanged since the loss was made, gives the passed
+tensors the hooks of the module's own tensors, puts them into the module, calls module and criterion, and returns the
+loss with the new buffers.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ class ModuleLoss(Loss):
 
         Args:
             params: the parameters of the forward pass.
-            after: what the loss returned beside itself.
+            after: what the loss function returned besides the loss.
             run: runs the backward pass.
         """
         buffers: dict[str, Tensor] = {}

@@ -26,7 +26,7 @@ _COMPARED_BY_VALUE = {
 _COMPARED_AS_TEXT = {float, complex}
 #: Types of constants without parts.
 ATOMS = _COMPARED_BY_VALUE | _COMPARED_AS_TEXT
-#: Types whose objects are what they are called: a step finds the same one under the same name.
+#: Types whose objects are identified by name: a step finds the same one under the same name.
 _COMPARED_BY_IDENTITY = (type, types.FunctionType, types.ModuleType, enum.Enum)
 #: Functions bound to an object compare that object by identity.
 _BOUND_FUNCTIONS = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
@@ -120,7 +120,7 @@ def describe(value: object) -> Hashable:
     """Return a description of a constant.
 
     Raises:
-        IndescribableError: it has a tensor, or an object that pickle cannot take apart, or too many parts.
+        IndescribableError: it has a tensor, or an object that pickle cannot write, or too many parts.
     """
     return _Describer().describe(value)
 

@@ -89,7 +89,7 @@ class Captured:
         run: Flat,
         state: list[Tensor],
         batch: list[Tensor],
-        state_results: int,
+        next_state_count: int,
         written: WrittenInputs | None = None,
     ) -> None:
         """Warm up on clones and capture; no input keeps a write, even if this fails.
@@ -99,7 +99,7 @@ class Captured:
             run: the compiled function of state and batch.
             state: its static storage.
             batch: tensors like those of every later call.
-            state_results: the number of its first results that are the next state; the others are metrics.
+            next_state_count: how many of its first results are the next state; the others are metrics.
             written: the inputs that it writes, besides giving the state its new values.
 
         Raises:
@@ -110,13 +110,13 @@ class Captured:
         written_tensors = [] if written is None else written.captured
         former_values = [tensor.clone() for tensor in written_tensors]
         try:
-            self._prepare(graphs, run, state, batch, state_results)
+            self._prepare(graphs, run, state, batch, next_state_count)
         finally:
             for tensor, value in zip(written_tensors, former_values):
                 tensor.detach().copy_(value)
 
     def _prepare(
-        self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor], state_results: int
+        self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor], next_state_count: int
     ) -> None:
         """Warm up on clones, and capture."""
         self._run = run  # a graph keeps no memory that it reads, such as a program's constants
@@ -131,8 +131,8 @@ class Captured:
             """Return the results, and the stacks of scalars after them."""
             results = run([*state_values, *self._batch])
             scalars = []
-            for number in range(state_results, len(results)):
-                # A scalar on the host is a constant: what could change there, the trace refuses.
+            for number in range(next_state_count, len(results)):
+                # A scalar on the host is a constant: the trace refuses host values that could change.
                 if not results[number].dim() and results[number].device == state_values[0].device:
                     scalars.append(number)
             self._packed = []

@@ -17,8 +17,8 @@ from funcamp._memory import Memory, is_private, overlaps_itself
 from funcamp._types import Tree
 
 _NAMES = ("the first state", "state")
-#: Some leaves of a state, with the addresses and the strides that they must have. A plain tuple, which every call takes
-#: apart.
+#: Some leaves of a state, with the addresses and the strides that they must have. A plain tuple, because every call
+#: unpacks one.
 _Turn: TypeAlias = tuple[list[Tensor], list[int], list[tuple[int, ...]]]
 
 
@@ -56,8 +56,8 @@ class OwnedState:
         leaves, addresses, strides = next(self._turns)
         if list(map(Tensor.data_ptr, leaves)) == addresses and list(map(Tensor.stride, leaves)) == strides:
             return True
-        # Where every call checks all leaves, a moved one is found at once, and the state is taken over as another one.
-        # Where they take turns, it is found after calls that wrote to the former memory.
+        # If every call checks all leaves, a moved leaf is found at once, and the state is taken over as a new one. If
+        # the leaves take turns, it is found only after calls that wrote to the former memory.
         if self._checked_per_call >= len(self.leaves):
             return False
         position = next(
@@ -110,7 +110,7 @@ class OwnedState:
                 values.append(leaf.detach().clone() if self.memory.meets(leaf) else leaf.detach())
         handles = self.leaves
         statics = self._statics
-        # All references to the handles from here are dropped, so that their counts tell which of them callers have.
+        # Drop all references to the handles from here, so that the remaining counts show which of them callers have.
         self.leaves = statics
         self.tree = None
         self._containers = []

@@ -159,7 +159,7 @@ def make_executable(
     run = _compiled(graph, options, memory.current, session, compile_at_once=compile_at_once or graphs is not None)
     if graphs is not None:
         # Not `state_leaves`: the state may have been moved away since.
-        run = Captured(graphs, run, memory.current.leaves, inputs, graph.outputs.state, written)
+        run = Captured(graphs, run, memory.current.leaves, inputs, graph.outputs.next_state_count, written)
         memory.pin()
     return Executable(run, graph.outputs, layouts, graph.captured, outside_state, written)
 

@@ -236,11 +236,11 @@ class JitStep(Fixed):
         self._last = executable
 
         outputs = executable.outputs
-        next_state = memory.keep(outputs.state_of(results)) if outputs.state else owned.tree
+        next_state = memory.keep(outputs.state_of(results)) if outputs.next_state_count else owned.tree
         return next_state, outputs.metrics_of(results)
 
     def _checked_state(self, state: Tree, batch: Tree) -> Tree:
-        """Return a state that may be unlike the last one, as a TrainStep wants it.
+        """Return a state that may differ from the last one, after the checks of a TrainStep.
 
         Raises:
             TypeError: a leaf is not a tensor.

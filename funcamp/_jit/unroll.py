@@ -45,7 +45,7 @@ def unrolled(one_step: Flat, steps: Steps, outputs: Outputs) -> Flat:
             results = one_step([*state, *batch])
             next_state = outputs.state_of(results)
             state = next_state or state  # a donated step has written into the state
-            metrics_of_steps.append(results[outputs.state :])
+            metrics_of_steps.append(outputs.metric_tensors_of(results))
         stacked_metrics = [torch.stack(metric) for metric in zip(*metrics_of_steps)]
         return [*next_state, *stacked_metrics]
 

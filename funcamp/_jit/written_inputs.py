@@ -167,13 +167,13 @@ def writes_state(graph: Graph, written: WrittenInputs | None) -> bool:
     written: what `written_inputs` says of it.
     """
     is_written_before = written is not None and written.writes_state
-    return bool(graph.outputs.state) or is_written_before or bool(_final_copies(graph))
+    return bool(graph.outputs.next_state_count) or is_written_before or bool(_final_copies(graph))
 
 
 def _final_copies(graph: Graph) -> set[fx.Node]:
     """Return the copies to the state with which a donated step ends."""
     copies: set[fx.Node] = set()
-    if graph.outputs.state:
+    if graph.outputs.next_state_count:
         return copies
     placeholders = graph.module.graph.find_nodes(op="placeholder")
     state_nodes = {node for node, argument in zip(placeholders, graph.inputs) if argument.kind == "state"}

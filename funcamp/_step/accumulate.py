@@ -36,7 +36,7 @@ Differentiate = Callable[[dict[str, Tensor], Tree, "Tensor | None"], Result]
 
 
 class _Carry(NamedTuple):
-    """What passes from one micro-batch to the next."""
+    """What one micro-batch passes on to the next."""
 
     sums: list[Tensor | None]
     """The sums of the gradients; None for those that the loss does not have."""

@@ -16,7 +16,7 @@ from funcamp._types import Tree
 
 
 class KnowsNames(Protocol):
-    """What a loss says of its parameters (`_autograd.loss.Loss`)."""
+    """What a loss knows of its parameters (`_autograd.loss.Loss`)."""
 
     @property
     def names(self) -> dict[str, str] | None:
@@ -127,7 +127,7 @@ class Inputs:
                 dtypes[self._group_of(loss_input)] = None
         for number in sorted(self.cast_groups):
             dtypes.setdefault(number, self.dtype)
-        # By themselves: a trace drops what nothing reads besides products in float8.
+        # In separate gathers: a trace drops those whose only readers are products in float8.
         float8_dtypes: dict[int, torch.dtype | None] = {}
         for number in self.float8_groups():
             float8_dtypes[number] = dtypes.pop(number)

@@ -13,7 +13,7 @@ from funcamp._trace.schema import aliased, reads_no_value
 from funcamp._upstream.chains import nodes_behind
 
 _aten = torch.ops.aten
-#: In training it writes its running mean and variance, of which torch's schema says nothing.
+#: In training they write their running mean and variance, which torch's schema does not declare.
 _BATCH_NORMS = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default}
 #: Operations whose result has the values of their first argument.
 _REPEATS = {_aten.clone.default, _aten.detach.default, _aten.alias.default}
@@ -28,9 +28,9 @@ class Aliases:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.root: dict[fx.Node, fx.Node] = {}
-        """For every node the node that made its memory: itself, or that of which it is a view."""
+        """For every node the node that allocated its memory: itself, or the node that it is a view of."""
         self.writers: dict[fx.Node, list[fx.Node]] = {}
-        """The nodes that write to the memory of a node, by its root."""
+        """By root, the nodes that write to its memory."""
         for node in graph.nodes:
             self.root[node] = self._root_of(node)
             for written in written_arguments(node):

@@ -1,8 +1,9 @@
-"""What a step for a CUDA graph computes on the host: a graph cannot, so it is computed once, when the step is traced.
+"""Compute once, when a step is traced for a CUDA graph, what the step computes on the host.
 
-Nothing that changes is there: the trace refuses to read a tensor of the host besides the arguments, to move one there
-and to draw there. So all of it follows from constants, such as `torch.tensor([1.0, 2.0])`, also if it was made with a
-device: torch makes it on the host and copies it.
+A CUDA graph runs nothing on the host. Host values cannot change between calls: the trace refuses to read a tensor on
+the host besides the arguments, to move a tensor there, and to draw random numbers there. So every host value follows
+from constants such as `torch.tensor([1.0, 2.0])`. With a device argument too, torch makes such a constant on the host
+and then copies it.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class _Host:
         return True
 
     def replace_inputs(self, node: fx.Node, *, keep_device: bool = False) -> None:
-        """Let a node read constants in place of values of the host."""
+        """Make a node read constants instead of values on the host."""
         device = None if keep_device else self._device_of(node)
         for source in node.all_input_nodes:
             value = self.values.get(source)
@@ -106,7 +107,7 @@ class _Host:
         return None
 
     def _constant(self, source: fx.Node, value: Tensor, device: torch.device) -> fx.Node:
-        """Return a node like a value as it is now, on a device."""
+        """Return a node with the present values of a host tensor, on a device."""
         key = source, value._version, str(device)
         if key not in self._lifted:
             constant = value.detach().clone().to(device)

@@ -159,7 +159,7 @@ def _features_of(value: object, known_ids: Set[int] | None) -> tuple[object, ...
 
 
 def _is_equal(before: object, after: object) -> bool:
-    """Return whether a feature of a value is the same as before; True if that cannot be said."""
+    """Return whether a feature of a value is the same as before; True if it cannot be compared."""
     if before is after or after is _NEW_OBJECT:
         return True
     if type(before) is not type(after) or isinstance(before, Tensor):

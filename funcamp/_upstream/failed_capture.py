@@ -23,7 +23,7 @@ _failed: list[object] = []
 
 
 def clear(graph: Any, device: torch.device, pool: Any) -> None:
-    """End the capture of a graph that failed, on the stream it was captured on; the pool is not to be used again.
+    """End the capture of a graph that failed, on the stream it was captured on; do not use the pool again.
 
     Args:
         graph: a torch.cuda.CUDAGraph whose capture began.

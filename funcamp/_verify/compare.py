@@ -1,4 +1,4 @@
-"""How far two runs of the same training are apart, and how far rounding alone may take them."""
+"""How much two runs of the same training differ, and how much of that rounding can explain."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def copied_to_host(row: Row) -> Row:
 
 #: Two runs may differ by this multiple of what a change of one unit in the last place does.
 _FACTOR = 4.0
-#: A value that one unit in the last place changes by this part of its movement or more says nothing: a gradient that is
-#: zero but for rounding (a bias before BatchNorm), or training that has become chaotic.
+#: A value is noise if one unit in the last place changes it by at least this part of its movement: a gradient that is
+#: zero except for rounding (a bias before BatchNorm), or training that has become chaotic.
 _NOISE = 0.25
 #: Two runs may always differ by this many units in the last place.
 _ULPS = 16.0

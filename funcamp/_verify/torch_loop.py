@@ -1,4 +1,4 @@
-"""The ordinary torch loop that a `TrainStep` stands for, written out: what `verify` compares the step with."""
+"""The ordinary torch loop that a `TrainStep` replaces, written out: `verify` compares the step with it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def gather_state(state: TrainState) -> TrainState:
         state: a state of a step with `DataParallel(shard=True)`; any other state is returned as it is.
 
     Returns:
-        The `TrainState` whose parameters are whole. No host sync.
+        The `TrainState` with full parameters. No host synchronization.
 
     Raises:
         TypeError: state is not a `TrainState`.

@@ -28,7 +28,7 @@ class Float8State(NamedTuple):
     """
 
     history: Tensor
-    """float32, shape (length, products, 3): amaxes of earlier steps, the newest first; 0 where there is none yet."""
+    """float32, shape (length, products, 3): amaxes of earlier steps, the newest first; 0 if there is none yet."""
     scale: Tensor
     """float32, shape (products, 3): the scales of the next step."""
 

@@ -1,8 +1,8 @@
-"""Keep the layouts of the trace where a program has others, for which a traced view may be impossible.
+"""Restore the layouts of the trace if the program has other ones, in which a traced view may be impossible.
 
 Inductor decomposes operations: `cat` of a tensor and an empty one is contiguous, and Inductor's clone of the tensor has
-the tensor's own order. And torch's rules for tensors without values err: a batch norm of a transposed input is
-contiguous on a CPU, and transposed in a trace (pytorch#192668, open).
+the tensor's own order. Also, torch's layout of a tensor without values is wrong in one case: a batch norm of a
+transposed input is contiguous on a CPU, and transposed in a trace (pytorch#192668, open).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def keep_layouts(program: Program) -> Program:
 
 
 def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor in the layout of another of its shape; itself if it has it, or that one is not dense."""
+    """Return a tensor in the layout of another of its shape; unchanged if it has it, or if the other is not dense."""
     if _strides_that_matter(value) == _strides_that_matter(like):
         return value
     laid_out = _in_order(value, order_of(like))
@@ -108,7 +108,7 @@ def _picks(user: fx.Node, index: int) -> bool:
 
 
 def lay_out(result: fx.Node, order: list[int]) -> None:
-    """Let all that reads a result read it in another order in memory."""
+    """Make all users of a result read it in another order in memory."""
     graph = result.graph
     aten = torch.ops.aten
     with graph.inserting_after(result):

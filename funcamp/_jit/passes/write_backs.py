@@ -1,4 +1,4 @@
-"""An Inductor pass that keeps inputs and results apart, and donated state correct if a new leaf is an old one.
+"""An Inductor pass that keeps inputs and results separate, and donated state correct if a new leaf is an old one.
 
 No result of a traced step is an input. But Inductor removes a product with 1 or a sum with 0, and what is left may be
 an input, which the caller may write later.

@@ -14,6 +14,8 @@ Tree: TypeAlias = Any
 #: The arguments of a call that is passed on, by position and by name.
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = dict[str, Any]
+#: A pure step: from the state and a batch to the next state and the metrics.
+Step: TypeAlias = Callable[[Tree, Tree], tuple[Tree, Tree]]
 #: What a state_dict() of torch or of this package returns: values by name.
 StateDict: TypeAlias = dict[str, Any]
 #: A pure function of the found_inf flag, float32, shape (): for example a MAX over ranks.

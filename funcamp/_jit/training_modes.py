@@ -6,7 +6,7 @@ import functools
 import operator
 import types
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 
@@ -29,7 +29,7 @@ class TrainingModes:
         self._evaluating: list[_Attributes] = []
         self._note([])
 
-    def watch(self, roots: Mapping[str, Any]) -> None:
+    def watch(self, roots: Mapping[str, object]) -> None:
         """Look from now on at the modules among these objects and inside of them.
 
         Args:
@@ -62,11 +62,11 @@ class _ScriptAttributes:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return getattr(self._module, name)
 
 
-_Attributes: TypeAlias = dict[str, Any] | _ScriptAttributes
+_Attributes: TypeAlias = dict[str, object] | _ScriptAttributes
 
 
 def _attributes_of(module: nn.Module) -> _Attributes:

@@ -8,13 +8,13 @@ transposed input is contiguous on a CPU, and transposed in a trace (pytorch#1926
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from funcamp._jit.passes.program import Pass, Program
 from funcamp._trace.open_shapes import is_open_node
+from funcamp._types import Operation
 
 #: An index among several results, and the dimensions from the outermost in memory to the innermost.
 _Order = tuple[int | None, list[int]]
@@ -66,18 +66,18 @@ def _in_order(value: Tensor, order: list[int]) -> Tensor:
     return value.permute(order).contiguous().permute(_inverse(order))
 
 
-def _kinds(value: Any) -> str:
+def _kinds(value: object) -> str:
     """Return the shapes, strides, dtypes and devices of the tensors in an example value, and its numbers."""
     if isinstance(value, Tensor):
         return f"{value.shape}, {value.stride()}, {value.dtype}, {value.device}"
     return f"[{', '.join(map(_kinds, value))}]" if isinstance(value, (list, tuple)) else str(value)
 
 
-def _orders(node: fx.Node, decomposition: Any) -> list[_Order]:
+def _orders(node: fx.Node, decomposition: Operation) -> list[_Order]:
     """Return which results of a node would have another layout, and the layout that they need."""
     traced = node.meta["val"]
     has_several = isinstance(traced, (list, tuple))
-    traced_results: list[Any] = list(traced) if has_several else [traced]
+    traced_results: list[object] = list(traced) if has_several else [traced]
     if not any(isinstance(value, Tensor) and value.dim() > 1 for value in traced_results):
         return []
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda other: other.meta["val"])
@@ -87,7 +87,7 @@ def _orders(node: fx.Node, decomposition: Any) -> list[_Order]:
         return []
     if decomposed is NotImplemented:
         return []
-    decomposed_results: list[Any] = list(decomposed) if has_several else [decomposed]
+    decomposed_results: list[object] = list(decomposed) if has_several else [decomposed]
     orders: list[_Order] = []
     for index, (value, other) in enumerate(zip(traced_results, decomposed_results)):
         if not isinstance(value, Tensor) or not isinstance(other, Tensor):

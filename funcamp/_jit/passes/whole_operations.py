@@ -25,23 +25,27 @@ import torch
 from torch import Tensor
 
 from funcamp._jit.passes.program import Pass, Program
+from funcamp._types import Operation
 from funcamp._upstream import INEXACT_MARGIN, LSTM_WORKSPACE, NAN_MARGIN, NAN_SHRUNK, PADDED_TARGETS
 from funcamp._upstream.renamed import renamed
 
 _aten = torch.ops.aten
 #: The operations that a program calls, by those that it was traced with.
-_replacements: dict[Any, Any] = {}
+_replacements: dict[Operation, Operation] = {}
 
 
-def _contiguous(value: Any) -> Any:
+def _contiguous(value: object) -> object:
+    """Return an argument; a tensor in contiguous memory."""
     return value.contiguous() if isinstance(value, Tensor) else value
 
 
-def _constant(value: Any) -> Any:
+def _constant(value: object) -> object:
+    """Return an argument; a tensor without its part in autograd's graph."""
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _layer(*args: Any) -> tuple[Tensor, ...]:
+def _layer(*args: object) -> tuple[Tensor, ...]:
+    """Return the results of an LSTM layer, with the workspace for its backward pass as an empty view of it."""
     # A layer that the step only reads, such as a teacher's, may require gradients.
     arguments = [_contiguous(_constant(value)) for value in args]
     with torch.enable_grad():  # else there is no workspace
@@ -50,6 +54,7 @@ def _layer(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of an LSTM layer, whose workspace is found by the empty view of it, the last argument."""
     *others, empty_view = args
     workspace_length = empty_view.untyped_storage().nbytes() // empty_view.element_size()
     workspace = empty_view.as_strided([workspace_length], [1], 0)
@@ -59,8 +64,8 @@ def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
     return *gradients, bias_gradient.clone(), grad_hx, grad_cx
 
 
-def _define(name: str, original: Any, run: Any) -> None:
-    """Let programs call an operation under a name of this library, which the compiler has no form of its own for."""
+def _define(name: str, original: Operation, run: Operation) -> None:
+    """Make programs call an operation under a name of this library, for which the compiler has no other form."""
     _replacements[original] = renamed(name, original, run)
 
 

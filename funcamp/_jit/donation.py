@@ -60,15 +60,18 @@ class OwnedState:
         # the leaves take turns, it is found only after calls that wrote to the former memory.
         if self._checked_per_call >= len(self.leaves):
             return False
-        position = next(
-            position
-            for position, leaf, static in zip(self._positions, self.leaves, self._statics)
-            if (leaf.data_ptr(), leaf.stride()) != (static.data_ptr(), static.stride())
-        )
+        path = _tree.path_of(state, self._find_moved())
         raise RuntimeError(
-            f"jit: state{_tree.path_of(state, position)} must stay where it is in memory, as a CUDA graph writes "
+            f"jit: state{path} must stay where it is in memory, as a CUDA graph writes "
             "there; it was given other memory or strides (by .data, set_, t_): put another tensor in its place"
         )
+
+    def _find_moved(self) -> int:
+        """Return the position in the tree of the first leaf that was given other memory or strides."""
+        for position, leaf, static in zip(self._positions, self.leaves, self._statics):
+            if leaf.data_ptr() != static.data_ptr() or leaf.stride() != static.stride():
+                return position
+        raise AssertionError("every leaf is where it was")
 
     def watch(self, count: int) -> None:
         """Check `count` leaves per call, in turn; only for steps that do not read the callers' tensors."""
@@ -184,12 +187,14 @@ class Layouts(NamedTuple):
 
 def arranged(batch: list[Tensor], layouts: Layouts, memory: Memory) -> list[Tensor]:
     """Return a batch as a program needs it: in its layouts, outside memory that it writes, without grad."""
-    return [
-        leaf
-        if leaf.stride() == stride and memory.is_free(leaf.data_ptr(), extent) and not _is_more_than_memory(leaf)
-        else copy_in_layout(leaf.detach(), stride)
-        for leaf, stride, extent in zip(batch, *layouts)
-    ]
+    inputs: list[Tensor] = []
+    for leaf, stride, extent in zip(batch, layouts.strides, layouts.extents):
+        is_outside = memory.is_free(leaf.data_ptr(), extent)
+        if leaf.stride() == stride and is_outside and not _is_more_than_memory(leaf):
+            inputs.append(leaf)
+        else:
+            inputs.append(copy_in_layout(leaf.detach(), stride))
+    return inputs
 
 
 def layouts_for(batch: list[Tensor]) -> Layouts:

@@ -133,7 +133,7 @@ def leaf_key(leaf: Any) -> LeafKey:
     if not isinstance(leaf, Tensor):
         return constant_key(leaf)
     if is_distributed(leaf):
-        kind = kind, leaf.device_mesh, leaf.placements  # type: ignore[attr-defined]
+        kind = kind, leaf.device_mesh, leaf.placements
     return leaf.shape, leaf.dtype, leaf.device, leaf.layout, kind, leaf.requires_grad
 
 

@@ -125,7 +125,7 @@ class _Product(Function):
         ctx.dtype = x.dtype
         ctx.config = config
         x_operands, weight_operands = _split_operands(inputs[7:])
-        # The plain matrices are for the forward pass alone.
+        # The plain matrices are needed in the forward pass only.
         x_operands = x_operands._replace(plain=None)
         weight_operands = weight_operands._replace(plain=None)
         ctx.save_for_backward(weight, follows_x, scale, inverse, *x_operands, *weight_operands)

@@ -31,6 +31,28 @@ class Operation(Protocol):
         """Compute it."""
 
 
+class VmapInfo(Protocol):
+    """What the `vmap` method of an autograd.Function gets about its call."""
+
+    batch_size: int
+
+
+class FunctionContext(Protocol):
+    """What an autograd.Function finds in ctx, in `setup_context` and in `backward`."""
+
+    saved_tensors: tuple[Any, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors for `backward`."""
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Mark outputs that have no gradient."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Set whether `backward` gets zeros instead of None."""
+
+
 def name_of(dtype: torch.dtype) -> str:
     """Return a dtype's name without its module: float16."""
     return str(dtype).removeprefix("torch.")

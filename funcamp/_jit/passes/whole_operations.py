@@ -19,7 +19,7 @@ large margin (14 % off at 15). Torch 2.11 to 2.15.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,12 @@ from funcamp._types import Operation
 from funcamp._upstream import INEXACT_MARGIN, LSTM_WORKSPACE, NAN_MARGIN, NAN_SHRUNK, PADDED_TARGETS
 from funcamp._upstream.renamed import renamed
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
 _aten = torch.ops.aten
 #: The operations that a program calls, by those that it was traced with.
-_replacements: dict[Operation, Operation] = {}
+_replacements: dict[OpOverload, OpOverload] = {}
 
 
 def _contiguous(value: object) -> object:
@@ -64,7 +67,7 @@ def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
     return *gradients, bias_gradient.clone(), grad_hx, grad_cx
 
 
-def _define(name: str, original: Operation, run: Operation) -> None:
+def _define(name: str, original: OpOverload, run: Operation) -> None:
     """Make programs call an operation under a name of this library, for which the compiler has no other form."""
     _replacements[original] = renamed(name, original, run)
 

@@ -226,7 +226,7 @@ def trace_step(
 
 
 def _tensor_replacer(batch: Tree) -> Callable[[list[Tensor]], Tree]:
-    """Return a function from tensors to the batch that has them in place of its own."""
+    """Return a function from tensors to the batch that has them instead of its own tensors."""
     batch_leaves, batch_spec = _tree.flatten(batch)
     positions = [index for index, leaf in enumerate(batch_leaves) if isinstance(leaf, Tensor)]
 

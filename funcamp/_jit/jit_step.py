@@ -172,7 +172,7 @@ class JitStep(Fixed):
     def _call(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """Take one step, in this thread's turn.
 
-        Written in one piece, because every call of Python takes time here; what is rare is in functions of its own.
+        Written in one piece, because every call of Python takes time here; rare cases are in separate functions.
         """
         replaced_path = self._carried.find_replaced()
         if replaced_path is not None:

@@ -162,7 +162,7 @@ class _Inductor(NamedTuple):
 
 def _find_inductor() -> _Inductor:
     return _Inductor(
-        # First, as nothing else imports all that the others need: torch._inductor has a circle of imports.
+        # First, because only this imports all that the others need: torch._inductor has circular imports.
         register_lowering=_upstream.find("torch._inductor.lowering.register_lowering"),
         template_class=_upstream.find("torch._inductor.codegen.cpp_template.CppTemplate"),
         view_as_product=_upstream.find("torch._inductor.codegen.cpp_gemm_template.gen_2d_view_of_epilogue_buf"),
@@ -174,7 +174,7 @@ def _find_inductor() -> _Inductor:
 
 @functools.cache
 def register_kernel() -> bool:
-    """Let Inductor generate the kernel wherever a program calls `product`; return whether this torch can."""
+    """Register the kernel that Inductor generates for `product`; return whether the installed torch can generate it."""
     inductor = _find_inductor()
     if not _upstream.usable(*inductor):
         return False

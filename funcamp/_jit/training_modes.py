@@ -77,8 +77,8 @@ def _attributes_of(module: nn.Module) -> _Attributes:
 def _may_read_its_flag(module: nn.Module) -> bool:
     """Return whether some code may read this module's training flag.
 
-    None does that of a linear layer, or of another class of torch whose code does not name the flag, unless a hook or
-    a method was put on the module itself. They are half of a model's modules, and each costs time at every step.
+    No code reads that of a linear layer, or of another class of torch whose code does not name the flag, unless the
+    module itself got a hook or a method. These are half of a model's modules, and each costs time at every step.
     """
     attributes = vars(module)
     has_hooks = bool(attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks"))

@@ -55,7 +55,7 @@ def unrolled(one_step: Flat, steps: Steps, outputs: Outputs) -> Flat:
 def with_results_checked(all_steps: Flat, steps: Steps, shapes_of_one_step: list[tuple[int, ...]]) -> Flat:
     """Return a function that raises at its first call if a program has taken one step instead of all of them.
 
-    The loop is put into C++ that torch writes. That it is there shows in the results, which are then stacked.
+    The loop is put into C++ that torch writes. If it is there, the results are stacked.
 
     Args:
         all_steps: the compiled function of state and batch.

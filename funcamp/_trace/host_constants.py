@@ -70,13 +70,14 @@ class _Host:
     def read(self, node: fx.Node) -> None:
         """Note the value of a constant, if it is on the host."""
         value = getattr(self._module, str(node.target), None)
-        if isinstance(value, Tensor) and value.device.type not in self._home and not value.is_meta:
-            if not value.untyped_storage().resizable():
-                raise HostError(
-                    "read no array of numpy, nor other memory that is not torch's, as a CUDA graph keeps the values of "
-                    "its capture: make a tensor of it on the device before the first call, or pass it in the batch"
-                )
-            self.values[node] = value
+        if not isinstance(value, Tensor) or value.device.type in self._home or value.is_meta:
+            return  # not a tensor with values on the host
+        if not value.untyped_storage().resizable():
+            raise HostError(
+                "read no array of numpy, nor other memory that is not torch's, as a CUDA graph keeps the values of "
+                "its capture: make a tensor of it on the device before the first call, or pass it in the batch"
+            )
+        self.values[node] = value
 
     def compute(self, node: fx.Node) -> bool:
         """Compute a node whose results are on the host; return whether it is one."""
@@ -100,8 +101,10 @@ class _Host:
                 node.replace_input_with(source, self._constant(source, value, device or value.device))
 
     def _device_of(self, node: fx.Node) -> torch.device | None:
-        """Return the device of a node's results that is not the host."""
-        for tensor in _tree.tensors_in((node.meta.get("val"), [one.meta.get("val") for one in node.all_input_nodes])):
+        """Return the device of a node's results or inputs that is not the host; None if all are on the host."""
+        result = node.meta.get("val")
+        inputs = [source.meta.get("val") for source in node.all_input_nodes]
+        for tensor in _tree.tensors_in((result, inputs)):
             if tensor.device.type in self._home:
                 return tensor.device
         return None

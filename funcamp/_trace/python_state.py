@@ -249,7 +249,7 @@ def _slots_in(path: str, value: object) -> Iterator[Slot]:
 
 
 def _slots_of_tensor(path: str, tensor: Tensor) -> Iterator[Slot]:
-    if type(tensor) not in (Tensor, nn.Parameter):  # others have attributes of their own, such as a fake tensor's
+    if type(tensor) not in (Tensor, nn.Parameter):  # subclasses have further attributes, a fake tensor for example
         return
     yield from _slots_of_attributes(path, tensor)
     if tensor._backward_hooks:

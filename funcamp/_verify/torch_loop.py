@@ -163,18 +163,26 @@ class TorchLoop:
             parameter.grad = None
         buffers_before = {name: buffer.clone() for name, buffer in self._loss_fn.buffers().items()}
         loss = self._accumulate(batch)
-        for name, parameter in self._trained.items():
-            if parameter.grad is None:
-                self.without_gradient.add(name)
-                parameter.grad = torch.zeros_like(parameter)
+        self._fill_missing_gradients()
         is_skipped, norm = self._apply()
-        self._calls += 1
-        self._skipped += is_skipped
-        self._consecutive_skips = self._consecutive_skips + 1 if is_skipped else 0
+        self._count_call(is_skipped)
         if is_skipped and not self._loss_fn.keep_buffers:  # as the step does by default
             for name, buffer in self._loss_fn.buffers().items():
                 buffer.copy_(buffers_before[name])
         return self._row(loss, is_skipped) | {"grad_norm": norm.cpu()}
+
+    def _fill_missing_gradients(self) -> None:
+        """Give zeros to parameters without a gradient, as the step does, and note their names."""
+        for name, parameter in self._trained.items():
+            if parameter.grad is None:
+                self.without_gradient.add(name)
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _count_call(self, is_skipped: bool) -> None:
+        """Count a step, as the state does; applied ones are counted with the optimizers' steps."""
+        self._calls += 1
+        self._skipped += is_skipped
+        self._consecutive_skips = self._consecutive_skips + 1 if is_skipped else 0
 
     def _accumulate(self, batch: Tree) -> Tensor:
         """Add up the scaled gradients of all micro-batches; return the mean of their losses."""
@@ -215,12 +223,14 @@ class TorchLoop:
         return [weight_of_piece / total for weight_of_piece in weights]
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the region of autocast in which the loss is computed."""
         dtype = self._options.policy.compute_dtype
         if dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype)
 
     def _loss_of(self, piece: Tree) -> Tensor:
+        """Return the loss of a micro-batch."""
         criterion = self._loss_fn.criterion
         args, kwargs, target = arguments_of(piece, has_target=criterion is not None)
         outputs = self._model(*args, **kwargs)
@@ -259,6 +269,7 @@ class TorchLoop:
 
     @torch.no_grad()
     def _move_average(self) -> None:
+        """Move the average of the parameters after an applied step."""
         for name, average in self._average.items():
             assert self._options.ema_decay is not None
             average.lerp_(self._trained[name], 1 - self._options.ema_decay)

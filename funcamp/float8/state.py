@@ -40,7 +40,7 @@ def init(config: Float8Config, products: int, *, device: torch.device | str | No
 
     Args:
         config: a configuration with delayed scaling.
-        products: the number of products (layers) that have scales of their own.
+        products: the number of products (layers), each with separate scales.
         device: the device of the tensors; None for torch's default device.
 
     Returns:

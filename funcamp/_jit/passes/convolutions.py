@@ -115,7 +115,7 @@ def _depthwise_backward(
 
 
 def _is_depthwise(x: Tensor, weight: Tensor, geometry: _Geometry) -> bool:
-    """Return whether each channel is convolved with one kernel of its own."""
+    """Return whether each channel is convolved with a separate kernel."""
     channels = x.shape[1]
     return geometry.groups == channels == weight.shape[0] and channels > 1 and not geometry.transposed
 

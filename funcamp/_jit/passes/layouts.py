@@ -24,23 +24,33 @@ def keep_layouts(program: Program) -> Program:
     """Give the results of decomposed operations the layout of the trace, except those of open operations."""
     graph = program.module.graph
     table = program.table
-    # By operation and kinds of arguments, as a model has many equal layers.
+    # By operation and kinds of arguments, because a model has many equal layers.
     orders_by_call: dict[str, list[_Order]] = {}
     with program.mode, torch.no_grad():
         for node in list(graph.nodes):
-            if node.target not in table or any(result.alias_info for result in node.target._schema.returns):
-                continue
-            if is_open_node(node):
+            if node.target not in table or _returns_view(node) or is_open_node(node):
                 continue
             kinds_of_arguments = fx.map_arg((node.args, node.kwargs), lambda other: _kinds(other.meta["val"]))
             call = str((node.target, kinds_of_arguments))
             if call not in orders_by_call:
                 orders_by_call[call] = _orders(node, table[node.target])
             for index, order in orders_by_call[call]:
-                results = [node] if index is None else [user for user in node.users if _picks(user, index)]
-                for result in results:
+                for result in _results_at(node, index):
                     lay_out(result, order)
     return program
+
+
+def _returns_view(node: fx.Node) -> bool:
+    """Return whether an operation returns a view of an argument."""
+    results = node.target._schema.returns  # type: ignore[union-attr]
+    return any(result.alias_info for result in results)
+
+
+def _results_at(node: fx.Node, index: int | None) -> list[fx.Node]:
+    """Return the nodes with the result of a node at an index among several; the node itself if there is one result."""
+    if index is None:
+        return [node]
+    return [user for user in node.users if _picks(user, index)]
 
 
 def laid_out_as(value: Tensor, like: Tensor) -> Tensor:

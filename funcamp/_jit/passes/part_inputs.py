@@ -1,4 +1,4 @@
-"""Pass the parts of small flat tensors to a program as inputs of their own.
+"""Pass the parts of small flat tensors to a program as separate inputs.
 
 The biases and norms of all blocks of a model are parts of one flat tensor. Inductor writes the offset of a part into
 the code of every kernel that reads it, so the kernels of equal blocks differ, and each is compiled. A part that is an

@@ -2,8 +2,8 @@
 
 LSTM layers on a CPU: oneDNN's layer allocates the workspace of its backward pass only while gradients are enabled, and
 a compiled program runs with them disabled: the backward pass then fails, with every backend. It also reads its input as
-if it were contiguous, and Inductor may give it one that is not: the gradient of the input's weight is then that of
-other numbers. In a trace the workspace is empty, because only oneDNN knows its size; since torch 2.14 generated code
+if it were contiguous, and Inductor may pass one that is not: the gradient of the input's weight is then computed from
+wrong numbers. In a trace the workspace is empty, because only oneDNN knows its size; since torch 2.14 generated code
 checks sizes. So the layer returns an empty view of it. Torch 2.11 to 2.15;
 https://github.com/pytorch/pytorch/issues/158007
 

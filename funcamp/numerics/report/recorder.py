@@ -50,10 +50,6 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 
-class Enough(BaseException):
-    """Ends a run after the requested passes; a BaseException, so that `except Exception` misses it."""
-
-
 @dataclasses.dataclass
 class Recording:
     """What is recorded of a run, or of a backward pass that is repeated."""
@@ -74,13 +70,8 @@ class _Phase(enum.Enum):
     """They are not part of the run: those of taps, of scaling a loss, of this recorder."""
     REPEATING = enum.auto()
     """They are those of a backward pass at another loss scale, and recorded separately."""
-    ENDED = enum.auto()
-    """All requested passes are recorded, and the next operation ends the run."""
     DONE = enum.auto()
-    """All requested passes are recorded, and the run goes on without this recorder."""
-
-
-_FINAL = (_Phase.ENDED, _Phase.DONE)
+    """All requested passes are recorded, and the run continues without this recorder. Final."""
 
 
 class _Replacement(NamedTuple):
@@ -99,9 +90,9 @@ class Recorder(_Mode):
     Args:
         module: names the operations; None for the first one that is called.
         first: the first backward pass to record.
-        passes: number of passes to record, of a script; None for all, of a function.
+        passes: for a script, the number of passes to record, after which the run continues unrecorded; None for a
+            function, of which all passes are recorded.
         loss_scale: the factor of the loss; None to find it in the run.
-        ends_run: whether the run ends after the last pass; otherwise it goes on, unrecorded.
     """
 
     def __init__(
@@ -110,8 +101,6 @@ class Recorder(_Mode):
         first: int = 1,
         passes: int | None = None,
         loss_scale: float | None = None,
-        *,
-        ends_run: bool = True,
     ) -> None:
         for private_name in (_current_node, sequence_number, _engine, _Mode):
             _upstream.check(private_name)
@@ -127,7 +116,6 @@ class Recorder(_Mode):
         self.end = 0
         """Index of the first operation after the last backward pass."""
 
-        self._ends_run = ends_run
         self._phase = _Phase.RECORDING
         self._passes_to_skip = first - 1
         self._passes_left = passes
@@ -148,7 +136,7 @@ class Recorder(_Mode):
             register_module_forward_pre_hook(self._mute(self._enter)),
             register_module_forward_hook(self._leave, always_call=True),
         )
-        with contextlib.suppress(Enough), contextlib.ExitStack() as stack, warnings.catch_warnings():
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
             for hook in hooks:
                 stack.callback(hook.remove)
             for replacement in replacements:
@@ -173,8 +161,6 @@ class Recorder(_Mode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        if self._phase is _Phase.ENDED:  # an `except BaseException` of the script caught `Enough`
-            raise Enough
         keywords = kwargs or {}
         if self._read_next is not None:
             read = self._read_next
@@ -227,12 +213,12 @@ class Recorder(_Mode):
     def _in_phase(self, phase: _Phase) -> Iterator[None]:
         """Context manager: another phase, unless all is recorded, which is final."""
         before = self._phase
-        if before not in _FINAL:
+        if before is not _Phase.DONE:
             self._phase = phase
         try:
             yield
         finally:
-            if self._phase not in _FINAL:
+            if self._phase is not _Phase.DONE:
                 self._phase = before
 
     def _mute(self, call: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -298,8 +284,6 @@ class Recorder(_Mode):
             *options: Any,
             **named_options: Any,
         ) -> Any:
-            if self._phase is _Phase.ENDED:
-                raise Enough
             call = EngineCall(
                 run_engine, outputs, initial_gradients, keep_graph, create_graph, inputs, options, named_options
             )
@@ -330,19 +314,14 @@ class Recorder(_Mode):
         return result
 
     def _end_pass(self) -> None:
-        """Prepare for the next backward pass; end the run after the last one."""
+        """Prepare for the next backward pass; stop recording after the last one."""
         self._finite_losses = []
         self.end = len(self.recording.operations)
         if self._passes_left is None:
             return
         self._passes_left -= 1
-        if self._passes_left:
-            return
-        if not self._ends_run:
+        if not self._passes_left:
             self._phase = _Phase.DONE
-            return
-        self._phase = _Phase.ENDED
-        raise Enough
 
     def _judge_pass(self, call: EngineCall, obstacle: str, gradients_before: dict[str, Stats]) -> BackwardPass:
         """Return the findings about the last pass, and correct the recorded gradients if it overflowed.

@@ -36,7 +36,7 @@ def _per_optimizer() -> dict[str, object]:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` without host synchronization: the same calls, scales, skips, errors and `state_dict`.
+    """`torch.amp.GradScaler` without host syncs: the same calls, scales, skips, errors and `state_dict`.
 
     `scale(loss).backward()`, `step(optimizer)`, `update()`; `unscale_(optimizer)` before clipping.
 

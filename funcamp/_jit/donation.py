@@ -155,22 +155,26 @@ def take_over(
         if leaf is None:
             own_leaves.append(None)
             continue
-        is_overlapping = overlaps_itself(leaf)
-        stride: tuple[int, ...] | None = None
-        if kind is not None:
-            stride = kind.stride
-        elif not is_overlapping:
-            stride = leaf.stride()
-        must_copy = copy or is_overlapping or not _is_readable(leaf, stride)
+        stride = _stride_for(leaf, kind)
+        must_copy = copy or overlaps_itself(leaf) or not _is_readable(leaf, stride)
         if not must_copy and is_written:
             must_copy = not is_private(leaf) or memory_so_far.meets(leaf) or avoid.meets(leaf)
-        if must_copy:
-            leaf = copy_in_layout(leaf.detach(), stride)
-        memory_so_far.add(leaf)
-        own_leaves.append(leaf)
+        own_leaf = copy_in_layout(leaf.detach(), stride) if must_copy else leaf
+        memory_so_far.add(own_leaf)
+        own_leaves.append(own_leaf)
     # A donated state is returned as the same object.
     is_same = all(map(operator.is_, leaves, own_leaves))
     return OwnedState(state if is_same else _tree.unflatten(own_leaves, spec), is_written=is_written)
+
+
+def _stride_for(leaf: Tensor, kind: Kind | None) -> tuple[int, ...] | None:
+    """Return the strides in which a state has a leaf: those of its kind, if programs were compiled for one.
+
+    None without a kind for a leaf whose elements overlap: its copy is contiguous.
+    """
+    if kind is not None:
+        return kind.stride
+    return None if overlaps_itself(leaf) else leaf.stride()
 
 
 class Layouts(NamedTuple):

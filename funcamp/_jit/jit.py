@@ -115,7 +115,7 @@ def jit(
 
 
 def check_step(call: str, step: object) -> None:
-    """Raise TypeError if this is no step that can be compiled."""
+    """Raise TypeError if this is not a step that can be compiled."""
     from funcamp._jit.jit_step import JitStep
 
     if not callable(step):
@@ -141,7 +141,7 @@ def _names_left_out(without: Collection[str]) -> frozenset[str]:
     """Return the names to leave out, with those of the environment variable.
 
     Raises:
-        TypeError: they are no collection.
+        TypeError: they are not a collection.
         ValueError: a name is unknown.
     """
     from funcamp._jit.explain import names

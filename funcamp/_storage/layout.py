@@ -250,7 +250,7 @@ def arrange(
         flat: whether a group is a one-dimensional tensor.
 
     Raises:
-        TypeError: a leaf is no floating-point or complex tensor, or group returned no string.
+        TypeError: a leaf is not a floating-point or complex tensor, or group did not return a string.
         ValueError: group returned different labels for two names of a tensor.
     """
     leaves, spec = _tree.parameters(call, "params", params)

@@ -94,8 +94,8 @@ class Aliases:
         while node.target in _REPEATS and not self._is_made_and_written(node):
             node = node.all_input_nodes[0]
         if node.target is _aten.where.self and not self._is_written(node):
-            one, other = map(self._values_of, _nodes_in(list(node.args[1:])))
-            return one if one is other else node
+            if_true, if_false = [self._values_of(choice) for choice in _nodes_in(list(node.args[1:]))]
+            return if_true if if_true is if_false else node
         return node
 
     def _is_made_and_written(self, node: fx.Node) -> bool:
@@ -103,6 +103,7 @@ class Aliases:
         return self.root[node].op == "call_function" and self._is_written(node)
 
     def _is_written(self, node: fx.Node) -> bool:
+        """Return whether the graph writes to the memory of a node."""
         return bool(self.writers.get(self.root[node]))
 
     def _writers_of_made(self, node: fx.Node) -> list[fx.Node]:
@@ -125,6 +126,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def _reads_no_value(node: fx.Node) -> bool:
+    """Return whether an operation takes only shapes, dtypes and devices of its arguments."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and reads_no_value(schema.name)
 
@@ -142,8 +144,10 @@ def _may_write(node: fx.Node) -> bool:
 
 
 def _writes_inputs(graph: fx.Graph) -> bool:
+    """Return whether a graph writes to the memory of its inputs."""
     return any(memory.op == "placeholder" for memory in Aliases(graph).writers)
 
 
 def _nodes_in(tree: list[object]) -> list[fx.Node]:
+    """Return the nodes among arguments, also those inside lists."""
     return [leaf for leaf in _tree.leaves(tree) if isinstance(leaf, fx.Node)]

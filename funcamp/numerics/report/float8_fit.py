@@ -22,7 +22,7 @@ class Multiplied(NamedTuple):
 
 
 class Float8Layer(NamedTuple):
-    """How well float8 represents a linear layer, from `NumericsReport.float8`: the fractions that it loses."""
+    """The fractions of a linear layer that float8 loses, from `NumericsReport.float8`."""
 
     path: str
     input: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,12 +12,15 @@ from torch.autograd.graph import GradientEdge
 
 from funcamp._types import Args, Kwargs
 
+#: torch's function; it returns the gradients of the inputs.
+RunEngine: TypeAlias = Callable[..., Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineCall:
     """A call of `torch.autograd._engine_run_backward`, with its arguments by torch's names."""
 
-    run_engine: Callable[..., Any]
+    run_engine: RunEngine
     outputs: Sequence[Tensor | GradientEdge]
     initial_gradients: Sequence[Tensor | None]
     keeps_graph: bool
@@ -32,9 +35,9 @@ class EngineCall:
         """The dtypes of the initial gradients."""
         return [gradient.dtype for gradient in self.initial_gradients if isinstance(gradient, Tensor)]
 
-    def run(self, *, keeps_graph: bool) -> Any:
+    def run(self, *, keeps_graph: bool) -> object:
         """Run the backward pass; return what torch returns."""
-        return self.run_engine(
+        returned: object = self.run_engine(
             self.outputs,
             self.initial_gradients,
             keeps_graph,
@@ -43,6 +46,7 @@ class EngineCall:
             *self.options,
             **self.named_options,
         )
+        return returned
 
     def repeat(self, factor: float) -> Sequence[Tensor | None]:
         """Run the backward pass with its initial gradients times a factor; return the gradients.

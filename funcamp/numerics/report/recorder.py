@@ -29,7 +29,7 @@ from funcamp.numerics import taps
 from funcamp.numerics.counting import count
 from funcamp.numerics.record import Record, probe
 from funcamp.numerics.report.backward_passes import BackwardPass, Operation, Trial, judge_pass
-from funcamp.numerics.report.engine_call import EngineCall, find_obstacle
+from funcamp.numerics.report.engine_call import EngineCall, RunEngine, find_obstacle
 from funcamp.numerics.report.float8_fit import Multiplied
 from funcamp.numerics.report.location import CallSites, sequence_number
 from funcamp.numerics.report.marks import mark
@@ -160,7 +160,7 @@ class Recorder(_Mode):
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    ) -> object:
         keywords = kwargs or {}
         if self._read_next is not None:
             read = self._read_next
@@ -180,7 +180,7 @@ class Recorder(_Mode):
         """Return whether the passes to record have not begun, or are over."""
         return bool(self._passes_to_skip) or self._phase is _Phase.DONE
 
-    def _run_recorded(self, func: OpOverload, args: Args, keywords: Kwargs) -> Any:
+    def _run_recorded(self, func: OpOverload, args: Args, keywords: Kwargs) -> object:
         """Run an operation and record its outputs."""
         node = _current_node()
         inputs_contain = contains_nonfinite((args, keywords))  # before the operation, which may write its inputs
@@ -272,7 +272,7 @@ class Recorder(_Mode):
         with replaced(self, _read_next=read):
             return operation()
 
-    def _wrap_backward(self, run_engine: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_backward(self, run_engine: RunEngine) -> RunEngine:
         """Wrap the call that starts every backward pass: count the pass, and repeat it if that helps."""
 
         def run_backward(
@@ -281,9 +281,9 @@ class Recorder(_Mode):
             keep_graph: bool,
             create_graph: bool,
             inputs: Sequence[Tensor | GradientEdge],
-            *options: Any,
-            **named_options: Any,
-        ) -> Any:
+            *options: object,
+            **named_options: object,
+        ) -> object:
             call = EngineCall(
                 run_engine, outputs, initial_gradients, keep_graph, create_graph, inputs, options, named_options
             )
@@ -299,7 +299,7 @@ class Recorder(_Mode):
 
         return run_backward
 
-    def _record_pass(self, call: EngineCall) -> Any:
+    def _record_pass(self, call: EngineCall) -> object:
         """Run a backward pass and append the findings about it; return what torch returns."""
         obstacle = find_obstacle()
         can_repeat = not obstacle

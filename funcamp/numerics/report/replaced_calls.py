@@ -11,15 +11,16 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._jit.jit_step import JitStep
 from funcamp._scaler import scale as scaling
+from funcamp._types import Tree
 
 
 class ScalingCall(NamedTuple):
     """A function that scales a loss."""
 
-    owner: Any
+    owner: object
     """The module or class that has it."""
     name: str
-    scale_after: Callable[[Any], Any]
+    scale_after: Callable[[Any], object]
     """Returns the scale from the function's first argument, after the call."""
 
 
@@ -33,7 +34,7 @@ def scaling_calls() -> Iterator[ScalingCall]:
             yield ScalingCall(scaler_class, "scale", lambda scaler: scaler._scale)
 
 
-def call_eagerly(step: JitStep, state: Any, batch: Any) -> Any:
+def call_eagerly(step: JitStep, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """Return the result of a `jit` step's call, computed eagerly."""
     if step._options.unroll is None:
         return step._step(state, batch)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import _tree
-from funcamp._types import name_of
+from funcamp._types import Tree, name_of
 from funcamp.numerics.formats import format_of
 from funcamp.numerics.record import Record, text
 from funcamp.numerics.report import plot, render
@@ -352,7 +352,7 @@ def numerics_report(
     return NumericsReport(recorder)
 
 
-def _differentiate(result: Any) -> None:
+def _differentiate(result: Tree) -> None:
     """Run the backward pass of a loss that has a graph; drop the gradients."""
     losses = [leaf for leaf in _tree.leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if losses and losses[0].dim() == 0 and losses[0].grad_fn is not None:
@@ -361,7 +361,7 @@ def _differentiate(result: Any) -> None:
             torch.autograd.grad(losses[0], leaves, allow_unused=True)
 
 
-def _row(index: int, operation: Operation, dtype: torch.dtype) -> dict[str, Any]:
+def _row(index: int, operation: Operation, dtype: torch.dtype) -> render.Row:
     """Return an operation as numbers and strings, for `NumericsReport.to_rows`."""
     stats = operation.stats
     return {

@@ -130,16 +130,7 @@ class Captured:
         def run_on(state_values: list[Tensor]) -> list[Tensor]:
             """Return the results, and the stacks of scalars after them."""
             results = run([*state_values, *self._batch])
-            scalars = []
-            for number in range(next_state_count, len(results)):
-                # A scalar on the host is a constant: the trace refuses host values that could change.
-                if not results[number].dim() and results[number].device == state_values[0].device:
-                    scalars.append(number)
-            self._packed = []
-            for dtype in _PACKED_DTYPES:
-                numbers = [number for number in scalars if results[number].dtype == dtype]
-                if len(numbers) > 1:
-                    self._packed.append(numbers)
+            self._packed = _scalars_to_stack(results, next_state_count, state_values[0].device)
             stacks = [torch.stack([results[number] for number in numbers]) for numbers in self._packed]
             return [*results, *stacks]
 
@@ -177,3 +168,18 @@ class Captured:
             for number, scalar in zip(numbers, stack.clone().unbind()):
                 copies[number] = scalar
         return [result.clone() if copy is None else copy for copy, result in zip(copies, self._results)]
+
+
+def _scalars_to_stack(results: list[Tensor], first: int, device: torch.device) -> list[list[int]]:
+    """Return the numbers of the scalars on a device among the results from `first` on, for each stack of one dtype."""
+    scalars: list[int] = []
+    for number in range(first, len(results)):
+        # A scalar on the host is a constant: the trace refuses host values that could change.
+        if not results[number].dim() and results[number].device == device:
+            scalars.append(number)
+    stacks: list[list[int]] = []
+    for dtype in _PACKED_DTYPES:
+        numbers = [number for number in scalars if results[number].dtype == dtype]
+        if len(numbers) > 1:
+            stacks.append(numbers)
+    return stacks

@@ -50,8 +50,7 @@ def micro_batches(batch: Tree, limit: int) -> list[Tree]:
     Raises:
         ValueError: tensors of batch have no micro-batch, more than limit, or different numbers of them.
     """
-    leaves, spec = _tree.flatten(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
     # Under symbolic tracing sizes cannot be hashed; int() turns them into constants.
     counts = {int(leaf.shape[0]) if leaf.dim() else 0 for leaf in tensors}
     if len(counts) != 1 or not 1 <= min(counts) <= limit:
@@ -60,11 +59,7 @@ def micro_batches(batch: Tree, limit: int) -> list[Tree]:
             f"number; got {[tuple(leaf.shape) for leaf in tensors]}: stack them, "
             "[torch.stack(parts) for parts in zip(*micro_batches)]"
         )
-    pieces: list[Tree] = []
-    for index in range(min(counts)):
-        leaves_of_piece = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        pieces.append(_tree.unflatten(leaves_of_piece, spec))
-    return pieces
+    return _tree.unstacked(batch, min(counts))
 
 
 def accumulate(

@@ -205,13 +205,8 @@ class TorchLoop:
         """Return the micro-batches."""
         if self._options.accumulate == 1:
             return [batch]
-        leaves, spec = _tree.flatten(batch)
-        count = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        pieces: list[Tree] = []
-        for index in range(count):
-            leaves_of_piece = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            pieces.append(_tree.unflatten(leaves_of_piece, spec))
-        return pieces
+        count = next(len(leaf) for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor))
+        return _tree.unstacked(batch, count)
 
     def _shares(self, pieces: list[Tree]) -> list[float]:
         """Return how much of the loss each micro-batch is; NaN for all if all weights are 0."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from funcamp import _tree
 from funcamp._jit.jit_step import JitStep
@@ -38,10 +37,8 @@ def call_eagerly(step: JitStep, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """Return the result of a `jit` step's call, computed eagerly."""
     if step._options.unroll is None:
         return step._step(state, batch)
-    leaves, spec = _tree.flatten(batch)
     all_metrics = []
-    for index in range(step._options.unroll):
-        step_leaves = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        state, metrics = step._step(state, _tree.unflatten(step_leaves, spec))
+    for step_batch in _tree.unstacked(batch, step._options.unroll):
+        state, metrics = step._step(state, step_batch)
         all_metrics.append(metrics)
     return state, _tree.stacked(all_metrics)

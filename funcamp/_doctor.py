@@ -17,7 +17,7 @@ from funcamp import _upstream
 from funcamp._jit import explain
 from funcamp._jit.compile import cpp_compiler
 from funcamp._jit.passes.program import Target
-from funcamp._types import Tree, name_of
+from funcamp._types import Step, Tree, name_of
 
 #: The number of steps that are compared with torch's loop.
 _STEPS = 300
@@ -119,7 +119,10 @@ def _mse(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.float(), target)
 
 
-def _step(model: nn.Module, optimizer: type[torch.optim.Optimizer], dtype: str = "float16", **options: Any) -> Any:
+def _step(
+    model: nn.Module, optimizer: type[torch.optim.Optimizer], dtype: str = "float16", **options: Any
+) -> funcamp.TrainStep:
+    """Return a step with a mean squared error, in the precision of a policy."""
     loss_fn = funcamp.module_loss(model, _mse)
     return funcamp.make_train_step(loss_fn, funcamp.stateless(optimizer, lr=1e-2), _CONFIG, policy=dtype, **options)
 
@@ -129,7 +132,7 @@ def _check_equal(actual: object, expected: object, what: str) -> None:
         raise AssertionError(f"{what}: {actual} instead of {expected}")
 
 
-def _check_alike(run: Any, other_run: Any, step: Any, batch: Callable[[int], Any], steps: int) -> int:
+def _check_alike(run: Step, other_run: Step, step: funcamp.TrainStep, batch: Callable[[int], Tree], steps: int) -> int:
     """Run two forms of a step, raise if a scale differs, and return how many steps were skipped."""
     state = step.init()
     other_state = step.init()
@@ -142,13 +145,20 @@ def _check_alike(run: Any, other_run: Any, step: Any, batch: Callable[[int], Any
     return skipped
 
 
-def _torch_step(model: nn.Module, optimizer: Any, scaler: Any, dtype: torch.dtype, device: str, batch: Tree) -> None:
+def _torch_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    dtype: torch.dtype,
+    device: str,
+    batch: Tree,
+) -> None:
     """Take a step of torch's loop."""
     inputs, targets = batch
     optimizer.zero_grad()
     with torch.autocast(device, dtype):
         loss = _mse(model(inputs), targets)
-    scaler.scale(loss).backward()
+    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     scaler.step(optimizer)
     scaler.update()
 
@@ -166,7 +176,7 @@ def _verified(device: str) -> str:
 
 
 def _donation(device: str) -> str:
-    def rotate(state: list[Tensor], batch: Tensor) -> Any:
+    def rotate(state: list[Tensor], batch: Tensor) -> tuple[list[Tensor], Tensor]:
         first, second, third = state
         return [second, third.clone(), first + batch], first.sum()
 

@@ -7,12 +7,13 @@ differ (shards and partial sums) and counts replicas once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 class Across(NamedTuple):
@@ -22,28 +23,28 @@ class Across(NamedTuple):
     dims: tuple[int, ...]
 
 
-def is_distributed(leaf: object) -> bool:
+def is_distributed(leaf: object) -> TypeGuard[DTensor]:
     """Return whether leaf is a DTensor, without importing the class, which takes half a second."""
     return isinstance(leaf, Tensor) and hasattr(leaf, "device_mesh") and hasattr(leaf, "placements")
 
 
-def settled_sum(leaf: Any) -> Any:
+def settled_sum(leaf: Tensor) -> Tensor:
     """Sum a DTensor's partial sums, because only the sum shows whether it is finite."""
     if not is_distributed(leaf) or not any(placement.is_partial() for placement in leaf.placements):
         return leaf
     from torch.distributed.tensor import Replicate
 
-    without_partial = [Replicate() if placement.is_partial() else placement for placement in leaf.placements]
-    return leaf.redistribute(placements=without_partial)
+    placements_of_sum = [Replicate() if placement.is_partial() else placement for placement in leaf.placements]
+    return leaf.redistribute(placements=placements_of_sum)
 
 
-def local(leaf: Any) -> Tensor:
+def local(leaf: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, sharing its storage; any other leaf as it is."""
     part: Tensor = leaf.to_local() if is_distributed(leaf) else leaf
     return part
 
 
-def as_dtensor_like(leaf: Any, part: Tensor) -> Tensor:
+def as_dtensor_like(leaf: Tensor, part: Tensor) -> Tensor:
     """Return a local part as a DTensor like leaf; as it is if leaf is a plain tensor."""
     if not is_distributed(leaf):
         return part
@@ -67,7 +68,7 @@ def group_by_mesh_dims(leaves: Sequence[Tensor]) -> list[tuple[Across | None, li
     return grouped
 
 
-def _across(leaf: Any) -> Across | None:
+def _across(leaf: Tensor) -> Across | None:
     """Return the mesh dimensions over which the parts of a tensor differ; None if there are none."""
     if not is_distributed(leaf):
         return None
@@ -86,7 +87,7 @@ def total(value: Tensor, across: Across | None) -> Tensor:
     return summed
 
 
-def any_in_meshes(flags: Tensor, leaves: Sequence[Any]) -> Tensor:
+def any_in_meshes(flags: Tensor, leaves: Sequence[Tensor | None]) -> Tensor:
     """Return bool flags that are true if they are true on any rank of these tensors' meshes.
 
     Replicas are included: if they have diverged, the ranks must still skip together.

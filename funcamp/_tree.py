@@ -379,3 +379,13 @@ def stacked(trees: list[Tree]) -> Tree:
     columns = zip(*(leaves(tree) for tree in trees))
     stacked_leaves = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
     return unflatten(stacked_leaves, spec)
+
+
+def unstacked(tree: Tree, count: int) -> list[Tree]:
+    """Invert `stacked` for a number of trees: take the tensors apart along their first dimension."""
+    stacked_leaves, spec = flatten(tree)
+    trees: list[Tree] = []
+    for index in range(count):
+        leaves_of_one = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in stacked_leaves]
+        trees.append(unflatten(leaves_of_one, spec))
+    return trees

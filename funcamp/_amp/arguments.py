@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from funcamp import _tree
 from funcamp._check import real
 from funcamp._scaler.config import ScalerConfig, check_config
+from funcamp._scaler.state_dict import saved_count, saved_counters, saved_scale
 
 #: torch's defaults of init_scale, growth_factor, backoff_factor and growth_interval.
 _DEFAULT_NUMBERS = (2.0**16, 2.0, 0.5, 2000)
@@ -30,7 +33,7 @@ def checked_numbers(
     """Return the first scale, growth factor, backoff factor and growth interval: those of the configuration if given.
 
     Raises:
-        TypeError: one is no number, or config is no `ScalerConfig`.
+        TypeError: one is not a number, or config is not a `ScalerConfig`.
         ValueError: both config and another number than the default are given.
     """
     for name, number in zip(("init_scale", "growth_factor", "backoff_factor", "growth_interval"), numbers):
@@ -46,7 +49,44 @@ def checked_numbers(
     return config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval
 
 
-def without_scale(call: str, state_dict: Mapping[str, object]) -> KeyError:
+@dataclass(frozen=True)
+class SavedScaler:
+    """The checked entries of a scaler's state_dict."""
+
+    scale: float
+    growth_tracker: int
+    counters: dict[str, int]
+    """The further counters of the rule, by name."""
+    constants: dict[str, Any]
+    """The growth factor, the backoff factor and the growth interval, which the configuration checks."""
+
+
+def check_saved(state_dict: object, config: ScalerConfig) -> SavedScaler:
+    """Return the entries of a scaler's state_dict.
+
+    Raises:
+        KeyError: an entry is missing.
+        RuntimeError: state_dict is empty.
+        TypeError: it is not a dict, or an entry is not a number.
+        ValueError: a number in it cannot be used.
+    """
+    call = "GradScaler.load_state_dict"
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"{call}: state_dict must be a dict; got {_tree.brief_or_class(state_dict)}")
+    if len(state_dict) == 0:
+        raise RuntimeError(
+            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+        )
+    if "scale" not in state_dict:  # another object's; if only a part is missing, torch's error names it
+        raise _without_scale(call, state_dict)
+    scale = saved_scale(call, state_dict["scale"])
+    constants = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
+    growth_tracker = saved_count(call, "_growth_tracker", state_dict["_growth_tracker"])
+    counters = saved_counters(call, dict(state_dict), config)
+    return SavedScaler(scale, growth_tracker, counters, constants)
+
+
+def _without_scale(call: str, state_dict: Mapping[str, object]) -> KeyError:
     """Return the error for another object's state_dict."""
     names = ", ".join(map(repr, list(state_dict)[:4]))
     if len(state_dict) > 4:

@@ -12,31 +12,18 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState as Stage
 
-from funcamp import _tree, _upstream
-from funcamp._amp.arguments import checked_device, checked_numbers, without_scale
+from funcamp._amp.arguments import check_saved, checked_device, checked_numbers
+from funcamp._amp.fused_step import fused_step
 from funcamp._amp.nonfinite import describe_nonfinite
-from funcamp._amp.undo import (
-    Flags,
-    combine_flags,
-    entries,
-    forget,
-    is_watched,
-    make_state,
-    obstacle,
-    read_any,
-    select,
-    with_grads,
-)
+from funcamp._amp.undo import Flags, combine_flags, is_watched, obstacle, read_any, select, with_grads
 from funcamp._amp.undo_compiled import prepare_for_compile, select_compiled
 from funcamp._amp.unscale import by_device, unscale
+from funcamp._amp.write_scale import apply_rule, set_scale
 from funcamp._check import boolean
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.precision import reciprocal
-from funcamp._scaler.rules import TORCH_RULE
 from funcamp._scaler.skips_in_a_row import SkipsInARow
-from funcamp._scaler.state import RuleState, ScalerState, tensors_of, with_counters
-from funcamp._scaler.state_dict import saved_count, saved_counters, saved_scale
-from funcamp._scaler.update import update
+from funcamp._scaler.state import ScalerState, tensors_of
 from funcamp._types import Args, Kwargs, StateDict
 
 _INT32_MAX = torch.iinfo(torch.int32).max
@@ -44,12 +31,12 @@ _NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or ou
 
 
 def _per_optimizer() -> dict[str, object]:
-    """Return what torch's class notes of an optimizer between two updates, by torch's names."""
+    """Return what torch's class stores per optimizer between two updates, under torch's names."""
     return {"stage": Stage.READY, "found_inf_per_device": {}}
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` without a host read: the same calls, scales, skips, errors and `state_dict`.
+    """`torch.amp.GradScaler` without host syncs: the same calls, scales, skips, errors and `state_dict`.
 
     `scale(loss).backward()`, `step(optimizer)`, `update()`; `unscale_(optimizer)` before clipping.
 
@@ -88,8 +75,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         AssertionError: growth_factor is not above 1, or backoff_factor not below 1.
-        TypeError: device is no string, or one of the four numbers no number; config is not a `ScalerConfig`, or
-            allow_fp16 not a bool.
+        TypeError: device is not a string, or one of the four numbers is not a number; config is not a `ScalerConfig`,
+            or allow_fp16 not a bool.
         ValueError: config is given with one of the four numbers; skip is neither; a number cannot be used.
 
     Example:
@@ -230,7 +217,7 @@ class GradScaler(torch.amp.GradScaler):
             self._takes_as_is = not is_fused or noted["stage"] is Stage.UNSCALED
         try:
             if is_fused:
-                result = self._fused_step(optimizer, noted, *args, **kwargs)
+                result = self._fused_step(optimizer, noted, args, kwargs)
             else:
                 if noted["stage"] is Stage.READY:
                     self.unscale_(optimizer)
@@ -259,45 +246,13 @@ class GradScaler(torch.amp.GradScaler):
         if flags:
             self._found_inf = combine_flags(flags, scale.device)
         if new_scale is not None:
-            self._set_scale(scale, new_scale)
+            set_scale(scale, new_scale, self._device, self._config)
         elif not flags:
             raise AssertionError("No inf checks were recorded prior to update.")
         else:
-            self._apply_rule(scale, tracker, cast(Tensor, self._found_inf))
+            state = ScalerState(scale, tracker, cast(Tensor, self._found_inf))
+            apply_rule(state, self._counters, self._config)
         self._per_optimizer_states = defaultdict(_per_optimizer)
-
-    def _apply_rule(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
-        """Write the next scale, growth tracker and counters in place."""
-        config = self._config
-        fits_torchs_kernel = config.rule == TORCH_RULE and not config.has_bounds
-        with torch.no_grad():
-            if fits_torchs_kernel and not torch.compiler.is_dynamo_compiling() and _upstream.update_scale:
-                # The same rule in one kernel.
-                _upstream.update_scale(
-                    scale, tracker, found_inf, config.growth_factor, config.backoff_factor, config.growth_interval
-                )
-                return
-            new_state = update(with_counters(ScalerState(scale, tracker, found_inf), self._counters), config)
-            scale.copy_(new_state.scale)
-            tracker.copy_(new_state.growth_tracker)
-            for name, counter in self._counters.items():
-                counter.copy_(cast(RuleState, new_state).counters[name])
-
-    def _set_scale(self, scale: Tensor, value: float | Tensor) -> None:
-        """Write a scale that the caller chooses, within the configuration's bounds."""
-        if isinstance(value, (int, float)):
-            scale.fill_(value)
-        else:
-            reason = (
-                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-                "torch.FloatTensor with requires_grad=False."
-            )
-            is_scalar = isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
-            if not is_scalar or value.device.type != self._device:
-                raise AssertionError(reason)
-            scale.copy_(value.reshape(()))
-        if self._config.has_bounds:
-            scale.clamp_(self._config.min_scale, self._config.max_scale)
 
     def metrics(self) -> ScalerState:
         """Return copies of the scale, the growth tracker and the last update's found_inf, as a state. No sync."""
@@ -328,35 +283,23 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             KeyError: an entry is missing.
-            RuntimeError: it is empty, as of a disabled scaler.
-            TypeError: it is no dict, or an entry is not a number.
+            RuntimeError: it is empty, because a disabled scaler saved it.
+            TypeError: it is not a dict, or an entry is not a number.
             ValueError: a number in it cannot be used.
         """
         if not self._enabled:
             return
-        call = "GradScaler.load_state_dict"
-        if not isinstance(state_dict, abc.Mapping):
-            raise TypeError(f"{call}: state_dict must be a dict; got {_tree.brief_or_class(state_dict)}")
-        if len(state_dict) == 0:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
-            )
-        if "scale" not in state_dict:  # another object's; if only a part is missing, torch's error names it
-            raise without_scale(call, state_dict)
         # Everything is checked before anything is changed.
-        scale = saved_scale(call, state_dict["scale"])
-        constants = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
-        tracker = saved_count(call, "_growth_tracker", state_dict["_growth_tracker"])
-        counters = saved_counters(call, state_dict, self._config)
-        self._configure(**constants)
-        self._init_scale = scale
-        self._init_growth_tracker = tracker
-        self._init_counters = counters
+        saved = check_saved(state_dict, self._config)
+        self._configure(**saved.constants)
+        self._init_scale = saved.scale
+        self._init_growth_tracker = saved.growth_tracker
+        self._init_counters = saved.counters
         if self._scale is not None and self._growth_tracker is not None:
-            self._scale.fill_(scale)
-            self._growth_tracker.fill_(tracker)
+            self._scale.fill_(saved.scale)
+            self._growth_tracker.fill_(saved.growth_tracker)
             for name, counter in self._counters.items():
-                counter.fill_(counters[name])
+                counter.fill_(saved.counters[name])
 
     def __getstate__(self) -> StateDict:
         state = super().__getstate__()
@@ -438,7 +381,7 @@ class GradScaler(torch.amp.GradScaler):
             return False
         return obstacle(optimizer) is None and not is_watched(optimizer)
 
-    def _fused_step(self, optimizer: Any, noted: dict[str, Any], *args: object, **kwargs: object) -> object:
+    def _fused_step(self, optimizer: Any, noted: dict[str, Any], args: Args, kwargs: Kwargs) -> object:
         """Step an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
             return super().step(optimizer, *args, **kwargs)
@@ -452,22 +395,7 @@ class GradScaler(torch.amp.GradScaler):
                 "No inf checks were recorded for this optimizer: unscale_() or step() must be called after backward(); "
                 "there was no gradient when it was called, so those that are there now would be taken scaled."
             )
-        entries_before = None
-        if isinstance(optimizer, torch.optim.SGD):  # only SGD writes a first state in a step that it skips
-            make_state(optimizer)
-            entries_before = entries(optimizer)
-        grad_scale = getattr(optimizer, "grad_scale", None)  # as in torch, one that is set already is a further factor
-        if not is_unscaled:
-            grad_scale = scale if grad_scale is None else scale * grad_scale
-        optimizer.grad_scale = grad_scale
-        optimizer.found_inf = combine_flags(list(flags.values()) or [torch.zeros_like(scale)], scale.device)
-        try:
-            result = optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-        if entries_before is not None and entries(optimizer) != entries_before and read_any(flags):
-            forget(optimizer, entries_before)
-        return result
+        return fused_step(optimizer, scale, flags, is_unscaled=is_unscaled, args=args, kwargs=kwargs)
 
     def _configure(self, **values: Any) -> None:
         """Change constants that torch's class lets users change; if a value is invalid, change none."""

@@ -178,7 +178,7 @@ def entries(optimizer: torch.optim.Optimizer) -> Entries:
 
 
 def forget(optimizer: torch.optim.Optimizer, entries_before: Entries) -> None:
-    """Remove what the state has besides these entries."""
+    """Remove all entries of the state except these."""
     for param, names in entries(optimizer).items():
         if param not in entries_before:
             del optimizer.state[param]

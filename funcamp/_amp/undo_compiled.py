@@ -41,17 +41,27 @@ def select_compiled(optimizer: torch.optim.Optimizer, skips: Tensor | None) -> N
         with torch.no_grad():
             for param, new_param, old_state, new_state in zip(params, new_params, old_states, new_states):
                 param.copy_(_selected(skips, param, new_param))
-                if param in optimizer.state and len(optimizer.state[param]) > 0:
-                    state = optimizer.state[param]
-                    for name, new_value in new_state.items():
-                        state[name].copy_(_selected(skips, state[name], new_value))
-                else:
-                    optimizer.state[param] = {
-                        name: _selected(skips, old_state[name], new_state[name]) for name in new_state
-                    }
+                _write_state(optimizer, param, old_state, new_state, skips)
+
+
+def _write_state(
+    optimizer: torch.optim.Optimizer, param: Tensor, old_state: Entries, new_state: Entries, skips: Tensor | None
+) -> None:
+    """Give a parameter its new state, or the old one in a skipped step: in place, or as a first state."""
+    has_state = param in optimizer.state and len(optimizer.state[param]) > 0
+    if has_state:
+        state = optimizer.state[param]
+        for name, new_value in new_state.items():
+            state[name].copy_(_selected(skips, state[name], new_value))
+        return
+    first_state: Entries = {}
+    for name, new_value in new_state.items():
+        first_state[name] = _selected(skips, old_state[name], new_value)
+    optimizer.state[param] = first_state
 
 
 def _selected(skips: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
+    """Return the old value in a skipped step, else the new one."""
     return new if skips is None else torch.where(skips, old, new)
 
 

@@ -1,7 +1,7 @@
 """Which parameters torch.autocast would cast, and which weights only linear layers read: a fact of a module's classes.
 
 The policy of a step casts the first in advance, and multiplies by the second in float8. A parameter is in neither set
-if a subclass or an instance has a forward method of its own, because that may read it in full precision.
+if a subclass or an instance overrides forward, because the override may read it in full precision.
 """
 
 from __future__ import annotations

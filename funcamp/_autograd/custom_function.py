@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, TypeVar, overload
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -73,10 +73,16 @@ def _attributes_set_on(context: _RecordingContext) -> dict[str, object]:
     return {name: value for name, value in vars(context).items() if name not in own_attributes}
 
 
+class _Context(Protocol):
+    """What a decorated class stores on torch's ctx, besides what the user's class does."""
+
+    funcamp_region: _Region | None
+
+
 class _CallUnderFunc:
     """One call under torch.func of a forward that takes ctx; torch runs it as forward, setup_context and backward."""
 
-    def __init__(self, function: Any, backward: Callable[..., object]) -> None:
+    def __init__(self, function: type[Function], backward: Callable[..., object]) -> None:
         self._function = function
         self._backward = backward
 
@@ -103,7 +109,7 @@ class _CallUnderFunc:
         self._notes = _tree.unflatten(notes, spec)
         return tuple(outputs)
 
-    def set_up(self, ctx: Any, inputs: Args, outputs: Args) -> None:
+    def set_up(self, ctx: _Context, inputs: Args, outputs: Args) -> None:
         """Repeat on ctx what the function's forward did to it."""
         ctx.funcamp_region = _region(inputs)
         known_tensors = [*_tree.leaves(inputs), *outputs]
@@ -122,7 +128,7 @@ class _CallUnderFunc:
         for name, value in attributes.items():
             setattr(ctx, name, value)
 
-    def backward(self, ctx: object, *grads: object) -> Any:
+    def backward(self, ctx: _Context, *grads: object) -> Args:
         """Return the function's backward, with a None for each argument that it leaves out."""
         result = self._backward(ctx, *grads[: self._output_count])
         if not isinstance(result, tuple):
@@ -130,7 +136,7 @@ class _CallUnderFunc:
         missing_count = self._argument_count - len(result)
         return (*result, *[None] * missing_count)
 
-    def run(self, body: dict[str, object], backward_name: str, args: Args) -> Any:
+    def run(self, body: dict[str, object], backward_name: str, args: Args) -> object:
         """Apply the function without ctx in its forward."""
         methods = {
             "forward": staticmethod(self.forward),
@@ -166,15 +172,15 @@ def _implementation_of(function: Any) -> _Implementation:
     backward_name = "backward" if function.vjp is Function.vjp else "vjp"
     users_backward = getattr(function, backward_name)
 
-    def forward(ctx: Any, *args: object) -> Any:
+    def forward(ctx: _Context, *args: object) -> object:
         ctx.funcamp_region = _region(args)
         return function.forward(ctx, *args)
 
-    def setup_context(ctx: Any, inputs: Args, output: object) -> None:
+    def setup_context(ctx: _Context, inputs: Args, output: object) -> None:
         ctx.funcamp_region = _region(inputs)
         function.setup_context(ctx, inputs, output)
 
-    def backward(ctx: Any, *grads: object) -> Any:
+    def backward(ctx: _Context, *grads: object) -> object:
         with _autocast(ctx.funcamp_region):
             return users_backward(ctx, *grads)
 
@@ -192,7 +198,7 @@ def _implementation_of(function: Any) -> _Implementation:
         plain_body["generate_vmap_rule"] = function.vmap is Function.vmap
     plain: Any = type(function.__name__, (function,), plain_body)
 
-    def under_func(*args: object) -> Any:
+    def under_func(*args: object) -> object:
         if takes_ctx:
             return _CallUnderFunc(function, backward).run(body, backward_name, args)
         return plain.apply(*args)

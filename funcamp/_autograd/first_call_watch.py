@@ -1,9 +1,9 @@
 """Watch the first call of a module's loss for tensors that are not the values passed.
 
-A step calls the module with other tensors than its own. What the module or the criterion keeps of its own parameters
-and buffers (in a list, a dict, a closure, as an alias) has the values of before `init` at every step, and a write into
-the tensors passed is neither undone by a skipped step nor seen by an optimizer that reads the full precision. The first
-call runs under a mode of torch that sees what it calls. Later calls run without it.
+A step calls the module with other tensors than the module's own. If the module or the criterion keeps references to
+the module's own parameters and buffers (in a list, a dict, a closure, as an alias), these have the values from before
+`init` at every step. A write into the tensors passed is neither undone by a skipped step nor seen by an optimizer that
+reads the full precision. The first call runs under a mode of torch that sees what it calls. Later calls run without it.
 """
 
 from __future__ import annotations

@@ -59,11 +59,11 @@ class FirstCalls:
         return FirstCalls(self._tensors, self._at_creation, self._criterion_tensors, python_parts)
 
     def forward_is_checked(self, *, training: bool) -> bool:
-        """Return whether a call in this mode needs no check any more."""
+        """Return whether a call in this mode was checked before."""
         return training in self._modes_checked_in_forward and running() is None and not self._kept_tensors
 
     def backward_is_checked(self, *, training: bool) -> bool:
-        """Return whether a backward pass in this mode needs no check any more."""
+        """Return whether a backward pass in this mode was checked before."""
         return training in self._modes_checked_in_backward and running() is None
 
     def check_forward(

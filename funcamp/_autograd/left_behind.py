@@ -1,4 +1,4 @@
-"""A module whose state has moved on: its first evaluation outside of a step says so, once."""
+"""Warn once if a module is evaluated outside of a step after steps have changed the state and not the module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIX_IN_OTHER_STEP = (
 
 
 class _ThisThread(threading.local):
-    #: What the step trains that is being taken: a module, or a loss that knows no module. None outside of a step.
+    #: What the current step trains: a module, or a loss without a module. None outside of a step.
     trained: object | None = None
 
 
@@ -32,7 +32,7 @@ _this_thread = _ThisThread()
 
 @contextlib.contextmanager
 def in_step_of(trained: object) -> Iterator[None]:
-    """Context manager: a step is taken in this thread, which trains this module, or this loss without one."""
+    """Context manager: this thread takes a step that trains this module, or this loss if it has no module."""
     trained_by_outer_step = _this_thread.trained
     _this_thread.trained = trained
     try:

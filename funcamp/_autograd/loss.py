@@ -214,7 +214,7 @@ def _checked_names(call: str, probes: Iterable[str]) -> tuple[str, ...]:
     """Return the names of probes, of which one may be given as a string.
 
     Raises:
-        TypeError: they are no strings.
+        TypeError: they are not strings.
         ValueError: a name is there twice.
     """
     if not isinstance(probes, Iterable):

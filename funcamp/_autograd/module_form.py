@@ -1,7 +1,7 @@
 """The form of a module: which parameters and buffers it has, and which of them are trained. A loss refuses a change.
 
-This check is made at every call, as is that for hooks: a caller may freeze a parameter between any two steps, and
-no event of torch reports it. The step would go on training the parameter without a word.
+This check runs at every call, like the check for hooks: a caller may freeze a parameter between any two steps, and
+torch reports no such event. Without the check the step would silently continue to train the parameter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ModuleForm:
         return _fingerprint(self._modules) != self._fingerprint
 
     def accept(self) -> None:
-        """Take the module as it is now: what changed is no matter to the loss, such as a cache in a buffer."""
+        """Accept the module as it is now: its changes do not affect the loss, such as a cache in a buffer."""
         self._modules = list(self._model.modules())
         self._fingerprint = _fingerprint(self._modules)
 

@@ -1,14 +1,15 @@
 """A torch.nn.Module and a criterion as a loss function of parameters.
 
-`ModuleLoss.__call__` is the whole of it: check that the module is the one that the loss was made of, give the passed
-tensors the hooks of its own, put them into it, call it and the criterion, and return the loss with the new buffers.
+Read `ModuleLoss.__call__` first: it checks that the module is unchanged since the loss was made, gives the passed
+tensors the hooks of the module's own tensors, puts them into the module, calls module and criterion, and returns the
+loss with the new buffers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from funcamp._autograd.named_storages import NamedStorages
 from funcamp._autograd.passed_values import with_hooks
 from funcamp._autograd.scaled_grad import Engine, pair
 from funcamp._autograd.tensor_swap import Holder, TensorSwap
-from funcamp._autograd.ties import find_ties
+from funcamp._autograd.ties import check_ties, find_ties
 from funcamp._storage.params import expand
 from funcamp._trace.python_state import survey
 from funcamp._types import Tree
@@ -129,7 +130,7 @@ class ModuleLoss(Loss):
         buffers: dict[str, Tensor] = passed_buffers[0] if self.has_buffers else {}
         # The forward pass may write its buffers, and the caller's must stay as they are.
         buffer_copies = {name: value.clone() for name, value in buffers.items()}
-        values = self._values(params, buffer_copies)
+        values = self.tensors.values_by_name(params, buffer_copies)
         passed_values = dict(values)
         if torch.compiler.is_dynamo_compiling():
             self._form.check_in_call()
@@ -142,7 +143,7 @@ class ModuleLoss(Loss):
         loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
         if not self.has_buffers:
             return returned
-        self._check_buffers_are_tied(values, passed_values)
+        self.tensors.check_buffers_are_tied(values, passed_values)
         new_buffers = {name: values[name] for name in buffers}
         if self.has_aux:
             return loss, (new_buffers, aux)
@@ -159,29 +160,10 @@ class ModuleLoss(Loss):
             # pass may have cached new ones.
             has_own_parameters = all(isinstance(parameter, nn.Parameter) for parameter in self.made_of.parameters())
             if has_own_parameters:
-                self._check_ties(find_ties(self.made_of).names, self.tensors.names)
+                check_ties(find_ties(self.made_of).names, self.tensors.names)
             self._form.accept()
             self.tensors.slots.find()
             self._swap.find_slots()
-
-    def _values(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors for the module by its names, in which a tied one has several.
-
-        Args:
-            params: by stored name; a tied parameter may have a value for each of its names, in two precisions.
-            buffers: by stored name.
-        """
-        values = dict(params)
-        for name, stored_name in self.tensors.tied_names.items():
-            if name not in params and stored_name in params:
-                values[name] = params[stored_name]
-        for name, stored_name in self.tensors.buffer_names.items():
-            # A frozen parameter is another object in the same memory, as in the module: an object that is both would
-            # make `self.buffer += 1` register the buffer as a parameter.
-            is_frozen_parameter = name in self.tensors.frozen_names
-            buffer = buffers[stored_name]
-            values[name] = buffer.detach() if is_frozen_parameter else buffer
-        return values
 
     def _evaluate_checked(self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Tree) -> Tree:
         """Return the loss of a batch as `_evaluate` does, with the checks of a first call if it is one."""
@@ -219,20 +201,6 @@ class ModuleLoss(Loss):
                 f"{_tree.brief(outputs)} and {_tree.brief(target)}, for which torch says: {error}"
             ) from error
 
-    def _check_buffers_are_tied(self, values: Mapping[str, Tensor], passed_values: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a forward pass assigned one of two buffers that were one tensor."""
-        for name, stored_name in self.tensors.tied_buffer_names.items():
-            if name in self.tensors.frozen_names:
-                # These are two objects in one memory (`_values`): they are still one if neither was replaced.
-                are_one = all(values[each] is passed_values[each] for each in (name, stored_name))
-            else:
-                are_one = values[name] is values[stored_name]
-            if not are_one:
-                raise ValueError(
-                    f"module_loss: buffers that are one tensor must stay one; got {stored_name!r} and {name!r}, and "
-                    "the forward pass assigned another tensor to one of them: register a clone() for the other"
-                )
-
     def run_backward(self, params: dict[str, Tensor], after: Tree, run: Callable[[], _Returned]) -> _Returned:
         """Call run while the module has these parameters and copies of the buffers after its forward pass.
 
@@ -241,14 +209,14 @@ class ModuleLoss(Loss):
 
         Args:
             params: the parameters of the forward pass.
-            after: what the loss returned beside itself.
+            after: what the loss function returned besides the loss.
             run: runs the backward pass.
         """
         buffers: dict[str, Tensor] = {}
         if self.has_buffers:
             buffers = after[0] if self.has_aux else after
         buffer_copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        values = self._values(params, buffer_copies)
+        values = self.tensors.values_by_name(params, buffer_copies)
         with self._swap.lock():
             is_checked = self._first_calls.backward_is_checked(training=self.holder.model.training)
             if is_checked or not buffers or torch.compiler.is_dynamo_compiling():
@@ -276,16 +244,8 @@ class ModuleLoss(Loss):
         """Raise ValueError if the module's parameters, buffers, requires_grad flags or ties have changed."""
         self._form.check()
         ties = find_ties(self.made_of)
-        self._check_ties(ties.names, self.tensors.names)
-        self._check_ties(ties.buffer_names, self.tensors.buffer_names)
-
-    def _check_ties(self, now: dict[str, str], before: dict[str, str]) -> None:
-        """Raise ValueError if names have other stored names than before."""
-        if now != before:
-            raise ValueError(
-                "module_loss: model must have the ties it had when the loss was made; tensors were tied or parted "
-                "since (Module.to may part them): make the loss again, module_loss(model, ...), and the step of it"
-            )
+        check_ties(ties.names, self.tensors.names)
+        check_ties(ties.buffer_names, self.tensors.buffer_names)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the module's parameters and buffers, by name."""

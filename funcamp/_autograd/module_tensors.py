@@ -49,6 +49,39 @@ class ModuleTensors:
         """Return the module's buffers by their stored names."""
         return _by_stored_name(self.in_module(), self.buffer_names)
 
+    def values_by_name(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors for the module by its names, in which a tied one has several.
+
+        Args:
+            params: by stored name; a tied parameter may have a value for each of its names, in two precisions.
+            buffers: by stored name.
+        """
+        values = dict(params)
+        for name, stored_name in self.tied_names.items():
+            if name not in params and stored_name in params:
+                values[name] = params[stored_name]
+        for name, stored_name in self.buffer_names.items():
+            # A frozen parameter is another object in the same memory, as in the module: an object that is both would
+            # make `self.buffer += 1` register the buffer as a parameter.
+            is_frozen_parameter = name in self.frozen_names
+            buffer = buffers[stored_name]
+            values[name] = buffer.detach() if is_frozen_parameter else buffer
+        return values
+
+    def check_buffers_are_tied(self, values: Mapping[str, Tensor], passed_values: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if a forward pass assigned one of two buffers that were one tensor."""
+        for name, stored_name in self.tied_buffer_names.items():
+            if name in self.frozen_names:
+                # These are two objects in one memory (`values_by_name`): they are still one if neither was replaced.
+                are_one = all(values[each] is passed_values[each] for each in (name, stored_name))
+            else:
+                are_one = values[name] is values[stored_name]
+            if not are_one:
+                raise ValueError(
+                    f"module_loss: buffers that are one tensor must stay one; got {stored_name!r} and {name!r}, and "
+                    "the forward pass assigned another tensor to one of them: register a clone() for the other"
+                )
+
     def shapes(self) -> dict[str, Size]:
         """Return the shapes of the module's tensors by name."""
         return {name: tensor.shape for name, tensor in self.in_module().items()}

@@ -73,7 +73,7 @@ def plain_attributes(model: nn.Module) -> dict[str, Tensor]:
             # An attribute that requires a gradient is found in the graph.
             if not isinstance(value, Tensor) or value.requires_grad:
                 continue
-            # torch's prune and older spectral_norm leave `weight` beside `weight_orig` until the next forward pass.
+            # torch's prune and older spectral_norm leave `weight` next to `weight_orig` until the next forward pass.
             if f"{key}_orig" in module._parameters:
                 continue
             attributes[join(prefix, key)] = value

@@ -83,7 +83,7 @@ def memory_of(tensor: Tensor) -> MemoryMark:
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """Return a number for the storage of a tensor; None for one without a storage of its own."""
+    """Return a number for the storage of a tensor; None if it has no storage."""
     tensor = _without_transforms(tensor)
     return int(tensor.untyped_storage()._cdata) if _has_storage(tensor) else None
 

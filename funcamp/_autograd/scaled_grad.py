@@ -287,7 +287,7 @@ def _leaf(value: Tensor) -> Tensor:
 
 
 def check_engine(call: str, engine: object) -> None:
-    """Raise ValueError if this is no engine."""
+    """Raise ValueError if this is not an engine."""
     if engine is not None and engine not in get_args(Engine):
         raise ValueError(f"{call}: engine must be 'func', 'autograd' or None; got {engine!r}")
 

@@ -56,6 +56,15 @@ def find_ties(model: nn.Module) -> Ties:
     return Ties(names, buffer_names, frozen_names=frozenset(frozen_in_buffers))
 
 
+def check_ties(now: dict[str, str], before: dict[str, str]) -> None:
+    """Raise ValueError if names have other stored names than before."""
+    if now != before:
+        raise ValueError(
+            "module_loss: model must have the ties it had when the loss was made; tensors were tied or parted "
+            "since (Module.to may part them): make the loss again, module_loss(model, ...), and the step of it"
+        )
+
+
 def _first_names(names: Iterable[str], keys: Mapping[str, object]) -> dict[object, str]:
     """Return the first name of each key."""
     first_names: dict[object, str] = {}

@@ -138,7 +138,7 @@ def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cp
 
 
 def _checked_path(call: str, path: object) -> str:
-    """Return the path as a str; raise TypeError for bytes and for what is no path."""
+    """Return the path as a str; raise TypeError for bytes and for anything that is not a path."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{call}: path must be a str or an os.PathLike; got {_tree.brief(path)}")
     return str(os.fspath(path))

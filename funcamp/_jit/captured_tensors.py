@@ -46,8 +46,8 @@ class CapturedTensors:
     def are_as_before(self) -> bool:
         """Return whether they are what they were at the last call."""
         tensors = self.tensors
-        # In C, as every call does this. Together with the strides, the number of elements stands for the shape, which
-        # takes five times as long to read.
+        # In C, because every call does this. Strides and the number of elements are compared instead of the shape:
+        # reading a shape takes five times as long.
         return (
             list(map(Tensor.data_ptr, tensors)) == self._addresses
             and list(map(Tensor.stride, tensors)) == self._strides

@@ -131,7 +131,7 @@ def _result_shapes(graph: Graph) -> list[tuple[int, ...]]:
 
 
 def _with_captured(graph: Graph, compiled: Flat, *, as_eager: bool) -> Flat:
-    """Return a function of the arguments alone, whose results share no memory.
+    """Return a function of the arguments only, whose results share no memory.
 
     Args:
         graph: the traced step.

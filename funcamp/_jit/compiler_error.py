@@ -6,7 +6,7 @@ import re
 import traceback
 
 _CLASSES = ("Error", "Exception", "Failed", "Unsupported")
-#: Inductor's errors give the operation in a line of its own.
+#: Inductor's errors name the operation in a separate line.
 _OPERATION = re.compile(r"^\s*target: (\S+)", re.MULTILINE)
 
 

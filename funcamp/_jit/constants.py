@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ _COMPARED_BY_VALUE = {
 _COMPARED_AS_TEXT = {float, complex}
 #: Types of constants without parts.
 ATOMS = _COMPARED_BY_VALUE | _COMPARED_AS_TEXT
-#: Types whose objects are what they are called: a step finds the same one under the same name.
+#: Types whose objects are identified by name: a step finds the same one under the same name.
 _COMPARED_BY_IDENTITY = (type, types.FunctionType, types.ModuleType, enum.Enum)
 #: Functions bound to an object compare that object by identity.
 _BOUND_FUNCTIONS = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
@@ -89,14 +89,14 @@ def constant_key(value: object) -> tuple[type, Hashable]:
     return kind, Described(value)
 
 
-def names_key(names: Mapping[Any, Any]) -> tuple[Hashable, ...]:
+def names_key(names: Iterable[object]) -> tuple[Hashable, ...]:
     """Return the key of a dict's keys, in their order."""
     if {*map(type, names)} <= _STRINGS:
         return tuple(names)
     return tuple([_context_key(name) for name in names])
 
 
-def structure_key(spec: Any) -> Hashable:
+def structure_key(spec: _tree.TreeSpec) -> Hashable:
     """Return the key of a pytree's structure: the types of its nodes, and what they hold besides their children."""
     if spec.type is None:
         return None
@@ -120,7 +120,7 @@ def describe(value: object) -> Hashable:
     """Return a description of a constant.
 
     Raises:
-        IndescribableError: it has a tensor, or an object that pickle cannot take apart, or too many parts.
+        IndescribableError: it has a tensor, or an object that pickle cannot write, or too many parts.
     """
     return _Describer().describe(value)
 
@@ -133,7 +133,7 @@ class _Describer:
         self._outer_objects: list[object] = []
         """Those that the present part is in, the outermost first."""
 
-    def describe(self, value: Any) -> Hashable:
+    def describe(self, value: object) -> Hashable:
         """Return the description of a part: its class, and what it is compared by."""
         kind = type(value)
         if kind in _COMPARED_BY_VALUE:
@@ -171,7 +171,7 @@ class _Describer:
             return self._each([value.func, value.args, value.keywords, _attributes(value)])
         return self._pickled_content(value)
 
-    def _pickled_content(self, value: Any) -> Hashable:
+    def _pickled_content(self, value: object) -> Hashable:
         """Return the description of what pickle would write of an object."""
         kind = type(value)
         try:
@@ -190,17 +190,17 @@ class _Describer:
             state = _without_cached(kind, attributes), slots
         return self._each([make, arguments, state, list(items or ()), list(pairs or ())])
 
-    def _each(self, values: Any) -> tuple[Hashable, ...]:
+    def _each(self, values: Iterable[object]) -> tuple[Hashable, ...]:
         """Return the descriptions of several parts, in their order."""
         return tuple([self.describe(value) for value in values])
 
 
-def _attributes(value: object) -> list[tuple[str, Any]]:
+def _attributes(value: object) -> list[tuple[str, object]]:
     """Return the attributes of an object in the order of their names."""
     return sorted(getattr(value, "__dict__", {}).items())
 
 
-def _without_cached(kind: type, state: dict[str, Any]) -> dict[str, Any]:
+def _without_cached(kind: type, state: dict[str, object]) -> dict[str, object]:
     """Leave out what follows from the other attributes and appears at its first use."""
     return {
         name: part

@@ -89,7 +89,7 @@ class Captured:
         run: Flat,
         state: list[Tensor],
         batch: list[Tensor],
-        state_results: int,
+        next_state_count: int,
         written: WrittenInputs | None = None,
     ) -> None:
         """Warm up on clones and capture; no input keeps a write, even if this fails.
@@ -99,7 +99,7 @@ class Captured:
             run: the compiled function of state and batch.
             state: its static storage.
             batch: tensors like those of every later call.
-            state_results: the number of its first results that are the next state; the others are metrics.
+            next_state_count: how many of its first results are the next state; the others are metrics.
             written: the inputs that it writes, besides giving the state its new values.
 
         Raises:
@@ -110,13 +110,13 @@ class Captured:
         written_tensors = [] if written is None else written.captured
         former_values = [tensor.clone() for tensor in written_tensors]
         try:
-            self._prepare(graphs, run, state, batch, state_results)
+            self._prepare(graphs, run, state, batch, next_state_count)
         finally:
             for tensor, value in zip(written_tensors, former_values):
                 tensor.detach().copy_(value)
 
     def _prepare(
-        self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor], state_results: int
+        self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor], next_state_count: int
     ) -> None:
         """Warm up on clones, and capture."""
         self._run = run  # a graph keeps no memory that it reads, such as a program's constants
@@ -130,16 +130,7 @@ class Captured:
         def run_on(state_values: list[Tensor]) -> list[Tensor]:
             """Return the results, and the stacks of scalars after them."""
             results = run([*state_values, *self._batch])
-            scalars = []
-            for number in range(state_results, len(results)):
-                # A scalar on the host is a constant: what could change there, the trace refuses.
-                if not results[number].dim() and results[number].device == state_values[0].device:
-                    scalars.append(number)
-            self._packed = []
-            for dtype in _PACKED_DTYPES:
-                numbers = [number for number in scalars if results[number].dtype == dtype]
-                if len(numbers) > 1:
-                    self._packed.append(numbers)
+            self._packed = _scalars_to_stack(results, next_state_count, state_values[0].device)
             stacks = [torch.stack([results[number] for number in numbers]) for numbers in self._packed]
             return [*results, *stacks]
 
@@ -177,3 +168,18 @@ class Captured:
             for number, scalar in zip(numbers, stack.clone().unbind()):
                 copies[number] = scalar
         return [result.clone() if copy is None else copy for copy, result in zip(copies, self._results)]
+
+
+def _scalars_to_stack(results: list[Tensor], first: int, device: torch.device) -> list[list[int]]:
+    """Return the numbers of the scalars on a device among the results from `first` on, for each stack of one dtype."""
+    scalars: list[int] = []
+    for number in range(first, len(results)):
+        # A scalar on the host is a constant: the trace refuses host values that could change.
+        if not results[number].dim() and results[number].device == device:
+            scalars.append(number)
+    stacks: list[list[int]] = []
+    for dtype in _PACKED_DTYPES:
+        numbers = [number for number in scalars if results[number].dtype == dtype]
+        if len(numbers) > 1:
+            stacks.append(numbers)
+    return stacks

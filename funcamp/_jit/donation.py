@@ -17,8 +17,8 @@ from funcamp._memory import Memory, is_private, overlaps_itself
 from funcamp._types import Tree
 
 _NAMES = ("the first state", "state")
-#: Some leaves of a state, with the addresses and the strides that they must have. A plain tuple, which every call takes
-#: apart.
+#: Some leaves of a state, with the addresses and the strides that they must have. A plain tuple, because every call
+#: unpacks one.
 _Turn: TypeAlias = tuple[list[Tensor], list[int], list[tuple[int, ...]]]
 
 
@@ -56,19 +56,22 @@ class OwnedState:
         leaves, addresses, strides = next(self._turns)
         if list(map(Tensor.data_ptr, leaves)) == addresses and list(map(Tensor.stride, leaves)) == strides:
             return True
-        # Where every call checks all leaves, a moved one is found at once, and the state is taken over as another one.
-        # Where they take turns, it is found after calls that wrote to the former memory.
+        # If every call checks all leaves, a moved leaf is found at once, and the state is taken over as a new one. If
+        # the leaves take turns, it is found only after calls that wrote to the former memory.
         if self._checked_per_call >= len(self.leaves):
             return False
-        position = next(
-            position
-            for position, leaf, static in zip(self._positions, self.leaves, self._statics)
-            if (leaf.data_ptr(), leaf.stride()) != (static.data_ptr(), static.stride())
-        )
+        path = _tree.path_of(state, self._find_moved())
         raise RuntimeError(
-            f"jit: state{_tree.path_of(state, position)} must stay where it is in memory, as a CUDA graph writes "
+            f"jit: state{path} must stay where it is in memory, as a CUDA graph writes "
             "there; it was given other memory or strides (by .data, set_, t_): put another tensor in its place"
         )
+
+    def _find_moved(self) -> int:
+        """Return the position in the tree of the first leaf that was given other memory or strides."""
+        for position, leaf, static in zip(self._positions, self.leaves, self._statics):
+            if leaf.data_ptr() != static.data_ptr() or leaf.stride() != static.stride():
+                return position
+        raise AssertionError("every leaf is where it was")
 
     def watch(self, count: int) -> None:
         """Check `count` leaves per call, in turn; only for steps that do not read the callers' tensors."""
@@ -110,7 +113,7 @@ class OwnedState:
                 values.append(leaf.detach().clone() if self.memory.meets(leaf) else leaf.detach())
         handles = self.leaves
         statics = self._statics
-        # All references to the handles from here are dropped, so that their counts tell which of them callers have.
+        # Drop all references to the handles from here, so that the remaining counts show which of them callers have.
         self.leaves = statics
         self.tree = None
         self._containers = []
@@ -152,22 +155,26 @@ def take_over(
         if leaf is None:
             own_leaves.append(None)
             continue
-        is_overlapping = overlaps_itself(leaf)
-        stride: tuple[int, ...] | None = None
-        if kind is not None:
-            stride = kind.stride
-        elif not is_overlapping:
-            stride = leaf.stride()
-        must_copy = copy or is_overlapping or not _is_readable(leaf, stride)
+        stride = _stride_for(leaf, kind)
+        must_copy = copy or overlaps_itself(leaf) or not _is_readable(leaf, stride)
         if not must_copy and is_written:
             must_copy = not is_private(leaf) or memory_so_far.meets(leaf) or avoid.meets(leaf)
-        if must_copy:
-            leaf = copy_in_layout(leaf.detach(), stride)
-        memory_so_far.add(leaf)
-        own_leaves.append(leaf)
+        own_leaf = copy_in_layout(leaf.detach(), stride) if must_copy else leaf
+        memory_so_far.add(own_leaf)
+        own_leaves.append(own_leaf)
     # A donated state is returned as the same object.
     is_same = all(map(operator.is_, leaves, own_leaves))
     return OwnedState(state if is_same else _tree.unflatten(own_leaves, spec), is_written=is_written)
+
+
+def _stride_for(leaf: Tensor, kind: Kind | None) -> tuple[int, ...] | None:
+    """Return the strides in which a state has a leaf: those of its kind, if programs were compiled for one.
+
+    None without a kind for a leaf whose elements overlap: its copy is contiguous.
+    """
+    if kind is not None:
+        return kind.stride
+    return None if overlaps_itself(leaf) else leaf.stride()
 
 
 class Layouts(NamedTuple):
@@ -184,12 +191,14 @@ class Layouts(NamedTuple):
 
 def arranged(batch: list[Tensor], layouts: Layouts, memory: Memory) -> list[Tensor]:
     """Return a batch as a program needs it: in its layouts, outside memory that it writes, without grad."""
-    return [
-        leaf
-        if leaf.stride() == stride and memory.is_free(leaf.data_ptr(), extent) and not _is_more_than_memory(leaf)
-        else copy_in_layout(leaf.detach(), stride)
-        for leaf, stride, extent in zip(batch, *layouts)
-    ]
+    inputs: list[Tensor] = []
+    for leaf, stride, extent in zip(batch, layouts.strides, layouts.extents):
+        is_outside = memory.is_free(leaf.data_ptr(), extent)
+        if leaf.stride() == stride and is_outside and not _is_more_than_memory(leaf):
+            inputs.append(leaf)
+        else:
+            inputs.append(copy_in_layout(leaf.detach(), stride))
+    return inputs
 
 
 def layouts_for(batch: list[Tensor]) -> Layouts:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from funcamp._trace.interface import Outputs
 from funcamp._trace.open_shapes import is_open
 from funcamp._trace.trace import Graph, trace
 from funcamp._trace.tracing import HostError
-from funcamp._types import Tree
+from funcamp._types import Step, Tree
 from funcamp._upstream.advice import advise
 
 _log = logging.getLogger("funcamp")
@@ -101,7 +101,7 @@ class CompiledLater:
 
 
 def make_executable(
-    step: Callable[[Any, Any], Any],
+    step: Step,
     options: Options,
     memory: StateMemory,
     arguments: Arguments,
@@ -159,13 +159,13 @@ def make_executable(
     run = _compiled(graph, options, memory.current, session, compile_at_once=compile_at_once or graphs is not None)
     if graphs is not None:
         # Not `state_leaves`: the state may have been moved away since.
-        run = Captured(graphs, run, memory.current.leaves, inputs, graph.outputs.state, written)
+        run = Captured(graphs, run, memory.current.leaves, inputs, graph.outputs.next_state_count, written)
         memory.pin()
     return Executable(run, graph.outputs, layouts, graph.captured, outside_state, written)
 
 
 def trace_step(
-    step: Callable[[Any, Any], Any],
+    step: Step,
     options: Options,
     owned: OwnedState,
     state_kinds: Tree,
@@ -226,7 +226,7 @@ def trace_step(
 
 
 def _tensor_replacer(batch: Tree) -> Callable[[list[Tensor]], Tree]:
-    """Return a function from tensors to the batch that has them in place of its own."""
+    """Return a function from tensors to the batch that has them instead of its own tensors."""
     batch_leaves, batch_spec = _tree.flatten(batch)
     positions = [index for index, leaf in enumerate(batch_leaves) if isinstance(leaf, Tensor)]
 
@@ -251,9 +251,7 @@ def _write_state(state_values: list[Tensor], next_leaves: list[Tensor]) -> None:
         former.copy_(value)
 
 
-def _take_step(
-    step: Callable[[Any, Any], Any], state: Tree, batch: Tree, state_kinds: Tree
-) -> tuple[list[Tensor], Tree]:
+def _take_step(step: Step, state: Tree, batch: Tree, state_kinds: Tree) -> tuple[list[Tensor], Tree]:
     """Return the leaves of the next state, and the metrics.
 
     Raises:
@@ -268,7 +266,7 @@ def _take_step(
     return [leaf for leaf in _tree.leaves(next_state) if leaf is not None], metrics
 
 
-def _check_stackable(metric_leaves: list[Any]) -> None:
+def _check_stackable(metric_leaves: Sequence[object]) -> None:
     """Raise HostError if the shape of a metric may differ from step to step."""
     for leaf in metric_leaves:
         if is_open(leaf):

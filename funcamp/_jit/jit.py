@@ -62,7 +62,7 @@ def jit(
             traced operations run one by one, so that the last, smaller batch of an epoch costs a trace and no
             compilation; sums round as in eager mode, and a line of the log at level INFO reports it. 0 compiles every
             program at its first call: choose it if a batch has a Python bool for a part of the step that does not
-            run every time (a delayed update), as the program of each value is called often. A captured step always
+            run every time (a delayed update), because the program of each value is called often. A captured step always
             compiles at once, with one graph per signature.
         max_signatures: maximum number of batch signatures; one more raises, because a loop that traces at every step is
             a mistake.
@@ -115,7 +115,7 @@ def jit(
 
 
 def check_step(call: str, step: object) -> None:
-    """Raise TypeError if this is no step that can be compiled."""
+    """Raise TypeError if this is not a step that can be compiled."""
     from funcamp._jit.jit_step import JitStep
 
     if not callable(step):
@@ -141,7 +141,7 @@ def _names_left_out(without: Collection[str]) -> frozenset[str]:
     """Return the names to leave out, with those of the environment variable.
 
     Raises:
-        TypeError: they are no collection.
+        TypeError: they are not a collection.
         ValueError: a name is unknown.
     """
     from funcamp._jit.explain import names

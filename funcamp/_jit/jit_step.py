@@ -7,8 +7,7 @@ import logging
 import operator
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from funcamp._jit.state_memory import StateMemory
 from funcamp._jit.training_modes import TrainingModes
 from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.tracing import running
-from funcamp._types import Tree
+from funcamp._types import Step, Tree
 from funcamp._upstream.advice import advise
 
 _log = logging.getLogger("funcamp")
@@ -54,7 +53,7 @@ class JitStep(Fixed):
 
     _instead = "Call jit with {name}={value!r}"
 
-    def __init__(self, step: Callable[[Any, Any], Any], options: Options, sharing: Sharing | None = None) -> None:
+    def __init__(self, step: Step, options: Options, sharing: Sharing | None = None) -> None:
         self._step = step
         self._options = options
         self._sharing = Sharing() if sharing is None else sharing
@@ -76,13 +75,13 @@ class JitStep(Fixed):
     def __repr__(self) -> str:
         return f"jit({self._step!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[JitStep], tuple[Step, Options]]:
         """Pickle or copy the step, which must be picklable, and the options; a copy compiles again."""
         return JitStep, (self._step, self._options)
 
     if not TYPE_CHECKING:  # a type checker refuses unknown names itself
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> NoReturn:
             step = vars(self).get("_step")
             fix = f": it is the step's that it was made of, step.{name}" if hasattr(step, name) else ""
             raise AttributeError(f"jit({step!r}): has no {name!r}{fix}")
@@ -92,7 +91,7 @@ class JitStep(Fixed):
         """Return the number of batch signatures traced so far."""
         return len(self._executables)
 
-    def __call__(self, state: Tree, batch: Tree, *more: NoReturn) -> tuple[Any, Any]:
+    def __call__(self, state: Tree, batch: Tree, *more: NoReturn) -> tuple[Tree, Tree]:
         """Take one step, or `unroll` steps. Compiles at the first call for a batch signature. No sync.
 
         Threads take turns: each gets the successor of the state that it passed.
@@ -123,7 +122,7 @@ class JitStep(Fixed):
         with self._turn:
             return self._call(state, batch)
 
-    def also(self, step: Callable[[Any, Any], tuple[Any, Any]], *, unroll: int | None = None) -> JitStep:
+    def also(self, step: Step, *, unroll: int | None = None) -> JitStep:
         """Compile another step on the same state: an evaluation, another loss, the other half of a GAN.
 
         The two share the memory of the state, so that a state goes from one to the other without a copy, also on CUDA.
@@ -170,10 +169,10 @@ class JitStep(Fixed):
                 step._forget_programs()
             gc.collect()  # graphs and results may be in cycles, as programs of torch.fx are
 
-    def _call(self, state: Tree, batch: Tree) -> tuple[Any, Any]:
+    def _call(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """Take one step, in this thread's turn.
 
-        Written in one piece, because every call of Python takes time here; what is rare is in functions of its own.
+        Written in one piece, because every call of Python takes time here; rare cases are in separate functions.
         """
         replaced_path = self._carried.find_replaced()
         if replaced_path is not None:
@@ -236,11 +235,11 @@ class JitStep(Fixed):
         self._last = executable
 
         outputs = executable.outputs
-        next_state = memory.keep(outputs.state_of(results)) if outputs.state else owned.tree
+        next_state = memory.keep(outputs.state_of(results)) if outputs.next_state_count else owned.tree
         return next_state, outputs.metrics_of(results)
 
     def _checked_state(self, state: Tree, batch: Tree) -> Tree:
-        """Return a state that may be unlike the last one, as a TrainStep wants it.
+        """Return a state that may differ from the last one, after the checks of a TrainStep.
 
         Raises:
             TypeError: a leaf is not a tensor.
@@ -375,13 +374,13 @@ def _run(executable: Executable, owned: OwnedState, tensors: list[Tensor], input
     return results
 
 
-def _python_parts(step: Any) -> dict[str, Any]:
+def _python_parts(step: object) -> dict[str, object]:
     """Return the model and criterion of a TrainStep; a function of a user has its state in its arguments."""
     parts = getattr(step, "python_parts", None)
     return {} if parts is None else parts()
 
 
-def _code_parts(step: Any) -> dict[str, Any]:
+def _code_parts(step: object) -> dict[str, object]:
     """Return the objects whose Python a TrainStep runs; for any other step, itself."""
     parts = getattr(step, "code_parts", None)
     return {"step": step} if parts is None else parts()

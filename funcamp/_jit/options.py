@@ -92,7 +92,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         names=("cpp_wrapper_build_separate", "aot_inductor.compile_wrapper_opt_level"),
         values=(True, "O0"),
-        why="the C++ that calls the kernels of a long program is a file of its own, and not optimized",
+        why="the C++ that calls the kernels of a long program is a separate file, and not optimized",
         where=lambda target: target.on_cpu,
         of_program=_is_long,
     ),

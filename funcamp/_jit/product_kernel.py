@@ -10,9 +10,9 @@ dispatch and no oneDNN primitive between two kernels, and pointwise operations o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, SupportsInt, TypeAlias
 from unittest.mock import patch
 
 import torch
@@ -108,17 +108,39 @@ def _divided_up(total: int, divisor: int) -> int:
     return -(-total // divisor)
 
 
+class _Buffer(Protocol):
+    """What the kernel needs of a buffer of Inductor."""
+
+    layout: object
+
+    def get_name(self) -> str: ...
+    def get_size(self) -> Sequence[SupportsInt]: ...
+    def get_stride(self) -> Sequence[SupportsInt]: ...
+    def get_dtype(self) -> torch.dtype: ...
+    def get_device(self) -> torch.device: ...
+
+
+class _Kernel(Protocol):
+    """What the template needs of Inductor's kernel for C++."""
+
+    local_buffers: Mapping[str, _Buffer]
+
+    def slice_nd(self, buffer: _Buffer, ranges: Sequence[object]) -> _Buffer: ...
+    def define_buffer(self, name: str, sizes: Sequence[int]) -> str: ...
+    def define_stack_allocated_buffer(self, name: str, sizes: Sequence[int]) -> str: ...
+
+
 class _Epilogue(NamedTuple):
     """What follows a product in its kernel: the pointwise operations that Inductor has put there."""
 
-    out: Any
+    out: _Buffer
     """The buffer that is written last."""
-    out_2d: Any
+    out_2d: _Buffer
     """The same as rows and columns of the product."""
-    product_buffer: Any
-    """What the product is called by the operations that follow."""
-    epilogue_nodes: list[Any]
-    reindexers: list[Any]
+    product_buffer: _Buffer
+    """The buffer that the following operations read as the product."""
+    epilogue_nodes: list[_Buffer]
+    reindexers: list[object]
     aliases: dict[str, str]
     """Names of buffers that are in the memory of the last one."""
     is_local: bool
@@ -140,7 +162,7 @@ class _Inductor(NamedTuple):
 
 def _find_inductor() -> _Inductor:
     return _Inductor(
-        # First, as nothing else imports all that the others need: torch._inductor has a circle of imports.
+        # First, because only this imports all that the others need: torch._inductor has circular imports.
         register_lowering=_upstream.find("torch._inductor.lowering.register_lowering"),
         template_class=_upstream.find("torch._inductor.codegen.cpp_template.CppTemplate"),
         view_as_product=_upstream.find("torch._inductor.codegen.cpp_gemm_template.gen_2d_view_of_epilogue_buf"),
@@ -152,46 +174,48 @@ def _find_inductor() -> _Inductor:
 
 @functools.cache
 def register_kernel() -> bool:
-    """Let Inductor generate the kernel wherever a program calls `product`; return whether this torch can."""
+    """Register the kernel that Inductor generates for `product`; return whether the installed torch can generate it."""
     inductor = _find_inductor()
     if not _upstream.usable(*inductor):
         return False
     template_class = _make_template_class(inductor)
     ir = inductor.ir
 
-    def contiguous(factor: Any) -> Any:
-        return ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(factor))
+    def contiguous(factor: object) -> _Buffer:
+        buffer: _Buffer = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(factor))
+        return buffer
 
-    def lower(left: Any, right: Any) -> Any:
+    def lower(left: object, right: object) -> object:
         """Return the product in Inductor's form; both factors are contiguous, copied if they are not."""
         factors = [contiguous(left), contiguous(right)]
         m, k = factors[0].get_size()
         n = factors[1].get_size()[1]
         layout = ir.FixedLayout(factors[0].get_device(), torch.float32, [m, n])
         split = split_of(int(m), int(n), int(k), inductor.thread_count())
-        return template_class(factors, layout, split).generate().output_node()
+        output: object = template_class(factors, layout, split).generate().output_node()
+        return output
 
     inductor.register_lowering(product, type_promotion_kind=None)(lower)
     return True
 
 
-def _make_template_class(inductor: _Inductor) -> Any:
+def _make_template_class(inductor: _Inductor) -> Callable[..., Any]:
     """Return the class that writes the C++ of one product and of what follows it."""
 
     class ProductTemplate(inductor.template_class):  # type: ignore[misc, name-defined]
         """Writes the C++ of one product and of what follows it."""
 
-        def __init__(self, factors: list[Any], layout: Any, split: Split) -> None:
+        def __init__(self, factors: list[_Buffer], layout: object, split: Split) -> None:
             super().__init__("product", factors, layout, split.shares)
             self._split = split
 
         def render(
             self,
-            kernel: Any,
-            template_buffer_node: Any = None,
+            kernel: _Kernel,
+            template_buffer_node: _Buffer | None = None,
             flag_template_buffer_has_other_users: bool | None = None,
-            epilogue_nodes: list[Any] | None = None,
-            **_: Any,
+            epilogue_nodes: list[_Buffer] | None = None,
+            **_: object,
         ) -> str:
             """Return the C++; the names are those that Inductor gives."""
             split = self._split
@@ -225,7 +249,7 @@ def _make_template_class(inductor: _Inductor) -> Any:
             with self._dtype_known(epilogue.product_buffer):
                 return str(self._template_from_string(_SOURCE).render(values | epilogue._asdict()))
 
-        def _dtype_known(self, buffer: Any) -> AbstractContextManager[Any]:
+        def _dtype_known(self, buffer: _Buffer) -> AbstractContextManager[object]:
             """Context manager: Inductor knows the dtype of a buffer that only this kernel has."""
             program = inductor.virtualized.graph
             if buffer.get_name() in program.name_to_buffer:
@@ -235,7 +259,7 @@ def _make_template_class(inductor: _Inductor) -> Any:
     return ProductTemplate
 
 
-#: Where a share begins and ends in one dimension, in C++; () stands for all of it.
+#: Where a share begins and ends in one dimension, in C++; () for all of it.
 _Bounds: TypeAlias = tuple[str, str] | tuple[()]
 
 
@@ -248,21 +272,21 @@ def _bounds_of_share(split: Split) -> tuple[_Bounds, _Bounds]:
     return (), ("column_start", "column_end")
 
 
-def _share_of(split: Split, kernel: Any, buffer: Any) -> Any:
+def _share_of(split: Split, kernel: _Kernel, buffer: _Buffer) -> _Buffer:
     """Return a thread's share of a buffer."""
     if not split.is_shared:
         return buffer
     return kernel.slice_nd(buffer, list(_bounds_of_share(split)))
 
 
-def _define_local(split: Split, kernel: Any) -> str:
+def _define_local(split: Split, kernel: _Kernel) -> str:
     """Return the C++ of memory for a thread's share."""
     fits_on_stack = split.rows * split.columns <= _MAX_ON_STACK
-    define: Callable[..., str] = kernel.define_stack_allocated_buffer if fits_on_stack else kernel.define_buffer
+    define = kernel.define_stack_allocated_buffer if fits_on_stack else kernel.define_buffer
     return define("sums", [split.rows, split.columns])
 
 
-def _local_share(split: Split, kernel: Any) -> Any:
+def _local_share(split: Split, kernel: _Kernel) -> _Buffer:
     """Return what a share needs of that memory; the last share may be smaller than the others."""
     buffer = kernel.local_buffers["sums"]
     if not split.is_shared:
@@ -271,7 +295,7 @@ def _local_share(split: Split, kernel: Any) -> Any:
     return kernel.slice_nd(buffer, lengths)
 
 
-def _epilogue_of(inductor: _Inductor, buffer: Any, nodes: list[Any], *, is_read: bool) -> _Epilogue:
+def _epilogue_of(inductor: _Inductor, buffer: _Buffer, nodes: list[_Buffer], *, is_read: bool) -> _Epilogue:
     """Return what follows a product.
 
     Args:

@@ -26,12 +26,12 @@ _DEEP = 20_000
 class CompileSession(contextlib.ExitStack):
     """Context manager around tracing and compiling one program; exit puts everything back.
 
-    It takes turns with other threads, collects garbage seldom, leaves inference mode and reports progress. On a CPU a
-    thread asks Inductor's questions to the C++ compiler ahead of time.
+    It takes turns with other threads, collects garbage rarely, leaves inference mode and reports progress. On a CPU a
+    thread makes Inductor's queries to the C++ compiler ahead of time.
 
     Args:
         task: what is compiled, for the report.
-        headers_ahead: whether to ask the C++ compiler ahead of time.
+        headers_ahead: whether to query the C++ compiler ahead of time.
     """
 
     def __init__(self, task: str, *, headers_ahead: bool = False) -> None:
@@ -43,7 +43,7 @@ class CompileSession(contextlib.ExitStack):
 
     def __enter__(self) -> CompileSession:
         """Change the process."""
-        with contextlib.ExitStack() as stack:  # what was entered is left if the rest fails
+        with contextlib.ExitStack() as stack:  # if a later step fails, the earlier contexts are exited
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(_lock)
             stack.enter_context(_few_collections())
@@ -57,13 +57,13 @@ class CompileSession(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def _few_collections() -> Iterator[None]:
-    """Context manager: collect garbage seldom, and among new objects only.
+    """Context manager: collect garbage rarely, and among new objects only.
 
-    Those of torch alone take 0.2 s every time, and Inductor makes millions that live long.
+    A collection takes 0.2 s for torch's objects, and Inductor makes millions of objects that live long.
     """
     thresholds = gc.get_threshold()
-    # A process that collects this seldom has set up its collector itself. To ask whether it froze its objects takes
-    # 0.1 s with a million of them, because Python counts them one by one.
+    # If the process collects this rarely, the user has set up the collector. Asking whether objects were frozen takes
+    # 0.1 s for a million of them, because Python counts them one by one.
     free = thresholds[0] < _SELDOM and gc.get_freeze_count() == 0
     if free:
         gc.freeze()

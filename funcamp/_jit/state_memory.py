@@ -69,7 +69,7 @@ class StateMemory:
 
     def _taken_over(self, state: Tree) -> OwnedState:
         """Return a state in memory that programs may write, outside of the tensors that they read besides it."""
-        # The memory of a graph is written at every call, also where the caller's state must not be: then it is a copy.
+        # The memory of a graph is written at every call. If the caller's state must not be written, it is copied.
         is_static = self.graphs is not None
         return take_over(
             state,
@@ -93,7 +93,7 @@ class StateMemory:
         return next_state.tree
 
     def pin(self) -> None:
-        """Let the state stay where it is, because a CUDA graph has its addresses."""
+        """Keep the state where it is, because a CUDA graph has its addresses."""
         assert self.current is not None
         self._is_pinned = True
         self.current.watch(_WATCHED)

@@ -6,7 +6,7 @@ import functools
 import operator
 import types
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 
@@ -29,7 +29,7 @@ class TrainingModes:
         self._evaluating: list[_Attributes] = []
         self._note([])
 
-    def watch(self, roots: Mapping[str, Any]) -> None:
+    def watch(self, roots: Mapping[str, object]) -> None:
         """Look from now on at the modules among these objects and inside of them.
 
         Args:
@@ -62,11 +62,11 @@ class _ScriptAttributes:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return getattr(self._module, name)
 
 
-_Attributes: TypeAlias = dict[str, Any] | _ScriptAttributes
+_Attributes: TypeAlias = dict[str, object] | _ScriptAttributes
 
 
 def _attributes_of(module: nn.Module) -> _Attributes:
@@ -77,8 +77,8 @@ def _attributes_of(module: nn.Module) -> _Attributes:
 def _may_read_its_flag(module: nn.Module) -> bool:
     """Return whether some code may read this module's training flag.
 
-    None does that of a linear layer, or of another class of torch whose code does not name the flag, unless a hook or
-    a method was put on the module itself. They are half of a model's modules, and each costs time at every step.
+    No code reads that of a linear layer, or of another class of torch whose code does not name the flag, unless the
+    module itself got a hook or a method. These are half of a model's modules, and each costs time at every step.
     """
     attributes = vars(module)
     has_hooks = bool(attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks"))

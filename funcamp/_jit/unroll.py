@@ -45,7 +45,7 @@ def unrolled(one_step: Flat, steps: Steps, outputs: Outputs) -> Flat:
             results = one_step([*state, *batch])
             next_state = outputs.state_of(results)
             state = next_state or state  # a donated step has written into the state
-            metrics_of_steps.append(results[outputs.state :])
+            metrics_of_steps.append(outputs.metric_tensors_of(results))
         stacked_metrics = [torch.stack(metric) for metric in zip(*metrics_of_steps)]
         return [*next_state, *stacked_metrics]
 
@@ -55,7 +55,7 @@ def unrolled(one_step: Flat, steps: Steps, outputs: Outputs) -> Flat:
 def with_results_checked(all_steps: Flat, steps: Steps, shapes_of_one_step: list[tuple[int, ...]]) -> Flat:
     """Return a function that raises at its first call if a program has taken one step instead of all of them.
 
-    The loop is put into C++ that torch writes. That it is there shows in the results, which are then stacked.
+    The loop is put into C++ that torch writes. If it is there, the results are stacked.
 
     Args:
         all_steps: the compiled function of state and batch.

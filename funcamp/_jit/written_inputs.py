@@ -1,13 +1,14 @@
 """Inputs that a program writes: a part of the batch, or a tensor that the step reads besides its arguments.
 
-In eager code a write into one tensor shows in every tensor over the same memory. A compiled program takes for granted
-that its inputs share none, so it may have read the other one before. Such inputs are therefore refused. Nearly all
-programs write nothing but their state, whose memory `donation` keeps separate, and check nothing.
+In eager code a write into one tensor shows in every tensor over the same memory. A compiled program assumes that its
+inputs share no memory, so it may have read the other tensor before the write. Such inputs are therefore refused. Nearly
+all programs write nothing but their state, whose memory `donation` keeps separate, and check nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -20,6 +21,16 @@ from funcamp._trace.trace import Graph
 from funcamp._types import Tree
 
 _COPY = torch.ops.aten.copy_.default
+
+
+class _AllInputs(NamedTuple):
+    """The inputs of a call of a program, in one list."""
+
+    names: list[str]
+    """For errors."""
+    tensors: list[Tensor]
+    written: set[int]
+    """The numbers of those that the program writes."""
 
 
 class WrittenInputs:
@@ -108,18 +119,7 @@ class WrittenInputs:
         Raises:
             ValueError: one that is written shares memory with another one, or elements of it share a place.
         """
-        names: list[str] = []
-        tensors: list[Tensor] = []
-        written: set[int] = set()
-        for name, tree, numbers in (("state", state, self._state), ("batch", batch, self.batch)):
-            written |= {len(tensors) + number for number in numbers}
-            for index, leaf in enumerate(_tree.leaves(tree)):
-                if isinstance(leaf, Tensor):
-                    names.append(name + _tree.path_of(tree, index))
-                    tensors.append(leaf)
-        written |= {len(tensors) + number for number in self._written}
-        names += ["a tensor that step reads besides its arguments"] * len(self._captured)
-        tensors += self._captured
+        names, tensors, written = self._all_inputs(state, batch)
         for number in sorted(written):
             if tensors[number].numel() and overlaps_itself(tensors[number]):
                 raise ValueError(
@@ -136,12 +136,29 @@ class WrittenInputs:
                     "of one of them"
                 )
 
+    def _all_inputs(self, state: Tree, batch: Tree) -> _AllInputs:
+        """Return all inputs in one list: the state's leaves, the batch's tensors, then the captured tensors."""
+        names: list[str] = []
+        tensors: list[Tensor] = []
+        written: set[int] = set()
+        for argument, tree, written_numbers in (("state", state, self._state), ("batch", batch, self.batch)):
+            written |= {len(tensors) + number for number in written_numbers}
+            for index, leaf in enumerate(_tree.leaves(tree)):
+                if isinstance(leaf, Tensor):
+                    names.append(argument + _tree.path_of(tree, index))
+                    tensors.append(leaf)
+        written |= {len(tensors) + number for number in self._written}
+        names += ["a tensor that step reads besides its arguments"] * len(self._captured)
+        tensors += self._captured
+        return _AllInputs(names, tensors, written)
+
     def copy_back(self, batch: list[Tensor], inputs: list[Tensor]) -> None:
         """Copy what the program wrote into copies of the batch's tensors to those tensors, on their device."""
         for number in self.batch:
-            leaf, written = batch[number], inputs[number]
-            if leaf is not written and leaf.device == written.device:
-                leaf.detach().copy_(written)
+            leaf = batch[number]
+            written_tensor = inputs[number]
+            if leaf is not written_tensor and leaf.device == written_tensor.device:
+                leaf.detach().copy_(written_tensor)
 
 
 def written_inputs(graph: Graph) -> WrittenInputs | None:
@@ -164,16 +181,16 @@ def written_inputs(graph: Graph) -> WrittenInputs | None:
 def writes_state(graph: Graph, written: WrittenInputs | None) -> bool:
     """Return whether a traced step gives the state new values: as results, or in its memory.
 
-    written: what `written_inputs` says of it.
+    written: what `written_inputs` returned for it.
     """
     is_written_before = written is not None and written.writes_state
-    return bool(graph.outputs.state) or is_written_before or bool(_final_copies(graph))
+    return bool(graph.outputs.next_state_count) or is_written_before or bool(_final_copies(graph))
 
 
 def _final_copies(graph: Graph) -> set[fx.Node]:
     """Return the copies to the state with which a donated step ends."""
     copies: set[fx.Node] = set()
-    if graph.outputs.state:
+    if graph.outputs.next_state_count:
         return copies
     placeholders = graph.module.graph.find_nodes(op="placeholder")
     state_nodes = {node for node, argument in zip(placeholders, graph.inputs) if argument.kind == "state"}

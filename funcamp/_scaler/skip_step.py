@@ -60,13 +60,21 @@ def _select(tree: Tree, index: int, skips: Tensor, new: object, old: object) -> 
     """
     if new is old:
         return new
-    if not isinstance(new, Tensor) or not isinstance(old, Tensor):
-        if isinstance(new, Tensor) or isinstance(old, Tensor) or new != old:
-            raise TypeError(
-                f"skip_step: new{_tree.path_of(tree, index)} must be a tensor in both trees, or an equal value; "
-                f"got {_tree.describe(new)} against {_tree.describe(old)} in old"
-            )
-        return new
+    if isinstance(new, Tensor) and isinstance(old, Tensor):
+        _check_tensors(tree, index, skips, new, old)
+        if old.requires_grad and not new.requires_grad and not _upstream.transforms_active():
+            old = old.detach()  # else the graph would grow with the steps
+        return torch.where(skips.to(new.device, non_blocking=True), old, new)
+    if isinstance(new, Tensor) or isinstance(old, Tensor) or new != old:
+        raise TypeError(
+            f"skip_step: new{_tree.path_of(tree, index)} must be a tensor in both trees, or an equal value; "
+            f"got {_tree.describe(new)} against {_tree.describe(old)} in old"
+        )
+    return new
+
+
+def _check_tensors(tree: Tree, index: int, skips: Tensor, new: Tensor, old: Tensor) -> None:
+    """Raise TypeError or ValueError if there is no selection between two tensors."""
     if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
         raise ValueError(
             f"skip_step: new{_tree.path_of(tree, index)} must have the shape, dtype and device of old; "
@@ -75,6 +83,3 @@ def _select(tree: Tree, index: int, skips: Tensor, new: object, old: object) -> 
     if new.layout != torch.strided or old.layout != torch.strided:
         raise TypeError(f"skip_step: new{_tree.path_of(tree, index)} must be strided; got layout {new.layout}")
     _tree.check_device("skip_step", "new", tree, index, new, skips.device)
-    if old.requires_grad and not new.requires_grad and not _upstream.transforms_active():
-        old = old.detach()  # else the graph would grow with the steps
-    return torch.where(skips.to(new.device, non_blocking=True), old, new)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ Differentiate = Callable[[dict[str, Tensor], Tree, "Tensor | None"], Result]
 
 
 class _Carry(NamedTuple):
-    """What passes from one micro-batch to the next."""
+    """What one micro-batch passes on to the next."""
 
     sums: list[Tensor | None]
     """The sums of the gradients; None for those that the loss does not have."""
@@ -50,8 +50,7 @@ def micro_batches(batch: Tree, limit: int) -> list[Tree]:
     Raises:
         ValueError: tensors of batch have no micro-batch, more than limit, or different numbers of them.
     """
-    leaves, spec = _tree.flatten(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
     # Under symbolic tracing sizes cannot be hashed; int() turns them into constants.
     counts = {int(leaf.shape[0]) if leaf.dim() else 0 for leaf in tensors}
     if len(counts) != 1 or not 1 <= min(counts) <= limit:
@@ -60,11 +59,7 @@ def micro_batches(batch: Tree, limit: int) -> list[Tree]:
             f"number; got {[tuple(leaf.shape) for leaf in tensors]}: stack them, "
             "[torch.stack(parts) for parts in zip(*micro_batches)]"
         )
-    pieces: list[Tree] = []
-    for index in range(min(counts)):
-        leaves_of_piece = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        pieces.append(_tree.unflatten(leaves_of_piece, spec))
-    return pieces
+    return _tree.unstacked(batch, min(counts))
 
 
 def accumulate(
@@ -99,11 +94,16 @@ def accumulate(
         """Return what passes on after a micro-batch, its loss and its auxiliary outputs."""
         result = differentiate(carry.buffers, micro_batch, share)
         gradients = _tree.leaves(result.gradients)
-        buffers_and_records = (result.buffers, merged(tapes, carry.records, result.records))
-        if share is not None:  # the backward pass of a mean over 0 examples gives NaN
-            gradients = [None if leaf is None else torch.where(share == 0, 0.0, leaf) for leaf in gradients]
-            buffers_and_records = _where(share == 0, (carry.buffers, carry.records), buffers_and_records)
-        return _Carry(_added(carry.sums, gradients), *buffers_and_records), result.loss, result.aux
+        buffers = result.buffers
+        records = merged(tapes, carry.records, result.records)
+        if share is not None:
+            # A micro-batch with a share of 0 changes nothing: the backward pass of a mean over 0 examples gives NaN.
+            is_left_out = share == 0
+            gradients = _zeroed_if(is_left_out, gradients)
+            buffers = _where(is_left_out, carry.buffers, buffers)
+            records = _where(is_left_out, carry.records, records)
+        sums = _added(carry.sums, gradients)
+        return _Carry(sums, buffers, records), result.loss, result.aux
 
     zeros: list[Tensor | None] = [None if leaf is None else torch.zeros_like(leaf) for leaf in leaves]
     no_records = _tree.map_leaves(torch.zeros_like, *_tree.flatten(zeros_of(tapes)))
@@ -129,6 +129,14 @@ def _added(sums: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) ->
         else:
             new_sums.append(total + gradient.to(total.dtype))
     return new_sums
+
+
+def _zeroed_if(condition: Tensor, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return zeros instead of the gradients if a condition of shape () holds."""
+    chosen: list[Tensor | None] = []
+    for gradient in gradients:
+        chosen.append(None if gradient is None else torch.where(condition, 0.0, gradient))
+    return chosen
 
 
 def _where(condition: Tensor, if_true: Tree, if_false: Tree) -> Tree:
@@ -180,28 +188,38 @@ def _scanned(add: _Add, carry: _Carry, batch: Tree, shares: Tensor | None) -> tu
     scan takes and returns tensors only: Nones among the sums, and leaves of the batch that are not tensors, stay
     outside.
     """
-    has_sum = [leaf is not None for leaf in carry.sums]
     leaves, spec = _tree.flatten((batch, shares))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    has_sum = [leaf is not None for leaf in carry.sums]
 
-    def with_nones(sums: Iterable[Tensor]) -> list[Tensor | None]:
-        remaining = iter(sums)
-        return [next(remaining) if present else None for present in has_sum]
-
-    def combine(before: Tree, slices: list[Tensor]) -> Tree:
+    def micro_batch_and_share_of(slices: list[Tensor]) -> Tree:
+        """Return the micro-batch and its share, from one slice of every tensor."""
         remaining = iter(slices)
         leaves_of_piece = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        micro_batch, share = _tree.unflatten(leaves_of_piece, spec)
-        sums_before, buffers_before, records_before = before
-        carry_before = _Carry(with_nones(sums_before), buffers_before, records_before)
-        after, loss, aux = add(carry_before, micro_batch, share)
-        sums_after = [leaf for leaf in after.sums if leaf is not None]
-        # scan does not accept an output that is one of its inputs.
-        return (sums_after, *clone((after.buffers, after.records))), clone((loss, aux))
+        return _tree.unflatten(leaves_of_piece, spec)
 
-    start = ([leaf for leaf in carry.sums if leaf is not None], carry.buffers, carry.records)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    (sums, buffers, records), (losses, aux) = _scan(combine, start, tensors)
-    return _Carry(with_nones(sums), buffers, records), losses, aux
+    def to_tensors(carry: _Carry) -> Tree:
+        """Return what passes on, without the Nones among the sums."""
+        sums = [leaf for leaf in carry.sums if leaf is not None]
+        return sums, carry.buffers, carry.records
+
+    def from_tensors(passed_on: Tree) -> _Carry:
+        """Invert `to_tensors`."""
+        sums, buffers, records = passed_on
+        remaining = iter(sums)
+        sums_with_nones = [next(remaining) if is_there else None for is_there in has_sum]
+        return _Carry(sums_with_nones, buffers, records)
+
+    def combine(before: Tree, slices: list[Tensor]) -> Tree:
+        """Add one micro-batch: the function that scan repeats."""
+        micro_batch, share = micro_batch_and_share_of(slices)
+        after, loss, aux = add(from_tensors(before), micro_batch, share)
+        sums_after, buffers_after, records_after = to_tensors(after)
+        # scan does not accept an output that is one of its inputs. The sums are new tensors.
+        return (sums_after, clone(buffers_after), clone(records_after)), clone((loss, aux))
+
+    passed_on, (losses, aux) = _scan(combine, to_tensors(carry), tensors)
+    return from_tensors(passed_on), losses, aux
 
 
 def _scan(combine: Callable[[Tree, list[Tensor]], tuple[Tree, Tree]], start: Tree, tensors: list[Tensor]) -> Tree:

@@ -63,17 +63,24 @@ def squares_and_finite(state: ScalerState, grads: Tree) -> tuple[Tensor, Tensor]
             values_of_dtype = [value for value in values if value.dtype == constants.dtype]
             if not values_of_dtype:
                 continue
-            squares_and_checks: list[Tensor] = []
-            for value in values_of_dtype:
-                squares_and_checks.append(value.square())
-                squares_and_checks.append((value * constants.shrink).abs().clamp(min=constants.floor).square())
-            # Stacked, because Inductor does not fuse sums that are further apart and would read twice.
-            sums = torch.stack([_sum(part) for part in squares_and_checks])
-            squares, checks = sums.view(-1, 2).unbind(1)
+            squares, checks = _squares_and_checks(values_of_dtype, constants)
             without_overflow = torch.where(torch.isfinite(squares), squares, checks * constants.undo)
             total_squares = total_squares + total(without_overflow.sum(), across)
             finite = finite & torch.isfinite(checks).all()
     return total_squares, ~any_in_meshes(~finite, leaves)
+
+
+def _squares_and_checks(values: Sequence[Tensor], constants: _Range) -> tuple[Tensor, Tensor]:
+    """Return for every value the sum of its squares, and the check; see the docstring of the module."""
+    terms: list[Tensor] = []
+    for value in values:
+        shrunk = (value * constants.shrink).abs()
+        terms.append(value.square())
+        terms.append(shrunk.clamp(min=constants.floor).square())
+    # Stacked, because Inductor does not fuse sums that are further apart and would read the values twice.
+    sums = torch.stack([_sum(term) for term in terms])
+    squares, checks = sums.view(-1, 2).unbind(1)
+    return squares, checks
 
 
 def _unscaled_parts(grads: Sequence[Tensor], inv_scale: Tensor) -> list[Tensor]:

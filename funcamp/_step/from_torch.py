@@ -107,29 +107,34 @@ def _read_optimizer(
     tensors: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
     checked_groups: set[tuple[str, int]] = set()
-    for number, name in names_by_number(call, state_dict, groups, saved, names_are_given=names_are_given).items():
+
+    def count_at_least(group: TorchGroup, count: int) -> None:
+        """Raise the count of a group: a parameter that was frozen for a while has a lower count than its group."""
+        counts[group.prefix] = max(counts.get(group.prefix, 0), count)
+
+    names = names_by_number(call, state_dict, groups, saved, names_are_given=names_are_given)
+    for number, name in names.items():
         if name not in groups_by_name:
             raise ValueError(f"{call}: names must be of the step's parameters; got {name!r}")
         if not _is_trained(name, saved):
             continue
         group = groups_by_name[name]
-        # Once for all parameters of two groups, because it makes an optimizer of torch's class.
-        both_groups = (group.prefix, id(torch_groups[number]))
+        torch_group = torch_groups[number]
+        # Once for all parameters of two groups, because the check makes an optimizer of torch's class.
+        both_groups = (group.prefix, id(torch_group))
         if both_groups not in checked_groups:
             checked_groups.add(both_groups)
-            shared = _read_shared(call, group, torch_groups[number], saved)
+            shared = _read_shared(call, group, torch_group, saved)
             tensors.update(shared)
-            _check_hyperparameters(call, group, torch_groups[number], name, saved)
+            _check_hyperparameters(call, group, torch_group, name, saved)
             step_count = shared.get(group.key_of_shared("step"))
             if step_count is not None:
-                counts[group.prefix] = max(counts.get(group.prefix, 0), int(step_count))
+                count_at_least(group, int(step_count))
         entries = state_dict["state"].get(number, {})
         known = entry_names[group.prefix]
         tensors.update(_read_parameter(call, group, known, name, entries, saved))
         if "step" in known:
-            # A parameter that was frozen for a while has a lower count than its group.
-            count = int(entries.get("step") or 0)
-            counts[group.prefix] = max(counts.get(group.prefix, 0), count)
+            count_at_least(group, int(entries.get("step") or 0))
     return _Entries(tensors, counts)
 
 

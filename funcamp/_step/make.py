@@ -137,7 +137,7 @@ def make_train_step(
 
 
 def _check_clipping(call: str, max_norm: object, max_value: object) -> None:
-    """Raise TypeError or ValueError if a limit is no positive number, or if there are two."""
+    """Raise TypeError or ValueError if a limit is not a positive number, or if both are given."""
     for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
         if limit is not None:
             check_limit(call, name, limit)

@@ -1,4 +1,4 @@
-"""How the linear layers of a step multiply: as torch does, or as the layer does that the policy names.
+"""How the linear layers of a step multiply: as torch does, or in the format of a layer of funcamp (`float8`).
 
 Such a layer (`float8`) has variables, which a step remembers and a skipped step restores; a tape, whose record moves
 them; and a context around the forward and backward passes, in which the module's linear layers call its product.

@@ -68,7 +68,8 @@ def saved_names(state: TrainState) -> list[str]:
             others.append(number)
 
     saved_prefixes = {"variables.buffers.": "buffers.", "variables.products.": "float8."}
-    # The first format had one average beside the optimizer's state. Of several, each keeps its number in the chain.
+    # The first format had one average next to the optimizer's state. If there are several, each keeps its number in the
+    # chain.
     if len(averages) == 1:
         saved_prefixes[f"opt_state.{averages[0]}.average."] = "ema."
     if len(others) == 1:

@@ -130,7 +130,7 @@ def _check_options(step: TrainStep, state: TrainState) -> None:
             f"step: state must have an average for ema_decay={decay}; got a state without: begin one with "
             f"state._replace(opt_state=(state.opt_state, funcamp.average({decay}).init(state.params)))"
         )
-    # A chain may have an average of its own.
+    # A chain may contain an average.
     if decay is None and has_average and not isinstance(step.optimizer, Chain):
         raise ValueError(
             "step: state must have no average without ema_decay; got one: drop it with "

@@ -1,4 +1,4 @@
-"""The parameter groups of torch's optimizer, as a step has them: which parameters, in which order, by which numbers.
+"""The parameter groups of torch's optimizer for a step: which parameters, in which order, under which numbers.
 
 torch numbers parameters in the order in which its optimizer got them; funcamp uses their names. A `TorchGroup` has the
 names in torch's order.

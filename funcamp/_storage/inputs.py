@@ -16,7 +16,7 @@ from funcamp._types import Tree
 
 
 class KnowsNames(Protocol):
-    """What a loss says of its parameters (`_autograd.loss.Loss`)."""
+    """What a loss knows of its parameters (`_autograd.loss.Loss`)."""
 
     @property
     def names(self) -> dict[str, str] | None:
@@ -127,7 +127,7 @@ class Inputs:
                 dtypes[self._group_of(loss_input)] = None
         for number in sorted(self.cast_groups):
             dtypes.setdefault(number, self.dtype)
-        # By themselves: a trace drops what nothing reads besides products in float8.
+        # In separate gathers: a trace drops those whose only readers are products in float8.
         float8_dtypes: dict[int, torch.dtype | None] = {}
         for number in self.float8_groups():
             float8_dtypes[number] = dtypes.pop(number)
@@ -196,7 +196,7 @@ def lay_out(
     consume: bool = False,
     split: Mapping[str, object] | None = None,
 ) -> Params:
-    """Return the parameters as a state stores them, in memory of their own.
+    """Return the parameters as a state stores them, in separate memory.
 
     Args:
         call: the public function, for errors.
@@ -207,7 +207,7 @@ def lay_out(
         group: the label of a leaf, as in `ravel`.
         flat: whether a group is a one-dimensional tensor.
         buckets: the number of consecutive parts of flat storage.
-        consume: whether the given tensors get the state's memory too, instead of their own.
+        consume: whether the given tensors get the state's memory too, instead of separate memory.
         split: values by name; flat storage puts names with different ones into separate groups.
 
     Raises:
@@ -255,7 +255,7 @@ def inputs_of(call: str, params: Params, policy: Policy, loss_fn: KnowsNames) ->
     _check_dtypes_and_shapes(call, names, leaves, loss_fn.shapes())
     slots_by_name = dict(zip(names, layout.leaves))
     leaves_by_name = dict(zip(names, leaves))
-    # Without names of its own the loss gets the tree as it is stored.
+    # A loss without names gets the tree as it is stored.
     names_to_stored = stored_names or {name: name for name in names}
     leaves_of_loss: list[_Leaf | None] = []
     for name, stored_name in names_to_stored.items():

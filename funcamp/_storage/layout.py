@@ -8,7 +8,7 @@ In flat storage a group is a one-dimensional tensor, in elements:
 A matrix starts at a multiple of 128 elements (256 bytes in a two-byte copy of the group), a vector at a multiple of 64
 (256 bytes in float32). The rest is zero and has a zero gradient, so it affects no norm and no check.
 
-In storage that is not flat every tensor is a group of its own, in its own shape.
+In storage that is not flat every tensor is a separate group, in its own shape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from funcamp._types import Tree
 
 #: The number of elements at a multiple of which a matrix starts; a vector at half of it.
 _ALIGNMENT = 128
-#: For how many row lengths matrices get a group of their own: those with the most elements.
+#: The number of row lengths whose matrices get a separate group: those with the most elements.
 _MAX_ROW_LENGTHS = 4
 
 #: One tensor per group; None for a group without values.
@@ -250,7 +250,7 @@ def arrange(
         flat: whether a group is a one-dimensional tensor.
 
     Raises:
-        TypeError: a leaf is no floating-point or complex tensor, or group returned no string.
+        TypeError: a leaf is not a floating-point or complex tensor, or group did not return a string.
         ValueError: group returned different labels for two names of a tensor.
     """
     leaves, spec = _tree.parameters(call, "params", params)
@@ -330,7 +330,7 @@ def _padded_size(tensor: Tensor) -> int:
 def _layout_by_tensor(
     spec: _tree.TreeSpec, slot_of_leaf: list[int | None], tensors: list[Tensor], labels: list[str]
 ) -> Layout:
-    """Return the layout in which every tensor is a group of its own."""
+    """Return the layout in which every tensor is a separate group."""
     slots = [Slot(number, 0, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
     sizes = [(tensor.numel(),) for tensor in tensors]
     count = len(tensors)

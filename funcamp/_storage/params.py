@@ -36,7 +36,7 @@ class Ranks(Protocol):
         ...
 
     def cut(self, group: Tensor) -> Tensor:
-        """Return this rank's slice of a group that every rank has in full, in memory of its own."""
+        """Return this rank's slice of a group that every rank has in full, as a copy."""
         ...
 
 

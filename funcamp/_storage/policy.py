@@ -233,7 +233,7 @@ def _checked_globs(field: str, globs: object) -> tuple[str, ...]:
     """Return the globs of a field of a policy.
 
     Raises:
-        TypeError: they are no tuple or list of strings.
+        TypeError: they are not a tuple or list of strings.
         ValueError: one is empty, or has a character that `Policy.parse` needs.
     """
     if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):

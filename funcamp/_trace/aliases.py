@@ -13,7 +13,7 @@ from funcamp._trace.schema import aliased, reads_no_value
 from funcamp._upstream.chains import nodes_behind
 
 _aten = torch.ops.aten
-#: In training it writes its running mean and variance, of which torch's schema says nothing.
+#: In training they write their running mean and variance, which torch's schema does not declare.
 _BATCH_NORMS = {_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default}
 #: Operations whose result has the values of their first argument.
 _REPEATS = {_aten.clone.default, _aten.detach.default, _aten.alias.default}
@@ -28,9 +28,9 @@ class Aliases:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.root: dict[fx.Node, fx.Node] = {}
-        """For every node the node that made its memory: itself, or that of which it is a view."""
+        """For every node the node that allocated its memory: itself, or the node that it is a view of."""
         self.writers: dict[fx.Node, list[fx.Node]] = {}
-        """The nodes that write to the memory of a node, by its root."""
+        """By root, the nodes that write to its memory."""
         for node in graph.nodes:
             self.root[node] = self._root_of(node)
             for written in written_arguments(node):
@@ -94,8 +94,8 @@ class Aliases:
         while node.target in _REPEATS and not self._is_made_and_written(node):
             node = node.all_input_nodes[0]
         if node.target is _aten.where.self and not self._is_written(node):
-            one, other = map(self._values_of, _nodes_in(list(node.args[1:])))
-            return one if one is other else node
+            if_true, if_false = [self._values_of(choice) for choice in _nodes_in(list(node.args[1:]))]
+            return if_true if if_true is if_false else node
         return node
 
     def _is_made_and_written(self, node: fx.Node) -> bool:
@@ -103,6 +103,7 @@ class Aliases:
         return self.root[node].op == "call_function" and self._is_written(node)
 
     def _is_written(self, node: fx.Node) -> bool:
+        """Return whether the graph writes to the memory of a node."""
         return bool(self.writers.get(self.root[node]))
 
     def _writers_of_made(self, node: fx.Node) -> list[fx.Node]:
@@ -125,6 +126,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def _reads_no_value(node: fx.Node) -> bool:
+    """Return whether an operation takes only shapes, dtypes and devices of its arguments."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and reads_no_value(schema.name)
 
@@ -142,8 +144,10 @@ def _may_write(node: fx.Node) -> bool:
 
 
 def _writes_inputs(graph: fx.Graph) -> bool:
+    """Return whether a graph writes to the memory of its inputs."""
     return any(memory.op == "placeholder" for memory in Aliases(graph).writers)
 
 
 def _nodes_in(tree: list[object]) -> list[fx.Node]:
+    """Return the nodes among arguments, also those inside lists."""
     return [leaf for leaf in _tree.leaves(tree) if isinstance(leaf, fx.Node)]

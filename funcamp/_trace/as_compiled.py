@@ -102,7 +102,7 @@ class _Checks:
 
 @contextlib.contextmanager
 def _checks_of_each_thread() -> Iterator[None]:
-    """Context manager: torch asks each thread whether distributions check their values, and not the class for all."""
+    """Context manager: whether distributions check their values is decided per thread, and not for the class."""
     owner: Any = Distribution
     checks_before = vars(owner)["_validate_args"]
     if not checks_before:  # torch.compile, used before, leaves the checks off

@@ -1,8 +1,9 @@
 """State that a step's Python keeps from call to call, in attributes, containers and closures, under `jit`.
 
-A trace runs the Python once. What it replaced there would keep the value of the first call in every later one. A tensor
-that it replaced by one like it is state as in torch's loop: the program writes the new value into the memory of the
-former one. A number that counts, and a tensor that has no former one to be written into, are errors that name it.
+A trace runs the Python once, so whatever it assigned there would keep the value of the first call in every later call.
+A tensor that was replaced by one of the same kind is state, as in torch's loop: the program writes the new value into
+the memory of the former tensor. A number that counts, or a new tensor without a former one to write into, raises an
+error that names it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("funcamp")
 #: Stands for the value of a place that does not exist.
 _MISSING = object()
-#: What reading a place raises that is not there any more.
+#: What reading a place raises if it no longer exists.
 _GONE = (KeyError, IndexError, AttributeError, ValueError)
 _FIX = (
     "keep it in a buffer of the model, in a tensor of the same shape that is there before the first call, or in "
@@ -52,7 +53,7 @@ class _Changes:
     values: dict[str, _Change] = field(default_factory=dict)
     """What is not a tensor: numbers, lengths and keys of containers, functions, objects."""
     carried: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that were replaced by one like them: the former one, in which the program writes."""
+    """Tensors that were replaced by one of the same kind: the former ones, which the program writes."""
     other_tensors: list[Tensor] = field(default_factory=list)
     """Other tensors that the run made: caches, and what was kept of the batch."""
 
@@ -72,7 +73,7 @@ class CarriedState:
         self._earlier_tensors: list[Tensor] = []
         """Tensors that an earlier run made of what changes from call to call: they are no state."""
         self._private_tensors: list[Tensor] = []
-        """Former tensors that no object of the user other than their slot has."""
+        """Former tensors that no object of the user refers to, except their slot."""
         self._state_slots: dict[str, Slot] = {}
         """Places of tensors that programs write."""
         self._read_slots: list[Slot] = []
@@ -118,7 +119,7 @@ class CarriedState:
             slot.put(slot.value)
 
     def forget(self) -> None:
-        """Forget where the tensors are that programs read, because there are no programs any more."""
+        """Forget where the tensors are that programs read, because all programs were dropped."""
         self._read_slots = []
         self._readers = []
         self._read_tensors = []
@@ -204,7 +205,7 @@ class CarriedState:
                 self._changes.values[path] = _Change(slot.value, _MISSING)
 
     def _is_carried(self, path: str, before: object, value: Tensor, node_of: NodeOf) -> bool:
-        """Return whether a tensor replaced one like it, so that it is state; note it if it is another new tensor.
+        """Return whether a tensor replaced one of the same kind, and so is state; note any other new tensor.
 
         Raises:
             HostError: the body of a scan replaced it.
@@ -266,7 +267,7 @@ class CarriedState:
         return graph
 
     def _make_private(self) -> bool:
-        """Give each carried tensor memory of its own, because the former one may be in other hands.
+        """Give each carried tensor separate memory, because other objects may use the former memory.
 
         Returns:
             Whether there was one without.
@@ -309,7 +310,7 @@ class CarriedState:
             slot.put(slot.value)
 
     def _refuse_counts(self, graph: Graph, trace_once: Callable[[], Graph]) -> None:
-        """Run the step's Python once more to tell what counts from what is set once.
+        """Run the step's Python once more to distinguish values that count from values that are set once.
 
         Raises:
             HostError: a value changed in both runs, or in the first one, and with it what is computed; or a tensor

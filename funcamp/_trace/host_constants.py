@@ -1,8 +1,9 @@
-"""What a step for a CUDA graph computes on the host: a graph cannot, so it is computed once, when the step is traced.
+"""Compute once, when a step is traced for a CUDA graph, what the step computes on the host.
 
-Nothing that changes is there: the trace refuses to read a tensor of the host besides the arguments, to move one there
-and to draw there. So all of it follows from constants, such as `torch.tensor([1.0, 2.0])`, also if it was made with a
-device: torch makes it on the host and copies it.
+A CUDA graph runs nothing on the host. Host values cannot change between calls: the trace refuses to read a tensor on
+the host besides the arguments, to move a tensor there, and to draw random numbers there. So every host value follows
+from constants such as `torch.tensor([1.0, 2.0])`. With a device argument too, torch makes such a constant on the host
+and then copies it.
 """
 
 from __future__ import annotations
@@ -69,13 +70,14 @@ class _Host:
     def read(self, node: fx.Node) -> None:
         """Note the value of a constant, if it is on the host."""
         value = getattr(self._module, str(node.target), None)
-        if isinstance(value, Tensor) and value.device.type not in self._home and not value.is_meta:
-            if not value.untyped_storage().resizable():
-                raise HostError(
-                    "read no array of numpy, nor other memory that is not torch's, as a CUDA graph keeps the values of "
-                    "its capture: make a tensor of it on the device before the first call, or pass it in the batch"
-                )
-            self.values[node] = value
+        if not isinstance(value, Tensor) or value.device.type in self._home or value.is_meta:
+            return  # not a tensor with values on the host
+        if not value.untyped_storage().resizable():
+            raise HostError(
+                "read no array of numpy, nor other memory that is not torch's, as a CUDA graph keeps the values of "
+                "its capture: make a tensor of it on the device before the first call, or pass it in the batch"
+            )
+        self.values[node] = value
 
     def compute(self, node: fx.Node) -> bool:
         """Compute a node whose results are on the host; return whether it is one."""
@@ -91,7 +93,7 @@ class _Host:
         return True
 
     def replace_inputs(self, node: fx.Node, *, keep_device: bool = False) -> None:
-        """Let a node read constants in place of values of the host."""
+        """Make a node read constants instead of values on the host."""
         device = None if keep_device else self._device_of(node)
         for source in node.all_input_nodes:
             value = self.values.get(source)
@@ -99,14 +101,16 @@ class _Host:
                 node.replace_input_with(source, self._constant(source, value, device or value.device))
 
     def _device_of(self, node: fx.Node) -> torch.device | None:
-        """Return the device of a node's results that is not the host."""
-        for tensor in _tree.tensors_in((node.meta.get("val"), [one.meta.get("val") for one in node.all_input_nodes])):
+        """Return the device of a node's results or inputs that is not the host; None if all are on the host."""
+        result = node.meta.get("val")
+        inputs = [source.meta.get("val") for source in node.all_input_nodes]
+        for tensor in _tree.tensors_in((result, inputs)):
             if tensor.device.type in self._home:
                 return tensor.device
         return None
 
     def _constant(self, source: fx.Node, value: Tensor, device: torch.device) -> fx.Node:
-        """Return a node like a value as it is now, on a device."""
+        """Return a node with the present values of a host tensor, on a device."""
         key = source, value._version, str(device)
         if key not in self._lifted:
             constant = value.detach().clone().to(device)

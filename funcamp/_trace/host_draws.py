@@ -58,8 +58,8 @@ class HostDraws:
     def find_draws(self) -> tuple[str, str] | None:
         """Return the names of the generators that the watched code drew from, and its line; None if there are none.
 
-        The generators are then set back, as where the watched code fails. If another thread drew and this one did not,
-        such as one that loads data, that is a warning: the watched code may have waited for it.
+        The generators are then set back, as they are if the watched code fails. If only another thread drew, such as
+        one that loads data, this logs a warning: the watched code may have waited for it.
         """
         changed_modules: list[ModuleType] = []
         for module, before, now in zip(self._modules, self._states_before, self._states(), strict=True):

@@ -22,15 +22,19 @@ class Input(NamedTuple):
 class Outputs(NamedTuple):
     """What the results of a program are: leaves of the next state, then the tensors of the metrics."""
 
-    state: int
-    """The number of the former; 0 if the program writes them into the memory of the state."""
+    next_state_count: int
+    """The number of leaves of the next state; 0 if the program writes them into the memory of the state."""
     build_metrics: Callable[[Iterator[Tensor]], Tree]
     """Takes the metrics' tensors from an iterator, and returns the metrics."""
 
     def state_of(self, results: list[Tensor]) -> list[Tensor]:
         """Return the leaves of the next state."""
-        return results[: self.state]
+        return results[: self.next_state_count]
+
+    def metric_tensors_of(self, results: list[Tensor]) -> list[Tensor]:
+        """Return the tensors of the metrics."""
+        return results[self.next_state_count :]
 
     def metrics_of(self, results: list[Tensor]) -> Tree:
         """Return the metrics."""
-        return self.build_metrics(iter(results[self.state :]))
+        return self.build_metrics(iter(self.metric_tensors_of(results)))

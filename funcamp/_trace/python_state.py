@@ -159,7 +159,7 @@ def _features_of(value: object, known_ids: Set[int] | None) -> tuple[object, ...
 
 
 def _is_equal(before: object, after: object) -> bool:
-    """Return whether a feature of a value is the same as before; True if that cannot be said."""
+    """Return whether a feature of a value is the same as before; True if it cannot be compared."""
     if before is after or after is _NEW_OBJECT:
         return True
     if type(before) is not type(after) or isinstance(before, Tensor):
@@ -249,7 +249,7 @@ def _slots_in(path: str, value: object) -> Iterator[Slot]:
 
 
 def _slots_of_tensor(path: str, tensor: Tensor) -> Iterator[Slot]:
-    if type(tensor) not in (Tensor, nn.Parameter):  # others have attributes of their own, such as a fake tensor's
+    if type(tensor) not in (Tensor, nn.Parameter):  # subclasses have further attributes, a fake tensor for example
         return
     yield from _slots_of_attributes(path, tensor)
     if tensor._backward_hooks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -73,6 +73,10 @@ class _Call:
         return str([(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves])
 
 
+#: The position of a draw in the sequence, the operation, and the description of the call.
+_DrawKey: TypeAlias = tuple[int, Operation, str]
+
+
 class TraceDraws:
     """The random draws of a trace.
 
@@ -82,8 +86,7 @@ class TraceDraws:
 
     def __init__(self, node_of: NodeOf) -> None:
         self._node_of = node_of
-        self._drawn: dict[tuple[int, Operation, str], _Drawn] = {}
-        """By position, operation and description of the call."""
+        self._drawn: dict[_DrawKey, _Drawn] = {}
         self._next_position = _FIRST_POSITION
 
     @contextlib.contextmanager
@@ -115,29 +118,13 @@ class TraceDraws:
         args = tuple([None if _is_default_generator(value) else value for value in args])
         kwargs = {name: None if _is_default_generator(value) else value for name, value in kwargs.items()}
         call = _Call(func, args, kwargs)
-        if any(isinstance(leaf, torch.Generator) for leaf in call.leaves):
-            raise HostError(
-                "draw from torch's default generator, as the state of another one cannot be part of a program; "
-                f"{line_in_stack()} draws from its own: leave out generator=, or pass the numbers in the batch, as "
-                "tensors"
-            )
-        if not _is_position(position):
-            raise HostError(
-                f"not seed torch's generator, which a program cannot do; {line_in_stack()} draws after it was seeded: "
-                "seed before the call, or pass the numbers of that seed in the batch, as tensors"
-            )
+        _refuse_other_numbers(call, position)
         torch.default_generator.manual_seed(position + 1)
         sources = [self._node_of(tensor) or tensor for tensor in call.tensors_read()]
         key = position, func, call.description()
-        if position < self._next_position:
-            drawn = self._drawn.get(key)
-            if drawn is None or not all(map(_computes_the_same, drawn.sources, sources)):
-                raise HostError(
-                    "not set the generator back and then draw other numbers than before, as a program "
-                    f"cannot draw at a place in the sequence; {line_in_stack()} does: draw once and compute both from "
-                    "it"
-                )
-            return _repeat(drawn, call)
+        was_set_back = position < self._next_position
+        if was_set_back:
+            return self._draw_again(key, call, sources)
         self._next_position = position + 1
         if call.filled is not None:
             self._drawn[key] = _Drawn(sources, None, [_fill(call, call.filled)])
@@ -145,6 +132,36 @@ class TraceDraws:
         result = func(*args, **kwargs)
         self._drawn[key] = _Drawn(sources, _copy_tensors(result), _copy_tensors(call.written))
         return result
+
+    def _draw_again(self, key: _DrawKey, call: _Call, sources: list[fx.Node | Tensor]) -> object:
+        """Return what an equal call has drawn at this position, to which the generator was set back.
+
+        Raises:
+            HostError: there was no equal call.
+        """
+        drawn = self._drawn.get(key)
+        if drawn is None or not all(map(_computes_the_same, drawn.sources, sources)):
+            raise HostError(
+                "not set the generator back and then draw other numbers than before, as a program "
+                f"cannot draw at a place in the sequence; {line_in_stack()} does: draw once and compute both from "
+                "it"
+            )
+        return _repeat(drawn, call)
+
+
+def _refuse_other_numbers(call: _Call, position: int) -> None:
+    """Raise HostError for a draw from another generator, or after the default one was seeded."""
+    if any(isinstance(leaf, torch.Generator) for leaf in call.leaves):
+        raise HostError(
+            "draw from torch's default generator, as the state of another one cannot be part of a program; "
+            f"{line_in_stack()} draws from its own: leave out generator=, or pass the numbers in the batch, as "
+            "tensors"
+        )
+    if not _is_position(position):
+        raise HostError(
+            f"not seed torch's generator, which a program cannot do; {line_in_stack()} draws after it was seeded: "
+            "seed before the call, or pass the numbers of that seed in the batch, as tensors"
+        )
 
 
 def _is_position(seed: int) -> bool:

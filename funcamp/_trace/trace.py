@@ -128,7 +128,7 @@ def _trace_as_compiled_or_eager(trace_once: Callable[..., Graph]) -> Graph:
     except Exception as error:
         if isinstance(error, HostError) or not asks_whether_compiled(error):
             raise
-        # Told that it is compiled, a model may take it that a mask is given.
+        # If is_compiling() is True, a model may assume that a mask is given.
         graph: Graph | None = None
         with contextlib.suppress(Exception):
             graph = trace_once(is_compiling=False)
@@ -352,7 +352,7 @@ def stay() -> None:
 
 
 def _name_dtypes(graph: fx.Graph) -> None:
-    """Name the dtype of tensors made of nothing, as the function may change the default dtype while it runs."""
+    """Set the dtype of new tensors explicitly, because the function may change the default dtype while it runs."""
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         result = node.meta.get("val")

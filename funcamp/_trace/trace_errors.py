@@ -46,7 +46,7 @@ def read_error(line: str) -> HostError:
 
 
 def explain(error: Exception, *, in_cuda_graph: bool) -> HostError | None:
-    """Return an error that explains what a trace raised; None if its own text says what is wrong.
+    """Return an error that explains what a trace raised; None if its own text explains it.
 
     Args:
         error: what the trace raised.

@@ -23,7 +23,7 @@ _READING_LAYERS = {
     ),
 }
 #: The starts of the file names of torch, of this library, and of code that is in no file. The separator is needed:
-#: torchvision is beside torch.
+#: the folder of torchvision begins with torch, too.
 _NOT_USERS = (
     f"{Path(torch.__file__).parent}{os.sep}",
     f"{Path(__file__).parent.parent}{os.sep}",

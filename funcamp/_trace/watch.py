@@ -91,7 +91,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         self._slice_storages: set[int] = set()
         """The storages of `slices`, whose offset in the trace is not that in the state."""
         self._draws = TraceDraws(self._node_in_any_graph)
-        self._told_of_anomaly_mode = False
+        self._has_logged_anomaly_mode = False
         """Whether this trace has logged that a program does not check for NaN."""
 
     @contextlib.contextmanager
@@ -142,8 +142,8 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         node = self.node_of(value)
         if node is None or node.target is not _aten._is_any_true.default:
             return False
-        if not self._told_of_anomaly_mode:
-            self._told_of_anomaly_mode = True
+        if not self._has_logged_anomaly_mode:
+            self._has_logged_anomaly_mode = True
             _log.warning(
                 "jit: a program does not check gradients for NaN as torch.autograd.set_detect_anomaly asks for: call "
                 "the step without jit to find the operation"

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import overload
 
 import torch
+from torch.fx.node import Argument
 
 
+@overload
+def chain_start(node: torch.fx.Node, follow: Callable[[torch.fx.Node], bool] = ...) -> torch.fx.Node: ...
+@overload
+def chain_start(node: object, follow: Callable[[torch.fx.Node], bool] = ...) -> object: ...
 def chain_start(node: object, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> object:
     """Return the start of a chain of operations on one tensor, any of which may be a view or be removed."""
     while (
@@ -27,7 +32,7 @@ def is_view(node: torch.fx.Node) -> bool:
 
 
 def nodes_behind(
-    values: Any, before: Callable[[torch.fx.Node], list[torch.fx.Node]] = lambda node: node.all_input_nodes
+    values: Argument, before: Callable[[torch.fx.Node], list[torch.fx.Node]] = lambda node: node.all_input_nodes
 ) -> set[torch.fx.Node]:
     """Return the nodes among values, and those from which they are computed; `before` returns one step of these."""
     pending: list[torch.fx.Node] = []

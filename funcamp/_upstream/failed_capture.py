@@ -9,7 +9,6 @@ capture encountered unexpectedly".
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 
@@ -22,11 +21,11 @@ _release_pool = find("torch._C._cuda_releasePool")
 _failed: list[object] = []
 
 
-def clear(graph: Any, device: torch.device, pool: Any) -> None:
-    """End the capture of a graph that failed, on the stream it was captured on; the pool is not to be used again.
+def clear(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
+    """End the capture of a graph that failed, on the stream it was captured on; do not use the pool again.
 
     Args:
-        graph: a torch.cuda.CUDAGraph whose capture began.
+        graph: its capture began.
         device: its device, the current one.
         pool: the pool that it was given.
     """

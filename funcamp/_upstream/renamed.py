@@ -1,11 +1,14 @@
-"""Operations of torch under a name of this library, by which no compiler takes them apart."""
+"""Operations of torch under a name of this library, so that no compiler decomposes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 #: All of this library's operations; it must live as long as they are called.
 _library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -13,12 +16,12 @@ _library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-
 
 def renamed(
     name: str,
-    original: Any,
+    original: OpOverload,
     run: Callable[..., object],
     *,
     shapes: Callable[..., object] | None = None,
     key: str = "CompositeExplicitAutograd",
-) -> Any:
+) -> OpOverload:
     """Define an operation with the arguments of another one under another name, and return it.
 
     Args:
@@ -32,4 +35,5 @@ def renamed(
     _library.define(f"{name}({signature}")
     _library.impl(name, run, key)
     torch.library.register_fake(f"funcamp::{name}", original if shapes is None else shapes, lib=_library)
-    return getattr(torch.ops.funcamp, name).default
+    operation: OpOverload = getattr(torch.ops.funcamp, name).default
+    return operation

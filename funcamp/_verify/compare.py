@@ -1,4 +1,4 @@
-"""How far two runs of the same training are apart, and how far rounding alone may take them."""
+"""How much two runs of the same training differ, and how much of that rounding can explain."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def copied_to_host(row: Row) -> Row:
 
 #: Two runs may differ by this multiple of what a change of one unit in the last place does.
 _FACTOR = 4.0
-#: A value that one unit in the last place changes by this part of its movement or more says nothing: a gradient that is
-#: zero but for rounding (a bias before BatchNorm), or training that has become chaotic.
+#: A value is noise if one unit in the last place changes it by at least this part of its movement: a gradient that is
+#: zero except for rounding (a bias before BatchNorm), or training that has become chaotic.
 _NOISE = 0.25
 #: Two runs may always differ by this many units in the last place.
 _ULPS = 16.0
@@ -45,11 +45,11 @@ class Difference(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the difference as a part of what rounding may do."""
+        """Return the difference relative to what rounding may do."""
         return self.size / self.allowed if self.allowed else math.inf
 
     def is_larger_than(self, other: Difference) -> bool:
-        """Return whether this one is larger as a part of what rounding may do, or else by itself."""
+        """Return whether this one is larger relative to what rounding may do; if that is equal, in size."""
         return (self.share, self.size) > (other.share, other.size)
 
 
@@ -73,10 +73,14 @@ class Rounding:
         """The first step that only one of the two runs skips: from there on rounding explains everything."""
         usual_sizes: dict[str, float] = {}
         for number, (row, disturbed_row) in enumerate(zip(reference, disturbed)):
-            if self.first_other_skip == len(reference) and not is_same(row["found_inf"], disturbed_row["found_inf"]):
+            only_one_skips = not is_same(row["found_inf"], disturbed_row["found_inf"])
+            if only_one_skips and self.first_other_skip == len(reference):
                 self.first_other_skip = number
-            sizes = {name: self._size(number, name, disturbed_row[name]) for name in row if name in disturbed_row}
-            # One disturbed run may come near the reference by chance: what it was before counts too.
+            sizes: dict[str, float] = {}
+            for name in row:
+                if name in disturbed_row:
+                    sizes[name] = self._size(number, name, disturbed_row[name])
+            # One disturbed run may come near the reference by chance, so the sizes of earlier steps count too.
             for kind, size in _usual_sizes(sizes).items():
                 usual_sizes[kind] = max(usual_sizes.get(kind, 0.0), size)
             allowed: dict[str, float] = {}
@@ -143,7 +147,7 @@ class Rounding:
         return self._movements[number, name]
 
     def _size(self, number: int, name: str, value: Tensor) -> float:
-        """Return the distance of a value from the reference's, as a part of what that has moved."""
+        """Return the distance of a value from the reference's, relative to how far the reference has moved."""
         reference = self._reference[number][name]
         if is_same(reference, value):
             return 0.0
@@ -157,7 +161,7 @@ class Rounding:
         return _ULPS * torch.finfo(value.dtype).eps * _norm(value) / self._movement(number, name)
 
 
-#: The norm of all gradients, which a step sums in float64, and how far other sums of it may be away.
+#: The norm of all gradients, which a step sums in float64, and the largest relative error of other sums of it.
 _SUMMED_OTHERWISE = "grad_norm"
 _SUMMED_PRECISION = 1e-6
 #: What torch's loop and a step must have in common to the bit, unless one unit in the last place changes it too.
@@ -188,6 +192,7 @@ def _kind(name: str) -> str:
 
 
 def _wide(value: Tensor) -> Tensor:
+    """Return a value in float64 or complex128."""
     return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 

@@ -158,7 +158,7 @@ def _has_hook(value: object) -> bool:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory of its own that can be copied: no sparse one, no meta tensor, no subclass."""
+    """Return whether a tensor has memory that can be copied: not a sparse or meta tensor, nor a subclass."""
     is_wrapper = hasattr(type(tensor), "__tensor_flatten__")
     return tensor.layout == torch.strided and not tensor.is_meta and not is_wrapper
 

@@ -182,7 +182,7 @@ def row_of(step: _Step, state: Tree, metrics: Tree) -> Row:
         row |= _by_path("lr", metrics.lr)
         row |= _by_path("aux", metrics.aux)
     else:
-        row["found_inf"] = torch.zeros(())  # a function of its own skips nothing
+        row["found_inf"] = torch.zeros(())  # a function that the user wrote skips nothing
         row |= _by_path("metrics", metrics)
     return copied_to_host(row)
 

@@ -1,4 +1,4 @@
-"""The ordinary torch loop that a `TrainStep` stands for, written out: what `verify` compares the step with."""
+"""The ordinary torch loop that a `TrainStep` replaces, written out: `verify` compares the step with it."""
 
 from __future__ import annotations
 
@@ -163,18 +163,26 @@ class TorchLoop:
             parameter.grad = None
         buffers_before = {name: buffer.clone() for name, buffer in self._loss_fn.buffers().items()}
         loss = self._accumulate(batch)
-        for name, parameter in self._trained.items():
-            if parameter.grad is None:
-                self.without_gradient.add(name)
-                parameter.grad = torch.zeros_like(parameter)
+        self._fill_missing_gradients()
         is_skipped, norm = self._apply()
-        self._calls += 1
-        self._skipped += is_skipped
-        self._consecutive_skips = self._consecutive_skips + 1 if is_skipped else 0
+        self._count_call(is_skipped)
         if is_skipped and not self._loss_fn.keep_buffers:  # as the step does by default
             for name, buffer in self._loss_fn.buffers().items():
                 buffer.copy_(buffers_before[name])
         return self._row(loss, is_skipped) | {"grad_norm": norm.cpu()}
+
+    def _fill_missing_gradients(self) -> None:
+        """Give zeros to parameters without a gradient, as the step does, and note their names."""
+        for name, parameter in self._trained.items():
+            if parameter.grad is None:
+                self.without_gradient.add(name)
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _count_call(self, is_skipped: bool) -> None:
+        """Count a step, as the state does; applied ones are counted with the optimizers' steps."""
+        self._calls += 1
+        self._skipped += is_skipped
+        self._consecutive_skips = self._consecutive_skips + 1 if is_skipped else 0
 
     def _accumulate(self, batch: Tree) -> Tensor:
         """Add up the scaled gradients of all micro-batches; return the mean of their losses."""
@@ -197,13 +205,8 @@ class TorchLoop:
         """Return the micro-batches."""
         if self._options.accumulate == 1:
             return [batch]
-        leaves, spec = _tree.flatten(batch)
-        count = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        pieces: list[Tree] = []
-        for index in range(count):
-            leaves_of_piece = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            pieces.append(_tree.unflatten(leaves_of_piece, spec))
-        return pieces
+        count = next(len(leaf) for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor))
+        return _tree.unstacked(batch, count)
 
     def _shares(self, pieces: list[Tree]) -> list[float]:
         """Return how much of the loss each micro-batch is; NaN for all if all weights are 0."""
@@ -215,12 +218,14 @@ class TorchLoop:
         return [weight_of_piece / total for weight_of_piece in weights]
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Return the region of autocast in which the loss is computed."""
         dtype = self._options.policy.compute_dtype
         if dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype)
 
     def _loss_of(self, piece: Tree) -> Tensor:
+        """Return the loss of a micro-batch."""
         criterion = self._loss_fn.criterion
         args, kwargs, target = arguments_of(piece, has_target=criterion is not None)
         outputs = self._model(*args, **kwargs)
@@ -259,6 +264,7 @@ class TorchLoop:
 
     @torch.no_grad()
     def _move_average(self) -> None:
+        """Move the average of the parameters after an applied step."""
         for name, average in self._average.items():
             assert self._options.ema_decay is not None
             average.lerp_(self._trained[name], 1 - self._options.ema_decay)

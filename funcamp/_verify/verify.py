@@ -142,7 +142,7 @@ def _generators(batches: Iterable[Tree]) -> dict[str, object]:
 
 
 def _check_step(step: object) -> None:
-    """Raise TypeError if this is no step."""
+    """Raise TypeError if this is not a step."""
     if not callable(step) or isinstance(step, (nn.Module, Loss, type)):
         raise TypeError(
             f"verify: step must be a function (state, batch) -> (state, metrics), as make_train_step and jit make it; "

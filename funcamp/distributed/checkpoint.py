@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def gather_state(state: TrainState) -> TrainState:
         state: a state of a step with `DataParallel(shard=True)`; any other state is returned as it is.
 
     Returns:
-        The `TrainState` whose parameters are whole. No host sync.
+        The `TrainState` with full parameters. No host synchronization.
 
     Raises:
         TypeError: state is not a `TrainState`.
@@ -125,15 +126,7 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
     if not isinstance(saved, dict):
         raise ValueError(f"{rule}; got {_tree.brief_kind(saved)}")
     if list(saved) != list(expected):
-        lacking = [name for name in expected if name not in saved]
-        unknown = [name for name in saved if name not in expected]
-        if lacking:
-            difference = f"it lacks {_tree.listed([repr(name) for name in lacking])}"
-        elif unknown:
-            difference = f"it has unknown {_tree.listed([repr(name) for name in unknown])}"
-        else:
-            difference = "its names are in another order"
-        raise ValueError(f"{rule}; {difference}")
+        raise ValueError(f"{rule}; {_difference_of_names(saved, expected)}")
     for name, value in saved.items():
         check_like(call, name, value, expected[name])
     if saved[_LAYOUT] != expected[_LAYOUT]:
@@ -147,3 +140,16 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
     state: TrainState = _tree.unflatten(new_leaves, spec)
     check_values(call, state)
     return state
+
+
+def _difference_of_names(saved: Iterable[str], expected: Iterable[str]) -> str:
+    """Return how the names of saved differ from those expected, for an error."""
+    saved_names = list(saved)
+    expected_names = list(expected)
+    lacking = [repr(name) for name in expected_names if name not in saved_names]
+    unknown = [repr(name) for name in saved_names if name not in expected_names]
+    if lacking:
+        return f"it lacks {_tree.listed(lacking)}"
+    if unknown:
+        return f"it has unknown {_tree.listed(unknown)}"
+    return "its names are in another order"

@@ -38,7 +38,7 @@ class Ranks(NamedTuple):
         return all_gather_each(slices, self)
 
     def cut(self, group: Tensor) -> Tensor:
-        """Return this rank's slice of a group that every rank has in full, in memory of its own."""
+        """Return this rank's slice of a group that every rank has in full, as a copy."""
         return self.padded(group).tensor_split(self.size)[self.rank].clone()
 
     def padded(self, group: Tensor) -> Tensor:
@@ -139,13 +139,13 @@ def max_over(*groups: Group) -> Reduce:
             process_groups.append(group)
     if not process_groups:
         process_groups.append(None)  # the default group
-    # A group that is there twice, as in two meshes, is reduced over once.
+    # A group that occurs twice, in two meshes for example, is reduced over once.
     distinct_ranks = dict.fromkeys([ranks_of("max_over", group) for group in process_groups])
     return _MaxOver(tuple(distinct_ranks))
 
 
 class _MaxOver:
-    """What `max_over` returns: a class, for the sake of its `repr`."""
+    """What `max_over` returns: a class, so that it has a `repr`."""
 
     def __init__(self, groups: tuple[Ranks, ...]) -> None:
         self._groups = groups
@@ -180,7 +180,8 @@ def all_reduce_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
     """Return the sums over ranks, by one all-reduce per large tensor and one per dtype for the small ones."""
 
     def reduced(together: list[Tensor]) -> list[Tensor]:
-        if len(together) == 1:  # without views around it, or the compiler waits for it before the backward pass goes on
+        if len(together) == 1:
+            # Without views around it, because the compiler would wait for them before the backward pass continues.
             return [all_reduce(together[0], "sum", ranks)]
         buffer = torch.cat([tensor.reshape(-1) for tensor in together])
         sums = torch.split(all_reduce(buffer, "sum", ranks), [tensor.numel() for tensor in together])
@@ -190,7 +191,7 @@ def all_reduce_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
 
 
 def all_gather_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """Return the tensors of all ranks along their first dimensions, by as few all-gathers."""
+    """Return the tensors of all ranks along their first dimensions, by as few all-gathers as possible."""
 
     def gathered_buffer(buffer: Tensor) -> Tensor:
         return _waited(_ops().all_gather_into_tensor(buffer, ranks.size, ranks.name))
@@ -208,7 +209,7 @@ def all_gather_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
 
 
 def reduce_scatter_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """Return this rank's parts (first dimension) of the sums over ranks, by as few reduce-scatters."""
+    """Return this rank's parts (first dimension) of the sums over ranks, by as few reduce-scatters as possible."""
 
     def scattered_buffer(buffer: Tensor) -> Tensor:
         return _waited(_ops().reduce_scatter_tensor(buffer, "sum", ranks.size, ranks.name))

@@ -234,7 +234,7 @@ class DataParallel(Parallel):
     def _summed(self, gradients: Params, more: list[Tensor]) -> tuple[Params, list[Tensor]]:
         """Sum gradients and further tensors over ranks."""
         leaves, spec = _tree.flatten(gradients)
-        groups = [settled_sum(leaf) for leaf in leaves]
+        groups: list[Tensor | None] = [None if leaf is None else settled_sum(leaf) for leaf in leaves]
         if self.dtype is not None:
             groups = [_in_dtype(group, self.dtype) for group in groups]
         if self.ranks.size == 1 and not self.shard:
@@ -243,12 +243,16 @@ class DataParallel(Parallel):
             slices = summed_slices(Params(tuple(groups), gradients.layout), self.ranks)
             return slices, all_reduce_each(more, self.ranks)
         # In the order in which gradients complete, so that a collective can overlap the rest of the backward pass.
-        numbers = [number for number in gradients.layout.last_first() if groups[number] is not None]
-        local_groups = [local(groups[number]) for number in numbers]
+        present_groups: dict[int, Tensor] = {}
+        for number in gradients.layout.last_first():
+            group = groups[number]
+            if group is not None:
+                present_groups[number] = group
+        local_groups = [local(group) for group in present_groups.values()]
         sums = all_reduce_each([*local_groups, *more], self.ranks)
-        for number, summed_group in zip(numbers, sums):
-            groups[number] = as_dtensor_like(groups[number], summed_group)
-        return _tree.unflatten(groups, spec), sums[len(numbers) :]
+        for (number, group), summed_group in zip(present_groups.items(), sums):
+            groups[number] = as_dtensor_like(group, summed_group)
+        return _tree.unflatten(groups, spec), sums[len(present_groups) :]
 
 
 def _shares_of_means(result: Result, share: Share, before: dict[str, Tensor], names: list[str]) -> list[Tensor]:

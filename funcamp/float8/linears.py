@@ -56,7 +56,7 @@ def _make_stand_in(layer: nn.Module, running: list[Float8Linears]) -> nn.Module:
 
 
 def layer_of(module: nn.Module) -> nn.Module:
-    """Return the layer that a stand-in stands for; any other module as it is."""
+    """Return the layer that a stand-in replaces; any other module as it is."""
     layer: nn.Module = vars(module).get(_LAYER, module)
     return layer
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from funcamp import _tree, _upstream
 from funcamp._scaler.precision import reciprocal
+from funcamp._types import Args, FunctionContext, VmapInfo
 from funcamp._upstream.autograd_function import keep_functions_whole
 from funcamp.float8.config import BACKWARD, FORWARD, MULTIPLE, Float8Config, check_config, fits
 from funcamp.float8.quantized import amax_of, check_wide, quantize
@@ -90,6 +91,13 @@ def operands_of_values(values: Tensor, inverse: Tensor, amax: Tensor | None) -> 
     )
 
 
+class _ProductContext(FunctionContext, Protocol):
+    """What a product keeps for its backward pass, besides tensors."""
+
+    dtype: torch.dtype
+    config: Float8Config
+
+
 class _Product(Function):
     """The products of operands; x and weight are what the gradients are of, and are not read."""
 
@@ -120,18 +128,18 @@ class _Product(Function):
         return y if amax is None else (y, amax.clone())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: object) -> None:  # noqa: ARG004
+    def setup_context(ctx: _ProductContext, inputs: Args, output: object) -> None:  # noqa: ARG004
         x, weight, follows_x, scale, inverse, _, config = inputs[:7]
         ctx.dtype = x.dtype
         ctx.config = config
         x_operands, weight_operands = _split_operands(inputs[7:])
-        # The plain matrices are for the forward pass alone.
+        # The plain matrices are needed in the forward pass only.
         x_operands = x_operands._replace(plain=None)
         weight_operands = weight_operands._replace(plain=None)
         ctx.save_for_backward(weight, follows_x, scale, inverse, *x_operands, *weight_operands)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *amaxes_of_later_uses: Tensor) -> Any:
+    def backward(ctx: _ProductContext, grad: Tensor, *amaxes_of_later_uses: Tensor) -> tuple[Tensor | None, ...]:
         weight, follows_x, scale, inverse, *operand_fields = ctx.saved_tensors
         x_operands, weight_operands = _split_operands(operand_fields)
         config = ctx.config
@@ -219,7 +227,7 @@ class _Kernel(Function):
         )
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    def vmap(info: VmapInfo, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         products = []
         for sample in range(info.batch_size):
             sample_args = [arg if dim is None else arg.select(dim, sample) for arg, dim in zip(args, in_dims)]

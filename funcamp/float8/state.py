@@ -28,7 +28,7 @@ class Float8State(NamedTuple):
     """
 
     history: Tensor
-    """float32, shape (length, products, 3): amaxes of earlier steps, the newest first; 0 where there is none yet."""
+    """float32, shape (length, products, 3): amaxes of earlier steps, the newest first; 0 if there is none yet."""
     scale: Tensor
     """float32, shape (products, 3): the scales of the next step."""
 
@@ -40,7 +40,7 @@ def init(config: Float8Config, products: int, *, device: torch.device | str | No
 
     Args:
         config: a configuration with delayed scaling.
-        products: the number of products (layers) that have scales of their own.
+        products: the number of products (layers), each with separate scales.
         device: the device of the tensors; None for torch's default device.
 
     Returns:

@@ -58,23 +58,26 @@ def _gather_operands(
 
     All tensors of the groups must be in `delayed`, by their slots.
     """
-    slots_of_group = {group: _slots_in(params, group) for group in groups}
-    pieces_of_group = {group: pieces_of(params, group) for group in groups}  # this rank's, then the padding
-    pieces: dict[int, Tensor] = {}
+    slots_of_group: dict[int, list[int]] = {}
+    padding_of_group: dict[int, Tensor] = {}
+    pieces: dict[int, Tensor] = {}  # this rank's piece of each weight, by its slot
     for group in groups:
-        pieces.update(zip(slots_of_group[group], pieces_of_group[group]))
+        *pieces_of_weights, padding = pieces_of(params, group)
+        slots_of_group[group] = _slots_in(params, group)
+        padding_of_group[group] = padding
+        pieces.update(zip(slots_of_group[group], pieces_of_weights))
     if not pieces:
         return {}
     weight_slots = list(pieces)
     amaxes = _largest_over_ranks(list(pieces.values()), ranks)
     scales = _scales_by_slot(weight_slots, amaxes, config, delayed)
 
-    groups_to_send = []
+    groups_to_send: list[Tensor] = []
     for group in groups:
-        padding = pieces_of_group[group][-1]
-        quantized = [quantize(pieces[slot], scale=scales[slot].scale).values for slot in slots_of_group[group]]
-        quantized.append(padding.to(FORWARD))
-        groups_to_send.append(torch.cat([piece.view(torch.uint8) for piece in quantized]))  # as bytes
+        quantized_pieces = [quantize(pieces[slot], scale=scales[slot].scale).values for slot in slots_of_group[group]]
+        quantized_pieces.append(padding_of_group[group].to(FORWARD))
+        # As bytes, because not every backend sends float8.
+        groups_to_send.append(torch.cat([piece.view(torch.uint8) for piece in quantized_pieces]))
     gathered_groups: list[Tensor | None] = [None] * len(params.groups)
     for group, gathered_bytes in zip(groups, ranks.gather(groups_to_send)):
         length = sum(params.layout.padded_sizes[group])

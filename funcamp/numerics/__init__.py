@@ -15,9 +15,11 @@ from funcamp.numerics.track import TrackedLoss, TrackedModule, track_scales
 if TYPE_CHECKING:
     from funcamp.numerics.report.backward_passes import Operation
     from funcamp.numerics.report.float8_fit import Float8Layer
+    from funcamp.numerics.report.origin import Origin
     from funcamp.numerics.report.plot import plot_flushed
+    from funcamp.numerics.report.recommendation import Recommendation
     from funcamp.numerics.report.render import annotate
-    from funcamp.numerics.report.report import NumericsReport, Origin, Recommendation, numerics_report
+    from funcamp.numerics.report.report import NumericsReport, numerics_report
 
 __all__ = [
     "Float8Layer",
@@ -45,8 +47,8 @@ _OF_THE_REPORT = {
     "Float8Layer": "float8_fit",
     "NumericsReport": "report",
     "Operation": "backward_passes",
-    "Origin": "report",
-    "Recommendation": "report",
+    "Origin": "origin",
+    "Recommendation": "recommendation",
     "annotate": "render",
     "numerics_report": "report",
     "plot_flushed": "plot",

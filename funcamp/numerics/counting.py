@@ -7,7 +7,7 @@ for every e, the number of values that are 2^e. Everything comes from the bits, 
 from __future__ import annotations
 
 import math
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from funcamp import _tree, _upstream
 from funcamp._check import integer
+from funcamp._types import Args, FunctionContext, VmapInfo
 from funcamp._upstream.autograd_function import keep_functions_whole
 
 #: Exponents that have a bin: those of float32, from its smallest subnormal, 2^-149, to its largest value, below 2^128,
@@ -210,10 +211,10 @@ class _Bits(Function):
         return x.view(dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+    def setup_context(ctx: FunctionContext, inputs: Args, output: Tensor) -> None: ...
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:  # noqa: ARG004
+    def vmap(info: VmapInfo, in_dims: tuple[int, None], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:  # noqa: ARG004
         return _bits(x.movedim(in_dims[0], 0), dtype), 0
 
 

@@ -8,13 +8,14 @@ of the parameters, and they add up like gradients: over every use of a probe, ov
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from funcamp import _tree, _upstream
+from funcamp._types import Args, FunctionContext
 from funcamp._upstream.autograd_function import keep_functions_whole
 from funcamp.numerics.counting import check_sample, check_values, count, take_numbers
 from funcamp.numerics.counting_pass import count_jointly
@@ -26,7 +27,15 @@ def count_both(saved: Tensor, grad: Tensor, sample: int) -> Tensor:
     return count_jointly([saved.unsqueeze(0), take_numbers(grad, sample).unsqueeze(0)])
 
 
+class _TapContext(FunctionContext, Protocol):
+    """What a tap keeps for its backward pass."""
+
+    sample: int | None
+
+
 class _Tap(Function):
+    """A copy of x, which saves what the backward pass counts."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -38,7 +47,7 @@ class _Tap(Function):
         return tapped, saved
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: _TapContext, inputs: Args, output: tuple[Tensor, Tensor]) -> None:
         _, saved = output
         ctx.save_for_backward(saved)
         ctx.mark_non_differentiable(saved)
@@ -46,7 +55,9 @@ class _Tap(Function):
         ctx.sample = inputs[3]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: _TapContext, grad: Tensor | None, _: None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (saved,) = ctx.saved_tensors
         if grad is None:
             return None, None, None, None
@@ -63,7 +74,7 @@ class _TapWithJvp(_Tap):
     generate_vmap_rule = True
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor | None, *_: Any) -> tuple[Tensor | None, None]:  # noqa: ARG004
+    def jvp(ctx: _TapContext, tangent: Tensor | None, *_: object) -> tuple[Tensor | None, None]:  # noqa: ARG004
         return None if tangent is None else tangent.clone(), None
 
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,13 @@ from torch.func import functional_call
 
 from funcamp import _tree
 from funcamp._autograd.module_loss import ModuleLoss
+from funcamp._types import Args, Tree
 from funcamp.numerics.counting import WIDTH, check_sample, has_values
 from funcamp.numerics.record import Record, Taps, probe
 from funcamp.numerics.statistics import Stats
 from funcamp.numerics.taps import tap
+
+_Returned = TypeVar("_Returned")
 
 #: The buffers of a tapped module that have the rows of its record.
 _FORWARD = "_funcamp_forward"
@@ -45,7 +48,7 @@ class TrackedModule:
         device = next((value.device for value in self.skeleton.parameters()), None)
         return {name: probe(device) for name in self.names}
 
-    def __call__(self, values: dict[str, Tensor], probes: Mapping[str, Record], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, values: dict[str, Tensor], probes: Mapping[str, Record], *args: Any, **kwargs: Any) -> Tree:
         """Return what the module returns."""
         return functional_call(self.skeleton, {**values, **_probe_buffers(self.names, probes)}, args, kwargs)
 
@@ -57,7 +60,9 @@ class TrackedLoss(ModuleLoss):
     """
 
     def __init__(self, loss_fn: ModuleLoss, chosen: Chosen, sample: int | None) -> None:
-        vars(self).update(vars(loss_fn))  # the module is not read again
+        # Everything that the loss knows of its module stays as it is. `__init__` would look at the module again, which
+        # may have the tensors of a state by now.
+        vars(self).update(vars(loss_fn))
         skeleton, names = _with_taps(loss_fn.model, chosen, sample)
         self.taps = Taps(names)
         self.call_copy(skeleton)
@@ -65,14 +70,14 @@ class TrackedLoss(ModuleLoss):
     def __repr__(self) -> str:
         return f"track_scales({super().__repr__()}, {len(self.probes)} modules)"
 
-    def __call__(self, params: dict[str, Tensor], *probes_and_arguments: Any) -> Any:
+    def __call__(self, params: dict[str, Tensor], *probes_and_arguments: Tree) -> Tree:
         """Return the loss; for a module with buffers, the loss and the buffers after the forward pass."""
         if not probes_and_arguments or not isinstance(probes_and_arguments[0], Mapping):
             raise TypeError(f"{self!r}: must be called with params, probes and the arguments of module_loss")
         probes, *arguments = probes_and_arguments
         return super().__call__({**params, **_probe_buffers(self.probes, probes)}, *arguments)
 
-    def run_backward(self, params: Any, after: Any, run: Callable[[], Any]) -> Any:
+    def run_backward(self, params: Tree, after: Tree, run: Callable[[], _Returned]) -> _Returned:
         """Call run as `ModuleLoss.run_backward` does, for the pair (params, probes)."""
         values, probes = params
         return super().run_backward({**values, **_probe_buffers(self.probes, probes)}, after, run)
@@ -213,7 +218,7 @@ def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention) or child_names <= {"parametrizations"}
 
 
-def _tap_outputs(sample: int | None, layer: nn.Module, _: Any, outputs: Any) -> Any:
+def _tap_outputs(sample: int | None, layer: nn.Module, _: Args, outputs: Tree) -> Tree:
     """Forward hook of a tapped module: tap its outputs with the record that its buffers hold."""
     forward = getattr(layer, _FORWARD)
     backward = getattr(layer, _BACKWARD)
@@ -222,7 +227,7 @@ def _tap_outputs(sample: int | None, layer: nn.Module, _: Any, outputs: Any) -> 
     return _tap_tensors(outputs, Record(Stats(forward), Stats(backward)), sample)
 
 
-def _tap_tensors(outputs: Any, record: Record, sample: int | None) -> Any:
+def _tap_tensors(outputs: Tree, record: Record, sample: int | None) -> Tree:
     """Return a pytree with all its tensors tapped, also those in dataclasses."""
     leaves, spec = _tree.flatten(outputs)
     for index, leaf in enumerate(leaves):

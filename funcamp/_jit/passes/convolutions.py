@@ -42,14 +42,14 @@ def convolutions(table: Decompositions) -> Decompositions:
     """Return the decompositions of convolutions, given the table before."""
     former_backward = table[_BACKWARD]
 
-    def backward(*args: Any) -> Any:
+    def backward(*args: Any) -> object:
         gradients = _backward(*args)
         return former_backward(*args) if gradients is NotImplemented else gradients
 
     return {_FORWARD: _forward, _BACKWARD: backward}
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Any:
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: object) -> object:
     """Decompose `aten.convolution`."""
     if not _in_slow_half(x):
         return NotImplemented
@@ -59,7 +59,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> 
 class _Geometry(NamedTuple):
     """The arguments of `aten.convolution_backward` that are no tensors, in its order."""
 
-    bias_sizes: Any
+    bias_sizes: list[int] | None
     stride: list[int]
     padding: list[int]
     dilation: list[int]
@@ -68,7 +68,7 @@ class _Geometry(NamedTuple):
     groups: int
 
 
-def _backward(grad: Tensor, x: Tensor, weight: Tensor, *others: Any) -> Any:
+def _backward(grad: Tensor, x: Tensor, weight: Tensor, *others: Any) -> object:
     """Decompose `aten.convolution_backward`."""
     *geometry_arguments, gradients_needed = others
     geometry = _Geometry(*geometry_arguments)
@@ -86,14 +86,14 @@ def _by_torch(
 ) -> list[Tensor | None]:
     """Return the gradients that the mask asks for, as torch computes them in a dtype, in that of the input."""
     _, x, _ = tensors
-    gradients: Any = _BACKWARD(*[value.to(dtype) for value in tensors], *geometry, mask)
+    gradients: tuple[Tensor, ...] = _BACKWARD(*[value.to(dtype) for value in tensors], *geometry, mask)
     # torch returns the gradient of the weight with that of the bias, asked for or not.
     return [value.to(x.dtype) if is_needed else None for value, is_needed in zip(gradients, mask)]
 
 
 def _depthwise_backward(
     tensors: tuple[Tensor, Tensor, Tensor], geometry: _Geometry, gradients_needed: list[bool]
-) -> Any:
+) -> object:
     """Decompose `aten.convolution_backward` of a depthwise convolution on a CPU."""
     grad, x, weight = tensors
     needs_input, needs_weight, needs_bias = gradients_needed
@@ -115,7 +115,7 @@ def _depthwise_backward(
 
 
 def _is_depthwise(x: Tensor, weight: Tensor, geometry: _Geometry) -> bool:
-    """Return whether each channel is convolved with one kernel of its own."""
+    """Return whether each channel is convolved with a separate kernel."""
     channels = x.shape[1]
     return geometry.groups == channels == weight.shape[0] and channels > 1 and not geometry.transposed
 

@@ -1,20 +1,20 @@
-"""Keep the layouts of the trace where a program has others, for which a traced view may be impossible.
+"""Restore the layouts of the trace if the program has other ones, in which a traced view may be impossible.
 
 Inductor decomposes operations: `cat` of a tensor and an empty one is contiguous, and Inductor's clone of the tensor has
-the tensor's own order. And torch's rules for tensors without values err: a batch norm of a transposed input is
-contiguous on a CPU, and transposed in a trace (pytorch#192668, open).
+the tensor's own order. Also, torch's layout of a tensor without values is wrong in one case: a batch norm of a
+transposed input is contiguous on a CPU, and transposed in a trace (pytorch#192668, open).
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from funcamp._jit.passes.program import Pass, Program
 from funcamp._trace.open_shapes import is_open_node
+from funcamp._types import Operation
 
 #: An index among several results, and the dimensions from the outermost in memory to the innermost.
 _Order = tuple[int | None, list[int]]
@@ -24,27 +24,37 @@ def keep_layouts(program: Program) -> Program:
     """Give the results of decomposed operations the layout of the trace, except those of open operations."""
     graph = program.module.graph
     table = program.table
-    # By operation and kinds of arguments, as a model has many equal layers.
+    # By operation and kinds of arguments, because a model has many equal layers.
     orders_by_call: dict[str, list[_Order]] = {}
     with program.mode, torch.no_grad():
         for node in list(graph.nodes):
-            if node.target not in table or any(result.alias_info for result in node.target._schema.returns):
-                continue
-            if is_open_node(node):
+            if node.target not in table or _returns_view(node) or is_open_node(node):
                 continue
             kinds_of_arguments = fx.map_arg((node.args, node.kwargs), lambda other: _kinds(other.meta["val"]))
             call = str((node.target, kinds_of_arguments))
             if call not in orders_by_call:
                 orders_by_call[call] = _orders(node, table[node.target])
             for index, order in orders_by_call[call]:
-                results = [node] if index is None else [user for user in node.users if _picks(user, index)]
-                for result in results:
+                for result in _results_at(node, index):
                     lay_out(result, order)
     return program
 
 
+def _returns_view(node: fx.Node) -> bool:
+    """Return whether an operation returns a view of an argument."""
+    results = node.target._schema.returns  # type: ignore[union-attr]
+    return any(result.alias_info for result in results)
+
+
+def _results_at(node: fx.Node, index: int | None) -> list[fx.Node]:
+    """Return the nodes with the result of a node at an index among several; the node itself if there is one result."""
+    if index is None:
+        return [node]
+    return [user for user in node.users if _picks(user, index)]
+
+
 def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor in the layout of another of its shape; itself if it has it, or that one is not dense."""
+    """Return a tensor in the layout of another of its shape; unchanged if it has it, or if the other is not dense."""
     if _strides_that_matter(value) == _strides_that_matter(like):
         return value
     laid_out = _in_order(value, order_of(like))
@@ -66,18 +76,18 @@ def _in_order(value: Tensor, order: list[int]) -> Tensor:
     return value.permute(order).contiguous().permute(_inverse(order))
 
 
-def _kinds(value: Any) -> str:
+def _kinds(value: object) -> str:
     """Return the shapes, strides, dtypes and devices of the tensors in an example value, and its numbers."""
     if isinstance(value, Tensor):
         return f"{value.shape}, {value.stride()}, {value.dtype}, {value.device}"
     return f"[{', '.join(map(_kinds, value))}]" if isinstance(value, (list, tuple)) else str(value)
 
 
-def _orders(node: fx.Node, decomposition: Any) -> list[_Order]:
+def _orders(node: fx.Node, decomposition: Operation) -> list[_Order]:
     """Return which results of a node would have another layout, and the layout that they need."""
     traced = node.meta["val"]
     has_several = isinstance(traced, (list, tuple))
-    traced_results: list[Any] = list(traced) if has_several else [traced]
+    traced_results: list[object] = list(traced) if has_several else [traced]
     if not any(isinstance(value, Tensor) and value.dim() > 1 for value in traced_results):
         return []
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda other: other.meta["val"])
@@ -87,7 +97,7 @@ def _orders(node: fx.Node, decomposition: Any) -> list[_Order]:
         return []
     if decomposed is NotImplemented:
         return []
-    decomposed_results: list[Any] = list(decomposed) if has_several else [decomposed]
+    decomposed_results: list[object] = list(decomposed) if has_several else [decomposed]
     orders: list[_Order] = []
     for index, (value, other) in enumerate(zip(traced_results, decomposed_results)):
         if not isinstance(value, Tensor) or not isinstance(other, Tensor):
@@ -108,7 +118,7 @@ def _picks(user: fx.Node, index: int) -> bool:
 
 
 def lay_out(result: fx.Node, order: list[int]) -> None:
-    """Let all that reads a result read it in another order in memory."""
+    """Make all users of a result read it in another order in memory."""
     graph = result.graph
     aten = torch.ops.aten
     with graph.inserting_after(result):

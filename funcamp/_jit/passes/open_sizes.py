@@ -8,8 +8,8 @@ the trace, in which each unknown size has one value a call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,25 @@ from torch import Tensor
 from funcamp._jit.passes.program import Pass, Program
 from funcamp._trace.open_shapes import is_open
 
-#: The sizes that a call has found so far, by symbol or by the text of a shape.
-_Sizes = dict[Any, Any]
+
+class _Formula(Protocol):
+    """A formula of sympy: what a size that follows from values is in a trace."""
+
+    is_Symbol: bool  # noqa: N815
+    is_Integer: bool  # noqa: N815
+    free_symbols: Set[_Formula]
+
+    def subs(self, values: Mapping[_Formula, int]) -> _Formula: ...
+    def __int__(self) -> int: ...
+    def __hash__(self) -> int: ...
+
+
+class _FoundSizes:
+    """The sizes that a call has found so far: by symbol, and for each shape of the trace the last one."""
+
+    def __init__(self) -> None:
+        self.by_symbol: dict[_Formula, int] = {}
+        self.by_traced_shape: dict[str, Sequence[int]] = {}
 
 
 def check_open_sizes(program: Program) -> Program:
@@ -27,7 +44,7 @@ def check_open_sizes(program: Program) -> Program:
     open_nodes = [node for node in graph.nodes if is_open(node.meta.get("val"))]
     first_operation = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first_operation):
-        sizes = graph.call_function(dict)  # empty at each call
+        sizes = graph.call_function(_FoundSizes)  # new at each call
     for node in open_nodes:
         check = _check_of(node.meta["val"])
         if check is None:
@@ -39,12 +56,12 @@ def check_open_sizes(program: Program) -> Program:
     return program
 
 
-def _check_of(traced: object) -> Callable[[_Sizes, Any], Any] | None:
+def _check_of(traced: object) -> Callable[[_FoundSizes, Any], object] | None:
     """Return a function that compares an open result with the trace, and returns it."""
     if isinstance(traced, torch.SymInt):
-        number = _expression(traced)
+        number: _Formula = traced.node.expr
 
-        def check_number(sizes: _Sizes, value: int) -> int:
+        def check_number(sizes: _FoundSizes, value: int) -> int:
             _compare(sizes, [number], [value])
             return value
 
@@ -54,22 +71,25 @@ def _check_of(traced: object) -> Callable[[_Sizes, Any], Any] | None:
     traced_shape = [_expression(size) for size in traced.shape]
     name = str(traced_shape)
 
-    def check_shape(sizes: _Sizes, value: Tensor) -> Tensor:
+    def check_shape(sizes: _FoundSizes, value: Tensor) -> Tensor:
         shape = value.shape
-        if shape != sizes.get(name):
+        if shape != sizes.by_traced_shape.get(name):
             _compare(sizes, traced_shape, shape)
-            sizes[name] = shape
+            sizes.by_traced_shape[name] = shape
         return value
 
     return check_shape
 
 
-def _expression(size: Any) -> Any:
+def _expression(size: int | torch.SymInt) -> int | _Formula:
     """Return the formula of a size that follows from values; any other size as it is."""
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+    if isinstance(size, torch.SymInt):
+        formula: _Formula = size.node.expr
+        return formula
+    return size
 
 
-def _compare(sizes: _Sizes, traced_shape: Sequence[Any], shape: Sequence[int]) -> None:
+def _compare(sizes: _FoundSizes, traced_shape: Sequence[int | _Formula], shape: Sequence[int]) -> None:
     """Compare a shape with the trace's, and note sizes that are new.
 
     Raises:
@@ -79,10 +99,10 @@ def _compare(sizes: _Sizes, traced_shape: Sequence[Any], shape: Sequence[int]) -
         if isinstance(traced_size, int):
             expected = traced_size
         elif traced_size.is_Symbol:
-            expected = sizes.setdefault(traced_size, size)
+            expected = sizes.by_symbol.setdefault(traced_size, size)
         else:
-            known_symbols = [symbol for symbol in traced_size.free_symbols if symbol in sizes]
-            value = _value(traced_size, tuple((symbol, sizes[symbol]) for symbol in known_symbols))
+            known_symbols = [symbol for symbol in traced_size.free_symbols if symbol in sizes.by_symbol]
+            value = _value(traced_size, tuple((symbol, sizes.by_symbol[symbol]) for symbol in known_symbols))
             expected = size if value is None else value
         if expected != size:
             raise RuntimeError(
@@ -92,7 +112,7 @@ def _compare(sizes: _Sizes, traced_shape: Sequence[Any], shape: Sequence[int]) -
 
 
 @functools.lru_cache(maxsize=4096)
-def _value(size: Any, known: tuple[tuple[Any, int], ...]) -> int | None:
+def _value(size: _Formula, known: tuple[tuple[_Formula, int], ...]) -> int | None:
     """Return the value of a formula; None if it has further symbols."""
     value = size.subs(dict(known))
     return int(value) if value.is_Integer else None

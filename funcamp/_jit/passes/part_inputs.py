@@ -1,4 +1,4 @@
-"""Pass the parts of small flat tensors to a program as inputs of their own.
+"""Pass the parts of small flat tensors to a program as separate inputs.
 
 The biases and norms of all blocks of a model are parts of one flat tensor. Inductor writes the offset of a part into
 the code of every kernel that reads it, so the kernels of equal blocks differ, and each is compiled. A part that is an
@@ -112,7 +112,7 @@ def _part_number(node: fx.Node) -> int:
     return int(number)
 
 
-def _candidates(graph: fx.Graph, examples: list[Tensor], last_writes: dict[Any, fx.Node]) -> list[_Candidate]:
+def _candidates(graph: fx.Graph, examples: list[Tensor], last_writes: dict[fx.Node, fx.Node]) -> list[_Candidate]:
     """Return the small flat inputs that have many vectors as parts."""
     unfit_inputs = _unfit_inputs(graph, last_writes)
     candidates: list[_Candidate] = []
@@ -129,7 +129,7 @@ def _candidates(graph: fx.Graph, examples: list[Tensor], last_writes: dict[Any, 
     return candidates
 
 
-def _unfit_inputs(graph: fx.Graph, last_writes: dict[Any, fx.Node]) -> set[Any]:
+def _unfit_inputs(graph: fx.Graph, last_writes: dict[fx.Node, fx.Node]) -> set[object]:
     """Return the inputs whose parts must stay parts."""
     # Inductor may write a value that is another input after that input.
     unfit = {chain_start(write.args[1]) for write in last_writes.values()}
@@ -145,9 +145,9 @@ def _unfit_inputs(graph: fx.Graph, last_writes: dict[Any, fx.Node]) -> set[Any]:
     return unfit
 
 
-def _last_writes(graph: fx.Graph) -> dict[Any, fx.Node]:
+def _last_writes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Return the copies to inputs with which the graph ends, by input."""
-    writes: dict[Any, fx.Node] = {}
+    writes: dict[fx.Node, fx.Node] = {}
     for node in itertools.islice(reversed(graph.nodes), 1, None):  # all but the output
         target = node.args[0] if node.target is _aten.copy_.default else None
         if not isinstance(target, fx.Node) or target.op != "placeholder" or node.users or target in writes:
@@ -194,7 +194,7 @@ def write_back(flats: list[FlatInput], inputs: list[Tensor], results: list[Tenso
 
 PASS = Pass(
     name="part_inputs",
-    why="kernels of equal blocks are equal, and compiled once, if a part of a flat tensor has an address of its own",
+    why="kernels of equal blocks are equal, and compiled once, if a part of a flat tensor has a separate address",
     evidence="benchmarks/passes.py",
     where=lambda target: target.by_inductor and not target.is_open,
     run=part_inputs,

@@ -111,9 +111,9 @@ class Pass(NamedTuple):
     why: str
     """One line; printed by `jit(..., explain=True)` and by `doctor`."""
     evidence: str
-    """The test or the issue of torch that shows the need, or the result file that shows the gain of this pass alone."""
+    """The test or the issue of torch that shows the need, or the result file that shows this pass's own gain."""
     where: Callable[[Target], bool]
-    """Whether a program for this target needs it. Also asked if there is no compiler: see `Target.by_inductor`."""
+    """Whether a program for this target needs it. Also called without a compiler: see `Target.by_inductor`."""
     run: Callable[[Program], Program]
     defect: bool = False
     """Whether its reason is a defect of torch, so that numbers may be wrong without it."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from funcamp import _upstream
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
 #: Functions by the operation that they are taken for.
-Decompositions: TypeAlias = dict[Any, Callable[..., Any]]
+Decompositions: TypeAlias = dict["OpOverload[..., Any]", Callable[..., Any]]
 #: Returns entries to add, given the table before.
 Extension: TypeAlias = Callable[[Decompositions], Decompositions]
 
@@ -16,7 +19,7 @@ Extension: TypeAlias = Callable[[Decompositions], Decompositions]
 class Table(Decompositions):
     """A table of decompositions, which is pickled as the names of the functions that made it.
 
-    Inductor caches no program whose table it cannot pickle, and the entries themselves cannot be.
+    Inductor caches no program whose table it cannot pickle, and the entries themselves cannot be pickled.
 
     Args:
         extensions: functions of modules, in the order in which they add their entries.
@@ -30,11 +33,12 @@ class Table(Decompositions):
             super().__init__(_upstream.find("torch._inductor.decomposition.select_decomp_table")())
         for extension in extensions:
             self.update(extension(self))
-        self._extensions, self._draws_as_eager = extensions, draws_as_eager
+        self._extensions = extensions
+        self._draws_as_eager = draws_as_eager
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _made_again, (self._extensions, self._draws_as_eager)
+    def __reduce__(self) -> tuple[object, ...]:
+        return _make_again, (self._extensions, self._draws_as_eager)
 
 
-def _made_again(extensions: tuple[Extension, ...], draws_as_eager: bool) -> Table:
+def _make_again(extensions: tuple[Extension, ...], draws_as_eager: bool) -> Table:
     return Table(extensions, draws_as_eager=draws_as_eager)

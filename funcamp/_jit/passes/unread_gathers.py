@@ -1,7 +1,8 @@
 """Drop all-gathers whose result nothing reads.
 
-torch keeps a wait for a collective even if its result is not read, because a collective may work in place. Not so an
-all-gather into a new tensor. All ranks must read alike, as they must call collectives alike.
+torch keeps a wait for a collective even if its result is not read, because a collective may work in place. An
+all-gather into a new tensor does not. All ranks must read the same results, just as they must call the same
+collectives.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 LSTM layers on a CPU: oneDNN's layer allocates the workspace of its backward pass only while gradients are enabled, and
 a compiled program runs with them disabled: the backward pass then fails, with every backend. It also reads its input as
-if it were contiguous, and Inductor may give it one that is not: the gradient of the input's weight is then that of
-other numbers. In a trace the workspace is empty, because only oneDNN knows its size; since torch 2.14 generated code
+if it were contiguous, and Inductor may pass one that is not: the gradient of the input's weight is then computed from
+wrong numbers. In a trace the workspace is empty, because only oneDNN knows its size; since torch 2.14 generated code
 checks sizes. So the layer returns an empty view of it. Torch 2.11 to 2.15;
 https://github.com/pytorch/pytorch/issues/158007
 
@@ -19,29 +19,36 @@ large margin (14 % off at 15). Torch 2.11 to 2.15.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from funcamp._jit.passes.program import Pass, Program
+from funcamp._types import Operation
 from funcamp._upstream import INEXACT_MARGIN, LSTM_WORKSPACE, NAN_MARGIN, NAN_SHRUNK, PADDED_TARGETS
 from funcamp._upstream.renamed import renamed
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
 _aten = torch.ops.aten
 #: The operations that a program calls, by those that it was traced with.
-_replacements: dict[Any, Any] = {}
+_replacements: dict[OpOverload, OpOverload] = {}
 
 
-def _contiguous(value: Any) -> Any:
+def _contiguous(value: object) -> object:
+    """Return an argument; a tensor in contiguous memory."""
     return value.contiguous() if isinstance(value, Tensor) else value
 
 
-def _constant(value: Any) -> Any:
+def _constant(value: object) -> object:
+    """Return an argument; a tensor without its part in autograd's graph."""
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _layer(*args: Any) -> tuple[Tensor, ...]:
+def _layer(*args: object) -> tuple[Tensor, ...]:
+    """Return the results of an LSTM layer, with the workspace for its backward pass as an empty view of it."""
     # A layer that the step only reads, such as a teacher's, may require gradients.
     arguments = [_contiguous(_constant(value)) for value in args]
     with torch.enable_grad():  # else there is no workspace
@@ -50,6 +57,7 @@ def _layer(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of an LSTM layer, whose workspace is found by the empty view of it, the last argument."""
     *others, empty_view = args
     workspace_length = empty_view.untyped_storage().nbytes() // empty_view.element_size()
     workspace = empty_view.as_strided([workspace_length], [1], 0)
@@ -59,8 +67,8 @@ def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
     return *gradients, bias_gradient.clone(), grad_hx, grad_cx
 
 
-def _define(name: str, original: Any, run: Any) -> None:
-    """Let programs call an operation under a name of this library, which the compiler has no form of its own for."""
+def _define(name: str, original: OpOverload, run: Operation) -> None:
+    """Make programs call an operation under a name of this library, for which the compiler has no other form."""
     _replacements[original] = renamed(name, original, run)
 
 

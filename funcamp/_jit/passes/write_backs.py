@@ -1,4 +1,4 @@
-"""An Inductor pass that keeps inputs and results apart, and donated state correct if a new leaf is an old one.
+"""An Inductor pass that keeps inputs and results separate, and donated state correct if a new leaf is an old one.
 
 No result of a traced step is an input. But Inductor removes a product with 1 or a sum with 0, and what is left may be
 an input, which the caller may write later.
@@ -7,9 +7,9 @@ A donated step ends in one `old.copy_(new)` per leaf. Every new value is a snaps
 Inductor removes a snapshot that only copies an input (`remove_noop_ops`), and then writes back in the order of the
 leaves: with `prev := cur; cur := f(cur)` prev silently gets the new cur, and so does a part of prev that is returned
 (`_upstream.WRITE_BACK_ORDER`, fixed in 2.15). A read of a part of a complex leaf still comes too late
-(`_upstream.COMPLEX_PARTS`). And a leaf with some elements replaced (`index_put`, `slice_scatter`) is computed in the
-memory of the leaf, although that gets another value later (`_upstream.OVERWRITTEN_RESULT`) or is still read. So are the
-results of functions that change arguments, and of `torch._foreach_` operations.
+(`_upstream.COMPLEX_PARTS`). A leaf with some elements replaced (`index_put`, `slice_scatter`) is computed in the memory
+of the leaf, although the leaf gets another value later (`_upstream.OVERWRITTEN_RESULT`) or is still read. The same
+happens to the results of functions that change arguments, and of `torch._foreach_` operations.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class SnapshotWriteBacks(GraphPass):
         output = graph.output_node()
         first_write = writes[0] if writes else output
 
-        def snapshot_of(source: Any) -> torch.fx.Node:
+        def snapshot_of(source: torch.fx.Node) -> torch.fx.Node:
             with graph.inserting_before(first_write):
                 return _recomputed(graph, source)
 
-        snapshots: dict[Any, torch.fx.Node] = {}
+        snapshots: dict[torch.fx.Node, torch.fx.Node] = {}
         for write in writes:
             target, source, *other_arguments = write.args
             if _needs_snapshot(target, source, written_inputs):
@@ -72,12 +72,12 @@ class SnapshotWriteBacks(GraphPass):
                 source = snapshots[source]
             write.args = (target, source, *other_arguments)
 
-        def apart_from_inputs(result: Any) -> Any:
+        def copy_if_needed(result: torch.fx.Node) -> torch.fx.Node:
             must_be_copied = _is_input(result) or _is_read_late(result, written_inputs)
             return snapshot_of(result) if must_be_copied else result
 
-        # Each result has memory of its own, also where two are equal to one input.
-        output.args = (torch.fx.map_arg(output.args[0], apart_from_inputs),)
+        # Each result gets separate memory, also if two of them are equal to one input.
+        output.args = (torch.fx.map_arg(output.args[0], copy_if_needed),)
 
 
 def _writes_input(node: torch.fx.Node) -> bool:
@@ -88,7 +88,7 @@ def _writes_input(node: torch.fx.Node) -> bool:
     return isinstance(target, torch.fx.Node) and target.op == "placeholder"
 
 
-def _needs_snapshot(target: torch.fx.Node, source: Any, written_inputs: set[Any]) -> bool:
+def _needs_snapshot(target: torch.fx.Node, source: torch.fx.Node, written_inputs: set[torch.fx.Node]) -> bool:
     """Return whether the value of a write may have changed when it is written, unless it is computed before."""
     if source is target:
         return False
@@ -100,12 +100,12 @@ def _needs_snapshot(target: torch.fx.Node, source: Any, written_inputs: set[Any]
     return _is_read_late(source, written_inputs) or bool(target.meta["val"].is_complex())
 
 
-def _is_read_late(source: Any, written_inputs: set[Any]) -> bool:
+def _is_read_late(source: torch.fx.Node, written_inputs: set[torch.fx.Node]) -> bool:
     """Return whether a value may be read from an input after that input is written."""
     return _upstream.WRITE_BACK_ORDER.present and chain_start(source) in written_inputs
 
 
-def _is_input(result: Any) -> bool:
+def _is_input(result: torch.fx.Node) -> bool:
     """Return whether a result is, or may be in the memory of, an input."""
     start = chain_start(result, lambda node: is_view(node) and _updated_jointly(node) is None)
     start = _updated_jointly(start) or start
@@ -124,7 +124,7 @@ def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:
 def _change_copies(graph: torch.fx.Graph, written_inputs: set[torch.fx.Node]) -> None:
     """Give operations that may work in place a copy of what they change, unless nothing else needs its values."""
 
-    def copy_for(node: torch.fx.Node, value: Any) -> Any:
+    def copy_for(node: torch.fx.Node, value: torch.fx.Node) -> torch.fx.Node:
         with graph.inserting_before(node):
             return _recomputed(graph, value)
 
@@ -159,7 +159,7 @@ def _is_new_value(node: torch.fx.Node, target: torch.fx.Node) -> bool:
     return False
 
 
-def _updated_jointly(value: Any) -> Any:
+def _updated_jointly(value: torch.fx.Node) -> torch.fx.Node | None:
     """Return what an item of a list was before a `torch._foreach_` operation, which may work in place, else None."""
     if not isinstance(value, torch.fx.Node) or value.target is not operator.getitem:
         return None
@@ -167,7 +167,8 @@ def _updated_jointly(value: Any) -> Any:
     index: Any = value.args[1]
     if not str(list_operation.target).startswith("aten._foreach_"):
         return None
-    return chain_start(list_operation.args[0][index])
+    item_before: torch.fx.Node = list_operation.args[0][index]
+    return chain_start(item_before)
 
 
 def _recomputed(graph: torch.fx.Graph, source: torch.fx.Node) -> torch.fx.Node:
@@ -188,7 +189,7 @@ def _run(program: Program) -> Program:
 
 PASS = Pass(
     name="write_backs",
-    why="Inductor writes new leaves back in their order, and removes copies that keep inputs and results apart",
+    why="Inductor writes new leaves back in their order, and removes copies that keep inputs and results separate",
     evidence="https://github.com/pytorch/pytorch/issues/198131; https://github.com/pytorch/pytorch/pull/198096",
     where=lambda target: target.by_inductor,
     run=_run,

@@ -1,4 +1,4 @@
-"""What a workaround says of itself: a change of torch for as long as a program is compiled."""
+"""The description of a workaround that changes torch while a program is compiled."""
 
 from __future__ import annotations
 

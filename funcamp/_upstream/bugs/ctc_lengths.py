@@ -7,11 +7,10 @@ every batch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from funcamp._types import Args, Operation
 from funcamp._upstream import SHAPELESS_CTC
 from funcamp._upstream.renamed import renamed
 
@@ -44,7 +43,7 @@ def _new_gradient(_: Tensor, log_probs: Tensor, *__: object) -> Tensor:
 
 
 #: What a trace records instead of these operations.
-_replacements: dict[object, object] = {}
+_replacements: dict[Operation, Operation] = {}
 if SHAPELESS_CTC.present:
     _replacements = {
         _aten._ctc_loss.Tensor: renamed("ctc_loss", _aten._ctc_loss.Tensor, _ctc_loss, shapes=_new_results, key="CPU"),
@@ -58,8 +57,8 @@ if SHAPELESS_CTC.present:
     }
 
 
-def of_known_shape(operation: object, args: Any) -> Any:
-    """Return the operation that a trace records instead of one whose shape follows from values; mostly itself."""
+def of_known_shape(operation: Operation, args: Args) -> Operation:
+    """Return the operation that a trace records instead of one whose shape follows from values; otherwise itself."""
     replacement = _replacements.get(operation)
     if replacement is None or args[0].device.type != "cpu":
         return operation

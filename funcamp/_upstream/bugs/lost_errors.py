@@ -1,6 +1,6 @@
 """C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce` (torch 2.11 to 2.13).
 
-A write to places that are not there would leave the tensor as it was, without a word.
+A write to indices out of range would silently leave the tensor as it was.
 """
 
 from __future__ import annotations

@@ -70,6 +70,60 @@ class BackwardPass(NamedTuple):
     """Why it could not be repeated, or empty."""
 
 
+class Judgement(NamedTuple):
+    """What `judge_pass` returns."""
+
+    findings: BackwardPass
+    gradients: dict[str, Stats] | None = None
+    """The gradients of modules' outputs at the largest scale at which the pass is finite, by path, without loss
+    scaling; None if those of the run itself are right."""
+
+
+def judge_pass(
+    operations: list[Operation],
+    loss_scale: float,
+    try_factor: Callable[[float], Trial],
+    *,
+    loss_is_finite: bool,
+    initial_dtypes: list[torch.dtype],
+    obstacle: str,
+) -> Judgement:
+    """Return the findings about a pass, which is repeated if it overflowed or may overflow at a larger scale.
+
+    Args:
+        operations: those of the pass.
+        loss_scale: the loss scale of the pass.
+        try_factor: repeats the pass at its loss scale times a factor.
+        loss_is_finite: whether the loss is finite before scaling.
+        initial_dtypes: the dtypes of the initial gradients.
+        obstacle: why the pass must not be repeated, or empty.
+    """
+    is_finite = not any(operation.stats.nonfinite > 0 for operation in operations)
+    needs_no_repetition = is_finite and not narrow(operations)
+    if obstacle or not loss_is_finite or needs_no_repetition:
+        return Judgement(BackwardPass(loss_scale, loss_is_finite, is_finite, None, operations, obstacle))
+
+    def try_exponent(exponent: int) -> Trial:
+        if is_finite and exponent == 0:  # the run itself
+            return Trial(operations, True, {})
+        return try_factor(2.0**exponent)
+
+    lowest, highest = exponents_to_try(initial_dtypes, loss_scale)
+    try:
+        exponent, best = find_largest_scale(try_exponent, lowest, highest)
+    except Exception as error:  # of a user's hook, or of a function that allows only one backward pass
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return Judgement(BackwardPass(loss_scale, True, is_finite, None, operations, lines[0]))
+    if exponent is None:
+        return Judgement(BackwardPass(loss_scale, True, False, None, best.operations))
+    largest_scale = loss_scale * 2.0**exponent
+    if exponent >= 0:
+        return Judgement(BackwardPass(loss_scale, True, True, largest_scale, best.operations))
+    # The run overflowed, so the gradients of modules are those of the trial.
+    evidence = combined(operations, best.operations)
+    return Judgement(BackwardPass(loss_scale, True, False, largest_scale, evidence), best.gradients)
+
+
 def find_largest_scale(again: Callable[[int], Trial], lowest: int, highest: int) -> tuple[int | None, Trial]:
     """Find the largest k for which `again(k)`, the pass at 2^k times its scale, is finite.
 
@@ -145,3 +199,15 @@ def _key(operation: Operation) -> object:
 def narrow(operations: list[Operation]) -> bool:
     """Return whether an operation ran in a format that needs loss scaling: float16 or float8."""
     return any(torch.finfo(operation.dtype).max < 2.0**20 for operation in operations)
+
+
+def exponents_to_try(initial_dtypes: list[torch.dtype], loss_scale: float) -> tuple[int, int]:
+    """Return the lowest and the highest k for which a pass is repeated with its initial gradients times 2^k.
+
+    The initial gradients, and the loss scale times 2^k, must be normal numbers.
+    """
+    formats = [torch.finfo(dtype) for dtype in initial_dtypes]
+    lowest = max([-120, *(math.frexp(info.tiny)[1] for info in formats)])
+    largest_factor = min([127, *(math.frexp(info.max)[1] for info in formats)])
+    highest = largest_factor - math.frexp(loss_scale)[1]
+    return lowest, max(highest, 0)

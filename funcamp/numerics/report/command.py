@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -50,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _NoIPython:
-    """Stands for IPython in a notebook that was exported as a script: its magics do nothing."""
+    """Replaces IPython in a notebook that was exported as a script: its magics do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
 
 
 class _Run(NamedTuple):
-    """What came of a run."""
+    """The results of a run."""
 
     report: NumericsReport
     auditor: Auditor
@@ -71,26 +71,45 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_argume
     Return 1 if something became inf or NaN, or with `--strict` if the loop has a mistake. If the script ended by an
     exception or an exit, it is raised again afterwards, but no exit of status 0 hides a mistake from `--strict`.
     """
+    _check_arguments(parser, args)
+    # Standard output is for the JSON only.
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        report, auditor, ending = _record(parser, args, script_arguments)
+    dtype = _FORMATS[args.dtype]
+    main_results = "\n".join([*report.summary(dtype), "", report.annotate()]) + "\n"
+    written_paths = _write_files(args, report, auditor, main_results)
+    if args.json:
+        results = {"passes": auditor.passes, "findings": render.rows(auditor), "numerics": report.summary(dtype)}
+        sys.stdout.write(json.dumps(results, indent=1) + "\n")
+    else:
+        sys.stdout.write(f"{_findings(auditor)}\n{main_results}\nfiles: {', '.join(map(str, written_paths))}\n")
+    is_failed = args.strict and auditor.has_mistakes()
+    if ending is not None and not (is_failed and _is_success(ending)):
+        raise ending
+    return int(is_failed or report.first_nonfinite() is not None)
+
+
+def _check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Report a number out of range, or a folder that cannot be written; make the folder."""
     for name in ("first", "passes", "watch"):
         number = getattr(args, name)
         if number < 1:
             parser.error(f"--{name} must be 1 or more; got {number}")
     if args.loss_scale is not None and not 0 < args.loss_scale < float("inf"):
         parser.error(f"--loss-scale must be a positive number; got {args.loss_scale}")
-    dtype = _FORMATS[args.dtype]
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out must be a folder that can be written; got {args.out} ({error.strerror})")
-    # Standard output is for the JSON only.
-    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-        report, auditor, ending = _record(parser, args, script_arguments)
-    lines = [*report.summary(dtype), "", report.annotate()]
-    text = "\n".join(lines) + "\n"
+
+
+def _write_files(args: argparse.Namespace, report: NumericsReport, auditor: Auditor, main_results: str) -> list[Path]:
+    """Write the report as text, as a page, and as a picture if matplotlib is installed; return the files."""
+    dtype = _FORMATS[args.dtype]
     text_path = args.out / "report.txt"
     page_path = args.out / "report.html"
     picture_path = args.out / "report.png"
-    text_path.write_text(f"{render.text(auditor)}\n\n{text}\n{_table(report, dtype)}", encoding="utf-8")
+    text_path.write_text(f"{render.text(auditor)}\n\n{main_results}\n{_table(report, dtype)}", encoding="utf-8")
     written_paths = [text_path, page_path]
     picture = b""
     try:
@@ -100,15 +119,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_argume
     except ImportError as error:  # without matplotlib there is no picture
         sys.stderr.write(f"{error}\n")
     report._write_page(page_path, dtype, f"Numerics of {args.target}", picture, render.text(auditor))
-    if args.json:
-        found = {"passes": auditor.passes, "findings": render.rows(auditor), "numerics": report.summary(dtype)}
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    else:
-        sys.stdout.write(f"{_findings(auditor)}\n{text}\nfiles: {', '.join(map(str, written_paths))}\n")
-    is_failed = args.strict and auditor.has_mistakes()
-    if ending is not None and not (is_failed and _is_success(ending)):
-        raise ending
-    return int(is_failed or report.first_nonfinite() is not None)
+    return written_paths
 
 
 def _is_success(ending: BaseException) -> bool:
@@ -117,27 +128,35 @@ def _is_success(ending: BaseException) -> bool:
 
 
 def _record(parser: argparse.ArgumentParser, args: argparse.Namespace, script_arguments: list[str]) -> _Run:
-    """Run the target; return what came of it."""
+    """Run the target; return the results."""
     auditor = Auditor(max(args.watch, args.first + args.passes - 1))
     file, _, name = args.target.rpartition(":")
-    if not (args.is_module or name.endswith(".py")):
-        if not file or script_arguments:
-            parser.error(f"target must be a script, or a callable without arguments after a colon; got {args.target!r}")
-        function = _import_callable(parser, file, name)
-        with auditor.watching():
-            report = numerics_report(function, loss_scale=args.loss_scale)
-        return _Run(report, auditor, None)
+    is_script = args.is_module or name.endswith(".py")
+    if is_script:
+        return _record_script(parser, args, script_arguments, auditor)
+    if not file or script_arguments:
+        parser.error(f"target must be a script, or a callable without arguments after a colon; got {args.target!r}")
+    function = _import_callable(parser, file, name)
+    with auditor.watching():
+        report = numerics_report(function, loss_scale=args.loss_scale)
+    return _Run(report, auditor, None)
+
+
+def _record_script(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, script_arguments: list[str], auditor: Auditor
+) -> _Run:
+    """Run a script, or a module as a script; return the results."""
     script = Path(args.target)
     if not (args.is_module or script.is_file()):
         parser.error(f"target must be a file; there is none at {script}")
-    recorder = Recorder(None, args.first, args.passes, args.loss_scale, ends_run=False)
+    recorder = Recorder(None, args.first, args.passes, args.loss_scale)
     ending: BaseException | None = None
     if args.is_module:
         _check_module(parser, args.target)
     path = sys.path if args.is_module else _search_path(script)
     try:
         # The auditor comes last: it sees the script's calls, and not the recorder's.
-        with replaced(sys, argv=[str(script), *script_arguments], path=path), recorder.recording(), auditor.watching():
+        with replaced(sys, argv=[str(script), *script_arguments], path=path), recorder.watching(), auditor.watching():
             if args.is_module:
                 runpy.run_module(args.target, run_name="__main__", alter_sys=True)
             else:
@@ -146,7 +165,7 @@ def _record(parser: argparse.ArgumentParser, args: argparse.Namespace, script_ar
         if not recorder.seen_backward:
             raise
         ending = error
-    if not recorder.operations:
+    if not recorder.recording.operations:
         parser.error(
             f"target must run a backward pass, {args.first} or more of them; none was seen in {args.target}, whose "
             "own processes are not watched"
@@ -233,7 +252,8 @@ def _findings(auditor: Auditor) -> str:
     return text.getvalue()
 
 
-def _colors() -> Any:
+def _colors() -> Literal["auto"] | None:
+    """Return whether a table has colors, in the form that rich takes."""
     return "auto" if sys.stdout.isatty() else None
 
 

@@ -1,4 +1,4 @@
-"""Whether float8 holds the tensors of a linear layer at their scales, from the counts of their exponents."""
+"""Whether float8 can represent the tensors of a linear layer at their scales, from the counts of their exponents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Multiplied(NamedTuple):
 
 
 class Float8Layer(NamedTuple):
-    """How float8 holds a linear layer, from `NumericsReport.float8`: the fractions that it loses."""
+    """The fractions of a linear layer that float8 loses, from `NumericsReport.float8`."""
 
     path: str
     input: float
@@ -32,7 +32,7 @@ class Float8Layer(NamedTuple):
     gradient: float
     """Of the gradient of the output, in E5M2; NaN if there is none."""
     keep: str
-    """Why the layer should stay in higher precision; "" if float8 holds it."""
+    """Why the layer should stay in higher precision; "" if float8 suffices."""
 
     def __str__(self) -> str:
         advice = f"keep it, {self.keep}" if self.keep else "float8 holds it"
@@ -41,7 +41,7 @@ class Float8Layer(NamedTuple):
 
 
 def fit(path: str, multiplied: Multiplied, gradient: Stats, scales: Tensor | None, most: float) -> Float8Layer:
-    """Return how float8 holds a layer.
+    """Return how well float8 represents a layer.
 
     gradient: of the layer's output; empty if there is none.
     scales: of delayed scaling, for input, weight and gradient; None for the current scales.

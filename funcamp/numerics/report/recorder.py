@@ -8,57 +8,57 @@ one is repeated at other scales.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
-import math
-import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from funcamp import _tree, _upstream
 from funcamp._jit.jit_step import JitStep
-from funcamp._scaler import scale as scaling
 from funcamp._step.step import TrainStep
+from funcamp._types import Args, Kwargs, Tree
 from funcamp._upstream.replaced import replaced
 from funcamp.float8.linears import layer_of
 from funcamp.numerics import taps
-from funcamp.numerics.counting import count, has_values
+from funcamp.numerics.counting import count
 from funcamp.numerics.record import Record, probe
-from funcamp.numerics.report.backward_passes import BackwardPass, Operation, Trial, combined, find_largest_scale, narrow
+from funcamp.numerics.report.backward_passes import BackwardPass, Operation, Trial, judge_pass
+from funcamp.numerics.report.engine_call import EngineCall, RunEngine, find_obstacle
 from funcamp.numerics.report.float8_fit import Multiplied
+from funcamp.numerics.report.location import CallSites, sequence_number
+from funcamp.numerics.report.marks import mark
 from funcamp.numerics.report.module_paths import ModulePaths
+from funcamp.numerics.report.replaced_calls import call_eagerly, scaling_calls
+from funcamp.numerics.report.values import all_finite, computes, contains_nonfinite, is_countable, largest_item
 from funcamp.numerics.statistics import Stats
 
-#: Operations that create tensors, possibly with another's shape, or return their input's values: not results of the
-#: computation, as little as those of views and of `resize_`.
-_NO_RESULTS = re.compile(
-    r"(new_)?(empty|zeros|ones|full|rand|randn|randint|arange|eye|scalar_tensor)(_like|_strided|_permuted)?|"
-    r"(uniform|normal)_|clone|_unsafe_view"
-)
-
-
 _current_node = _upstream.find("torch._C._current_autograd_node")
-_sequence_number = _upstream.find("torch.autograd._get_sequence_nr")
 _engine = _upstream.find("torch.autograd._engine_run_backward")
 if TYPE_CHECKING:
+    from torch._ops import OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode as _Mode
 else:
     _Mode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
 
 _T = TypeVar("_T")
-
-#: Runs a backward pass with its initial gradients times a factor, and returns the gradients.
-_Repeat = Callable[[float], Sequence[Tensor | None]]
+_P = ParamSpec("_P")
 
 
-class Enough(BaseException):
-    """Ends a run after the requested passes; a BaseException, so that `except Exception` misses it."""
+@dataclasses.dataclass
+class Recording:
+    """What is recorded of a run, or of a backward pass that is repeated."""
+
+    operations: list[Operation] = dataclasses.field(default_factory=list)
+    records: dict[str, Record] = dataclasses.field(default_factory=dict)
+    """The outputs of modules and their gradients, by path."""
+    gradients: dict[str, Stats] = dataclasses.field(default_factory=dict)
+    """The gradients of modules' outputs, by path, without loss scaling."""
 
 
 class _Phase(enum.Enum):
@@ -70,22 +70,18 @@ class _Phase(enum.Enum):
     """They are not part of the run: those of taps, of scaling a loss, of this recorder."""
     REPEATING = enum.auto()
     """They are those of a backward pass at another loss scale, and recorded separately."""
-    ENDED = enum.auto()
-    """All requested passes are recorded, and the next operation ends the run."""
     DONE = enum.auto()
-    """All requested passes are recorded, and the run goes on without this recorder."""
+    """All requested passes are recorded, and the run continues without this recorder. Final."""
 
 
-_FINAL = (_Phase.ENDED, _Phase.DONE)
+class _Replacement(NamedTuple):
+    """A function that is replaced while a recorder watches."""
 
-
-class _Location(NamedTuple):
-    """Where an operation was called."""
-
-    path: str | None
-    """The module; empty outside modules; None if the operation is in no differentiated pass, and not recorded."""
-    line: tuple[str, int] | None
-    """The file and the line."""
+    owner: object
+    """The module or class that has it."""
+    name: str
+    function: Callable[..., object]
+    """What replaces it."""
 
 
 class Recorder(_Mode):
@@ -94,9 +90,9 @@ class Recorder(_Mode):
     Args:
         module: names the operations; None for the first one that is called.
         first: the first backward pass to record.
-        passes: number of passes to record, of a script; None for all, of a function.
+        passes: for a script, the number of passes to record, after which the run continues unrecorded; None for a
+            function, of which all passes are recorded.
         loss_scale: the factor of the loss; None to find it in the run.
-        ends_run: whether the run ends after the last pass; otherwise it goes on, unrecorded.
     """
 
     def __init__(
@@ -105,18 +101,14 @@ class Recorder(_Mode):
         first: int = 1,
         passes: int | None = None,
         loss_scale: float | None = None,
-        *,
-        ends_run: bool = True,
     ) -> None:
-        for private_name in (_current_node, _sequence_number, _engine, _Mode):
+        for private_name in (_current_node, sequence_number, _engine, _Mode):
             _upstream.check(private_name)
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operations: list[Operation] = []
-        self.records: dict[str, Record] = {}
+        self.recording = Recording()
+        """Of the run; while a backward pass is repeated, of the repetition."""
         self.operands: dict[str, Multiplied] = {}
         """What each linear layer multiplies."""
-        self.gradients: dict[str, Stats] = {}
-        """The gradients of modules' outputs, by path, without loss scaling."""
         self.passes: list[BackwardPass] = []
         self.loss_scale = 1.0 if loss_scale is None else loss_scale
         self.modules = ModulePaths(module)
@@ -124,7 +116,6 @@ class Recorder(_Mode):
         self.end = 0
         """Index of the first operation after the last backward pass."""
 
-        self._ends_run = ends_run
         self._phase = _Phase.RECORDING
         self._passes_to_skip = first - 1
         self._passes_left = passes
@@ -135,45 +126,41 @@ class Recorder(_Mode):
         self._read_next: Callable[[Tensor], None] | None = None
         """What to do with the result of the next operation, which is not recorded."""
 
-        self._module_stack: list[str | None] = []
-        """The paths of the modules that run now; None for those that are not recorded."""
-        self._is_evaluation = False
-        """Whether the outermost module that runs now is called for no gradient."""
-        self._locations: dict[int, _Location] = {}
-        """Where the operation of an autograd node was called, by the node's sequence number."""
+        self._call_sites = CallSites()
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Context manager: this mode, hooks on modules, and compiled functions run eagerly."""
         replacements = list(self._replacements())
         hooks = (
             register_module_forward_pre_hook(self._mute(self._enter)),
             register_module_forward_hook(self._leave, always_call=True),
         )
-        with contextlib.suppress(Enough), contextlib.ExitStack() as stack, warnings.catch_warnings():
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
             for hook in hooks:
                 stack.callback(hook.remove)
-            for owner, name, function in replacements:
-                stack.enter_context(replaced(owner, **{name: function}))
+            for replacement in replacements:
+                stack.enter_context(replaced(replacement.owner, **{replacement.name: replacement.function}))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self)
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
             yield
 
-    def _replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """Yield the functions to replace during a recording: their owner, their name, and what replaces them."""
-        yield JitStep, "__call__", self._wrap_step(_call_eagerly)
-        yield TrainStep, "__call__", self._wrap_step(TrainStep.__call__)
-        yield torch.autograd, "_engine_run_backward", self._wrap_backward(_engine)
+    def _replacements(self) -> Iterator[_Replacement]:
+        """Yield the functions to replace while this recorder watches."""
+        yield _Replacement(JitStep, "__call__", self._wrap_step(call_eagerly))
+        yield _Replacement(TrainStep, "__call__", self._wrap_step(TrainStep.__call__))
+        yield _Replacement(torch.autograd, "_engine_run_backward", self._wrap_backward(_engine))
         for name in ("count", "count_both", "take_numbers"):
-            yield taps, name, self._mute(getattr(taps, name))
-        for scaling_call in _scaling_calls():
+            yield _Replacement(taps, name, self._mute(getattr(taps, name)))
+        for scaling_call in scaling_calls():
             function = getattr(scaling_call.owner, scaling_call.name)
-            yield scaling_call.owner, scaling_call.name, self._wrap_scaling(function, scaling_call.scale_after)
+            wrapped = self._wrap_scaling(function, scaling_call.scale_after)
+            yield _Replacement(scaling_call.owner, scaling_call.name, wrapped)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._phase is _Phase.ENDED:  # an `except BaseException` of the script caught `Enough`
-            raise Enough
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         keywords = kwargs or {}
         if self._read_next is not None:
             read = self._read_next
@@ -193,17 +180,17 @@ class Recorder(_Mode):
         """Return whether the passes to record have not begun, or are over."""
         return bool(self._passes_to_skip) or self._phase is _Phase.DONE
 
-    def _run_recorded(self, func: Any, args: Any, keywords: Any) -> Any:
+    def _run_recorded(self, func: OpOverload, args: Args, keywords: Kwargs) -> object:
         """Run an operation and record its outputs."""
         node = _current_node()
-        inputs_contain = _contains_nonfinite((args, keywords))  # before the operation, which may write its inputs
+        inputs_contain = contains_nonfinite((args, keywords))  # before the operation, which may write its inputs
         result = func(*args, **keywords)
-        location = self._locate(node)
-        if location.path is None or not _computes(func):
+        location = self._call_sites.locate(node)
+        if location.path is None or not computes(func):
             return result
         name = func._schema.name.split("::")[1]
         for index, output in enumerate(_tree.leaves(result)):
-            if not _is_countable(output):
+            if not is_countable(output):
                 continue
             stats = Stats(count(output))
             contains = torch.stack([stats.posinf + stats.neginf > 0, stats.nan > 0])
@@ -219,60 +206,60 @@ class Recorder(_Mode):
                 loss_scale=self.loss_scale,
                 line=location.line,
             )
-            self.operations.append(operation)
+            self.recording.operations.append(operation)
         return result
 
     @contextlib.contextmanager
     def _in_phase(self, phase: _Phase) -> Iterator[None]:
         """Context manager: another phase, unless all is recorded, which is final."""
         before = self._phase
-        if before not in _FINAL:
+        if before is not _Phase.DONE:
             self._phase = phase
         try:
             yield
         finally:
-            if self._phase not in _FINAL:
+            if self._phase is not _Phase.DONE:
                 self._phase = before
 
-    def _mute(self, call: Callable[..., _T]) -> Callable[..., _T]:
+    def _mute(self, call: Callable[_P, _T]) -> Callable[_P, _T]:
         """Wrap a call whose operations are not part of the run."""
 
-        def muted(*args: Any, **kwargs: Any) -> _T:
+        def muted(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             with self._in_phase(_Phase.MUTED):
                 return call(*args, **kwargs)
 
         return muted
 
-    def _wrap_step(self, call: Callable[..., _T]) -> Callable[..., _T]:
+    def _wrap_step(self, call: Callable[_P, _T]) -> Callable[_P, _T]:
         """Wrap the call of a step, whose optimizer's and scaler's operations are not recorded."""
 
-        def call_without_optimizer(*args: Any, **kwargs: Any) -> _T:
+        def call_without_optimizer(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             result = call(*args, **kwargs)
-            del self.operations[self.end :]
+            del self.recording.operations[self.end :]
             return result
 
         return call_without_optimizer
 
-    def _wrap_scaling(self, call: Callable[..., _T], scale_after: Callable[[Any], Any]) -> Callable[..., _T]:
+    def _wrap_scaling(self, call: Callable[_P, _T], scale_after: Callable[[Any], object]) -> Callable[_P, _T]:
         """Wrap a call that scales a loss: record the scale and whether the loss is finite."""
         muted_call = self._mute(call)  # not an operation of the model; it may overflow
 
-        def scale_loss(*args: Any, **kwargs: Any) -> _T:
+        def scale_loss(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             result = muted_call(*args, **kwargs)
             scale = scale_after(args[0])
             if isinstance(scale, Tensor) and not self._is_left_out():
                 self._note_losses(_tree.leaves([args[1:], kwargs]))
                 if self._looks_for_scale:
-                    self.loss_scale = self._read(scale, _largest_item)  # vmap has a batch of them
+                    self.loss_scale = self._read(scale, largest_item)  # vmap has a batch of them
             return result
 
         return scale_loss
 
-    def _note_losses(self, losses: Sequence[Any]) -> None:
+    def _note_losses(self, losses: Sequence[object]) -> None:
         """Remember whether each loss is finite, until its backward pass."""
         for loss in losses:
-            if _is_countable(loss):
-                self._finite_losses.append(self._read(loss, _is_finite))
+            if is_countable(loss):
+                self._finite_losses.append(self._read(loss, all_finite))
 
     def _read(self, x: Tensor, read: Callable[[Tensor], _T]) -> _T:
         """Return `read` of a tensor's values, below the wrappers of torch.func."""
@@ -285,153 +272,97 @@ class Recorder(_Mode):
         with replaced(self, _read_next=read):
             return operation()
 
-    def _wrap_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_backward(self, run_engine: RunEngine) -> RunEngine:
         """Wrap the call that starts every backward pass: count the pass, and repeat it if that helps."""
 
         def run_backward(
-            outputs: Sequence[Any],
+            outputs: Sequence[Tensor | GradientEdge],
             initial_gradients: Sequence[Tensor | None],
             keep_graph: bool,
             create_graph: bool,
-            inputs: Sequence[Any],
-            *options: Any,
-            **named_options: Any,
-        ) -> Any:
-            def run_with(keep_graph: bool) -> Any:
-                return run(outputs, initial_gradients, keep_graph, create_graph, inputs, *options, **named_options)
-
-            if self._phase is _Phase.ENDED:
-                raise Enough
+            inputs: Sequence[Tensor | GradientEdge],
+            *options: object,
+            **named_options: object,
+        ) -> object:
+            call = EngineCall(
+                run_engine, outputs, initial_gradients, keep_graph, create_graph, inputs, options, named_options
+            )
             is_nested = self._phase is _Phase.REPEATING or _current_node() is not None
             if is_nested or self._phase is _Phase.DONE:
-                return run_with(keep_graph)
+                return call.run(keeps_graph=keep_graph)
             if self._passes_to_skip:
-                result = run_with(keep_graph)
+                result = call.run(keeps_graph=keep_graph)
                 self._passes_to_skip -= 1
                 self._finite_losses = []
                 return result
-
-            obstacle = _obstacle()
-            can_repeat = not obstacle
-            gradients_before = dict(self.gradients)
-            result = run_with(keep_graph or can_repeat)
-            self.seen_backward = True
-
-            def repeat(factor: float) -> Sequence[Tensor | None]:
-                with torch.no_grad():
-                    scaled_gradients = tuple([None if seed is None else seed * factor for seed in initial_gradients])
-                # The gradients are returned and not accumulated in `.grad`, which takes the inputs.
-                all_inputs = tuple(inputs or leaves_behind(outputs))
-                gradients: Sequence[Tensor | None] = run(
-                    outputs, scaled_gradients, True, False, all_inputs, allow_unreachable=True, accumulate_grad=False
-                )
-                return gradients
-
-            if not self._finite_losses:  # no scaler or step was called: the outputs are the losses
-                self._note_losses(outputs)
-            initial_dtypes = [seed.dtype for seed in initial_gradients if isinstance(seed, Tensor)]
-            judge_pass = self._mute(self._judge_pass)
-            self.passes.append(judge_pass(repeat, all(self._finite_losses), initial_dtypes, obstacle, gradients_before))
-            self._end_pass()
-            return result
+            return self._record_pass(call)
 
         return run_backward
 
+    def _record_pass(self, call: EngineCall) -> object:
+        """Run a backward pass and append the findings about it; return what torch returns."""
+        obstacle = find_obstacle()
+        can_repeat = not obstacle
+        gradients_before = dict(self.recording.gradients)
+        result = call.run(keeps_graph=call.keeps_graph or can_repeat)
+        self.seen_backward = True
+        if not self._finite_losses:  # no scaler or step was called: the outputs are the losses
+            self._note_losses(call.outputs)
+        with self._in_phase(_Phase.MUTED):
+            self.passes.append(self._judge_pass(call, obstacle, gradients_before))
+        self._end_pass()
+        return result
+
     def _end_pass(self) -> None:
-        """Prepare for the next backward pass; end the run after the last one."""
+        """Prepare for the next backward pass; stop recording after the last one."""
         self._finite_losses = []
-        self.end = len(self.operations)
+        self.end = len(self.recording.operations)
         if self._passes_left is None:
             return
         self._passes_left -= 1
-        if self._passes_left:
-            return
-        if not self._ends_run:
+        if not self._passes_left:
             self._phase = _Phase.DONE
-            return
-        self._phase = _Phase.ENDED
-        raise Enough
 
-    def _judge_pass(
-        self,
-        repeat: _Repeat,
-        loss_is_finite: bool,
-        initial_dtypes: list[torch.dtype],
-        obstacle: str,
-        gradients_before: dict[str, Stats],
-    ) -> BackwardPass:
-        """Return the findings about the last pass, repeated if it overflowed or may at a larger scale.
+    def _judge_pass(self, call: EngineCall, obstacle: str, gradients_before: dict[str, Stats]) -> BackwardPass:
+        """Return the findings about the last pass, and correct the recorded gradients if it overflowed.
 
-        initial_dtypes: those of the initial gradients.
-        gradients_before: `gradients` before the pass.
+        call: the call that ran it, with its graph kept unless there is an obstacle.
+        obstacle: why it must not be repeated, or empty.
+        gradients_before: the recorded gradients before the pass.
         """
-        scale = self.loss_scale
-        operations = [operation for operation in self.operations[self.end :] if operation.backward]
-        is_finite = not any(operation.stats.nonfinite > 0 for operation in operations)
-        if obstacle or not loss_is_finite or (is_finite and not narrow(operations)):
-            return BackwardPass(scale, loss_is_finite, is_finite, None, operations, obstacle)
+        findings, gradients = judge_pass(
+            [operation for operation in self.recording.operations[self.end :] if operation.backward],
+            self.loss_scale,
+            lambda factor: self._try_factor(call, factor),
+            loss_is_finite=all(self._finite_losses),
+            initial_dtypes=call.initial_dtypes,
+            obstacle=obstacle,
+        )
+        if gradients is not None:
+            self.recording.gradients = gradients_before
+            for path, gradient in gradients.items():
+                _add(self.recording.gradients, path, gradient)
+        return findings
 
-        def try_exponent(exponent: int) -> Trial:
-            if is_finite and exponent == 0:  # the run itself
-                return Trial(operations, True, {})
-            return self._try_factor(repeat, 2.0**exponent)
-
-        lowest, highest = _exponents_to_try(initial_dtypes, scale)
-        try:
-            exponent, best = find_largest_scale(try_exponent, lowest, highest)
-        except Exception as error:  # of a user's hook, or of a function that allows only one backward pass
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            return BackwardPass(scale, True, is_finite, None, operations, lines[0])
-        if exponent is None:
-            return BackwardPass(scale, True, False, None, best.operations)
-        evidence = best.operations
-        if exponent < 0:  # the run overflowed: the gradients of modules are those of the trial
-            evidence = combined(operations, best.operations)
-            self.gradients = gradients_before
-            for path, gradient in best.gradients.items():
-                _add(self.gradients, path, gradient)
-        return BackwardPass(scale, True, exponent >= 0, scale * 2.0**exponent, evidence)
-
-    def _try_factor(self, repeat: _Repeat, factor: float) -> Trial:
-        """Repeat the last pass at the loss scale times a factor, and record it apart from the run."""
+    def _try_factor(self, call: EngineCall, factor: float) -> Trial:
+        """Repeat the last pass at the loss scale times a factor, and record it separately from the run."""
+        recording = Recording()
         loss_scale = self.loss_scale * factor
-        apart: dict[str, Any] = {"operations": [], "records": {}, "gradients": {}}
-        with self._in_phase(_Phase.REPEATING), replaced(self, loss_scale=loss_scale, **apart):
-            returned = [gradient for gradient in repeat(factor) if isinstance(gradient, Tensor)]
-            finite = all(self._read(gradient, _is_finite) for gradient in returned)
-            return Trial(self.operations, finite, self.gradients)
+        with self._in_phase(_Phase.REPEATING), replaced(self, loss_scale=loss_scale, recording=recording):
+            gradients = [gradient for gradient in call.repeat(factor) if isinstance(gradient, Tensor)]
+            is_finite = all(self._read(gradient, all_finite) for gradient in gradients)
+        return Trial(recording.operations, is_finite, recording.gradients)
 
-    def _locate(self, node: Any) -> _Location:
-        """Return where the operation was called that has just run, and remember it for its backward pass.
-
-        node: autograd's current node, None in a forward pass.
-        """
-        if node is None:
-            location = _Location(self._forward_path(), _line())
-        else:
-            location = self._locations.get(node._sequence_nr(), _Location("", None))
-            if self._module_stack and self._module_stack[-1] is None:  # of a module that is not recorded
-                location = location._replace(path=None)
-        if location.path is not None:
-            # Autograd creates the node of an operation before the operation gets here. One without a node must not
-            # replace an earlier one's location.
-            self._locations.setdefault(_sequence_number() - 1, location)
-        return location
-
-    def _forward_path(self) -> str | None:
-        if self._module_stack:
-            return self._module_stack[-1]
-        return None if self._is_evaluation else ""
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Args) -> None:
         """Before a module's forward pass: note that it runs, and count the operands of a linear layer."""
         layer = layer_of(module)
         path = self.modules.path_of(layer)
         in_backward = _current_node() is not None
-        if not self._module_stack:
+        if self._call_sites.is_outside_modules():
             self._begin_root(in_backward)
-        is_recorded = not (in_backward or self._is_evaluation)  # in a backward pass a checkpoint calls it again
-        self._module_stack.append(path if is_recorded else None)
+        # In a backward pass a checkpoint calls the module again.
+        is_recorded = not (in_backward or self._call_sites.in_evaluation)
+        self._call_sites.enter(path if is_recorded else None)
         if is_recorded and isinstance(layer, nn.Linear) and not self._is_left_out() and args:
             self._add_operands(path, args[0], layer.weight)
 
@@ -439,10 +370,10 @@ class Recorder(_Mode):
         """At the call of an outermost module: leave out what a script does besides its training steps."""
         if not self._is_script:
             return
-        if not in_backward and not self.records:
-            self.operations.clear()  # of the script's initialization and data loading
+        if not in_backward and not self.recording.records:
+            self.recording.operations.clear()  # of the script's initialization and data loading
         is_differentiated = torch.is_grad_enabled() or _upstream.transforms_active()
-        self._is_evaluation = not is_differentiated
+        self._call_sites.in_evaluation = not is_differentiated
 
     def _add_operands(self, path: str, layer_input: Tensor, weight: Tensor) -> None:
         """Count what a linear layer multiplies; the weight once, the inputs of all calls."""
@@ -454,18 +385,16 @@ class Recorder(_Mode):
         else:
             self.operands[path] = earlier._replace(input=earlier.input + counted_input)
 
-    def _leave(self, module: nn.Module, _: Any, outputs: Any) -> Any:
+    def _leave(self, module: nn.Module, _: Args, outputs: object) -> Tree:
         """After a module's forward pass: return its outputs, marked so that they and their gradients are counted."""
-        path = self._module_stack.pop()
-        if not self._module_stack:
-            self._is_evaluation = False
+        path = self._call_sites.leave()
         is_wrapper = hasattr(module, "_orig_mod")  # of torch.compile: the module inside has the same outputs
         if path is None or self._is_left_out() or outputs is None or is_wrapper:
             return None
         leaves, spec = _tree.flatten(outputs)
         for index, leaf in enumerate(leaves):
-            if _is_countable(leaf):
-                leaves[index] = _Mark.apply(leaf, self, path)  # type: ignore[no-untyped-call]
+            if is_countable(leaf):
+                leaves[index] = mark(leaf, self, path)
         return _tree.unflatten(leaves, spec)
 
     def mark(self, x: Tensor, path: str, *, backward: bool) -> Tensor:
@@ -474,84 +403,16 @@ class Recorder(_Mode):
         def add_to_records(values: Tensor) -> None:
             if self._is_idle():
                 return
-            self._locate(_current_node())
+            self._call_sites.locate(_current_node())
             counted = Stats(count(values))
             empty = probe(values.device).forward
             if backward:
-                _add(self.gradients, path, counted.rescale(1 / self.loss_scale))
-                _add(self.records, path, Record(empty, counted))
+                _add(self.recording.gradients, path, counted.rescale(1 / self.loss_scale))
+                _add(self.recording.records, path, Record(empty, counted))
             else:
-                _add(self.records, path, Record(counted, empty))
+                _add(self.recording.records, path, Record(counted, empty))
 
         return self._run_and_read(x.clone, add_to_records)
-
-
-class _ScalingCall(NamedTuple):
-    """A function that scales a loss."""
-
-    owner: Any
-    """The module or class that has it."""
-    name: str
-    scale_after: Callable[[Any], Any]
-    """Returns the scale from the function's first argument, after the call."""
-
-
-def _scaling_calls() -> Iterator[_ScalingCall]:
-    """Yield the functions that scale a loss: this library's, and those of torch's scaler and its subclasses."""
-    yield _ScalingCall(scaling, "scaled", lambda state: state.scale)
-    classes: list[type] = [torch.amp.GradScaler]
-    for scaler_class in classes:
-        classes += scaler_class.__subclasses__()
-        if "scale" in vars(scaler_class):
-            yield _ScalingCall(scaler_class, "scale", lambda scaler: scaler._scale)
-
-
-def _obstacle() -> str:
-    """Return why a backward pass must not be repeated; empty if it may."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return "other ranks may not repeat it too"
-    return ""
-
-
-def _exponents_to_try(initial_dtypes: list[torch.dtype], loss_scale: float) -> tuple[int, int]:
-    """Return the lowest and the highest k for which a pass is repeated with its initial gradients times 2^k.
-
-    The initial gradients, and the loss scale times 2^k, must be normal numbers.
-    """
-    formats = [torch.finfo(dtype) for dtype in initial_dtypes]
-    lowest = max([-120, *(math.frexp(info.tiny)[1] for info in formats)])
-    largest_factor = min([127, *(math.frexp(info.max)[1] for info in formats)])
-    highest = largest_factor - math.frexp(loss_scale)[1]
-    return lowest, max(highest, 0)
-
-
-def leaves_behind(outputs: Sequence[Any]) -> list[Tensor]:
-    """Return the leaves that a backward pass from these outputs reaches."""
-    leaves = []
-    seen_nodes = set()
-    # An output is a tensor, or a GradientEdge, which has a node.
-    stack = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen_nodes:
-            continue
-        seen_nodes.add(node)
-        if hasattr(node, "variable"):  # a node that accumulates the gradient of a leaf
-            leaves.append(node.variable)
-        stack.extend([next_node for next_node, _ in node.next_functions])
-    return leaves
-
-
-def _line() -> tuple[str, int] | None:
-    """Return the innermost current line outside torch and this library."""
-    frame = sys._getframe(1) if hasattr(sys, "_getframe") else None  # another Python than CPython may have none
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("torch", "funcamp"):
-            return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    return None
 
 
 _Sum = TypeVar("_Sum", Record, Stats)
@@ -562,73 +423,3 @@ def _add(sums: dict[str, _Sum], path: str, counted: _Sum) -> None:
         sums[path] = sums[path] + counted
     else:
         sums[path] = counted
-
-
-def _largest_item(x: Tensor) -> float:
-    return x.max().item()
-
-
-def _is_finite(x: Tensor) -> bool:
-    values = x.coalesce().values() if x.layout == torch.sparse_coo else x
-    return bool(torch.isfinite(values).all())
-
-
-class _Mark(Function):
-    """Count a tensor in the forward pass, and its gradient in the backward pass."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, recorder: Recorder, path: str) -> Tensor:
-        return recorder.mark(x, path, backward=False)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Recorder, str], output: Tensor) -> None:  # noqa: ARG004
-        _, ctx.recorder, ctx.path = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.recorder.mark(grad, ctx.path, backward=True), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # noqa: ARG004
-        return tangent.clone()
-
-
-def _is_countable(leaf: object) -> TypeGuard[Tensor]:
-    # A zero tangent has no storage.
-    return has_values(leaf) and leaf.device.type != "meta" and not leaf._is_zerotensor()
-
-
-def _computes(operation: Any) -> bool:
-    """Return whether an operation computes values: no view, no new tensor, no copy."""
-    if operation.is_view or torch.Tag.inplace_view in operation.tags:
-        return False
-    name = operation._schema.name.split("::")[1]
-    return not _NO_RESULTS.fullmatch(name)
-
-
-def _contains_nonfinite(arguments: object) -> Tensor:
-    """Return whether an operation's arguments contain inf, or NaN; bool, shape (2,)."""
-    contains = torch.zeros(2, dtype=torch.bool)
-    for leaf in _tree.leaves(arguments):
-        if _is_countable(leaf):
-            values = leaf.float() if leaf.dtype.itemsize == 1 else leaf  # torch has no isinf of float8
-            flags = torch.stack([torch.isinf(values).any(), torch.isnan(values).any()])
-            contains = contains.to(flags.device) | flags
-        elif isinstance(leaf, float):
-            contains = contains | torch.tensor([math.isinf(leaf), math.isnan(leaf)], device=contains.device)
-    return contains
-
-
-def _call_eagerly(step: JitStep, state: Any, batch: Any) -> Any:
-    """Return the result of a `jit` step's call, computed eagerly."""
-    if step._options.unroll is None:
-        return step._step(state, batch)
-    leaves, spec = _tree.flatten(batch)
-    all_metrics = []
-    for index in range(step._options.unroll):
-        step_leaves = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        state, metrics = step._step(state, _tree.unflatten(step_leaves, spec))
-        all_metrics.append(metrics)
-    return state, _tree.stacked(all_metrics)

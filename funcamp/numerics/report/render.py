@@ -7,7 +7,7 @@ import html
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ _T = TypeVar("_T")
 
 _NUMBERS = ("shape", "std", "amax", "zero", "underflow", "subnormal", "overflow")
 COLUMNS = ("", "module", "operation", "dtype", *_NUMBERS, "")
+
+#: An operation as numbers and strings by name: a row of `NumericsReport.to_rows`.
+Row: TypeAlias = dict[str, Any]
 
 #: The statistics that count non-finite values, with the words for them.
 _NONFINITE = (("nan", "NaN"), ("posinf", "inf"), ("neginf", "-inf"))
@@ -39,7 +42,7 @@ def caption(dtype: torch.dtype, loss_scale: float) -> str:
     return f"values as in this run: {scaled}fractions are those that rounding to {name_of(dtype)} would lose"
 
 
-def table(rows: list[dict[str, Any]], title: str) -> Any:
+def table(rows: list[Row], title: str) -> Any:
     """Return a rich table of `to_rows`: red if a row creates inf or NaN, yellow above 1 % underflow."""
     try:
         from rich.table import Table
@@ -54,7 +57,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Any:
     return rich_table
 
 
-def _choose_by_fault(row: dict[str, Any], nonfinite: _T, flushed: _T, none: _T) -> _T:
+def _choose_by_fault(row: Row, nonfinite: _T, flushed: _T, none: _T) -> _T:
     """Return the first value if a row creates inf or NaN, the second above 1 % underflow, else the third."""
     if row["creates"]:
         return nonfinite
@@ -63,7 +66,7 @@ def _choose_by_fault(row: dict[str, Any], nonfinite: _T, flushed: _T, none: _T) 
     return none
 
 
-def cells(row: dict[str, Any]) -> tuple[str, ...]:
+def cells(row: Row) -> tuple[str, ...]:
     """Return a row of `to_rows` as short text, one cell per column."""
     zero_fraction = (row["poszero"] + row["negzero"]) / max(row["count"], 1)
     output_index = f"[{row['output']}]" if row["output"] else ""  # of an operation with several outputs
@@ -184,7 +187,7 @@ def write_page(
     findings: str,
     picture: bytes,
     caption: str,
-    rows: list[dict[str, Any]],
+    rows: list[Row],
 ) -> Path:
     """Write the page of `NumericsReport.to_html`."""
     table_rows = []

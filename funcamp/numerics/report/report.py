@@ -7,74 +7,35 @@ import io
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from funcamp import _tree
-from funcamp._types import name_of
-from funcamp.numerics.counting import WIDTH
+from funcamp._types import Tree, name_of
 from funcamp.numerics.formats import format_of
 from funcamp.numerics.record import Record, text
 from funcamp.numerics.report import plot, render
 from funcamp.numerics.report.backward_passes import BackwardPass, Operation
+from funcamp.numerics.report.engine_call import leaves_behind
 from funcamp.numerics.report.float8_fit import Float8Layer, fit
-from funcamp.numerics.report.recorder import Recorder, leaves_behind
+from funcamp.numerics.report.origin import Origin, created_kinds, describe, find_origin
+from funcamp.numerics.report.recommendation import (
+    NO_VALUES,
+    Recommendation,
+    advice_sentences,
+    evidence_of,
+    largest_allowed_scale,
+    unscaled_stats,
+)
+from funcamp.numerics.report.recorder import Recorder
 from funcamp.numerics.report.render import power
 from funcamp.numerics.statistics import Stats
-
-_EMPTY = Stats(torch.zeros(WIDTH, dtype=torch.float64))
 
 #: The statistics of a row of `NumericsReport.to_rows`, and the fractions that rounding to its dtype would lose.
 _STATISTICS = ("count", "mean", "std", "amax", "nan", "posinf", "neginf", "poszero", "negzero")
 _FRACTIONS = ("underflow", "subnormal", "overflow")
-
-
-class Origin(NamedTuple):
-    """The origin of a non-finite value, from `NumericsReport.first_nonfinite`."""
-
-    operation: Operation
-    kind: str
-    """inf or NaN."""
-    made: bool
-    """Whether the operation created it; otherwise a parameter or the batch had it, and it first showed there."""
-
-    def __str__(self) -> str:
-        came = "first in" if self.made else "came in with a parameter or the batch, first seen in"
-        return f"{self.kind} {came} {_describe(self.operation)}"
-
-
-class Recommendation(NamedTuple):
-    """A loss scale, and its effect on the gradients of the pass."""
-
-    scale: float
-    """A power of two."""
-    underflow: float
-    """The fraction of the backward pass's finite nonzero values that become zero at that scale."""
-    underflow_unscaled: float
-    """The same at scale 1."""
-    zero: float
-    """The fraction of all values that were zero at every recorded scale: due to the model (a ReLU, a mask), or flushed
-    at each of them. Not part of the two fractions above; a pass in float32 distinguishes the two causes."""
-    bounded_by: str
-    """The operation with the largest gradients, and its place."""
-    is_upper_bound: bool = False
-    """Whether gradients overflowed and could not be measured: the right scale may then be smaller."""
-
-
-class _Evidence(NamedTuple):
-    """What the recorded backward passes show of gradients in a dtype."""
-
-    operations: list[Operation]
-    ran_in_dtype: bool
-    """Whether they ran in this dtype; otherwise they are those of all dtypes, except values of shape ()."""
-    overflowed_scales: list[float]
-    """The loss scales of passes that overflowed and could not be repeated."""
-
-    def amaxes(self) -> list[float]:
-        """Return the largest magnitude of each operation, without loss scaling."""
-        return [operation.stats.amax.item() / operation.loss_scale for operation in self.operations]
 
 
 class NumericsReport:
@@ -90,11 +51,11 @@ class NumericsReport:
     """The backward passes, and the scales at which each is finite."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.operations = recorder.operations
-        self.records = recorder.records
+        self.operations = recorder.recording.operations
+        self.records = recorder.recording.records
         self.passes = recorder.passes
         self.module = recorder.modules.root
-        self._gradients = recorder.gradients
+        self._gradients = recorder.recording.gradients
         self._operands = recorder.operands
         self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
 
@@ -111,7 +72,7 @@ class NumericsReport:
         An infinity that the program itself writes (a mask) does not count, nor one that an operation gets as input; a
         NaN made of it does. A value that torch masks at once, as in the backward pass of a norm at 0, is reported too.
         """
-        return _find_origin(self.operations)
+        return find_origin(self.operations)
 
     def cause(self) -> Origin | None:
         """Return what makes the loss, or gradients at every scale, non-finite; None if a scale can help.
@@ -122,10 +83,10 @@ class NumericsReport:
         for backward_pass in self.passes:
             if not backward_pass.loss_is_finite:
                 forward_operations = [operation for operation in self.operations if not operation.backward]
-                return _find_origin(forward_operations, any_infinity=True)
+                return find_origin(forward_operations, any_infinity=True)
             was_repeated = not (backward_pass.finite or backward_pass.obstacle)
             if was_repeated and backward_pass.largest_scale is None:
-                return _find_origin(backward_pass.evidence, any_infinity=True)
+                return find_origin(backward_pass.evidence, any_infinity=True)
         return None
 
     def recommend_scale(self, dtype: torch.dtype = torch.float16, headroom: float = 2.0) -> Recommendation:
@@ -162,56 +123,25 @@ class NumericsReport:
         cause = self.cause()
         if cause is not None:
             raise ValueError(f"recommend_scale: the gradients must be finite at some loss scale; got {cause}")
-        evidence = self._evidence(dtype)
+        evidence = evidence_of(self.passes, dtype)
         amaxes = evidence.amaxes()
         amax = max(amaxes, default=0.0)
         is_upper_bound = bool(evidence.overflowed_scales)
         if not amax and not is_upper_bound:
             raise ValueError("recommend_scale: the report must have finite, nonzero gradients; got none")
 
-        largest_scale = self._largest_scale(evidence, amax, largest_power)
+        largest_scale = largest_allowed_scale(self.passes, evidence, amax, largest_power)
         scale = 2.0 ** math.floor(math.log2(largest_scale / headroom))
-        gradients = _unscaled(evidence.operations)
+        gradients = unscaled_stats(evidence.operations)
         zeros = gradients.poszero + gradients.negzero
         return Recommendation(
             scale=scale,
             underflow=gradients.underflow(dtype, scale).item(),
             underflow_unscaled=gradients.underflow(dtype, 1.0).item(),
             zero=(zeros / gradients.count.clamp(min=1)).item(),
-            bounded_by=_describe(evidence.operations[amaxes.index(amax)]) if amax else "",
+            bounded_by=describe(evidence.operations[amaxes.index(amax)]) if amax else "",
             is_upper_bound=is_upper_bound,
         )
-
-    def _evidence(self, dtype: torch.dtype) -> _Evidence:
-        """Return the operations of all backward passes that bound the loss scale for a dtype."""
-        operations: list[Operation] = []
-        overflowed_scales = []
-        for backward_pass in self.passes:
-            operations += backward_pass.evidence
-            if backward_pass.obstacle and not backward_pass.finite:
-                overflowed_scales.append(backward_pass.loss_scale)
-        in_dtype = [operation for operation in operations if operation.dtype == dtype]
-        if in_dtype and not overflowed_scales:
-            return _Evidence(in_dtype, True, [])
-        # The loss itself, of shape (), is in float32.
-        with_shape = [operation for operation in operations if operation.shape]
-        return _Evidence(with_shape, False, overflowed_scales)
-
-    def _largest_scale(self, evidence: _Evidence, amax: float, largest_power: float) -> float:
-        """Return the largest loss scale that the recorded passes allow, without headroom.
-
-        amax: the largest magnitude of the evidence, without loss scaling; 0 if it is unknown.
-        largest_power: the largest power of two of the dtype.
-        """
-        measured = [one.largest_scale for one in self.passes if one.largest_scale is not None]
-        bounds = [2.0**127]
-        bounds += [scale / 2 for scale in evidence.overflowed_scales]
-        if evidence.ran_in_dtype:
-            bounds += measured
-        all_are_measured = evidence.ran_in_dtype and len(measured) == len(self.passes)
-        if amax and not all_are_measured:
-            bounds.append(largest_power / amax)
-        return min(bounds)
 
     def float8(self, scales: Mapping[str, Tensor] | None = None, *, most: float = 0.01) -> list[Float8Layer]:
         """Return, per linear layer, what float8 loses of its input, weight and gradient, and whether to keep it.
@@ -237,13 +167,13 @@ class NumericsReport:
         delayed_scales = scales or {}
         layers = []
         for path, multiplied in self._operands.items():
-            gradient = records[path].backward if path in records else _EMPTY
+            gradient = records[path].backward if path in records else NO_VALUES
             layers.append(fit(path, multiplied, gradient, delayed_scales.get(path), most))
         return layers
 
     def gradients(self) -> Stats:
         """Return all values of the backward pass without loss scaling, except those of shape ()."""
-        return _unscaled([operation for operation in self.operations if operation.backward and operation.shape])
+        return unscaled_stats([operation for operation in self.operations if operation.backward and operation.shape])
 
     def to_rows(self, dtype: torch.dtype = torch.float16) -> list[dict[str, Any]]:
         """Return one dict of numbers and strings per operation: `pandas.DataFrame(report.to_rows())`.
@@ -284,7 +214,7 @@ class NumericsReport:
     def unscaled_records(self) -> dict[str, Record]:
         """Return `records` without loss scaling; overflowed gradients are from the largest working scale."""
         return {
-            path: Record(record.forward, self._gradients.get(path, _EMPTY)) for path, record in self.records.items()
+            path: Record(record.forward, self._gradients.get(path, NO_VALUES)) for path, record in self.records.items()
         }
 
     def plot(self, path: str | Path, dtype: torch.dtype = torch.float16, *, modules: bool = False) -> Path:
@@ -363,7 +293,7 @@ class NumericsReport:
         except ValueError:
             sentences.append("Loss scale: no finite, nonzero gradient was seen.")
             return sentences
-        return sentences + _advice_sentences(advice, dtype)
+        return sentences + advice_sentences(advice, dtype)
 
 
 def numerics_report(
@@ -413,16 +343,16 @@ def numerics_report(
     if loss_scale is not None and not 0 < loss_scale < math.inf:
         raise ValueError(f"numerics_report: loss_scale must be a positive number; got {loss_scale}")
     recorder = Recorder(module, loss_scale=loss_scale)
-    with recorder.recording():
+    with recorder.watching():
         result = fn(*args, **kwargs)
         if not recorder.seen_backward:
             _differentiate(result)
-    if not recorder.operations:
+    if not recorder.recording.operations:
         raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")
     return NumericsReport(recorder)
 
 
-def _differentiate(result: Any) -> None:
+def _differentiate(result: Tree) -> None:
     """Run the backward pass of a loss that has a graph; drop the gradients."""
     losses = [leaf for leaf in _tree.leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if losses and losses[0].dim() == 0 and losses[0].grad_fn is not None:
@@ -431,67 +361,7 @@ def _differentiate(result: Any) -> None:
             torch.autograd.grad(losses[0], leaves, allow_unused=True)
 
 
-def _describe(operation: Operation) -> str:
-    direction = "backward" if operation.backward else "forward"
-    place = operation.path or "outside of layers"
-    description = f"{operation.name} ({direction}, {place}, {name_of(operation.dtype)}, shape {operation.shape})"
-    if operation.line is None:
-        return description
-    file, line_number = operation.line
-    return f"{description} at {file}:{line_number}"
-
-
-def _created_kinds(operation: Operation) -> list[str]:
-    """Return which non-finite values an operation created: inf, NaN, both or none."""
-    flags = operation.creates.tolist()
-    return [kind for kind, is_created in zip(("inf", "NaN"), flags) if is_created]
-
-
-def _find_origin(operations: list[Operation], *, any_infinity: bool = False) -> Origin | None:
-    """Return the first operation that created inf or NaN; else the first with NaN, or any_infinity."""
-    for operation in operations:
-        kinds = _created_kinds(operation)
-        if kinds:
-            return Origin(operation, kinds[0], True)
-    for operation in operations:
-        if operation.stats.nan > 0:
-            return Origin(operation, "NaN", False)
-        if any_infinity and operation.stats.nonfinite > 0:
-            return Origin(operation, "inf", False)
-    return None
-
-
-def _unscaled(operations: list[Operation]) -> Stats:
-    """Return all values of operations, without loss scaling."""
-    by_loss_scale: dict[float, Stats] = {}
-    for operation in operations:
-        stats = Stats(operation.stats.row.cpu())
-        scale = operation.loss_scale
-        by_loss_scale[scale] = by_loss_scale.get(scale, _EMPTY) + stats
-    total = _EMPTY
-    for scale, stats in by_loss_scale.items():
-        total = total + stats.rescale(1 / scale)
-    return total
-
-
-def _advice_sentences(advice: Recommendation, dtype: torch.dtype) -> list[str]:
-    """Return the sentences of a summary on the recommended loss scale."""
-    scale = power(advice.scale)
-    largest = "largest gradients, which bound it"
-    if advice.is_upper_bound:
-        scale = f"at most {scale}"
-        largest = "largest finite gradients"
-    sentence = (
-        f"Loss scale for {name_of(dtype)}: {scale}, which leaves room for gradients twice as large. With it "
-        f"{100 * advice.underflow:.3g} % of the gradients' values are flushed to zero, "
-        f"unscaled {100 * advice.underflow_unscaled:.3g} %."
-    )
-    if advice.zero > 0.01:
-        sentence += f" {100 * advice.zero:.3g} % more are zero at each scale seen."
-    return [sentence, f"The {largest}: {advice.bounded_by or 'none'}."]
-
-
-def _row(index: int, operation: Operation, dtype: torch.dtype) -> dict[str, Any]:
+def _row(index: int, operation: Operation, dtype: torch.dtype) -> render.Row:
     """Return an operation as numbers and strings, for `NumericsReport.to_rows`."""
     stats = operation.stats
     return {
@@ -504,5 +374,5 @@ def _row(index: int, operation: Operation, dtype: torch.dtype) -> dict[str, Any]
         "shape": operation.shape,
         **{name: getattr(stats, name).item() for name in _STATISTICS},
         **{name: getattr(stats, name)(dtype).item() for name in _FRACTIONS},
-        "creates": " ".join(_created_kinds(operation)),
+        "creates": " ".join(created_kinds(operation)),
     }
